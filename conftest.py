@@ -16,7 +16,7 @@ import torch
 import torch._dynamo  # the first optimizer would import it, and then it would not be frozen
 from hypothesis import settings
 from tests.frames import roomy
-from tests.frozen import FIND, KNOWN, freeze
+from tests.frozen import FIND, FOUND_CACHES, freeze
 
 from anybatch.memory import fakes
 
@@ -80,7 +80,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    fakes.caches = lambda: [*KNOWN, *FIND()]
+    fakes.caches = lambda: [*FOUND_CACHES, *FIND()]
     freeze()
 
 
@@ -104,9 +104,9 @@ def _counts(item: pytest.Item) -> bool:
     return bool(item.get_closest_marker("large") or drawn or "counted" in item.fixturenames)
 
 
-def _others(every: list[pytest.Item], dice: random.Random, count: int) -> list[pytest.Item]:
-    kept = set(map(id, dice.sample(every, min(count, len(every)))))
-    return [item for item in every if id(item) not in kept]
+def _others(every: list[pytest.Item], rng: random.Random, count: int) -> list[pytest.Item]:
+    sampled = set(map(id, rng.sample(every, min(count, len(every)))))
+    return [item for item in every if id(item) not in sampled]
 
 
 def _shortest_last(items: list[pytest.Item]) -> None:
@@ -163,7 +163,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     found = {
         "seed": SEED,
         "examples": EXAMPLES if config.getoption("--soak") else EXAMPLES // 10,
-        "outcomes": {kind: len(stats.get(kind, [])) for kind in kinds},
+        "outcomes": {outcome: len(stats.get(outcome, [])) for outcome in kinds},
         "cases": Counter(
             report.nodeid.partition("[")[0]
             for report in stats.get("passed", [])

@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 
 HERE = Path(__file__).parent
+MECHANISMS = {"gathering": "two-pass", "lanes": "lockstep"}
+"""Names of mechanisms in results of earlier versions, and their names today."""
 console = Console(stderr=True)
 
 
@@ -26,5 +28,11 @@ def read(path: Path) -> dict[str, Any] | None:
     """The results of a file, None where nobody has run its command yet."""
     if not path.exists():
         return None
-    found: dict[str, Any] = json.loads(path.read_text())
+    found: dict[str, Any] = json.loads(path.read_text(), object_hook=_renamed)
     return found
+
+
+def _renamed(found: dict[str, Any]) -> dict[str, Any]:
+    """Give a mechanism the name that it has today."""
+    name = found.get("mechanism")
+    return found | {"mechanism": MECHANISMS[name]} if name in MECHANISMS else found

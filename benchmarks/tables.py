@@ -326,8 +326,8 @@ OPTIONS = {
 def pictures(name: str, folder: str = "") -> list[str]:
     """The pictures of a table in markdown, with the way to their folder before their names."""
     at = HERE / WRITERS[name][0]
-    given = (*PICTURES.get(name, ()), ("curves.png", "learning curves"))
-    return [f"![{what}]({folder}{file})" for file, what in given if (at / file).exists()]
+    images = (*PICTURES.get(name, ()), ("curves.png", "learning curves"))
+    return [f"![{what}]({folder}{file})" for file, what in images if (at / file).exists()]
 
 
 def command(folder: str) -> str:

@@ -38,8 +38,8 @@ def benchmarks_page() -> str:
         summary = f"{name}_summary"
         tables = [TABLES[one]() for one in (summary, name) if one in TABLES]
         about = f"`{command(folder)}`; [how it is measured](../benchmarks/{folder}/README.md)"
-        seen = pictures(name, f"../benchmarks/{folder}/")
-        parts += [f"## {title}", about, *dict.fromkeys(tables), *seen]
+        images = pictures(name, f"../benchmarks/{folder}/")
+        parts += [f"## {title}", about, *dict.fromkeys(tables), *images]
     return "\n\n".join(parts) + "\n"
 
 

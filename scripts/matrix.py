@@ -39,22 +39,22 @@ TESTS = (
     "tests/exactness/test_ranks.py",
     "tests/repository/test_tiers.py",
     "tests/cli/test_cli.py",
-    "tests/unit/loss/test_known.py",
+    "tests/unit/loss/test_functionals.py",
     "tests/unit/loss/test_watch.py",
     "tests/unit/lockstep/test_batchnorm_statistics.py",
     "tests/unit/offload/test_recipes.py",
     "tests/unit/offload/test_sharing_storage.py",
     "tests/unit/engine/test_engine.py",
-    "tests/unit/execution/test_look.py",
+    "tests/unit/execution/test_inspection.py",
     "tests/unit/memory/test_nameless.py",
     "tests/unit/offload/test_offload.py",
     "tests/unit/core/test_rng.py",
     "tests/unit/tools/test_scripted.py",
     "tests/unit/memory/test_stores.py",
     "tests/unit/execution/proof/test_declared.py",
-    "tests/unit/execution/proof/test_look.py",
+    "tests/unit/execution/proof/test_meeting.py",
 )
-BESIDE = ("hypothesis", "pytest", "pytest-xdist", "scipy")
+TEST_PACKAGES = ("hypothesis", "pytest", "pytest-xdist", "scipy")
 ASK = """
 import json, platform, torch
 print(json.dumps({
@@ -82,26 +82,26 @@ def installed(python: str, torch: str, within: Path) -> Path | str:
         constraints = Path(scratch) / "constraints.txt"
         constraints.write_text(pins())
         pip = [str(found), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        wanted = [f"torch=={torch}", "-e", f"{ROOT}[demo]", *BESIDE]
-        told = _called([*pip, "-c", str(constraints), *wanted], check=False)
-    return found if told.returncode == 0 else "cannot be installed"
+        wanted = [f"torch=={torch}", "-e", f"{ROOT}[demo]", *TEST_PACKAGES]
+        completed = _called([*pip, "-c", str(constraints), *wanted], check=False)
+    return found if completed.returncode == 0 else "cannot be installed"
 
 
 def outcome(python: Path, tests: tuple[str, ...] = TESTS) -> dict[str, Any]:
     """Run the tests and return versions and counts."""
     with TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        told = _called(
+        completed = _called(
             [str(python), "-m", "pytest", "-n", "0", "-q", f"--junitxml={report}", *tests],
             check=False,
         )
         if not report.exists():
             return {"reason": "the tests did not start"}
         counts = counted(report.read_text())
-    asked = json.loads(_called([str(python), "-c", ASK]).stdout)
+    answer = json.loads(_called([str(python), "-c", ASK]).stdout)
     if counts["failed"]:
-        print(told.stdout[-3000:])
-    return {**asked, **counts, "files": len(tests)}
+        print(completed.stdout[-3000:])
+    return {**answer, **counts, "files": len(tests)}
 
 
 def counted(report: str) -> dict[str, int]:
@@ -141,8 +141,8 @@ def main(
         python, _, torch = one.partition(":")
         print(f"Python {python}, torch {torch}")
         found = installed(python, torch, within.resolve())
-        given = {"reason": found} if isinstance(found, str) else outcome(found)
-        row = {"python": python, "torch": torch, **given}
+        result = {"reason": found} if isinstance(found, str) else outcome(found)
+        row = {"python": python, "torch": torch, **result}
         failed = failed or bool(row.get("failed"))
         before = (read(out) or {"cells": []})["cells"]
         write(out, {"cells": merged(before, row)})

@@ -28,32 +28,32 @@ def papers(root: Path = ROOT) -> list[dict[str, Any]]:
 
 
 def numbers(item: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return ``(kind, number)`` of what an item is about."""
-    return [(kind, number) for kind in KINDS for number in item.get(kind, [])]
+    """Return ``(category, number)`` of what an item is about."""
+    return [(category, number) for category in KINDS for number in item.get(category, [])]
 
 
 def wanted(paper: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return ``(kind, number)`` of all that a paper numbers."""
+    """Return ``(category, number)`` of all that a paper numbers."""
     found = []
-    for kind, many in paper["numbered"].items():
+    for category, many in paper["numbered"].items():
         names = map(str, range(1, many + 1)) if isinstance(many, int) else many
-        found += [(kind, name) for name in names]
+        found += [(category, name) for name in names]
     return found
 
 
-def faults(given: list[dict[str, Any]], root: Path = ROOT) -> Iterator[str]:
+def faults(entries: list[dict[str, Any]], root: Path = ROOT) -> Iterator[str]:
     """Yield what is wrong with a map: numbers that are missing, and files and names that are not.
 
     Args:
-        given: what `papers` returns.
+        entries: what `papers` returns.
         root: of the repository.
     """
-    for paper in given:
+    for paper in entries:
         name = paper["name"]
-        asked = Counter(wanted(paper))
+        claimed = Counter(wanted(paper))
         there = Counter(one for item in paper["item"] for one in numbers(item))
-        yield from (f"{name}: {' '.join(one)} is missing" for one in asked - there)
-        yield from (f"{name}: {' '.join(one)} comes once too often" for one in there - asked)
+        yield from (f"{name}: {' '.join(one)} is missing" for one in claimed - there)
+        yield from (f"{name}: {' '.join(one)} comes once too often" for one in there - claimed)
         for item in paper["item"]:
             here = f"{name}: {' '.join(numbers(item)[0])}"
             if bool(item.get("where")) == bool(item.get("left")):
@@ -85,7 +85,7 @@ def papers_page(root: Path = ROOT) -> str:
     """Return docs/papers.md."""
     parts = [HEAD]
     for paper in papers(root):
-        counts = ((k, len([n for kind, n in wanted(paper) if kind == k])) for k in KINDS)
+        counts = ((k, len([n for category, n in wanted(paper) if category == k])) for k in KINDS)
         holds = ", ".join(f"{n} {k.lower()}{'s' if n > 1 else ''}" for k, n in counts if n)
         rows = [_row(item, root) for item in paper["item"]]
         table = ["| item | says | is | but |", "| --- | --- | --- | --- |", *rows]
@@ -95,8 +95,8 @@ def papers_page(root: Path = ROOT) -> str:
 
 
 def _row(item: dict[str, Any], root: Path) -> str:
-    kinds = [kind for kind in KINDS if kind in item]
-    names = [f"{kind} {', '.join(item[kind])}" for kind in kinds]
+    kinds = [category for category in KINDS if category in item]
+    names = [f"{category} {', '.join(item[category])}" for category in kinds]
     where = "<br>".join(_link(one, root) for one in item.get("where", [])) or "-"
     but = item.get("note", item.get("left", ""))
     return f"| {'; '.join(names)} | {item['says']} | {where} | {but} |"

@@ -68,14 +68,14 @@ def prose(docstring: str) -> str:
 def signature(name: str, function: Callable[..., Any]) -> str:
     """Return ``name(x: int, *, y=1) -> str`` as written, one argument a line where it is long."""
     found = inspect.signature(function)
-    arguments, kind = list[str](), None
+    arguments, previous = list[str](), None
     for parameter in found.parameters.values():
         if parameter.name in ("self", "cls"):
             continue
-        starred = parameter.VAR_POSITIONAL in (kind, parameter.kind)
-        if parameter.kind is parameter.KEYWORD_ONLY and kind != parameter.kind and not starred:
+        starred = parameter.VAR_POSITIONAL in (previous, parameter.kind)
+        if parameter.kind is parameter.KEYWORD_ONLY and previous != parameter.kind and not starred:
             arguments.append("*")
-        kind = parameter.kind
+        previous = parameter.kind
         arguments.append(_argument(parameter))
     returns = "" if found.return_annotation in ("None", found.empty) else _type(found)
     line = f"{name}({', '.join(arguments)}){returns}"
@@ -146,10 +146,10 @@ def _head(name: str, value: Any) -> list[str]:
 
 
 def _members(owner: str, cls: type) -> Iterator[str]:
-    for name, (kind, function) in members(cls).items():
+    for name, (role, function) in members(cls).items():
         yield f"### {owner}.{name}"
-        before = f"anybatch.{owner}" if kind == "constructor" else owner.lower()
-        if kind == "property":
+        before = f"anybatch.{owner}" if role == "constructor" else owner.lower()
+        if role == "property":
             yield f"```text\n{before}.{name}{_type(inspect.signature(function))}\n```"
         else:
             yield signature(f"{before}.{name}", function)

@@ -69,8 +69,8 @@ def main(
     for number, file in enumerate(left, 1):
         print(f"soak: {number} of {len(left)}, {file}", flush=True)
         results["files"][file] = soaked(file)
-        kept = {name: one for name, one in results["files"].items() if name in every}
-        results |= {"files": kept, "of": len(every), "whole": len(kept) == len(every)}
+        current = {name: one for name, one in results["files"].items() if name in every}
+        results |= {"files": current, "of": len(every), "whole": len(current) == len(every)}
         results["environment"] = environment()
         RESULTS.parent.mkdir(parents=True, exist_ok=True)
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")

@@ -46,8 +46,8 @@ def lay_out(root: Path, folder: Path) -> None:
         text = page.read_text()
         linked |= {(page.parent / name).resolve() for name in LINK.findall(text)}
         _write(folder / page.relative_to(root), LINK.sub(r"](\1.md)", text))
-        for beside in (*page.parent.glob("*.png"), *page.parent.glob("*.css")):
-            shutil.copy(beside, folder / beside.relative_to(root))
+        for extra in (*page.parent.glob("*.png"), *page.parent.glob("*.css")):
+            shutil.copy(extra, folder / extra.relative_to(root))
     for path in sorted(path for path in linked if path.is_file()):
         name = path.relative_to(root)
         _write(folder / f"{name}.md", code_page(str(name), path.read_text()))

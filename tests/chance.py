@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.core.plan import Away
+from anybatch.core.plan import OffloadPlan
 
 CLASSES = 3
 STEPS = 5
@@ -36,20 +36,20 @@ class Part(nn.Module):
     running statistics again.
     """
 
-    def __init__(self, dice: random.Random, dims: int, width: int, *, drops: bool) -> None:
+    def __init__(self, rng: random.Random, dims: int, width: int, *, drops: bool) -> None:
         super().__init__()
-        self.how, self.act = dice.choice(HOW), dice.choice(ACTS)
-        self.adds, self.again = dice.random() < 0.4, dice.choice([None, None, False, True])
+        self.how, self.act = rng.choice(HOW), rng.choice(ACTS)
+        self.adds, self.again = rng.random() < 0.4, rng.choice([None, None, False, True])
         self.plain = False
         self.conv = convolution(dims, width, width)
         self.norm = NORMS[dims](
             width,
-            eps=dice.choice([1e-5, 1e-3]),
-            momentum=dice.choice([0.1, 0.3, 1.0, None]),
-            affine=dice.random() < 0.8,
-            track_running_stats=self.how in ("in eval", "past the module") or dice.random() < 0.8,
+            eps=rng.choice([1e-5, 1e-3]),
+            momentum=rng.choice([0.1, 0.3, 1.0, None]),
+            affine=rng.random() < 0.8,
+            track_running_stats=self.how in ("in eval", "past the module") or rng.random() < 0.8,
         )
-        self.drop = nn.Dropout(0.3 if drops and dice.random() < 0.5 else 0.0)
+        self.drop = nn.Dropout(0.3 if drops and rng.random() < 0.5 else 0.0)
         if self.how == "in eval":
             self.norm.eval()
 
@@ -65,8 +65,8 @@ class Part(nn.Module):
         if self.how == "bare":
             h = F.batch_norm(h, None, None, norm.weight, norm.bias, True, 0.1, norm.eps)
         elif self.how == "past the module":
-            kept = norm.running_mean, norm.running_var
-            h = torch.batch_norm(h, norm.weight, norm.bias, *kept, True, 0.2, norm.eps, False)
+            statistics = norm.running_mean, norm.running_var
+            h = torch.batch_norm(h, norm.weight, norm.bias, *statistics, True, 0.2, norm.eps, False)
         elif self.how == "twice":
             h = norm(h) - norm(x)
         else:
@@ -78,16 +78,16 @@ class Part(nn.Module):
 class Net(nn.Module):
     """A convolution, one to three parts of which the first normalises, and a head."""
 
-    def __init__(self, dice: random.Random, dims: int, *, drops: bool) -> None:
+    def __init__(self, rng: random.Random, dims: int, *, drops: bool) -> None:
         super().__init__()
-        width = dice.randint(2, 5)
+        width = rng.randint(2, 5)
         self.first = convolution(dims, 3, width)
         self.parts = nn.ModuleList(
-            Part(dice, dims, width, drops=drops) for _ in range(dice.randint(1, 3))
+            Part(rng, dims, width, drops=drops) for _ in range(rng.randint(1, 3))
         )
         self.norm = NORMS[dims](width)
         self.head = nn.Linear(width, CLASSES)
-        if dice.random() < 0.2:
+        if rng.random() < 0.2:
             self.first.weight.requires_grad_(requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def centred(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out - out.mean(0), y)
 
 
-def dice_loss(out: Tensor, y: Tensor) -> Tensor:
+def dice_coefficient_loss(out: Tensor, y: Tensor) -> Tensor:
     p, t = out.softmax(1), F.one_hot(y, CLASSES)
     return 1 - 2 * (p * t).sum() / (p.sum() + t.sum())
 
@@ -133,7 +133,10 @@ def mean_of_each(out: Tensor, y: Tensor) -> Tensor:
 
 
 LOSSES: list[tuple[Any, Any]] = [
-    *((loss, loss) for loss in (F.cross_entropy, weighted, smooth, centred, dice_loss, squares)),
+    *(
+        (loss, loss)
+        for loss in (F.cross_entropy, weighted, smooth, centred, dice_coefficient_loss, squares)
+    ),
     (Loss.per_sample(each), mean_of_each),
 ]
 """What an engine is given, and what torch alone computes."""
@@ -166,18 +169,18 @@ def steps(count: int, *, drops: bool = False) -> Iterator[Step]:
         drops: models may have dropout. Default False.
     """
     for number in range(0, count, STEPS):
-        dice = random.Random(number)
+        rng = random.Random(number)
         torch.manual_seed(number)
-        yield from _of_one_engine(number, dice, drops=drops)
+        yield from _of_one_engine(number, rng, drops=drops)
 
 
-def _of_one_engine(first: int, dice: random.Random, *, drops: bool) -> Iterator[Step]:
-    dims = dice.randint(0, 2)
-    sides = [dice.randint(2, 5) for _ in range(dims)]
-    model = Net(dice, dims, drops=drops).double()
-    given, loss = dice.choice(LOSSES)
-    sizes = [dice.randint(4, 20) for _ in range(STEPS)]
-    mean, scale = dice.choice([0.0, 3.0, -10.0]), dice.choice([0.5, 1.0, 5.0])
+def _of_one_engine(first: int, rng: random.Random, *, drops: bool) -> Iterator[Step]:
+    dims = rng.randint(0, 2)
+    sides = [rng.randint(2, 5) for _ in range(dims)]
+    model = Net(rng, dims, drops=drops).double()
+    loss_options, loss = rng.choice(LOSSES)
+    sizes = [rng.randint(4, 20) for _ in range(STEPS)]
+    mean, scale = rng.choice([0.0, 3.0, -10.0]), rng.choice([0.5, 1.0, 5.0])
 
     def rows(count: int) -> tuple[Tensor, Tensor]:
         x = mean + scale * torch.randn(count, 3, *sides, dtype=torch.float64)
@@ -185,21 +188,21 @@ def _of_one_engine(first: int, dice: random.Random, *, drops: bool) -> Iterator[
         y[0] = 0  # something is not ignored
         return x, y
 
-    split, lazy = dice.randint(1, max(sizes) - 1), dice.random() < 0.15
-    engine, said = Engine(model, given, micro_batch=split), f"micro-batches of {split}"
-    room = dice.choice([0, 0, 1000, 5000, 20000])
+    split, lazy = rng.randint(1, max(sizes) - 1), rng.random() < 0.15
+    engine, said = Engine(model, loss_options, micro_batch=split), f"micro-batches of {split}"
+    capacity = rng.choice([0, 0, 1000, 5000, 20000])
     runner: Any = engine._runner
-    if room:
-        said += f", room for {room} bytes"
-        runner.step = partial(runner.step, room=room)
+    if capacity:
+        said += f", room for {capacity} bytes"
+        runner.step = partial(runner.step, lane_bytes=capacity)
     inside = random.Random(-first).choice([None, None, 0, 2000, 10000])
     if inside is not None:
         said += f", {inside} bytes of what runs may stay"
-        away = Away("file", None, (inside, inside), 0, 0, 1)
-        runner.step = partial(runner.step, away=away)
+        offloaded = OffloadPlan("file", None, (inside, inside), 0, 0, 1)
+        runner.step = partial(runner.step, offload=offloaded)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for number, size in enumerate(sizes, first):
-        if dice.random() < 0.7:
+        if rng.random() < 0.7:
             optimizer.zero_grad()
         parts = [f"{p.how}, again={p.again}" for p in model.parts if isinstance(p, Part)]
         words = (

@@ -33,12 +33,12 @@ def in_backward(module: nn.Module, hook: Callable[[Tensor], Any]) -> RemovableHa
     It does not see a backward without data: what is raised there is a doubt, and no error.
     """
 
-    def seen(gradient: Tensor) -> Any:
+    def observe(gradient: Tensor) -> Any:
         return None if backward_without_data() else hook(gradient)
 
     def watched(_module: nn.Module, _inputs: Any, outputs: Tensor) -> None:
         if outputs.requires_grad:
-            outputs.register_hook(seen)
+            outputs.register_hook(observe)
 
     return module.register_forward_hook(watched)
 

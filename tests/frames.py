@@ -16,14 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-Given = ParamSpec("Given")
+Arguments = ParamSpec("Arguments")
 Found = TypeVar("Found")
 
 SLOTS = 1 << 17
 """Values of 8 bytes: with what a piece needs beside them, just over half of 2 MiB."""
 
 
-def roomy(work: Callable[Given, Found], /, *args: Given.args, **named: Given.kwargs) -> Found:
+def roomy(
+    work: Callable[Arguments, Found], /, *args: Arguments.args, **named: Arguments.kwargs
+) -> Found:
     """Return what ``work(*args, **named)`` does, whose frames have a MiB."""
     return work(*args, **named)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from anybatch.memory import fakes
 
-KNOWN: list[Any] = []
+FOUND_CACHES: list[Any] = []
 """Caches that `freeze` has found."""
 FIND = fakes.caches
 
@@ -18,5 +18,5 @@ def freeze() -> None:
     Both walk over all objects, which are half a million here, thousands of times.
     """
     gc.collect()
-    KNOWN.extend(FIND())
+    FOUND_CACHES.extend(FIND())
     gc.freeze()

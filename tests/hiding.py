@@ -36,8 +36,8 @@ def _keep(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> Tensor:
-    out, kept = ctx.saved_tensors
-    assert kept.numel() % PAGE == 0
+    out, saved_input = ctx.saved_tensors
+    assert saved_input.numel() % PAGE == 0
     return grad * (1 - out * out)
 
 

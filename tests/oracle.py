@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from anybatch.core.meeting import alone_here, in_forward
+from anybatch.core.meeting import in_forward, standalone_here
 from anybatch.tools.exactness import error_of, tolerance
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -104,7 +104,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             len(_get_current_function_mode_stack()),
             len(_get_current_dispatch_mode_stack()),
             id(torch.batch_norm),
-            alone_here(),
+            standalone_here(),
             in_forward(),
         ],
         "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),

@@ -16,7 +16,7 @@ from anybatch.memory.meter import Meter
 CPU = torch.device("cpu")
 
 
-def held(engine: Engine, rows: tuple[Tensor, Tensor], **given: Any) -> int:
+def held(engine: Engine, rows: tuple[Tensor, Tensor], **options: Any) -> int:
     """The most bytes that two steps hold, beside the optimizer's state.
 
     Where tensors leave, the first records what the second follows.
@@ -25,13 +25,13 @@ def held(engine: Engine, rows: tuple[Tensor, Tensor], **given: Any) -> int:
     for _ in range(2):
         model.zero_grad()
         with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
-            engine.backward(*rows, **given)
+            engine.backward(*rows, **options)
         most = max(most, meter.peak)
     model.zero_grad()
     return most
 
 
-def assert_a_budget_is_kept(model: nn.Module, loss: Any, rows: Any, share: float) -> None:
+def assert_a_budget_is_respected(model: nn.Module, loss: Any, rows: Any, share: float) -> None:
     """Assert that a step stays within what was foreseen, and that within a budget.
 
     Args:
@@ -42,7 +42,7 @@ def assert_a_budget_is_kept(model: nn.Module, loss: Any, rows: Any, share: float
     """
     memory = anybatch.plan(model, loss, (rows, None), memory="1GiB", timed=False).memory
     assert memory is not None
-    budget = memory.floor + int((memory.whole - memory.floor) * share)
+    budget = memory.floor + int((memory.undivided - memory.floor) * share)
     engine = Engine(model, loss, memory=budget)
     engine.backward(rows)
     assert engine.last is not None
@@ -66,12 +66,12 @@ class Drawn(NamedTuple):
         return rows
 
 
-def drawn(dice: random.Random, seed: int) -> Drawn:
+def drawn(rng: random.Random, seed: int) -> Drawn:
     """Draw a model and its loss."""
     torch.manual_seed(seed)
-    dims = dice.randint(0, 2)
-    sides = [dice.randint(2, 9) for _ in range(dims)]
-    model: nn.Module = Net(dice, dims, drops=dice.random() < 0.3)
-    model = model.double() if dice.random() < 0.4 else model
-    loss, _ = dice.choice(LOSSES)
+    dims = rng.randint(0, 2)
+    sides = [rng.randint(2, 9) for _ in range(dims)]
+    model: nn.Module = Net(rng, dims, drops=rng.random() < 0.3)
+    model = model.double() if rng.random() < 0.4 else model
+    loss, _ = rng.choice(LOSSES)
     return Drawn(model, loss, sides)

@@ -74,17 +74,17 @@ class Count:
     """Counts the samples whose largest output is their class."""
 
     def __init__(self) -> None:
-        self.right = self.seen = 0
+        self.right = self.total = 0
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> None:
         """Take in outputs [N, classes] and targets [N]."""
         self.right += int((outputs.argmax(1) == targets).sum())
-        self.seen += len(targets)
+        self.total += len(targets)
 
     @property
     def share(self) -> float:
         """The share of them."""
-        return self.right / self.seen
+        return self.right / self.total
 
 
 def initial(seed: int) -> nn.Module:
@@ -94,8 +94,8 @@ def initial(seed: int) -> nn.Module:
         return resnet20(norm="batch")
 
 
-def alone(model: nn.Module) -> Backward:
-    """Return the step of torch alone: the whole mini-batch through the model at once."""
+def undivided_step(model: nn.Module) -> Backward:
+    """Return torch's own step: the full mini-batch through the model at once."""
 
     def backward(inputs: Tensor, targets: Tensor, observe: Observe) -> Tensor:
         outputs = model(inputs)

@@ -157,8 +157,8 @@ def _case(loss: tuple[str, Maker], model: tuple[str, Pair]) -> Case:
 
 
 def _counted(inputs: Any, _targets: Any) -> Tensor:
-    kept: Tensor = inputs["labels"] != IGNORE
-    return kept.sum()
+    counted: Tensor = inputs["labels"] != IGNORE
+    return counted.sum()
 
 
 def _declared() -> Any:

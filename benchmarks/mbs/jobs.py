@@ -77,7 +77,7 @@ def answers(
         patience: seconds after which a question has no end.
         jobs: processes that answer at the same time.
     """
-    asked = list(questions)
+    listed = list(questions)
     idle: SimpleQueue[Server] = SimpleQueue()
     servers = [Server(answer, patience) for _ in range(jobs)]
     for server in servers:
@@ -92,7 +92,7 @@ def answers(
 
     try:
         with ThreadPoolExecutor(jobs) as pool:
-            yield from zip(asked, pool.map(ask, asked), strict=True)
+            yield from zip(listed, pool.map(ask, listed), strict=True)
     finally:
         for server in servers:
             server.stop()

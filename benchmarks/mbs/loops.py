@@ -71,12 +71,12 @@ def _two_passes(problem: Problem, micro_batch: int) -> Tensor:
     """
     parts = [inputs for inputs, _ in micro_batches(problem, micro_batch)]
     with torch.no_grad():
-        kept = [_leaves(call(problem.model, inputs)) for inputs in parts[:-1]]
+        outputs = [_leaves(call(problem.model, inputs)) for inputs in parts[:-1]]
     last = call(problem.model, parts[-1])
-    rows = [*kept, [leaf.detach() for leaf in _leaves(last)]]
-    whole = [torch.cat(column).requires_grad_() for column in zip(*rows, strict=True)]
-    loss = loss_of(problem, _rebuild(last, iter(whole)), problem.targets)
-    grads = torch.autograd.grad(loss, whole)
+    rows = [*outputs, [leaf.detach() for leaf in _leaves(last)]]
+    joined = [torch.cat(column).requires_grad_() for column in zip(*rows, strict=True)]
+    loss = loss_of(problem, _rebuild(last, iter(joined)), problem.targets)
+    grads = torch.autograd.grad(loss, joined)
     shares = list(zip(*(torch.split(grad, micro_batch) for grad in grads), strict=True))
     torch.autograd.backward(_leaves(last), list(shares[-1]))
     for inputs, share in zip(parts[:-1], shares[:-1], strict=True):

@@ -33,14 +33,16 @@ class Written:
 Maker = Callable[[int], Written]
 
 
-def draw_labels(shape: tuple[int, ...], ignore: int | None, *, whole: bool = False) -> Tensor:
-    """Labels of which later rows have more ignored ones, or whole rows of them."""
+def draw_labels(
+    shape: tuple[int, ...], ignore: int | None, *, ignored_rows: bool = False
+) -> Tensor:
+    """Labels of which later rows have more ignored ones, or only such."""
     labels = torch.randint(1, CLASSES, shape)
     if ignore is not None:
         share = torch.linspace(0.1, 0.7, shape[0]).view(-1, *[1] * (len(shape) - 1))
         labels[torch.rand(shape) < share] = ignore
         labels[0] = 1
-    if whole:
+    if ignored_rows:
         assert ignore is not None
         labels[FULLY_IGNORED] = ignore
     return labels
@@ -54,13 +56,13 @@ def cross_entropy(
     n: int,
     *shape: int,
     ignore: int | None = None,
-    whole: bool = False,
+    ignored_rows: bool = False,
     weighted: bool = False,
     smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Written:
     """nn.CrossEntropyLoss on labels; its mean divides by the weights of what is not ignored."""
-    targets = draw_labels((n, *shape), ignore, whole=whole)
+    targets = draw_labels((n, *shape), ignore, ignored_rows=ignored_rows)
     weight = _weight() if weighted else None
     skipped = -100 if ignore is None else ignore
 
@@ -71,8 +73,8 @@ def cross_entropy(
     def count(labels: Tensor) -> Tensor | float:
         if reduction == "sum":
             return 1.0
-        kept = labels[labels != skipped]
-        return len(kept) if weight is None else weight[kept].sum()
+        counted = labels[labels != skipped]
+        return len(counted) if weight is None else weight[counted].sum()
 
     loss_fn = nn.CrossEntropyLoss(
         weight, ignore_index=skipped, label_smoothing=smoothing, reduction=reduction
@@ -231,7 +233,7 @@ def _bce(o: Tensor, t: Tensor, reduction: str) -> Tensor:
 CLASS_LOSSES: dict[str, Maker] = {
     "cross_entropy": cross_entropy,
     "ignore_index": partial(cross_entropy, ignore=-100),
-    "all_ignored": partial(cross_entropy, ignore=-100, whole=True),
+    "all_ignored": partial(cross_entropy, ignore=-100, ignored_rows=True),
     "class_weights": partial(cross_entropy, weighted=True),
     "weights_and_ignore": partial(cross_entropy, weighted=True, ignore=0),
     "smoothing": partial(cross_entropy, smoothing=0.1),
@@ -243,7 +245,7 @@ CLASS_LOSSES: dict[str, Maker] = {
 }
 MAP_LOSSES: dict[str, Maker] = {
     "pixel_ignore": lambda n: cross_entropy(n, SIDE, SIDE, ignore=255),
-    "pixel_all_ignored": lambda n: cross_entropy(n, SIDE, SIDE, ignore=255, whole=True),
+    "pixel_all_ignored": lambda n: cross_entropy(n, SIDE, SIDE, ignore=255, ignored_rows=True),
     "pixel_weights": lambda n: cross_entropy(n, SIDE, SIDE, ignore=255, weighted=True),
     "pixel_pos_weight": plain(binary(CLASSES, SIDE, SIDE), _bce),
 }

@@ -36,8 +36,8 @@ def worst(got: tuple[Tensors, Tensors], want: tuple[Tensors, Tensors]) -> float:
 def relative(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
     """||g - g0|| / ||g0|| over all tensors of `want` together, in float64."""
     pairs = [(got[name].double(), tensor.double()) for name, tensor in want.items()]
-    apart = torch.stack([(a - b).square().sum() for a, b in pairs]).sum()
-    return float((apart / torch.stack([b.square().sum() for _, b in pairs]).sum()).sqrt())
+    difference = torch.stack([(a - b).square().sum() for a, b in pairs]).sum()
+    return float((difference / torch.stack([b.square().sum() for _, b in pairs]).sum()).sqrt())
 
 
 def as_json(error: float) -> float | str:

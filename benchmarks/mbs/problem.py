@@ -62,8 +62,8 @@ def call(model: nn.Module, inputs: Any) -> Any:
 def loss_of(problem: Problem, outputs: Any, targets: Any) -> Tensor:
     """The loss that the person wrote, or the one that the model returned."""
     if problem.loss_fn is not None:
-        alone = problem.targets is None  # a loss on the outputs only
-        return problem.loss_fn(outputs) if alone else problem.loss_fn(outputs, targets)
+        outputs_only = problem.targets is None  # a loss on the outputs only
+        return problem.loss_fn(outputs) if outputs_only else problem.loss_fn(outputs, targets)
     if isinstance(outputs, Tensor):
         return outputs
     loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs.loss

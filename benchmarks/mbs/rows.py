@@ -163,7 +163,7 @@ def soak(results: Results) -> str:
     """What the last soak has run, in one line a count."""
     files = results["files"].values()
     outcomes = [one["outcomes"] for one in files]
-    passed, failed = (sum(one[kind] for one in outcomes) for kind in ("passed", "failed"))
+    passed, failed = (sum(one[verdict] for one in outcomes) for verdict in ("passed", "failed"))
     failed += sum(one["error"] for one in outcomes)
     counts = Counter[str]()
     for one in files:
@@ -173,11 +173,11 @@ def soak(results: Results) -> str:
     def of(*tests: str) -> str:
         return str(sum(n for name, n in counts.items() if any(test in name for test in tests)))
 
-    whole = f"{len(files)} of {results['of']}"
+    in_full = f"{len(files)} of {results['of']}"
     drawn = (one["examples"] for name, one in results["files"].items() if "test_timeline" in name)
     examples = str(max(drawn, default=0))
     rows = [
-        ["test files that have some, run in full", whole],
+        ["test files that have some, run in full", in_full],
         ["their tests passed, failed", f"{passed}, {failed}"],
         ["cases and splits against the undivided batch", of("gives_the_gradient_of_the_und")],
         ["the same and BatchNorm over real processes", of("test_ranks.py")],

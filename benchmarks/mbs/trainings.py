@@ -1,4 +1,4 @@
-"""A real training, run as the command runs it, and what is kept of its run folder.
+"""A real training, run as the command runs it, and the figures of its run folder.
 
 A figure at the end says little about a training, and a curve without its settings less. Kept here
 are the recipe, every epoch's losses and metrics, the time, and for scale the best figure that a
@@ -57,14 +57,14 @@ def trainings(what: str, settings: Settings, folder: Path, seeds: Sequence[int])
 
 
 def record(run: Path) -> Results:
-    """Return what is kept of a run folder: the seed, the summary's figures, a list per curve."""
+    """Return the figures of a run folder: the seed, the summary's figures, a list per curve."""
     summary = json.loads((run / "summary.json").read_text())
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if line["kind"] == "epoch"]
     metric = summary["metric"]
     curves = {name: [row[name.replace("metric", metric)] for row in rows] for name in CURVES}
-    kept = {name: summary[name] for name in ("metric", "seed", *SUMMARY.split())}
-    return kept | {"train": summary["train_samples"], "test": summary["test_samples"]} | curves
+    figures = {name: summary[name] for name in ("metric", "seed", *SUMMARY.split())}
+    return figures | {"train": summary["train_samples"], "test": summary["test_samples"]} | curves
 
 
 def constant(settings: Settings) -> float:
@@ -110,11 +110,11 @@ def draw(results: Results, path: Path) -> None:
     axes = figure.subplots(1, 2)
     for number, run in enumerate(results["runs"]):
         epochs = range(1, run["epochs"] + 1)
-        for axis, kind in zip(axes, ("loss", "metric"), strict=True):
+        for axis, measure in zip(axes, ("loss", "metric"), strict=True):
             for color, part in (("C0", "train"), ("C1", "test")):
                 style = ("-", "--", ":")[number % 3]
                 label = f"{part}, seed {run['seed']}"
-                axis.plot(epochs, run[f"{part}_{kind}"], style, color=color, label=label)
+                axis.plot(epochs, run[f"{part}_{measure}"], style, color=color, label=label)
     axes[1].axhline(results["constant"], color="0.6", label="constant answer")
     for axis, name in zip(axes, ("loss", metric_name(results)), strict=True):
         axis.set(xlabel="epoch", ylabel=name)

@@ -122,7 +122,7 @@ class DeepLabV3Plus(nn.Module):
         )
         self.pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), _conv(2048, 256, 1))
         self.joined = _conv(5 * 256, 256, 1)
-        self.narrow = _conv(128, 48, 1)
+        self.project = _conv(128, 48, 1)
         self.decoder = nn.Sequential(_separable(256 + 48, 256), _separable(256, 256))
         self.head = nn.Conv2d(256, classes, 1)
 
@@ -132,7 +132,7 @@ class DeepLabV3Plus(nn.Module):
         high = self.high(low)
         pooled = self.pooled(high).expand(-1, -1, *high.shape[2:])
         wide = self.joined(torch.cat([*(part(high) for part in self.pyramid), pooled], 1))
-        joined = torch.cat([_resized(wide, low), self.narrow(low)], 1)
+        joined = torch.cat([_resized(wide, low), self.project(low)], 1)
         return _resized(self.head(self.decoder(joined)), x)
 
 

@@ -98,10 +98,10 @@ class Arena:
 
 @dataclass
 class Segment:
-    """Bytes from the device in one piece; `kind` says for which requests."""
+    """Bytes from the device in one piece; `pool` says for which requests."""
 
     size: int
-    kind: int
+    pool: int
     free: Free
 
 
@@ -121,17 +121,17 @@ class Caching:
             MemoryError: the limit is reached.
         """
         size = _rounded(size, ROUND)
-        kind = 0 if size <= SMALL else 1
+        pool = 0 if size <= SMALL else 1
         fits = [
             (found[1] - found[0], number)
             for number, segment in enumerate(self._segments)
-            if segment.kind == kind and (found := segment.free.find(size, best=True))
+            if segment.pool == pool and (found := segment.free.find(size, best=True))
         ]
-        segment = self._segments[min(fits)[1]] if fits else self._grow(size, kind)
+        segment = self._segments[min(fits)[1]] if fits else self._grow(size, pool)
         found = segment.free.find(size, best=True)
         assert found is not None
         rest = found[1] - found[0] - size
-        if rest and rest <= (0 if kind == 0 else SMALL):
+        if rest and rest <= (0 if pool == 0 else SMALL):
             size += rest  # too little to split off
         segment.free.take(found[0], size)
         self._used[v] = (segment, found[0], size)
@@ -141,7 +141,7 @@ class Caching:
         segment, begin, size = self._used.pop(v)
         segment.free.give(begin, size)
 
-    def _grow(self, size: int, kind: int) -> Segment:
+    def _grow(self, size: int, pool: int) -> Segment:
         count = _segment_size(size)
         if self.reserved + count > self.limit:
             self._segments = [
@@ -149,7 +149,7 @@ class Caching:
             ]
             self.reserved = sum(one.size for one in self._segments)
         _within(self.reserved + count, self.limit)
-        self._segments.append(Segment(count, kind, Free([(0, count)])))
+        self._segments.append(Segment(count, pool, Free([(0, count)])))
         self.reserved += count
         return self._segments[-1]
 

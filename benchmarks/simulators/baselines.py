@@ -30,7 +30,7 @@ def naive(trace: Trace, budget: int) -> Schedule:
     draft = Draft(trace, budget)
     for function in trace.functions:
         draft.run()
-        draft.leave((*function.uses, *sorted(draft.here)))
+        draft.evict((*function.uses, *sorted(draft.here)))
         draft.await_all()
     return draft.schedule("naive")
 
@@ -44,7 +44,7 @@ def on_demand(trace: Trace, budget: int) -> Schedule:
     draft, recent = Draft(trace, budget), dict.fromkeys(trace.before)
     for i, function in enumerate(trace.functions):
         if i:
-            draft.leave(_oldest(draft, recent, function.uses))
+            draft.evict(_oldest(draft, recent, function.uses))
         draft.run()
         for v in function.uses:
             recent.pop(v, None)
@@ -52,7 +52,7 @@ def on_demand(trace: Trace, budget: int) -> Schedule:
         for v in trace.dies[i]:
             del recent[v]
     ends = trace.after
-    draft.leave(_oldest(draft, recent, ends))
+    draft.evict(_oldest(draft, recent, ends))
     return draft.schedule("on demand")
 
 
@@ -86,8 +86,8 @@ def prefetch(trace: Trace, budget: int, k: int = 1) -> Schedule:
     """
     gaps = [max(_unused(trace, v), key=_length, default=(0, 0)) for v in _moving(trace)]
     pairs = zip(_moving(trace), gaps, strict=True)
-    away = [(v, last, following) for v, (last, following) in pairs if following - last > k + 1]
-    return _at_distance(trace, budget, away, k, f"prefetch {k} ahead")
+    offloaded = [(v, last, following) for v, (last, following) in pairs if following - last > k + 1]
+    return _at_distance(trace, budget, offloaded, k, f"prefetch {k} ahead")
 
 
 def fixed_distance(trace: Trace, budget: int, threshold: int, ahead: int) -> Schedule:
@@ -102,13 +102,13 @@ def fixed_distance(trace: Trace, budget: int, threshold: int, ahead: int) -> Sch
     Raises:
         BudgetError: these two do not fit; others may.
     """
-    away = [
+    offloaded = [
         (v, last, following)
         for v in _moving(trace)
         for last, following in _unused(trace, v)
         if following - last > max(threshold, ahead + 1)
     ]
-    return _at_distance(trace, budget, away, ahead, f"distance {threshold}, {ahead} ahead")
+    return _at_distance(trace, budget, offloaded, ahead, f"distance {threshold}, {ahead} ahead")
 
 
 def _moving(trace: Trace) -> list[int]:
@@ -125,17 +125,17 @@ def _length(gap: tuple[int, int]) -> int:
 
 
 def _at_distance(
-    trace: Trace, budget: int, away: list[tuple[int, int, int]], ahead: int, policy: str
+    trace: Trace, budget: int, offloaded: list[tuple[int, int, int]], ahead: int, policy: str
 ) -> Schedule:
     """Return the schedule in which variables leave after a use and return `ahead` of the next."""
     leaves: dict[int, list[int]] = {}
     returns: dict[int, list[int]] = {}
-    for v, last, following in away:
+    for v, last, following in offloaded:
         leaves.setdefault(last, []).append(v)
         returns.setdefault(following - ahead, []).append(v)
     draft = Draft(trace, budget)
     for i in range(len(trace.functions)):
         draft.bring(returns.get(i, ()))
         draft.run()
-        draft.leave(leaves.get(i, ()))
+        draft.evict(leaves.get(i, ()))
     return draft.schedule(policy)

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, fsum, isclose, log1p, prod
 
-from anybatch.tools.given import positive, whole
+from anybatch.tools.validation import positive, positive_integer
 
 EXACT = 12
 """Classes up to which all sets of them are counted."""
@@ -55,7 +55,7 @@ def every_class(shares: Sequence[float], samples: int) -> Chance:
         >>> every_class([0.5, 0.5], 2)
         Chance(least=0.5, most=0.5)
     """
-    whole(samples=samples)
+    positive_integer(samples=samples)
     if not shares or not isclose(fsum(shares), 1, rel_tol=1e-6):
         raise ValueError(f"shares of classes must add up to 1, and they add up to {fsum(shares)}")
     for one in shares:

@@ -27,12 +27,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from anybatch.tools.given import whole
+from anybatch.tools.validation import positive_integer
 
 VALUE = 4
 """Bytes of a value in single precision."""
 
-KEPT = 3
+COPIES = 3
 """A parameter, its gradient of a sample and its gradient of the mini-batch."""
 
 
@@ -45,7 +45,7 @@ class Shape:
     depth: int
 
     def __post_init__(self) -> None:
-        whole(height=self.height, width=self.width, depth=self.depth)
+        positive_integer(height=self.height, width=self.width, depth=self.depth)
 
     @property
     def values(self) -> int:
@@ -113,13 +113,13 @@ class Dense:
 
 def _slid(layer: Convolution | Pooling, side: int) -> int:
     """Return the places of a window along a side: Equation 1."""
-    room = side - layer.size + 2 * layer.padding
-    if room < 0:
+    span = side - layer.size + 2 * layer.padding
+    if span < 0:
         raise ValueError(
             f"a window must fit in its padded input, and {layer} meets a side of {side}: give it "
             "more padding, or the layers before it smaller strides"
         )
-    return room // layer.stride + 1
+    return span // layer.stride + 1
 
 
 @dataclass(frozen=True)
@@ -166,17 +166,17 @@ class Network:
 
         Source: guide, Equations 2 to 4.
         """
-        whole(samples=samples)
+        positive_integer(samples=samples)
         features = sum(shape.values for shape in self.shapes()) * samples
-        parameters = KEPT * self._extraction_parameters()
+        parameters = COPIES * self._extraction_parameters()
         dense = self._dense()
         weights = sum(came * went for came, went in dense)
         outputs = sum(went for _, went in dense)
         if printed:  # L_1 to L_m, of which the first is what comes from the convolutions
             flat = dense[0][0] if dense else 0
-            classifier = flat + outputs + KEPT * (weights + len(dense))
+            classifier = flat + outputs + COPIES * (weights + len(dense))
         else:
-            classifier = outputs * samples + KEPT * (weights + outputs)
+            classifier = outputs * samples + COPIES * (weights + outputs)
         return Memory(features * VALUE, parameters * VALUE, classifier * VALUE)
 
     def bound(self, device: int, samples: int, *, printed: bool = False) -> int:

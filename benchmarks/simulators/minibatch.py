@@ -27,13 +27,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from anybatch.conv.divide import Configuration, Part, front
+from anybatch.conv.divide import Configuration, KernelPart, front
 from anybatch.conv.share import share
 from anybatch.core.units import show_bytes, show_samples
 from anybatch.errors import BudgetError
-from anybatch.tools.given import whole
+from anybatch.tools.validation import positive_integer
 
-Measured = Mapping[str, Sequence[Part]]
+Measured = Mapping[str, Sequence[KernelPart]]
 """Layer -> what was measured of it: an algorithm on so many samples, its seconds and workspace."""
 
 
@@ -70,9 +70,9 @@ class Choice:
         return sum(each) if self.adds else max(each, default=0)
 
     def __str__(self) -> str:
-        kind = "of their own" if self.adds else "in one buffer"
+        place = "of their own" if self.adds else "in one buffer"
         lines = [
-            f"{show_samples(self.samples)} in {self.seconds:.3g} s, workspaces {kind}: "
+            f"{show_samples(self.samples)} in {self.seconds:.3g} s, workspaces {place}: "
             f"{show_bytes(self.workspace)} of {show_bytes(self.bound)}"
         ]
         return "\n".join(lines + [f"  {name}: {one}" for name, one in self.layers.items()])
@@ -113,7 +113,7 @@ def choose(
         BudgetError: no choice fits.
         ValueError: a layer was not measured at this mini-batch.
     """
-    whole(samples=samples)
+    positive_integer(samples=samples)
     fronts = {name: _front(name, parts, samples, divided) for name, parts in measured.items()}
     least = [one[0].workspace for one in fronts.values()]
     needed = sum(least) if adds else max(least, default=0)
@@ -123,7 +123,7 @@ def choose(
             f"{show_samples(samples)} they need at least {show_bytes(needed)}, and "
             f"{show_bytes(bound)} is left: take a smaller mini-batch",
             needed=needed,
-            given=bound,
+            budget=bound,
         )
     if adds:
         found = share(list(fronts.values()), bound)
@@ -132,7 +132,12 @@ def choose(
     return Choice(samples, dict(zip(fronts, found, strict=True)), bound, adds)
 
 
-def _front(name: str, parts: Sequence[Part], samples: int, divided: bool) -> list[Configuration]:  # noqa: FBT001
+def _front(
+    name: str,
+    parts: Sequence[KernelPart],
+    samples: int,
+    divided: bool,  # noqa: FBT001
+) -> list[Configuration]:
     """Return the Pareto front of a layer's configurations, the fastest last."""
     found = front([p for p in parts if divided or p.size == samples], samples)
     if not found:
@@ -174,7 +179,7 @@ def sweep(
         try:
             choices.append(choose(measured, n, bound(n), adds=adds, divided=divided))
         except BudgetError as caught:
-            refused[n] = caught.needed - caught.given
+            refused[n] = caught.needed - caught.budget
             error = error or caught  # of the smallest
     if not choices:
         raise error or ValueError("sizes must hold at least one mini-batch, and there is none")

@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from anybatch.tools.given import share, whole
 from anybatch.tools.servers import Cluster
+from anybatch.tools.validation import positive_integer, share
 
 PIECES = 4
 """Parts of a shard that enter a link one after another."""
@@ -73,7 +73,7 @@ def simulate(
     Raises:
         ValueError: a number is out of range.
     """
-    whole(servers=servers, rounds=rounds, warm=warm)
+    positive_integer(servers=servers, rounds=rounds, warm=warm)
     share(jitter=jitter)
     if rounds <= warm:
         raise ValueError(f"rounds must be more than warm, and they are {rounds} and {warm}")
@@ -184,8 +184,8 @@ class _Worker:
                 then()
 
         for _ in range(PIECES):
-            for turn in range(len(shards)):
-                at = (self._rank + turn) % len(shards)
+            for offset in range(len(shards)):
+                at = (self._rank + offset) % len(shards)
                 ways = (self._own[push], self._run.links[at][push])
                 self._send(ways if push else ways[::-1], shards[at] / PIECES, arrived)
 
@@ -198,10 +198,10 @@ class _Run:
     """All of them."""
 
     def __init__(
-        self, cluster: Cluster, servers: int, rounds: int, jitter: float, dice: random.Random
+        self, cluster: Cluster, servers: int, rounds: int, jitter: float, rng: random.Random
     ) -> None:
         self.cluster, self.clock = cluster, _Clock()
-        self._rounds, self._jitter, self._dice = rounds, jitter, dice
+        self._rounds, self._jitter, self._rng = rounds, jitter, rng
         largest = cluster.largest_share(servers)
         rest = (1 - largest) / (servers - 1) if servers > 1 else 0.0
         self.shards = [cluster.parameters * one for one in [largest] + [rest] * (servers - 1)]
@@ -216,10 +216,10 @@ class _Run:
 
     def computing(self) -> float:
         """Draw the seconds of a round's computing."""
-        return self.cluster.compute * self._dice.uniform(1 - self._jitter, 1 + self._jitter)
+        return self.cluster.compute * self._rng.uniform(1 - self._jitter, 1 + self._jitter)
 
     def until_one_is_ready(self) -> None:
         for worker in self.workers:
-            self.clock.at(self._dice.uniform(0, self.cluster.compute), worker.start)
+            self.clock.at(self._rng.uniform(0, self.cluster.compute), worker.start)
         while all(len(worker.ended) < self._rounds for worker in self.workers):
             self.clock.next()

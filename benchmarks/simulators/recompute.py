@@ -91,18 +91,18 @@ class _Book:
         self.trace = trace
         self.needed = {v: i for v in saved(trace) if (i := first_in_backward(trace, v)) is not None}
         self.chosen: dict[int, Again] = {}
-        self.kept: set[int] = set()  # what recipes start from, beside what backward needs anyway
+        self.retained: set[int] = set()  # sources of recipes that backward does not need
 
     def consider(self, v: int) -> None:
         """Choose `v` if there is a cheap recipe that starts from little."""
         found = self._recipe(v, self.needed[v], depth=0)
-        if found is None or v in self.kept or v in found.sources:
+        if found is None or v in self.retained or v in found.sources:
             return
-        more = found.sources - self.kept - self.needed.keys()
+        more = found.sources - self.retained - self.needed.keys()
         gain = self.trace.size(v) - self.trace.bytes_of(more)
         if gain > 0 or (gain == 0 and any(map(self._read_by_many, more))):
             self.chosen[v] = found
-            self.kept |= found.sources
+            self.retained |= found.sources
 
     def _recipe(self, v: int, when: int, depth: int) -> Again | None:
         """Return how to make `v` again at function `when`; None where that is not cheap."""
@@ -134,14 +134,14 @@ class _Book:
         one = self.trace.variables[v]
         if one.before or one.stays:
             return Again()
-        kept = Again(sources=frozenset({v}))
+        itself = Again(sources=frozenset({v}))
         if v in self.chosen:
             return Again() if self.needed[v] - when <= SOON else None
-        if v in self.needed or v in self.kept:
-            return kept
+        if v in self.needed or v in self.retained:
+            return itself
         if self._read_by_many(v) and 2 * self.trace.size(v) <= self.trace.size(wanted):
-            return kept
-        return self._recipe(v, when, depth + 1) or kept
+            return itself
+        return self._recipe(v, when, depth + 1) or itself
 
     def _read_by_many(self, v: int) -> bool:
         """Say whether more than one function of the forward pass reads what one has made."""

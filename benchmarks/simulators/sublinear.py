@@ -59,13 +59,15 @@ def sublinear(trace: Trace, stretches: int, share: float = 1.0) -> Trace:
 
 def _cuts(trace: Trace, stretches: int) -> list[int]:
     """Return the functions before which one stretch ends, so that nobody writes across a cut."""
-    turn = next((i for i, f in enumerate(trace.functions) if f.backward), len(trace.functions))
-    made = [0] * turn
+    first_backward = next(
+        (i for i, f in enumerate(trace.functions) if f.backward), len(trace.functions)
+    )
+    made = [0] * first_backward
     for v in saved(trace):
         made[trace.uses[v][0]] += trace.size(v)
     crossed: set[int] = set()
     for v, variable in enumerate(trace.variables):
-        writes = [i for i in trace.written[v] if i < turn]
+        writes = [i for i in trace.written[v] if i < first_backward]
         if writes and not variable.before:
             crossed.update(range(writes[0] + 1, writes[-1] + 1))
     so_far = list(accumulate(made))
@@ -73,9 +75,9 @@ def _cuts(trace: Trace, stretches: int) -> list[int]:
     found: list[int] = []
     for count in wanted:
         cut = bisect_right(so_far, count)
-        while cut in crossed and cut < turn:
+        while cut in crossed and cut < first_backward:
             cut += 1
-        if 0 < cut < turn and cut not in found:
+        if 0 < cut < first_backward and cut not in found:
             found.append(cut)
     return sorted(found)
 

@@ -65,10 +65,10 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def trace(self) -> Trace:
         """Return what was seen."""
         used = {v for function in self._functions for v in function.uses}
-        kept = [v for v, one in enumerate(self._variables) if v in used or one.after]
-        place = {v: k for k, v in enumerate(kept)}
+        retained = [v for v, one in enumerate(self._variables) if v in used or one.after]
+        place = {v: k for k, v in enumerate(retained)}
         return Trace(
-            tuple(self._variables[v] for v in kept),
+            tuple(self._variables[v] for v in retained),
             tuple(_renumbered(function, place) for function in self._functions),
         )
 
@@ -81,14 +81,14 @@ class Tracing(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run one kernel, and write it down."""
         kwargs = kwargs or {}
-        given = {t.untyped_storage()._cdata: t for t in tensors_in((args, kwargs))}
+        arguments = {t.untyped_storage()._cdata: t for t in tensors_in((args, kwargs))}
         result = func(*args, **kwargs)
         returned = {t.untyped_storage()._cdata: t for t in tensors_in(result)}
         fresh = [key for key in returned if key not in self._place]
         written = _written(func, args, kwargs)
         if not fresh and not written:  # a view
             return result
-        reads = tuple(self._place[key] for key in given if key in self._place)
+        reads = tuple(self._place[key] for key in arguments if key in self._place)
         name = str(func).removeprefix("aten.").split(".")[0]
         makes = tuple(
             self._variable(returned[key].untyped_storage(), f"{name}{len(self._functions)}")

@@ -21,7 +21,7 @@ from benchmarks.agbn.images import Images, mini_batches, moved, read
 from benchmarks.agbn.learns import arms
 from benchmarks.agbn.learns import rows as learns_rows
 from benchmarks.agbn.learns import run as learns
-from benchmarks.agbn.training import Count, Recipe, alone, initial
+from benchmarks.agbn.training import Count, Recipe, initial, undivided_step
 from benchmarks.mbs.tables.working import Working
 from benchmarks.tests.ranks import batches, in_processes, tiny, trained
 from tests.cli.conftest import save
@@ -92,7 +92,7 @@ def test_images_are_scaled_by_the_training_images_in_equal_shares(images: Path) 
         read(images, 80, 10)
 
 
-def test_an_epoch_is_drawn_from_seed_and_epoch_alone_and_has_full_mini_batches() -> None:
+def test_an_epoch_is_drawn_from_seed_and_epoch_only_and_has_full_mini_batches() -> None:
     images = Images(torch.arange(10.0)[:, None, None, None].expand(10, 3, 4, 4), torch.arange(10))
     first, again, other, later = (
         [targets.tolist() for _, targets in mini_batches(images, 4, seed, epoch)]
@@ -141,10 +141,10 @@ def test_each_arm_counts_every_sample_once() -> None:
     for arm in arms.ARMS:
         model, count = initial(0), Count()
         arms.backward_of(arm, model, 3)(x, y, count)
-        assert count.seen == 7
+        assert count.total == 7
     assert torch.equal(initial(1)[0].weight, initial(1)[0].weight)
     assert not torch.equal(initial(1)[0].weight, initial(2)[0].weight)
-    assert alone(initial(0))(x, y, count).requires_grad is False
+    assert undivided_step(initial(0))(x, y, count).requires_grad is False
 
 
 @pytest.mark.large(of="tiny runs of benchmarks", few=2)
@@ -178,12 +178,12 @@ def test_accuracy_runs_resumes_and_is_written(
     monkeypatch.setattr(tables, "HERE", tmp_path)
     small = replace(accuracy.QUICK, batches=(8,), epochs=1)
     monkeypatch.setattr(accuracy, "QUICK", small)
-    out, kept = tmp_path / "agbn" / "accuracy", Working(tmp_path / "runs/agbn/accuracy.jsonl")
+    out, working = tmp_path / "agbn" / "accuracy", Working(tmp_path / "runs/agbn/accuracy.jsonl")
     job = small.jobs()[0]
-    kept.add(job, jobs.trained(job, images))
+    working.add(job, jobs.trained(job, images))
     for _ in range(2):
         accuracy.main(images=images, quick=True, processes=1, out=out, folder=tmp_path / "runs")
-    assert len(kept.path.read_text().splitlines()) == 3
+    assert len(working.path.read_text().splitlines()) == 3
     results = json.loads((out / "results.json").read_text())
     assert [run["devices"] for run in results["runs"]] == [1, 4, 8]
     assert "| 4 | 8 | 2 |" in tables.table("accuracy")
@@ -243,7 +243,7 @@ def made_up_speeds() -> dict[str, Any]:
     for seed, losses in enumerate(([3, 2, 2, 2], [4, 3, 2, 1])):
         kinds = ["local"] * (3 + seed) + ["exact"] * (1 - seed)
         took = {"local": [1.0] * 4, "global": [2.0] * 4}
-        took["adaptive"] = [1.0 if kind == "local" else 2.0 for kind in kinds]
+        took["adaptive"] = [1.0 if mode == "local" else 2.0 for mode in kinds]
         arms = {
             arm: {
                 "seconds": seconds,

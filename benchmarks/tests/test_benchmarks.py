@@ -47,7 +47,7 @@ def test_splits_are_even_ragged_single_and_larger() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_by_hand_gives_the_gradient_of_the_whole_batch(case: Case) -> None:
+def test_by_hand_gives_the_gradient_of_the_full_batch(case: Case) -> None:
     problem = case.make(1)
     want = gradients(undivided, problem, BATCH)
     noise = error_of(gradients(undivided, permuted(problem, 1), BATCH)[0], want[0])
@@ -55,7 +55,7 @@ def test_by_hand_gives_the_gradient_of_the_whole_batch(case: Case) -> None:
         assert worst(gradients(by_hand, problem, size), want) <= tolerance(noise)
 
 
-def test_a_case_is_the_same_for_the_same_seed_and_leaves_the_generator_alone() -> None:
+def test_a_case_is_the_same_for_the_same_seed_and_does_not_touch_the_generator() -> None:
     before = torch.get_rng_state()
     first, second = (CASES[0].make(3) for _ in range(2))
     assert torch.equal(first.inputs, second.inputs)
@@ -170,7 +170,7 @@ def test_filling_twice_is_filling_once() -> None:
 
 
 @pytest.mark.parametrize("name", tables.TITLES)
-def test_the_page_beside_a_results_file_is_what_the_file_says(name: str) -> None:
+def test_the_page_of_a_results_file_is_what_the_file_says(name: str) -> None:
     page = tables.HERE / tables.WRITERS[name][0] / "README.md"
     assert page.read_text() == report.readme(name), "run `python -m benchmarks.report`"
 

@@ -94,7 +94,7 @@ def test_gradients_that_are_there_count() -> None:
     assert Meter(problem).live == 2 * bare
 
 
-def test_past_the_budget_a_full_machine_speaks_and_everything_is_given_back() -> None:
+def test_past_the_budget_a_full_machine_speaks_and_everything_is_released() -> None:
     problem = mlp()
     meter = Meter(problem, peak(problem, BATCH) - 1)
     base, message = meter.live, "can't allocate memory: .* bytes are live, the budget is"
@@ -118,13 +118,13 @@ def test_the_peers_know_the_error() -> None:
     assert is_oom_error(raised.value)
 
 
-def test_two_micro_batches_hold_as_much_as_the_whole_step(peaks: dict[int, int]) -> None:
+def test_two_micro_batches_hold_as_much_as_the_full_step(peaks: dict[int, int]) -> None:
     for size, want in peaks.items():
         assert Attempts(mlp(), want).fits(size)
         assert not Attempts(mlp(), want - 1).fits(size)
 
 
-def test_an_error_of_another_kind_is_not_taken_for_memory() -> None:
+def test_an_error_of_another_sort_does_not_count_as_memory() -> None:
     def broken(*_: Tensor) -> Tensor:
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
@@ -173,14 +173,14 @@ def test_the_largest_is_found_where_smaller_sizes_do_not_fit(peaks: dict[int, in
         assert largest_that_fits(mlp(), budget - 1).size != size
 
 
-def test_the_whole_batch_is_found_where_it_fits(peaks: dict[int, int]) -> None:
+def test_the_full_batch_is_found_where_it_fits(peaks: dict[int, int]) -> None:
     for find in (largest_that_fits, halving):
         found = find(mlp(), max(peaks.values()))
         assert (found.size, {size for size, *_ in found.tried}) == (BATCH, {BATCH})
 
 
 @pytest.mark.usefixtures("_quick_collection")
-def test_the_peers_find_the_whole_batch_too(peaks: dict[int, int]) -> None:
+def test_the_peers_find_the_full_batch_too(peaks: dict[int, int]) -> None:
     needs("lightning")
     needs("accelerate")
     budget = max(peaks.values())
@@ -203,7 +203,7 @@ def test_a_sweep_returns_every_size_in_every_round() -> None:
         assert all(len(rounds) == 3 for rounds in times.values())
 
 
-def test_what_slows_a_whole_round_cancels() -> None:
+def test_what_slows_a_full_round_cancels() -> None:
     steady = {1: [4.0, 4.0, 4.0], 2: [2.0, 2.0, 2.0], 3: [1.0, 1.0, 1.0]}
     drifting = {size: [a, 3 * b, 9 * c] for size, (a, b, c) in steady.items()}
     assert relative(drifting) == relative(steady) == {1: 2.0, 2: 1.0, 3: 0.5}
@@ -222,7 +222,7 @@ def test_a_row_knows_what_was_better_what_failed_and_what_is_over() -> None:
 
 
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_problem_is_as_large_as_asked(name: str) -> None:
+def test_a_problem_is_as_large_as_requested(name: str) -> None:
     problem = PROBLEMS[name](3)
     assert len(problem.inputs) == len(problem.targets) == problem.batch == 3
     assert peak(problem, 1) < peak(problem, 3)
@@ -306,17 +306,17 @@ def trained(scale: float, dtype: torch.dtype = torch.float64) -> Trained:
 def test_float64_trainings_are_the_same_to_1e_9() -> None:
     assert compare(trained(1), trained(1)).distance == 0
     assert compare(trained(1 + 1e-10), trained(1)).same
-    apart = compare(trained(1 + 1e-8), trained(1))
-    assert (apart.same, apart.allowed) == (False, DOUBLE)
+    found = compare(trained(1 + 1e-8), trained(1))
+    assert (found.same, found.allowed) == (False, DOUBLE)
     assert not compare(trained(float("nan")), trained(1)).same
 
 
 def test_float32_trainings_are_as_near_as_other_orders_of_rows() -> None:
-    whole, order = (trained(scale, torch.float32) for scale in (1, 1 + 1e-5))
-    assert compare(trained(1 + 5e-6, torch.float32), whole, [order]).same
-    assert not compare(trained(1 + 1e-4, torch.float32), whole, [order]).same
+    undivided, order = (trained(scale, torch.float32) for scale in (1, 1 + 1e-5))
+    assert compare(trained(1 + 5e-6, torch.float32), undivided, [order]).same
+    assert not compare(trained(1 + 1e-4, torch.float32), undivided, [order]).same
     with pytest.raises(ValueError, match=r"another order; got none: pass `orders`"):
-        compare(whole, whole)
+        compare(undivided, undivided)
 
 
 def test_trainings_of_other_lengths_are_not_compared() -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.concepts.memory.picture import draw, picture
 from benchmarks.concepts.memory.rows import concepts_memory
 from benchmarks.concepts.memory.run import WAYS, counted, most_of_each
-from benchmarks.results import folder, read
+from benchmarks.results import MECHANISMS, folder, read
 
 RESULTS = read(folder("concepts/memory") / "results.json")
 
@@ -19,7 +19,8 @@ RESULTS = read(folder("concepts/memory") / "results.json")
 def test_a_step_is_counted_kernel_by_kernel(name: str) -> None:
     way = WAYS[name] | ({"micro_batch": 6} if name == "undivided" else {})
     found = counted(way, 6, 16)
-    assert found["mechanism"] == name.partition(",")[0].partition(" ")[0]
+    word = name.partition(",")[0].partition(" ")[0]
+    assert found["mechanism"] == MECHANISMS.get(word, word)
     assert found["exact"]
     assert max(found["live"]) == found["peak"] > 0
     assert len(found["live"]) <= found["kernels"]
@@ -34,7 +35,7 @@ def test_no_stretch_loses_its_peak() -> None:
         assert max(found) == 36
 
 
-def test_every_way_is_told_and_keeps_its_budget(tmp_path: Path) -> None:
+def test_every_way_is_described_and_keeps_its_budget(tmp_path: Path) -> None:
     assert RESULTS is not None
     ways = RESULTS["ways"]
     assert [way["name"] for way in ways] == list(WAYS)

@@ -27,7 +27,7 @@ def test_all_ways_but_accumulation_have_the_gradient_of_the_batch(tmp_path: Path
     assert rows.contrastive(results)
 
 
-def test_dropout_is_that_of_the_batch_where_that_is_asked_for() -> None:
+def test_dropout_is_that_of_the_batch_where_that_is_requested() -> None:
     (found,) = steps.errors(["sentences, dropout"], 12, 5).values()
     assert found["anybatch, rng batch"] <= tolerance()
     assert found["anybatch"] > 0.1
@@ -43,8 +43,8 @@ def test_a_training_of_the_engine_is_the_undivided_one(tmp_path: Path) -> None:
     assert (tmp_path / "curves.png").exists()
     last = {one["arm"]: one["loss"][-1] for one in results["learns"]}
     assert set(last) == set(learns.ARMS)
-    apart = {arm: abs(loss - last["undivided"]) for arm, loss in last.items()}
-    assert apart["anybatch"] < apart["accumulated"]
+    difference = {arm: abs(loss - last["undivided"]) for arm, loss in last.items()}
+    assert difference["anybatch"] < difference["accumulated"]
 
 
 def test_no_number_is_tested_twice() -> None:

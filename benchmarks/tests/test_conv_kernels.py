@@ -20,9 +20,9 @@ def test_the_problem_of_a_layer_is_what_its_module_runs() -> None:
     dy = torch.randn_like(y)
     dx, dw = torch.autograd.grad(y, [x, module.weight], dy)
     w = module.weight.detach()
-    given = {"forward": (x.detach(), w, y), "data": (dy, w, dx), "filter": (dy, x.detach(), dw)}
+    arguments = {"forward": (x.detach(), w, y), "data": (dy, w, dx), "filter": (dy, x.detach(), dw)}
     for kernel in KERNELS:
-        one, other, wanted = given[kernel]
+        one, other, wanted = arguments[kernel]
         problem = run.problem_of(layer, kernel)
         assert problem.operands(3) == (tuple(one.shape), tuple(other.shape))
         assert torch.allclose(native(problem, one, other), wanted, atol=1e-5)

@@ -36,14 +36,14 @@ def test_gradients_are_of_the_same_draws_and_change_nothing() -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first, step.gradients(), strict=True))
 
 
-def test_a_goal_that_is_missed_is_told() -> None:
+def test_a_goal_that_is_missed_is_reported() -> None:
     one = {"ratio": [0.9, 0.97, 1.0]}
     networks = {"alexnet": {"contiguous": one}, LARGE: {"contiguous": {"ratio": [8, 8, 8]}}}
-    told = rows.conv_networks_summary({"modes": {"default": {"networks": networks}}})
-    assert told.startswith("0 of 1 medians")
-    assert "largest 0.970" in told
-    alone = {"modes": {"default": {"networks": {LARGE: networks[LARGE]}}}}
-    assert rows.conv_networks_summary(alone) == "No usual network was measured."
+    text = rows.conv_networks_summary({"modes": {"default": {"networks": networks}}})
+    assert text.startswith("0 of 1 medians")
+    assert "largest 0.970" in text
+    single = {"modes": {"default": {"networks": {LARGE: networks[LARGE]}}}}
+    assert rows.conv_networks_summary(single) == "No usual network was measured."
 
 
 def test_without_cuda_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

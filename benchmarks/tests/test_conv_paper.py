@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.ucudnn import device, models
-from benchmarks.ucudnn.listen import Heard, listen
+from benchmarks.ucudnn.listen import RecordedKernel, listen
 from benchmarks.ucudnn.models import LARGE, MODULES, NETWORKS, Network
 from benchmarks.ucudnn.paper import figures, rows, run, sections
 from benchmarks.ucudnn.paper.choices import (
@@ -20,44 +20,46 @@ from benchmarks.ucudnn.paper.choices import (
     Kernel,
     all_within,
     each_within,
-    look,
+    make_fronts,
     seconds_of,
 )
 from PIL import Image
 from torch import nn
 
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, Part, sizes
+from anybatch.conv.divide import Configuration, KernelPart, sizes
 from anybatch.conv.problem import KERNELS, Problem
 
 SECOND = Problem("forward", 64, 192, (27, 27), (5, 5), (1, 1), (2, 2), (1, 1))
 
 
 def test_the_kernels_of_alexnet_are_those_of_the_paper_but_one() -> None:
-    heard = listen(NETWORKS["alexnet"])
-    assert [(h.layer, h.problem.kernel) for h in heard if h.count == 1] == [
+    recorded = listen(NETWORKS["alexnet"])
+    assert [(h.layer, h.problem.kernel) for h in recorded if h.count == 1] == [
         (f"conv{layer}", kernel)
         for layer in range(1, 6)
         for kernel in KERNELS
         if (layer, kernel) != (1, "data")  # images need no gradient
     ]
-    assert next(h.problem for h in heard if h.layer == "conv2") == SECOND
+    assert next(h.problem for h in recorded if h.layer == "conv2") == SECOND
 
 
 @pytest.mark.parametrize(("name", "layers"), [("resnet18", 20), ("resnet50", 53)])
 def test_a_layer_that_comes_often_is_one_kernel_with_a_count(name: str, layers: int) -> None:
     network = NETWORKS[name]
-    heard = listen(Network(network.title, network.make, (3, 64, 64), 1, 1))
-    assert sum(h.count for h in heard) == 3 * layers - 1
-    found = {h.layer: (h.problem.weight, h.count) for h in heard if h.problem.kernel == "forward"}
+    recorded = listen(Network(network.title, network.make, (3, 64, 64), 1, 1))
+    assert sum(h.count for h in recorded) == 3 * layers - 1
+    found = {
+        h.layer: (h.problem.weight, h.count) for h in recorded if h.problem.kernel == "forward"
+    }
     assert found["conv2"] == (((64, 64, 3, 3), 4) if name == "resnet18" else ((64, 64, 1, 1), 1))
-    assert len(heard) < sum(h.count for h in heard)
+    assert len(recorded) < sum(h.count for h in recorded)
 
 
 def test_a_module_inside_a_network_has_all_three_kernels_of_every_branch() -> None:
-    heard = listen(MODULES["inception 3a"], "cuda")
-    assert sum(h.count for h in heard) == 3 * 6
-    assert {h.problem.device for h in heard} == {"cuda"}
+    recorded = listen(MODULES["inception 3a"], "cuda")
+    assert sum(h.count for h in recorded) == 3 * 6
+    assert {h.problem.device for h in recorded} == {"cuda"}
 
 
 def test_the_networks_have_the_published_numbers_of_parameters() -> None:
@@ -69,7 +71,7 @@ def test_the_networks_have_the_published_numbers_of_parameters() -> None:
     assert len(convolutions) + 1 == 40  # and the linear layer
 
 
-class Known(Costs):
+class FixedCosts(Costs):
     """Two algorithms: torch's at 4 seconds a sample, and one of 1 that needs 10 bytes of each."""
 
     def duel(self, problem: Problem, configuration: Configuration) -> float:
@@ -82,15 +84,15 @@ class Known(Costs):
         policy: str,
         limit: int,
         seconds: float | None = None,
-    ) -> list[Part]:
-        own = [Part(n, "native", 4.0 * n, 0 if n == size else n) for n in sizes(policy, size)]
-        return own + [Part(n, "fft", 1.0 * n + 1, 10 * n) for n in sizes(policy, size)]
+    ) -> list[KernelPart]:
+        own = [KernelPart(n, "native", 4.0 * n, 0 if n == size else n) for n in sizes(policy, size)]
+        return own + [KernelPart(n, "fft", 1.0 * n + 1, 10 * n) for n in sizes(policy, size)]
 
 
 def kernels(*policies: str) -> list[Kernel]:
-    found = [Kernel(Heard("conv1", SECOND, 1)), Kernel(Heard("conv2", SECOND, 2))]
+    found = [Kernel(RecordedKernel("conv1", SECOND, 1)), Kernel(RecordedKernel("conv2", SECOND, 2))]
     for policy in policies:
-        look(Known(), found, 6, policy, 1000)
+        make_fronts(FixedCosts(), found, 6, policy, 1000)
     return found
 
 
@@ -105,21 +107,23 @@ def test_a_policy_chooses_from_its_own_parts_within_the_workspace() -> None:
     assert str(one.within(POWERS, 39)) == "fft@2 x 3"
 
 
-@pytest.mark.parametrize(("share", "ratio", "kept"), [(0.96, 0.1, 0), (0.8, 0.9, 1), (0.8, 1.0, 0)])
+@pytest.mark.parametrize(
+    ("share", "ratio", "chosen"), [(0.96, 0.1, 0), (0.8, 0.9, 1), (0.8, 1.0, 0)]
+)
 def test_what_is_hardly_faster_or_loses_a_duel_is_left_to_torch(
-    share: float, ratio: float, kept: int
+    share: float, ratio: float, chosen: int
 ) -> None:
-    class Noisy(Known):
+    class Noisy(FixedCosts):
         def duel(self, problem: Problem, configuration: Configuration) -> float:
             assert str(configuration) == "im2col@6"
             return ratio
 
-        def parts(self, problem: Problem, size: int, *given: object) -> list[Part]:
-            return [Part(size, "native", 1.0, 0), Part(size, "im2col", share, 5)]
+        def parts(self, problem: Problem, size: int, *args: object) -> list[KernelPart]:
+            return [KernelPart(size, "native", 1.0, 0), KernelPart(size, "im2col", share, 5)]
 
-    found = [Kernel(Heard("conv1", SECOND, 1))]
-    look(Noisy(), found, 6, POWERS, 1000)
-    names = ["native@6", "im2col@6"][: 1 + kept]
+    found = [Kernel(RecordedKernel("conv1", SECOND, 1))]
+    make_fronts(Noisy(), found, 6, POWERS, 1000)
+    names = ["native@6", "im2col@6"][: 1 + chosen]
     assert [str(c) for c in found[0].fronts[POWERS]] == names
     assert [str(c) for c in found[0].fronts[UNDIVIDED]] == names
 
@@ -137,8 +141,8 @@ def test_wd_is_the_fastest_of_all_choices_within_the_total_and_counts_every_laye
 
 def test_one_byte_less_is_a_fall_that_division_softens() -> None:
     row = sections.cliff(kernels(POWERS))[0]
-    told = {key: (row[key]["chosen"], row[key]["seconds"]) for key in ("best", "less", "divided")}
-    assert told == {
+    cells = {key: (row[key]["chosen"], row[key]["seconds"]) for key in ("best", "less", "divided")}
+    assert cells == {
         "best": ("fft@6", 7.0),
         "less": ("native@6", 24.0),
         "divided": ("fft@4, fft@2", 8.0),
@@ -157,7 +161,7 @@ def test_it_runs_and_its_tables_are_written(
         inner = catalogue is MODULES
         monkeypatch.setitem(catalogue, name, Network(name, wide, (2, 12, 12), 2, 2, inner=inner))
     duel = Costs.duel
-    monkeypatch.setattr(Costs, "duel", lambda *given: 0.0 * duel(*given))  # who wins is the clock's
+    monkeypatch.setattr(Costs, "duel", lambda *args: 0.0 * duel(*args))  # who wins is the clock's
     found = run.measured([*names], "cpu", 2)
     assert list(found["networks"]["alexnet"]["took"]) == [POWERS, ALL]
     took = found["networks"]["alexnet"]["took"]
@@ -207,7 +211,7 @@ def test_a_device_whose_kernels_are_left_to_torch_is_refused(
 
 
 class _nothing:  # noqa: N801
-    def __init__(self, *given: object) -> None:
+    def __init__(self, *args: object) -> None:
         pass
 
     def __enter__(self) -> None:

@@ -10,7 +10,7 @@ from benchmarks.ucudnn.parallel.rows import conv_parallel
 from benchmarks.ucudnn.parallel.run import compared, main
 from tests.unit.conv.problems import problem
 
-from anybatch.conv.divide import Part
+from anybatch.conv.divide import KernelPart
 
 
 @pytest.mark.large(of="tiny runs of benchmarks", few=2)
@@ -23,8 +23,20 @@ def test_a_tiny_run(tmp_path: Path) -> None:
 
 def test_what_differs_is_counted() -> None:
     key = problem("forward", 1, "plain"), 4
-    first = {key: [Part(4, "native", 4.0, 0), Part(4, "fft", 1.0, 9), Part(4, "im2col", 2.0, 9)]}
-    other = {key: [Part(4, "native", 8.0, 0), Part(4, "fft", 4.0, 9), Part(4, "im2col", 2.0, 9)]}
+    first = {
+        key: [
+            KernelPart(4, "native", 4.0, 0),
+            KernelPart(4, "fft", 1.0, 9),
+            KernelPart(4, "im2col", 2.0, 9),
+        ]
+    }
+    other = {
+        key: [
+            KernelPart(4, "native", 8.0, 0),
+            KernelPart(4, "fft", 4.0, 9),
+            KernelPart(4, "im2col", 2.0, 9),
+        ]
+    }
     found = compared(other, first, 3.0, 6.0, 2)
     assert found["differ"] == 1
     assert found["loss"] == 2.0  # im2col takes two, fft one

@@ -70,9 +70,9 @@ def test_it_trains_and_its_tables_are_written(
             assert (len(a["loss"]), len(a["test_loss"])) == (2 * 2, 2)
             assert a["divided"] == 0
     assert rows.conv_training(found).count("\n") == 1 + 2
-    told = rows.conv_training_same(found)
-    assert "of 1.0e-09: within" in told
-    assert "float32, from torch in float64" in told
+    text = rows.conv_training_same(found)
+    assert "of 1.0e-09: within" in text
+    assert "float32, from torch in float64" in text
     curves.draw(found, tmp_path / "curves.png")
     with Image.open(tmp_path / "curves.png") as picture:
         assert picture.width > 600
@@ -87,15 +87,15 @@ def test_the_images_fill_every_step_and_the_network_takes_them(folder: Path) -> 
     assert made(task.tests[0][:2]).shape == (2, 10)
 
 
-def test_an_end_outside_the_seeds_is_told() -> None:
+def test_an_end_outside_the_seeds_is_reported() -> None:
     def training(arm: str, seed: int, end: float) -> dict[str, object]:
         return {"arm": arm, "seed": seed} | {key: [9.0, end] for key in rows.ENDS}
 
     runs = [training("torch", 0, 0.2), training("torch", 1, 0.4)]
     for end, word in ((0.3, "within"), (0.5, "outside")):
         ours = [training("ours", seed, end) for seed in (0, 1)]
-        told = rows.ends({"title": "one", "runs": [*ours, *runs]})
-        assert all(f"the mean is {word} torch's seeds'" in line for line in told)
+        text = rows.ends({"title": "one", "runs": [*ours, *runs]})
+        assert all(f"the mean is {word} torch's seeds'" in line for line in text)
 
 
 def test_without_images_or_cuda_nothing_is_written(

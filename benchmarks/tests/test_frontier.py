@@ -21,7 +21,7 @@ def _small() -> Problem:
     return Problem(resnet20(norm="batch", blocks=1), nn.CrossEntropyLoss(), None, x, y, 8)
 
 
-def test_every_way_is_measured_told_and_drawn(
+def test_every_way_is_measured_described_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ours, "SHARES", (0.8, 0.01))  # the last one is refused
@@ -48,9 +48,9 @@ def test_every_way_is_measured_told_and_drawn(
 def test_files_by_hand_keep_every_bit_and_layout(tmp_path: Path) -> None:
     x, w = torch.randn(4, 200, 100), nn.Parameter(torch.randn(200, 100))
     with files(nn.ParameterList([w]), tmp_path):
-        kept = (x.transpose(1, 2)[1:] * w.t()).grad_fn
+        graph_node = (x.transpose(1, 2)[1:] * w.t()).grad_fn
         assert len(list(tmp_path.glob("*/*"))) == 1  # not the weight
-        back = kept._saved_self
+        back = graph_node._saved_self
     assert torch.equal(back, x.transpose(1, 2)[1:])
     assert back.stride() == x.transpose(1, 2).stride()
 

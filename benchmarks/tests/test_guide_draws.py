@@ -18,9 +18,9 @@ def test_no_draw_fails_under_the_limit(counted: Callable[[int], int]) -> None:
         assert ended(found) in ("in budget", "refused"), found
 
 
-def test_a_draw_is_made_by_its_seed_alone() -> None:
+def test_a_draw_is_made_by_its_seed_only() -> None:
     one, other = Draw(3), Draw(3)
-    assert (one.network, one.asked, one.share) == (other.network, other.asked, other.share)
+    assert (one.network, one.requests, one.share) == (other.network, other.requests, other.share)
     assert len({Draw(seed).network for seed in range(60)}) == 9
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from anybatch.cli.cli import app
-from anybatch.tools.costs import Link
+from anybatch.tools.costs import NetworkLink
 
 
 def output(*words: str) -> str:
@@ -45,9 +45,9 @@ def test_a_tiny_run_of_processes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [2, 3, 8])
 def test_the_link_is_that_whose_sums_were_timed(count: int) -> None:
-    link = Link(3e8, 2e-4)
-    taken = {str(size): link.all_reduce(size, count) for size in (1 << 20, 3 << 20, 1 << 25)}
-    found = gpus.link_of(taken, count)
+    link = NetworkLink(3e8, 2e-4)
+    seconds = {str(size): link.all_reduce(size, count) for size in (1 << 20, 3 << 20, 1 << 25)}
+    found = gpus.link_of(seconds, count)
     assert found["bandwidth"] == pytest.approx(link.bandwidth)
     assert found["latency"] == pytest.approx(link.latency)
 
@@ -64,9 +64,9 @@ def test_a_tiny_simulation_of_servers(tmp_path: Path) -> None:
 def test_the_numbers_are_computed(tmp_path: Path) -> None:
     numbers.main(out=tmp_path)
     found = json.loads((tmp_path / "results.json").read_text())
-    kept = json.loads((numbers.HERE / "results.json").read_text())
+    saved = json.loads((numbers.HERE / "results.json").read_text())
     same = ("lemmas", "traffic", "memory", "table 2", "classes")
-    assert {k: found[k] for k in same} == {k: kept[k] for k in same}
+    assert {k: found[k] for k in same} == {k: saved[k] for k in same}
     assert "Lemma 3.1" in numbers_table(found)
 
 

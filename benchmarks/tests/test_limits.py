@@ -9,10 +9,10 @@ from benchmarks.outofcore.limits.cgroups import group
 from benchmarks.outofcore.limits.run import Child, nothing, ordered
 
 
-def test_a_child_is_told_and_tells_until_its_limit_refuses_it_memory(tmp_path: Path) -> None:
-    room, batch = 24 << 20, 8
-    with Child(ordered("U-Net", batch, tmp_path, limit=room), {}, nothing) as child:
-        assert child.base["data"] > room
+def test_a_child_answers_orders_until_its_limit_refuses_it_memory(tmp_path: Path) -> None:
+    limit, batch = 24 << 20, 8
+    with Child(ordered("U-Net", batch, tmp_path, limit=limit), {}, nothing) as child:
+        assert child.base["data"] > limit
         assert child.step() == {"failed": "refused"}
         assert child.step() == {"failed": "ended with 0"}
     assert not list(tmp_path.iterdir())

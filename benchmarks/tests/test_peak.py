@@ -8,7 +8,7 @@ from pathlib import Path
 from benchmarks.mbs.peak import picture, rows, run
 
 
-def test_a_row_is_counted_told_and_drawn(tmp_path: Path) -> None:
+def test_a_row_is_counted_described_and_drawn(tmp_path: Path) -> None:
     found = [run.row(samples, 16) for samples in (4, 8)]
     for row in found:
         assert row["exact"]
@@ -19,7 +19,7 @@ def test_a_row_is_counted_told_and_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "peak.png").stat().st_size > 0
 
 
-def test_the_results_keep_the_budget_where_the_batch_alone_does_not() -> None:
+def test_the_results_keep_the_budget_where_the_batch_itself_does_not() -> None:
     results = json.loads((run.HERE / "results.json").read_text())
     assert [row["batch"] for row in results["rows"]] == list(run.BATCHES)
     for row in results["rows"]:

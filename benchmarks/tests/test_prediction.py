@@ -61,12 +61,12 @@ def test_nothing_run_is_nothing_counted() -> None:
 def test_a_dense_layer_keeps_what_came_in() -> None:
     small = densenet((2, 3), growth=4)
     x = torch.randn(2, 3, 8, 8)
-    seen: list[Tensor] = []
+    passed: list[Tensor] = []
     for layer in small[:2]:
         x = layer(x)
-        seen.append(x)
-    assert torch.equal(seen[1][:, :8], seen[0])
-    assert seen[1].shape == (2, 12, 8, 8)
+        passed.append(x)
+    assert torch.equal(passed[1][:, :8], passed[0])
+    assert passed[1].shape == (2, 12, 8, 8)
     assert small(torch.randn(2, 3, 8, 8)).shape == (2, 10)
 
 
@@ -159,10 +159,10 @@ def test_too_little_foreseen_is_no_success() -> None:
 def test_every_size_runs_with_one_optimizer_and_the_ends_with_all() -> None:
     for name in SUBJECTS:
         for optimizer in OPTIMIZERS:
-            asked = run.asked(name, optimizer, quick=False)
+            found_ways = run.ways_of(name, optimizer, quick=False)
             wanted = set(run.SIZES) if optimizer == "AdamW" else {2, 64}
-            assert {way.micro_batch for way in asked} == wanted
-            assert {2, 64} <= {way.micro_batch for way in asked if way.name == "in place"}
+            assert {way.micro_batch for way in found_ways} == wanted
+            assert {2, 64} <= {way.micro_batch for way in found_ways if way.name == "in place"}
 
 
 def test_a_device_that_is_not_there_is_refused() -> None:

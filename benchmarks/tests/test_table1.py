@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.outofcore.table1 import clocks, one
-from benchmarks.outofcore.table1.one import Job, apart, run
+from benchmarks.outofcore.table1.one import Job, run, run_in_process
 from benchmarks.outofcore.table1.rows import table1
 from benchmarks.outofcore.table1.run import bounds, main
 from benchmarks.outofcore.table1.settings import (
@@ -77,20 +77,20 @@ def test_every_way_of_the_paper_is_a_row() -> None:
 
 
 def test_a_process_has_the_allocator_of_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, Any]] = []
+    started: list[tuple[str, Any]] = []
 
-    def start(command: list[str], **given: Any) -> Any:
-        seen.append((json.loads(command[-1])["way"], given["env"].get(one.SEGMENTS)))
+    def start(command: list[str], **options: Any) -> Any:
+        started.append((json.loads(command[-1])["way"], options["env"].get(one.SEGMENTS)))
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps({"seconds": 1.0}))
 
     monkeypatch.setattr(subprocess, "run", start)
     job = Job("quick", "cpu", CACHING, 2, QUICK.cap, 1)
     for way in (CACHING, EXPANDABLE):
-        assert apart(replace(job, way=way)) == {"seconds": 1.0}
-    assert seen == [(CACHING, None), (EXPANDABLE, "expandable_segments:True")]
+        assert run_in_process(replace(job, way=way)) == {"seconds": 1.0}
+    assert started == [(CACHING, None), (EXPANDABLE, "expandable_segments:True")]
 
 
-def test_what_does_not_fit_is_told_and_other_errors_are_raised(
+def test_what_does_not_fit_is_reported_and_other_errors_are_raised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     job = Job("quick", "cpu", EXPANDABLE, 4, 1 << 20, 1)

@@ -17,13 +17,13 @@ import typer
 from benchmarks.mbs.tables import plain, rows, run
 from benchmarks.mbs.tables.data import Prepared, prepare_images, prepare_masks
 from benchmarks.mbs.tables.jobs import (
-    ALONE,
     AMOEBANET,
     BATCHNORM,
     QUICK,
     RESNET_20,
     SMALL,
     TABLES,
+    UNDIVIDED_WAYS,
     Job,
     in_micro_batches,
     of_table,
@@ -74,7 +74,7 @@ def made_up(job: Job, data: Prepared, out: Path) -> dict[str, Any]:
     """Every undivided mini-batch above the case's guess fails; one model diverges at 64."""
     times = {"from": 10.0 * job.seed, "to": 10.0 * job.seed + 7}
     guess = {case.name: case.initial for case in SMALL.cases}[job.case]
-    if job.way in ALONE and job.batch > guess:
+    if job.way in UNDIVIDED_WAYS and job.batch > guess:
         return {"ended": "failed", "error": "RuntimeError: can't allocate memory", **times}
     if job.case == AMOEBANET.name and job.batch == 64:
         return {"ended": "diverged", "error": "TrainingError: the loss", **times}
@@ -169,17 +169,17 @@ def test_an_error_of_one_training_stops_the_table_and_keeps_the_others(tmp_path:
 
 @pytest.mark.parametrize("limit", range(0, 40, 3))
 def test_the_search_finds_the_largest_power_of_two(limit: int) -> None:
-    asked: list[int] = []
+    requested: list[int] = []
 
     def one(job: Job) -> dict[str, Any]:
-        asked.append(job.batch)
+        requested.append(job.batch)
         return {"ended": "trained" if job.batch <= limit else "failed"}
 
     fitting = [2**k for k in range(11) if 2**k <= limit]
     preset = replace(SMALL, largest=16)
     found = largest_undivided(preset, replace(RESNET_20, initial=8), one)
     assert found == max((size for size in fitting if size <= 16), default=None)
-    assert len(set(asked)) == len(asked)
+    assert len(set(requested)) == len(requested)
 
 
 def test_busy_seconds_count_every_second_once() -> None:
@@ -308,7 +308,7 @@ def test_a_process_that_the_limit_killed_has_failed_and_a_fault_of_ours_has_not(
         ended_badly(job, -2, "")
 
 
-def test_a_refusal_of_memory_is_known_by_type_or_words() -> None:
+def test_a_refusal_of_memory_is_recognised_by_type_or_words() -> None:
     assert is_memory_failure(MemoryError())
     assert is_memory_failure(RuntimeError("DefaultCPUAllocator: can't allocate memory: 5 bytes"))
     assert is_memory_failure(RuntimeError("could not create a primitive"))

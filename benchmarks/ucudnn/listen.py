@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from anybatch.conv.heard import CONVOLUTIONS, Hearing
 from anybatch.conv.problem import KERNELS, Problem
+from anybatch.conv.recorder import CONVOLUTIONS, KernelRecorder
 from benchmarks.ucudnn.models import Network
 
 SAMPLES = 2
 
 
 @dataclass(frozen=True)
-class Heard:
+class RecordedKernel:
     """A kernel of a network.
 
     Attributes:
@@ -33,23 +33,23 @@ class Heard:
     count: int
 
 
-def listen(network: Network, device: str = "cpu") -> list[Heard]:
+def listen(network: Network, device: str = "cpu") -> list[RecordedKernel]:
     """Return the kernels of a step of a network, layer by layer, for a type of device.
 
     A layer whose input needs no gradient has no kernel for it, as in training.
     """
     model, x = network.make(), torch.randn(SAMPLES, *network.image, requires_grad=network.inner)
-    with Hearing(model) as hearing:
+    with KernelRecorder(model) as recorder:
         model(x).sum().backward()
     order = [name for name, module in model.named_modules() if isinstance(module, CONVOLUTIONS)]
-    counts = {problem: count for (problem, _), count in hearing.keys.items()}
+    counts = {problem: count for (problem, _), count in recorder.keys.items()}
     firsts = {
-        min(order.index(name) for name in hearing.layers(problem)): problem
+        min(order.index(name) for name in recorder.layers(problem)): problem
         for problem in counts
         if problem.kernel == "forward"
     }
     return [
-        Heard(f"conv{at + 1}", replace(problem, device=device), counts[problem])
+        RecordedKernel(f"conv{at + 1}", replace(problem, device=device), counts[problem])
         for at, first in sorted(firsts.items())
         for problem in (replace(first, kernel=kernel) for kernel in KERNELS)
         if problem in counts

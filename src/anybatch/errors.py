@@ -35,15 +35,15 @@ class BudgetError(AnybatchError, RuntimeError):
 
     Attributes:
         needed: bytes of the smallest step of that kind.
-        given: bytes of the budget.
+        budget: bytes of the budget.
     """
 
-    def __init__(self, text: str, *, needed: int, given: int) -> None:
+    def __init__(self, text: str, *, needed: int, budget: int) -> None:
         super().__init__(text)
-        self.needed, self.given = needed, given
+        self.needed, self.budget = needed, budget
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(type(self), needed=self.needed, given=self.given), self.args
+        return partial(type(self), needed=self.needed, budget=self.budget), self.args
 
 
 class ScheduleError(AnybatchError, ValueError):

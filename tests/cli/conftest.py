@@ -30,7 +30,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a run leave an empty picture and page at its end: other tests look at what is on them."""
     monkeypatch.setattr("anybatch.cli.run_folder.draw_curves", lambda epochs: b"")
-    monkeypatch.setattr("anybatch.cli.run_folder.page_of", lambda known: "")
+    monkeypatch.setattr("anybatch.cli.run_folder.page_of", lambda record: "")
 
 
 @pytest.fixture
@@ -40,11 +40,11 @@ def classes(tmp_path: Path) -> Make:
     def make(name: str = "data", count: int = 10, size: int = 12, parts: str = "") -> Path:
         draw = np.random.default_rng(0)
         for part in parts.split(",") if parts else [""]:
-            for number, kind in enumerate(("bright", "dark")):
+            for number, label in enumerate(("bright", "dark")):
                 for index in range(count):
                     noise = draw.integers(0, 90, (size, size, 3))
                     pixels = (noise + (150 if number == 0 else 10)).astype(np.uint8)
-                    save(tmp_path / name / part / kind / f"{index}.png", pixels)
+                    save(tmp_path / name / part / label / f"{index}.png", pixels)
         return tmp_path / name
 
     return make

@@ -77,10 +77,10 @@ def live(line: str) -> None:
         command(**order)
         return
     settings = {**order["settings"], "out": Path(order["settings"]["out"])}
-    kind, at = order["at"] or ("", 0)
-    if kind == "file":
+    event_type, at = order["at"] or ("", 0)
+    if event_type == "file":
         die_before_change(str(settings["out"]), at)
-    shown = Mortal(at if kind == "micro-batch" else 0)
+    shown = Mortal(at if event_type == "micro-batch" else 0)
     if order["resume"]:
         resume(settings["out"], progress=shown)
     else:

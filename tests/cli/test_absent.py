@@ -42,7 +42,7 @@ def test_its_json_is_the_plan(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         (
             ("cuda:1Gx",),
@@ -73,8 +73,8 @@ def test_its_json_is_the_plan(command: Command) -> None:
         (("cuda:640MiB",), "and 38.0 MiB is there (640MiB less 600 MiB for a context, less 5 %)"),
     ],
 )
-def test_it_refuses_in_one_line(command: Command, asked: tuple[str, ...], message: str) -> None:
-    done = command(*PLAN, *asked)
+def test_it_refuses_in_one_line(command: Command, requested: tuple[str, ...], message: str) -> None:
+    done = command(*PLAN, *requested)
     assert done.exit_code != 0
     assert message in " ".join(done.output.split())
 
@@ -83,11 +83,11 @@ def test_it_refuses_in_one_line(command: Command, asked: tuple[str, ...], messag
 def test_other_commands_need_a_device_that_is_there(command: Command, verb: str) -> None:
     done = command(*verb.split(), "--device", "cuda:24GiB")
     assert done.exit_code != 0
-    told = (
+    words = (
         "device must be one that torch can use here; got cuda:24GiB, the size of one that is not "
         "there. Only anybatch plan has use for that."
     )
-    assert told in " ".join(done.output.split())
+    assert words in " ".join(done.output.split())
 
 
 HERE = "device must be one that torch can use here; got "
@@ -128,7 +128,7 @@ def test_a_wrong_device_ends_in_one_line(
     assert "Traceback" not in said
 
 
-def test_a_number_beyond_the_devices_is_told_with_their_count(
+def test_a_number_beyond_the_devices_is_reported_with_their_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.ones(0))

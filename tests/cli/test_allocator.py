@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from anybatch.cli import allocator
-from anybatch.cli.allocator import Asked, choose, decide, running, settings_of
+from anybatch.cli.allocator import RequestedMode, choose, decide, running, settings_of
 from anybatch.cli.cli import app
 from anybatch.cli.process import ENTRY
 
@@ -61,15 +61,15 @@ def test_a_process_knows_the_mode_it_was_started_in(
     assert running({**environment, "LD_PRELOAD": "/lib/libjemalloc.so.2"}) == "own"
 
 
-@pytest.mark.parametrize("asked", ["auto", "default", "fast", "tight"])
+@pytest.mark.parametrize("requested", ["auto", "default", "fast", "tight"])
 @pytest.mark.parametrize("budgeted", [False, True])
-def test_a_process_is_started_again_once_at_most(asked: Asked, budgeted: bool) -> None:
-    first = decide(asked, "cpu", budgeted=budgeted, environment={"HOME": "/"})
+def test_a_process_is_started_again_once_at_most(requested: RequestedMode, budgeted: bool) -> None:
+    first = decide(requested, "cpu", budgeted=budgeted, environment={"HOME": "/"})
     if first.environment is None:
-        assert first.mode == asked == "default"
+        assert first.mode == requested == "default"
         return
     assert first.environment["HOME"] == "/"
-    second = decide(asked, "cpu", budgeted=budgeted, environment=first.environment)
+    second = decide(requested, "cpu", budgeted=budgeted, environment=first.environment)
     assert second.environment is None
     assert str(second) == str(first)
     assert str(first).startswith(f"malloc: {first.mode} (")

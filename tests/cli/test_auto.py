@@ -21,15 +21,15 @@ from anybatch.cli.build import build, seeded
 from anybatch.cli.checkpoint import Trained
 from anybatch.cli.explain import first_batch
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.norms import Norms
-from anybatch.cli.planned import Planned
+from anybatch.cli.norms import BatchNormPolicy
+from anybatch.cli.planned import PlannedEngine
 from anybatch.cli.recipes import make_optimizer
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted
 from anybatch.cli.team import Team
 from anybatch.cli.train import resume, train
 from anybatch.conv import costs
-from anybatch.execution.kinds import Kind
+from anybatch.execution.signature import Signature
 from anybatch.offload.states.paging import PagedModel
 from anybatch.planner.planner import Planner
 from anybatch.planner.sharing import TRIED
@@ -82,9 +82,9 @@ def test_a_plan_says_which_shares_were_tried(command: Command, faster: bool) -> 
     assert "without workspace" in plan.reasons[-1]
     assert plan.memory is not None
     assert plan.memory.predicted <= plan.memory.budget == 2 << 20
-    told = command(*words, "--convolutions")
-    assert ("fft@" in told.stdout) == faster
-    assert ("no share of the budget was worth it" in told.stdout) != faster
+    printed = command(*words, "--convolutions")
+    assert ("fft@" in printed.stdout) == faster
+    assert ("no share of the budget was worth it" in printed.stdout) != faster
 
 
 @pytest.mark.large(few=1)
@@ -92,13 +92,13 @@ def test_a_training_shares_its_budget_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faster: bool
 ) -> None:
     """What was found is written down: nothing is tried or measured again, whoever goes on."""
-    given = Settings(
+    options = Settings(
         model=MODEL[1], workspace="auto", memory="4MiB", micro_batch=128, batch_size=768, epochs=1
     )
-    given = dataclasses.replace(given, threads=1)
-    first, whole = tmp_path / "first", tmp_path / "whole"
+    options = dataclasses.replace(options, threads=1)
+    first, full = tmp_path / "first", tmp_path / "whole"
     with pytest.raises(Interrupted):
-        train(dataclasses.replace(given, out=first), Stopped(8))
+        train(dataclasses.replace(options, out=first), Stopped(8))
     plan = plan_in(first)
     assert (plan.convolutions is not None) == faster
     assert plan.reasons[-1].startswith(TRIED)
@@ -108,14 +108,14 @@ def test_a_training_shares_its_budget_once(
 
     monkeypatch.setattr(costs, "measure", never)
     monkeypatch.setattr("anybatch.tools.question.step_seconds", never)
-    shutil.copytree(first, whole)
-    resume(whole, {"workspace": "auto"})
+    shutil.copytree(first, full)
+    resume(full, {"workspace": "auto"})
     with pytest.raises(Interrupted):
         resume(first, progress=Stopped(2))
     assert checkpoint(first)["step"] == 1
     resume(first)
-    assert same_end(first, whole)
-    for run in (first, whole):
+    assert same_end(first, full)
+    for run in (first, full):
         assert plan_in(run) == plan
     with pytest.raises(SettingsError, match="workspace was auto, got 1MiB"):
         resume(first, {"workspace": "1MiB"})
@@ -160,7 +160,7 @@ def test_where_auto_has_no_meaning_it_is_refused(command: Command, tmp_path: Pat
         build(Settings(workspace="auto"), Team(0, 2))
 
 
-def test_states_leave_where_nothing_fits_otherwise(command: Command) -> None:
+def test_states_are_offloaded_where_nothing_fits_otherwise(command: Command) -> None:
     """First none, then the optimizer's, then parameters and gradients too."""
 
     def planned(memory: int | str, *more: object) -> Plan:
@@ -174,9 +174,9 @@ def test_states_leave_where_nothing_fits_otherwise(command: Command) -> None:
     here = planned("1GiB", "--states", "auto")
     assert here.states is None
     assert here.memory is not None
-    away = planned(here.memory.floor - 1, "--states", "auto")
-    assert away.states is not None
-    assert (away.states.store, away.states.model) == ("file", False)
+    offloaded = planned(here.memory.floor - 1, "--states", "auto")
+    assert offloaded.states is not None
+    assert (offloaded.states.store, offloaded.states.model) == ("file", False)
     both = planned("180KiB", "--states", "auto")
     assert both.states is not None
     assert both.states.model
@@ -184,22 +184,24 @@ def test_states_leave_where_nothing_fits_otherwise(command: Command) -> None:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def resident_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Remember, whenever parameters come back for good, how many bytes had to stay before."""
-    found, leave = list[int](), PagedModel.leave
+    found, exit_paged = list[int](), PagedModel.exit
 
     def watched(self: PagedModel) -> None:
-        assert self.pages.most <= self.pages.room
+        assert self.pages.most <= self.pages.limit
         found.append(self.pages.fixed)
-        leave(self)
+        exit_paged(self)
 
-    monkeypatch.setattr(PagedModel, "leave", watched)
+    monkeypatch.setattr(PagedModel, "exit", watched)
     return found
 
 
-def test_a_training_lets_parameters_and_gradients_leave(tmp_path: Path, kept: list[int]) -> None:
+def test_a_training_offloads_parameters_and_gradients(
+    tmp_path: Path, resident_bytes: list[int]
+) -> None:
     """To the bit the training with all in memory, through checkpoints and an interrupt."""
-    away = Settings(
+    offloaded = Settings(
         model=DEEP,
         optimizer="adamw",
         epochs=1,
@@ -209,25 +211,25 @@ def test_a_training_lets_parameters_and_gradients_leave(tmp_path: Path, kept: li
         states="auto",
         checkpoint_minutes=0,
     )
-    first, whole, here = tmp_path / "first", tmp_path / "whole", tmp_path / "here"
+    first, full, here = tmp_path / "first", tmp_path / "whole", tmp_path / "here"
     with pytest.raises(Interrupted):
-        train(dataclasses.replace(away, out=first), Stopped(1))
+        train(dataclasses.replace(offloaded, out=first), Stopped(1))
     plan = plan_in(first)
     assert plan.states is not None
     assert plan.states.model
-    shutil.copytree(first, whole)
-    resume(whole)
+    shutil.copytree(first, full)
+    resume(full)
     with pytest.raises(Interrupted):
         resume(first, progress=Stopped(500 // plan.micro_batch + 2))
     assert checkpoint(first)["step"] == 1
     resume(first)
-    assert same_end(first, whole)
-    assert plan_in(first) == plan_in(whole) == plan
-    assert len(kept) == 5  # the plan's, and those of four processes
-    assert set(kept) == {0}  # a checkpoint had none of them stay
-    plain = dataclasses.replace(away, memory=None, states=None, micro_batch=plan.micro_batch)
+    assert same_end(first, full)
+    assert plan_in(first) == plan_in(full) == plan
+    assert len(resident_bytes) == 5  # the plan's, and those of four processes
+    assert set(resident_bytes) == {0}  # a checkpoint had none of them stay
+    plain = dataclasses.replace(offloaded, memory=None, states=None, micro_batch=plan.micro_batch)
     train(dataclasses.replace(plain, out=here))
-    one, other = checkpoint(whole), checkpoint(here)
+    one, other = checkpoint(full), checkpoint(here)
     assert all(equal(one[part], other[part]) for part in ("model", "optimizer"))
     assert _get_current_dispatch_mode_stack() == []
 
@@ -239,7 +241,7 @@ def test_a_new_plan_begins_with_all_in_memory(tmp_path: Path) -> None:
     with seeded(0, 1):
         parts, batch = first_batch(settings)
         optimizer = make_optimizer(parts.recipe, parts.model.parameters())
-        with Planned(settings, parts, optimizer, Norms(settings, 300)) as planned:
+        with PlannedEngine(settings, parts, optimizer, BatchNormPolicy(settings, 300)) as planned:
             for _ in range(2):
                 planned.make(batch)
                 assert planned.pages
@@ -259,12 +261,12 @@ def test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed(
     """The engine that obeys has no forecast to add it to; the one that comes later has it."""
     learn, more = Planner.learn, 60 << 10
 
-    def held_more(self: Planner, kind: Kind, peak: int, states: int) -> None:
-        learn(self, kind, peak + more, states)
+    def held_more(self: Planner, signature: Signature, peak: int, states: int) -> None:
+        learn(self, signature, peak + more, states)
 
     monkeypatch.setattr(Planner, "learn", held_more)
     # No clock says which size is the fastest: the largest is.
-    monkeypatch.setattr("anybatch.planner.staying.seconds", lambda case, look, n, **_: 1.0)
+    monkeypatch.setattr("anybatch.planner.resident.seconds", lambda case, inspection, n, **_: 1.0)
     settings = Settings(
         model=DEEP,
         optimizer="adamw",
@@ -277,7 +279,7 @@ def test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed(
     with seeded(0, 1):
         parts, batch = first_batch(settings)
         optimizer = make_optimizer(parts.recipe, parts.model.parameters())
-        with Planned(settings, parts, optimizer, Norms(settings, 300)) as planned:
+        with PlannedEngine(settings, parts, optimizer, BatchNormPolicy(settings, 300)) as planned:
             planned.make(batch)
             assert planned.plan is not None
             before, reports = planned.plan.micro_batch, []
@@ -292,10 +294,10 @@ def test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed(
     assert all(report.micro_batch < before for report in later)
 
 
-def test_versions_of_modules_are_kept_where_parameters_are_copied() -> None:
+def test_versions_of_modules_are_saved_where_parameters_are_copied() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     optimizer = torch.optim.SGD(model.parameters())
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    kept = Trained(model, optimizer, schedule).state(copies=True)["model"]
-    assert kept._metadata == model.state_dict()._metadata
-    assert kept["0.weight"].data_ptr() != model[0].weight.data_ptr()
+    saved = Trained(model, optimizer, schedule).state(copies=True)["model"]
+    assert saved._metadata == model.state_dict()._metadata
+    assert saved["0.weight"].data_ptr() != model[0].weight.data_ptr()

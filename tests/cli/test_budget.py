@@ -55,7 +55,7 @@ def quarter(settings: Settings) -> int:
         timed=False,
     )
     assert found.memory is not None
-    return found.memory.floor + (found.memory.whole - found.memory.floor) // 4
+    return found.memory.floor + (found.memory.undivided - found.memory.floor) // 4
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def per_epoch(plan: Plan) -> int:
     return sum(-(-size // plan.micro_batch) for size in (600, 600, 237))
 
 
-def test_a_budget_is_kept_and_its_plan_is_another_runs_micro_batch(
+def test_a_budget_is_respected_and_its_plan_is_another_runs_micro_batch(
     tmp_path: Path, budget: int
 ) -> None:
     settings = dataclasses.replace(DIGITS, memory=budget)
@@ -105,21 +105,21 @@ def test_a_budget_is_kept_and_its_plan_is_another_runs_micro_batch(
     assert len(held) == 6
     assert all(gauge.peak <= gauge.budget == budget for gauge in held)
     assert not held[0].predicted  # measured
-    alone = dataclasses.replace(DIGITS, micro_batch=plan.micro_batch, out=tmp_path / "alone")
-    train(alone)
+    single = dataclasses.replace(DIGITS, micro_batch=plan.micro_batch, out=tmp_path / "alone")
+    train(single)
     one, other = (checkpoint(tmp_path / name) for name in ("run", "alone"))
-    assert all(equal(one[name], other[name]) for name in ("model", "optimizer", "dice"))
+    assert all(equal(one[name], other[name]) for name in ("model", "optimizer", "rng"))
 
 
 def test_a_planned_run_goes_on_bit_for_bit(tmp_path: Path, budget: int) -> None:
-    first, whole = tmp_path / "first", tmp_path / "whole"
+    first, full = tmp_path / "first", tmp_path / "whole"
     with pytest.raises(Interrupted) as caught:
         train(dataclasses.replace(DIGITS, memory=budget, out=first), Stopped(1))
     assert caught.value.summary.steps == 0
     plan = plan_of(first)  # there before the first step
-    shutil.copytree(first, whole)
+    shutil.copytree(first, full)
     shown = Watched()
-    resume(whole, progress=shown)
+    resume(full, progress=shown)
     assert shown.done == shown.expected == 2 * per_epoch(plan)
     for at in (2, per_epoch(plan) - 1, per_epoch(plan) + 1):
         run = tmp_path / f"run{at}"
@@ -127,7 +127,7 @@ def test_a_planned_run_goes_on_bit_for_bit(tmp_path: Path, budget: int) -> None:
         with pytest.raises(Interrupted):
             resume(run, progress=Stopped(at))
         resume(run, {"memory": budget})
-        assert same_end(run, whole)
+        assert same_end(run, full)
         assert plan_of(run) == plan
 
 
@@ -140,7 +140,7 @@ def test_readers_of_images_and_masks_plan_too(tmp_path: Path, masks: Make) -> No
         out = tmp_path / f"{workers}"
         train(dataclasses.replace(settings, memory=budget, workers=workers, out=out))
         plan = plan_of(out)
-        assert plan.mechanism == "gathering"
+        assert plan.mechanism == "two-pass"
         assert plan.memory is not None
         assert plan.memory.predicted <= budget
 
@@ -158,7 +158,7 @@ def test_without_a_word_the_plan_is_for_what_the_machine_has_left(
     assert summary["micro_batch"] == plan.micro_batch
 
 
-def test_a_micro_batch_in_a_budget_is_kept_to(command: Command, tmp_path: Path) -> None:
+def test_a_micro_batch_in_a_budget_is_respected(command: Command, tmp_path: Path) -> None:
     words = ("train", *SMALL, "--micro-batch", 77, "--out", tmp_path / "run")
     ended = command(*words, "--memory", "1GiB")
     assert ended.exit_code == 0, ended.output
@@ -296,7 +296,7 @@ def test_another_budget_is_refused_or_planned_anew(
     assert steps == list(range(1, 7))
 
 
-def test_a_size_that_was_given_is_chosen_when_a_budget_is(tmp_path: Path, budget: int) -> None:
+def test_a_size_that_was_passed_is_chosen_when_a_budget_is(tmp_path: Path, budget: int) -> None:
     out = tmp_path / "run"
     with pytest.raises(Interrupted):
         train(dataclasses.replace(DIGITS, micro_batch=5, epochs=1, out=out), Stopped(200))
@@ -321,12 +321,12 @@ def test_a_plan_of_another_version_is_refused(tmp_path: Path) -> None:
 
 
 class Tight(Drawing):
-    """Memory runs out above `room` samples."""
+    """Memory runs out above `available` samples."""
 
-    room = 1000
+    available = 1000
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and len(x) > Tight.room and type(x) is Tensor:  # no rehearsal's
+        if self.training and len(x) > Tight.available and type(x) is Tensor:  # no rehearsal's
             raise torch.OutOfMemoryError("mine")
         return super().forward(x)
 
@@ -341,18 +341,18 @@ class Taking(Stopped):
     def step(self, loss: float, held: Gauge | None = None) -> None:
         super().step(loss)
         if len(self.losses) == 2:
-            Tight.room = 100
+            Tight.available = 100
 
 
 @pytest.mark.parametrize("memory", [None, "1GiB"])
 def test_a_smaller_size_after_a_failure_is_the_runs(
     memory: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Tight, "room", 1000)
+    monkeypatch.setattr(Tight, "available", 1000)
     settings = dataclasses.replace(
         DIGITS, model="tests.cli.test_budget:tight", micro_batch=256, memory=memory
     )
-    first, whole = tmp_path / "first", tmp_path / "whole"
+    first, full = tmp_path / "first", tmp_path / "whole"
     shown = Taking()
     with pytest.raises(Interrupted):
         train(dataclasses.replace(settings, out=first), shown_until(shown, 4))
@@ -360,22 +360,22 @@ def test_a_smaller_size_after_a_failure_is_the_runs(
     assert plan.micro_batch == 60
     assert any("out of memory at 119 samples" in reason for reason in plan.reasons)
     assert [said.split()[2] for said in shown.said if said.startswith("plan")] == ["256", "60"]
-    shutil.copytree(first, whole)
-    resume(whole)
-    taken = [row["micro_batches"] for row in rows(whole) if row["kind"] == "step"]
-    assert taken[:2] + taken[3:] == [3, 3, 10, 10, 4]
+    shutil.copytree(first, full)
+    resume(full)
+    sizes_used = [row["micro_batches"] for row in rows(full) if row["kind"] == "step"]
+    assert sizes_used[:2] + sizes_used[3:] == [3, 3, 10, 10, 4]
     with pytest.raises(Interrupted):
         resume(first, progress=Stopped(12))
     resume(first)
-    assert same_end(first, whole)
+    assert same_end(first, full)
 
 
 def shown_until(shown: Taking, steps: int) -> Taking:
     """Let Ctrl-C come with the first micro-batch after so many steps."""
-    told = shown.micro_batch
+    micro_batch_shown = shown.micro_batch
 
     def micro_batch(samples: int) -> None:
-        told(samples)
+        micro_batch_shown(samples)
         if len(shown.losses) == steps - 1:
             signal.raise_signal(signal.SIGINT)
 
@@ -389,16 +389,16 @@ def test_more_than_was_foreseen_makes_another_plan_at_once(
     real, calls = engine.measured, []
 
     @contextlib.contextmanager
-    def measured(*given: Any) -> Iterator[Callable[[], int]]:
+    def measured(*arguments: Any) -> Iterator[Callable[[], int]]:
         calls.append(1)
         more = budget if len(calls) == 1 else 0
-        with real(*given) as peak:
+        with real(*arguments) as peak:
             yield lambda: peak() + more
 
     monkeypatch.setattr(engine, "measured", measured)
     out = tmp_path / "run"
     shown = Taking()
-    monkeypatch.setattr(Tight, "room", 1000)
+    monkeypatch.setattr(Tight, "available", 1000)
     with pytest.raises(BudgetError, match="micro-batches of one sample it needs"):
         train(dataclasses.replace(DIGITS, memory=budget, out=out), shown)
     assert checkpoint(out)["step"] == 1  # it was taken, and is kept
@@ -411,8 +411,8 @@ def test_more_than_was_foreseen_makes_another_plan_at_once(
     assert found.memory is not None
     assert budget < found.memory.predicted <= plans
     resume(out)
-    taken = [row["micro_batches"] for row in rows(out) if row["kind"] == "step"]
-    assert taken[1:3] == [-(-600 // found.micro_batch), -(-237 // found.micro_batch)]
+    sizes_used = [row["micro_batches"] for row in rows(out) if row["kind"] == "step"]
+    assert sizes_used[1:3] == [-(-600 // found.micro_batch), -(-237 // found.micro_batch)]
 
 
 def test_a_system_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,13 +452,13 @@ def test_what_leaves_is_planned_saved_and_obeyed(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(execute, "SMALL", 64)
-    away = ("--offload", "file", "--spill", tmp_path)
-    plan = Plan.from_json(command(*PLAN, *away, "--micro-batch", 300, "--json").stdout)
+    offloaded = ("--offload", "file", "--spill", tmp_path)
+    plan = Plan.from_json(command(*PLAN, *offloaded, "--micro-batch", 300, "--json").stdout)
     assert plan.offload is not None
     assert (plan.offload.store, plan.offload.folder) == ("file", str(tmp_path))
     assert plan.offload.sent > 0
     words = ("train", *SMALL, "--memory", "1MiB", "--micro-batch", 300)
-    ended = command(*words, *away, "--out", tmp_path / "run")
+    ended = command(*words, *offloaded, "--out", tmp_path / "run")
     assert ended.exit_code == 0, ended.output
     made = plan_of(tmp_path / "run")
     assert made.offload is not None
@@ -471,22 +471,22 @@ def test_what_leaves_is_planned_saved_and_obeyed(
     assert {path.name for path in tmp_path.iterdir()} == {"run", "alone"}
 
 
-def test_the_test_has_the_room_of_the_gradients(
+def test_the_test_has_the_memory_of_the_gradients(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, seen = Engine.evaluate, list[bool]()
+    evaluate, observed = Engine.evaluate, list[bool]()
 
-    def watched(one: Engine, *given: Any, **named: Any) -> Any:
-        seen.append(any(p.grad is not None for p in one.model.parameters()))
-        return evaluate(one, *given, **named)
+    def watched(one: Engine, *arguments: Any, **named: Any) -> Any:
+        observed.append(any(p.grad is not None for p in one.model.parameters()))
+        return evaluate(one, *arguments, **named)
 
     monkeypatch.setattr(Engine, "evaluate", watched)
     command("train", *SMALL, "--micro-batch", 300, "--out", tmp_path / "run")
-    assert seen
-    assert not any(seen)
+    assert observed
+    assert not any(observed)
 
 
-def test_plan_measures_where_that_is_asked_for(command: Command) -> None:
+def test_plan_measures_on_request(command: Command) -> None:
     plan = Plan.from_json(command(*PLAN, "--measure", "--json").stdout)
     assert plan.memory is not None
     timed = {one.micro_batch: one.seconds for one in plan.memory.candidates if one.seconds}
@@ -495,8 +495,8 @@ def test_plan_measures_where_that_is_asked_for(command: Command) -> None:
     fixed = command(*PLAN, "--measure", "--micro-batch", 7)
     assert "\n  micro-batch  7 samples\n" in fixed.stdout
     assert fixed.stdout.endswith("no size was timed: there is none to choose.\n")
-    whole = command(*PLAN, "--measure", "--norm", "batch", "--memory", "1GiB")
-    assert whole.stdout.endswith("no size was timed: there is none to choose.\n")
+    full = command(*PLAN, "--measure", "--norm", "batch", "--memory", "1GiB")
+    assert full.stdout.endswith("no size was timed: there is none to choose.\n")
 
 
 def test_plan_refuses_as_training_would(command: Command) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from typer.testing import Result
 
 from anybatch.cli import allocator, compare, limited
-from anybatch.cli.compare import table, train_apart
+from anybatch.cli.compare import table, train_in_subprocess
 from anybatch.cli.faults import SettingsError, TrainingError
 from anybatch.cli.limited import Ended, train_limited
 from anybatch.cli.settings import Settings
@@ -46,8 +46,8 @@ def test_both_are_the_training_of_the_run(loss: str | None, tmp_path: Path, mask
         settings = Settings(data=str(masks(count=9)), model="unet:2", batch_size=4, crop=16)
         settings = dataclasses.replace(settings, loss=loss, memory="9MiB", threads=1)  # type: ignore[arg-type]
     settings = dataclasses.replace(settings, epochs=2)
-    alone = dataclasses.replace(settings, memory=None, micro_batch=600, out=tmp_path / "run")
-    train(alone)
+    of_run = dataclasses.replace(settings, memory=None, micro_batch=600, out=tmp_path / "run")
+    train(of_run)
     losses = [row["loss"] for row in rows(tmp_path / "run") if row["kind"] == "step"]
     for plain in (True, False):
         ended = train_limited(settings, 4, plain=plain)
@@ -59,10 +59,10 @@ def test_both_are_the_training_of_the_run(loss: str | None, tmp_path: Path, mask
 
 @pytest.mark.usefixtures("unlimited")
 def test_one_holds_the_batch_and_the_other_the_budget() -> None:
-    whole, ours = (train_limited(DIGITS, 2, plain=plain) for plain in (True, False))
-    assert whole.peak is not None
+    full, ours = (train_limited(DIGITS, 2, plain=plain) for plain in (True, False))
+    assert full.peak is not None
     assert ours.peak is not None
-    assert ours.peak <= 2 * MIB < whole.peak
+    assert ours.peak <= 2 * MIB < full.peak
     assert train_limited(dataclasses.replace(DIGITS, epochs=1), 20, plain=True).steps == 3
 
 
@@ -101,7 +101,7 @@ class Aborting(nn.Module):
 def test_a_process_that_the_system_ends_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parents[2])
     settings = dataclasses.replace(DIGITS, model="tests.cli.test_compare:Aborting")
-    ended = train_apart(settings, 2, plain=True)
+    ended = train_in_subprocess(settings, 2, plain=True)
     assert ended.error.startswith("ended by SIGABRT")
     assert ended.steps == 0
 
@@ -111,15 +111,15 @@ def test_a_training_that_does_not_begin_is_an_error() -> None:
     with pytest.raises(
         TrainingError, match=r"that of the anybatch did not begin \(exit code 1: .*nowhere"
     ):
-        train_apart(settings, 2, plain=False)
+        train_in_subprocess(settings, 2, plain=False)
 
 
 @pytest.mark.usefixtures("unlimited")
-def test_an_error_is_told_by_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_is_reported_by_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
     tiny = dataclasses.replace(DIGITS, memory="1KiB")
-    told = {"settings": dataclasses.asdict(tiny), "steps": 2, "plain": False}
+    arguments = {"settings": dataclasses.asdict(tiny), "steps": 2, "plain": False}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["limited", json.dumps(told)])
+        patch.setattr(sys, "argv", ["limited", json.dumps(arguments)])
         limited.main()
     ready, line = capsys.readouterr().out.splitlines()
     assert ready == limited.READY
@@ -128,7 +128,7 @@ def test_an_error_is_told_by_its_first_line(capsys: pytest.CaptureFixture[str]) 
     assert (ended.steps, ended.seconds, ended.loss) == (0, None, None)
 
 
-def test_the_table_says_what_is_known() -> None:
+def test_the_table_says_what_is_recorded() -> None:
     text = io.StringIO()
     found = table({"a": Ended(error="X: [bold] y"), "b": Ended(steps=3, seconds=0.5)}, 7, 64 * MIB)
     Console(file=text, width=120).print(found)

@@ -59,7 +59,7 @@ def test_a_folder_without_a_split_is_split_and_says_so(classes: Make) -> None:
 
 
 @pytest.mark.parametrize("second", ["test", "val"])
-def test_a_folder_with_a_split_is_taken_as_it_is(classes: Make, second: str) -> None:
+def test_a_folder_with_a_split_is_used_as_it_is(classes: Make, second: str) -> None:
     data = opened(classes(count=3, parts=f"train,{second}"))
     assert (len(data.train), len(data.test), data.notes) == (6, 6, ())
     assert isinstance(data.test, ClassFiles)
@@ -181,8 +181,8 @@ def test_a_mask_of_another_size_is_named(masks: Make) -> None:
 def test_broken_files_are_named_and_by_option_skipped(classes: Make) -> None:
     folder = classes(count=8)
     (folder / "dark" / "0.png").write_bytes(b"this is no image")
-    whole = (folder / "dark" / "1.png").read_bytes()
-    (folder / "dark" / "1.png").write_bytes(whole[: len(whole) // 2])
+    content = (folder / "dark" / "1.png").read_bytes()
+    (folder / "dark" / "1.png").write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"1 file cannot be read: .*0.png \(cannot identify.*"):
         opened(folder)
     (folder / "dark" / "0.png").unlink()
@@ -195,7 +195,7 @@ def test_broken_files_are_named_and_by_option_skipped(classes: Make) -> None:
         opened(folder, skip=True)
 
 
-def test_headers_may_be_whole_where_bodies_are_not(classes: Make) -> None:
+def test_headers_may_be_complete_where_bodies_are_not(classes: Make) -> None:
     folder = classes(count=4)
     for file in folder.rglob("*.png"):
         file.write_bytes(file.read_bytes()[:60])
@@ -204,15 +204,15 @@ def test_headers_may_be_whole_where_bodies_are_not(classes: Make) -> None:
         opened(folder, skip=True)
 
 
-def test_every_kind_of_broken_file_becomes_a_value(tmp_path: Path) -> None:
+def test_every_sort_of_broken_file_becomes_a_value(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     save(file, np.random.default_rng(0).integers(0, 255, (40, 40, 3)).astype(np.uint8))
-    whole = file.read_bytes()
-    for length in range(0, len(whole), max(1, len(whole) // 60)):
-        file.write_bytes(whole[:length])
+    content = file.read_bytes()
+    for length in range(0, len(content), max(1, len(content) // 60)):
+        file.write_bytes(content[:length])
         found = read_pixels(file, 3, None)
         assert isinstance(found, (Unreadable, np.ndarray))
-        if length < len(whole) // 2:
+        if length < len(content) // 2:
             assert isinstance(found, Unreadable)
             assert found.path == str(file)
             assert found.reason

@@ -30,24 +30,24 @@ def test_the_earlier_run_comes_back_or_goes(tmp_path: Path) -> None:
     fill(tmp_path, "abc", "old")
     (tmp_path / "notes").write_text("mine")
     before = content(tmp_path)
-    kept = earlier(tmp_path)
-    kept.set_aside()
-    assert kept.waits()
+    earlier_run = earlier(tmp_path)
+    earlier_run.set_aside()
+    assert earlier_run.waits()
     assert content(tmp_path) == {"notes": "mine", ".earlier": "folder"}
     fill(tmp_path, "ab", "new")
-    kept.restore()
+    earlier_run.restore()
     assert content(tmp_path) == before
-    kept.set_aside()
+    earlier_run.set_aside()
     fill(tmp_path, "ab", "new")
-    kept.drop()
-    assert not kept.waits()
-    kept.restore()
+    earlier_run.drop()
+    assert not earlier_run.waits()
+    earlier_run.restore()
     assert content(tmp_path) == {"notes": "mine", "a": "new a", "b": "new b"}
 
 
 def test_without_an_earlier_run_nothing_is_made(tmp_path: Path) -> None:
-    kept = earlier(tmp_path)
-    for act in (kept.set_aside, kept.drop, kept.restore):
+    earlier_run = earlier(tmp_path)
+    for act in (earlier_run.set_aside, earlier_run.drop, earlier_run.restore):
         act()
         assert content(tmp_path) == {}
 
@@ -57,13 +57,13 @@ def killed_at(count: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def before(name: str) -> None:
-        whole = getattr(Path, name)
+        real = getattr(Path, name)
 
         def act(self: Path, *rest: Path) -> object:
             if len(calls) == count:
                 raise Killed
             calls.append(name)
-            return whole(self, *rest)
+            return real(self, *rest)
 
         monkeypatch.setattr(Path, name, act)
 
@@ -92,10 +92,10 @@ def test_a_process_killed_at_any_point_loses_nothing(
             except Killed:
                 pass
         for _ in range(2):  # and the run after next finds the same
-            kept = earlier(run)
-            kept.set_aside()
+            earlier_run = earlier(run)
+            earlier_run.set_aside()
             fill(run, "b", "newer")
-        kept.restore()
+        earlier_run.restore()
         assert content(run) == OLD, count
         count += 1
     assert count > (10 if restored else 5)
@@ -105,7 +105,7 @@ def test_a_run_killed_while_the_earlier_one_is_removed_is_the_one_to_keep(tmp_pa
     fill(tmp_path, "ab", "new")
     (tmp_path / ".earlier.removing").mkdir()
     fill(tmp_path / ".earlier.removing", "c", "old")
-    kept = earlier(tmp_path)
-    kept.set_aside()
-    kept.restore()
+    earlier_run = earlier(tmp_path)
+    earlier_run.set_aside()
+    earlier_run.restore()
     assert content(tmp_path) == {"a": "new a", "b": "new b"}

@@ -24,7 +24,7 @@ from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
 from anybatch.conv import costs
-from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.problem import KERNELS, Problem
 from anybatch.conv.warm import Warming, warm
 
@@ -50,14 +50,14 @@ BENCH = ("bench", "--convolutions", *MODEL, "--micro-batch", 8)
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     """Let FFT be fastest, and remember what was measured."""
-    asked: list[tuple[int, str]] = []
+    calls: list[tuple[int, str]] = []
 
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        asked.append((size, name))
+        calls.append((size, name))
         return (0.001 if name == "fft" else 0.01) * size**0.9, costs.held(one, size, name), 0.0
 
     monkeypatch.setattr(costs, "measure", made)
-    return asked
+    return calls
 
 
 def test_the_command_explains_every_layer_and_draws_it(
@@ -97,7 +97,7 @@ def test_a_total_is_divided_among_the_kernels(command: Command) -> None:
     assert ended.stdout.count("fft@8 x 2") == 3
 
 
-def test_what_is_measured_is_kept_for_a_plan(
+def test_what_is_measured_is_saved_for_a_plan(
     command: Command, tmp_path: Path, measured: list[tuple[int, str]]
 ) -> None:
     cache = tmp_path / "costs.sqlite"
@@ -117,10 +117,10 @@ def test_what_is_measured_is_kept_for_a_plan(
 def test_training_with_a_workspace_goes_on_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = Settings(model=MODEL[1], workspace="1MiB", memory="8MiB", batch_size=600, epochs=2)
-    first, whole = tmp_path / "first", tmp_path / "whole"
+    options = Settings(model=MODEL[1], workspace="1MiB", memory="8MiB", batch_size=600, epochs=2)
+    first, full = tmp_path / "first", tmp_path / "whole"
     with pytest.raises(Interrupted):
-        train(dataclasses.replace(given, out=first, threads=1), Stopped(1))
+        train(dataclasses.replace(options, out=first, threads=1), Stopped(1))
     plan = Plan.from_json((first / "plan.json").read_text())
     assert plan.convolutions is not None
     assert "fft" in str(plan.to_json())
@@ -129,13 +129,13 @@ def test_training_with_a_workspace_goes_on_to_the_bit(
         raise AssertionError("a run that goes on measures nothing")
 
     monkeypatch.setattr(costs, "measure", never)
-    shutil.copytree(first, whole)
-    resume(whole)
+    shutil.copytree(first, full)
+    resume(full)
     with pytest.raises(Interrupted):
         resume(first, progress=Stopped(3))
     resume(first)
-    assert same_end(first, whole)
-    assert Plan.from_json((whole / "plan.json").read_text()).convolutions == plan.convolutions
+    assert same_end(first, full)
+    assert Plan.from_json((full / "plan.json").read_text()).convolutions == plan.convolutions
     assert (first / "timeline.png").exists()
 
 
@@ -161,22 +161,22 @@ def test_what_makes_no_sense_is_refused(
     assert message in ended.stderr.splitlines()[-1]
 
 
-def test_kernels_are_heard_without_a_trace() -> None:
+def test_kernels_are_recorded_without_a_trace() -> None:
     model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Dropout())
-    x, dice = torch.randn(9, 1, 8), torch.get_rng_state()
+    x, rng_state = torch.randn(9, 1, 8), torch.get_rng_state()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    hearing = kernels_of(model, x)
+    recorder = kernels_of(model, x)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    assert torch.equal(dice, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
-    assert [size for _, size in hearing.keys] == [2, 2]
-    assert [size for _, size in at_size(hearing, 2, 33)] == [33, 33]
+    assert [size for _, size in recorder.keys] == [2, 2]
+    assert [size for _, size in at_size(recorder, 2, 33)] == [33, 33]
 
 
 def test_a_table_of_nothing_and_of_layers_that_are_alike() -> None:
     assert summary_of([]) == "The model has no convolutions that could be divided."
-    own = Configuration((Part(8, "native", 1.0, 0),))
-    fast = Configuration((Part(4, "fft", 0.1, 5 * MIB),) * 2)
+    own = Configuration((KernelPart(8, "native", 1.0, 0),))
+    fast = Configuration((KernelPart(4, "fft", 0.1, 5 * MIB),) * 2)
     key = problem("filter", 2, "plain"), 8
     rows = [Row(("a", "b", "c"), key, 1.0, (own, fast), fast), Row((), key, 1.0, (own,), own)]
     assert [row.name for row in rows] == ["a and 2 more", "-"]
@@ -184,8 +184,8 @@ def test_a_table_of_nothing_and_of_layers_that_are_alike() -> None:
     assert "2 s become 1.2 s (1.7 times as fast) with 5.0 MiB" in summary_of(rows)
     assert opened(draw_fronts(rows)).width > 500
     assert opened(draw_fronts([])).width > 500
-    hearing = kernels_of(nn.Linear(2, 2), torch.randn(3, 2))
-    assert rows_of({}, hearing, costs.Costs(), MIB) == []
+    recorder = kernels_of(nn.Linear(2, 2), torch.randn(3, 2))
+    assert rows_of({}, recorder, costs.Costs(), MIB) == []
 
 
 def test_several_processes_measure_into_one_file(tmp_path: Path) -> None:
@@ -193,18 +193,18 @@ def test_several_processes_measure_into_one_file(tmp_path: Path) -> None:
     how = Warming(tmp_path / "costs.sqlite", "powerOfTwo", MIB, 60.0, 2)
     found = dict(warm(keys, how))
     assert set(found) == set(keys)
-    alone = Warming(how.path, how.policy, how.limit, how.seconds)
-    assert dict(warm(keys, alone)) == found  # nothing was measured again
+    single = Warming(how.path, how.policy, how.limit, how.seconds)
+    assert dict(warm(keys, single)) == found  # nothing was measured again
 
 
 def test_an_interrupt_keeps_what_was_measured(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[Problem] = []
+    calls: list[Problem] = []
 
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        asked.append(one)
-        if len(set(asked)) == 3:
+        calls.append(one)
+        if len(set(calls)) == 3:
             raise KeyboardInterrupt
         return 1.0, 0, 0.0
 
@@ -213,17 +213,17 @@ def test_an_interrupt_keeps_what_was_measured(
     ended = command(*BENCH, "--cache", cache)
     assert ended.exit_code == 130
     assert f"2 of 5 kernels were measured, and are kept in {cache}" in ended.stderr
-    last = asked[-1]
-    asked.clear()
+    last = calls[-1]
+    calls.clear()
 
     def goes_on(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        asked.append(one)
+        calls.append(one)
         return 1.0, 0, 0.0
 
     monkeypatch.setattr(costs, "measure", goes_on)
     assert command(*BENCH, "--cache", cache).exit_code == 0
-    assert asked[0] == last
-    assert len(set(asked)) == 3
+    assert calls[0] == last
+    assert len(set(calls)) == 3
 
 
 def test_a_file_that_is_lost_is_said_once(

@@ -56,8 +56,8 @@ def orders() -> Iterator[Orders]:
     assert process.stdout is not None
     to, answers = process.stdin, process.stdout
 
-    def order(told: dict[str, Any]) -> int:
-        to.write(json.dumps(told) + "\n")
+    def order(passed: dict[str, Any]) -> int:
+        to.write(json.dumps(passed) + "\n")
         to.flush()
         return int(answers.readline())
 
@@ -72,8 +72,8 @@ def mortal(orders: Orders) -> Run:
     """Return what trains or resumes in a process that may be killed; its exit code comes out."""
 
     def run(settings: Settings, resumed: bool, at: tuple[str, int] | None) -> int:
-        told = {**dataclasses.asdict(settings), "out": str(settings.out)}
-        return orders({"settings": told, "resume": resumed, "at": at})
+        passed = {**dataclasses.asdict(settings), "out": str(settings.out)}
+        return orders({"settings": passed, "resume": resumed, "at": at})
 
     return run
 
@@ -84,8 +84,8 @@ def limited(orders: Orders, tmp_path: Path) -> Callable[..., tuple[int, str]]:
 
     def run(*words: object, limit: int) -> tuple[int, str]:
         errors = tmp_path / "errors"
-        told = [*map(str, words), "--malloc", "default"]  # else it would start itself again
-        code = orders({"words": told, "limit": limit, "errors": str(errors)})
+        passed = [*map(str, words), "--malloc", "default"]  # else it would start itself again
+        code = orders({"words": passed, "limit": limit, "errors": str(errors)})
         return code, errors.read_text()
 
     return run

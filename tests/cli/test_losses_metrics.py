@@ -14,23 +14,23 @@ def batch(n: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, (torch.rand(n, 1, 4, 3) > 0.6).double()
 
 
-def dice_by_hand(p: list[float], y: list[float]) -> float:
+def dice_coefficient_by_hand(p: list[float], y: list[float]) -> float:
     both = sum(a * b for a, b in zip(p, y, strict=True))
     return (2 * both + 1) / (sum(p) + sum(y) + 1)
 
 
-def test_bce_dice_is_equations_18_to_20_over_the_whole_batch() -> None:
+def test_bce_dice_coefficient_is_equations_18_to_20_over_the_full_batch() -> None:
     logits, masks = batch()
     p, y = torch.sigmoid(logits).flatten(), masks.flatten()
     bce = -(y * p.log() + (1 - y) * (1 - p).log()).mean()
-    expected = bce + 1 - dice_by_hand(p.tolist(), y.tolist())
+    expected = bce + 1 - dice_coefficient_by_hand(p.tolist(), y.tolist())
     torch.testing.assert_close(bce_dice(logits, masks), expected, rtol=1e-12, atol=0)
 
 
-def test_bce_dice_per_image_is_the_loss_of_each_image_alone() -> None:
+def test_bce_dice_per_image_is_the_loss_of_each_image_by_itself() -> None:
     logits, masks = batch()
-    alone = torch.stack([bce_dice(logits[i : i + 1], masks[i : i + 1]) for i in range(5)])
-    torch.testing.assert_close(bce_dice_per_image(logits, masks), alone, rtol=1e-12, atol=0)
+    each = torch.stack([bce_dice(logits[i : i + 1], masks[i : i + 1]) for i in range(5)])
+    torch.testing.assert_close(bce_dice_per_image(logits, masks), each, rtol=1e-12, atol=0)
 
 
 def test_a_perfect_empty_mask_costs_next_to_nothing() -> None:

@@ -94,11 +94,11 @@ def test_with_groupnorm_a_sample_does_not_depend_on_its_neighbours() -> None:
     ):
         batch = torch.randn(3, 1, size, size, dtype=torch.float64)
         model.double()
-        alone = torch.cat([model(batch[i : i + 1]) for i in range(3)])
-        torch.testing.assert_close(model(batch), alone, rtol=1e-9, atol=1e-9)
+        each = torch.cat([model(batch[i : i + 1]) for i in range(3)])
+        torch.testing.assert_close(model(batch), each, rtol=1e-9, atol=1e-9)
 
 
-def test_groups_divide_the_channels_and_leave_four() -> None:
+def test_groups_divide_the_channels_and_are_of_four_or_more() -> None:
     for channels in range(1, 300):
         groups = groups_for(channels)
         assert channels % groups == 0

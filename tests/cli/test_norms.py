@@ -15,7 +15,7 @@ from tests.cli.runs import Stopped, checkpoint, same_end
 from typer.testing import Result
 
 from anybatch import Engine, Plan
-from anybatch.cli.norms import Norms
+from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
@@ -41,19 +41,19 @@ def modes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     backward = Engine.backward
 
-    def told(engine: Engine, *given: Any, **more: Any) -> torch.Tensor:
-        loss = backward(engine, *given, **more)
+    def recorded_backward(engine: Engine, *arguments: Any, **more: Any) -> torch.Tensor:
+        loss = backward(engine, *arguments, **more)
         assert engine.last is not None
         found.append((engine.last.samples, engine.last.batchnorm))
         return loss
 
-    monkeypatch.setattr(Engine, "backward", told)
+    monkeypatch.setattr(Engine, "backward", recorded_backward)
     return found
 
 
-def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+def lines(folder: Path, row_type: str) -> list[dict[str, Any]]:
     text = (folder / "metrics.jsonl").read_text()
-    return [row for row in map(json.loads, text.splitlines()) if row["kind"] == kind]
+    return [row for row in map(json.loads, text.splitlines()) if row["kind"] == row_type]
 
 
 def test_batchnorm_becomes_exact_when_the_training_loss_no_longer_falls(
@@ -66,7 +66,7 @@ def test_batchnorm_becomes_exact_when_the_training_loss_no_longer_falls(
     assert SAID in shown.said
     (row,) = lines(tmp_path / "run", "batchnorm")
     assert (row["epoch"], row["step"], row["change"]) == (4, 8, SAID)
-    assert json.loads((tmp_path / "run" / "plan.json").read_text())["mechanism"] == "lanes"
+    assert json.loads((tmp_path / "run" / "plan.json").read_text())["mechanism"] == "lockstep"
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exact_from"] == 5
 
 
@@ -96,7 +96,7 @@ def test_after_the_change_the_budget_holds_and_the_plan_is_for_lanes(
     assert Plan.from_json(checkpoint(tmp_path / "run")["plan"]).mechanism
     resume(tmp_path / "run")
     plan = Plan.from_json((tmp_path / "run" / "plan.json").read_text())
-    assert plan.mechanism == "lanes"
+    assert plan.mechanism == "lockstep"
     assert plan.memory is not None
     peaks = [row["peak_bytes"] for row in lines(tmp_path / "run", "step")]
     assert max(peak for peak in peaks if peak is not None) <= plan.memory.budget
@@ -115,11 +115,11 @@ def test_a_large_mini_batch_stays_local(
 
 
 def test_what_is_not_adaptive_remembers_nothing_and_old_checkpoints_load() -> None:
-    norms = Norms(Settings(), 8)
+    norms = BatchNormPolicy(Settings(), 8)
     assert norms.measured(1, 1.0) is None
     assert norms.state() is None
     for batchnorm in ("exact", "adaptive"):
-        Norms(Settings(batchnorm=batchnorm), 8).put_back(None)  # type: ignore[arg-type]
+        BatchNormPolicy(Settings(batchnorm=batchnorm), 8).put_back(None)  # type: ignore[arg-type]
 
 
 def test_the_limit_is_for_the_adaptive_mode(command: Callable[..., Result]) -> None:

@@ -17,7 +17,7 @@ Command = Callable[..., Result]
 PROFILE = ("profile", "--batch-size", 128, "--steps", 2, "--threads", 1)
 
 
-def test_the_seven_steps_are_told_and_nothing_is_written(
+def test_the_seven_steps_are_printed_and_nothing_is_written(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -42,7 +42,7 @@ def test_json_is_the_profile_and_only_that(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--steps", 0), "steps must be at least 1; got 0."),
         (("--memory", "1KiB"), "a step must fit in memory"),
@@ -51,11 +51,11 @@ def test_json_is_the_profile_and_only_that(command: Command) -> None:
     ],
 )
 def test_what_cannot_be_profiled_is_refused(
-    command: Command, words: tuple[object, ...], told: str
+    command: Command, words: tuple[object, ...], message: str
 ) -> None:
     result = command(*PROFILE, *words)
     assert result.exit_code == 1
-    assert told in result.output
+    assert message in result.output
 
 
 def pictures(folder: Path, *, broken: bool) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from anybatch.cli.interrupts import Terminated, deaf, terminable, unbroken
-from anybatch.cli.progress import Gauge, Live, Plain, Silent, make_progress
+from anybatch.cli.progress import Gauge, Live, PlainProgress, Silent, make_progress
 
 
 class Clock:
@@ -18,9 +18,9 @@ class Clock:
         return self.now
 
 
-def test_plain_lines_come_every_ten_seconds() -> None:
+def test_plain_lines_appear_every_ten_seconds() -> None:
     clock, text = Clock(), io.StringIO()
-    shown = Plain(Console(file=text, width=200), clock)
+    shown = PlainProgress(Console(file=text, width=200), clock)
     shown.begin_epoch(1, 3, 40)
     shown.micro_batch(8)
     assert text.getvalue() == ""
@@ -58,7 +58,7 @@ def test_the_live_line_shows_epoch_micro_batches_speed_and_loss() -> None:
 
 def test_a_terminal_gets_a_live_line_and_a_file_plain_ones() -> None:
     assert isinstance(make_progress(Console(file=io.StringIO(), force_terminal=True)), Live)
-    assert isinstance(make_progress(Console(file=io.StringIO())), Plain)
+    assert isinstance(make_progress(Console(file=io.StringIO())), PlainProgress)
 
 
 MIB = 2**20
@@ -89,7 +89,7 @@ def test_without_a_budget_or_a_peak_there_is_no_gauge() -> None:
 
 def test_the_peak_stands_behind_the_loss() -> None:
     text = io.StringIO()
-    shown = Plain(Console(file=text, width=200), Clock())
+    shown = PlainProgress(Console(file=text, width=200), Clock())
     shown.begin_epoch(1, 1, 1)
     shown.step(0.5, Gauge(61 * MIB, 64 * MIB))
     assert shown.figures().endswith("images/s, loss 0.5000, peak 61 of 64 MiB")
@@ -137,7 +137,7 @@ def test_sigterm_waits_too_and_what_was_ignored_stays_so() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def test_a_handler_that_is_not_pythons_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_handler_that_is_not_pythons_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda number: None)
     monkeypatch.setattr(signal, "signal", lambda number, handler: pytest.fail("was set"))
     with unbroken():

@@ -34,11 +34,11 @@ def test_the_mbs_recipes_are_those_of_section_4_2() -> None:
 
 
 def test_an_explicit_option_wins_over_the_recipe() -> None:
-    given = Settings(data="x", recipe="mbs-resnet", lr=0.3, epochs=2, model="resnet18")
-    recipe = choose(given, "classification")
+    options = Settings(data="x", recipe="mbs-resnet", lr=0.3, epochs=2, model="resnet18")
+    recipe = choose(options, "classification")
     assert (recipe.lr, recipe.epochs, recipe.model) == (0.3, 2, "resnet18")
     assert (recipe.momentum, recipe.weight_decay) == (0.9, 5e-4)
-    zero = choose(dataclasses.replace(given, momentum=0.0, weight_decay=0.0), "classification")
+    zero = choose(dataclasses.replace(options, momentum=0.0, weight_decay=0.0), "classification")
     assert (zero.momentum, zero.weight_decay) == (0.0, 0.0)
     assert chosen_image_size(Settings(recipe="mbs-unet")) == (640, 959)
     assert chosen_image_size(Settings(recipe="mbs-unet", image_size=(9, 8))) == (9, 8)
@@ -79,12 +79,12 @@ def test_schedules_are_their_formulas() -> None:
     recipe = choose(Settings(lr=2.0, schedule="linear", optimizer="sgd"), "classification")
     optimizer = make_optimizer(recipe, [parameter])
     schedule = make_schedule(recipe, optimizer, steps=4)
-    seen = []
+    observed = []
     for _ in range(4):
-        seen.append(optimizer.param_groups[0]["lr"])
+        observed.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    assert seen == [2.0, 1.5, 1.0, 0.5]
+    assert observed == [2.0, 1.5, 1.0, 0.5]
 
 
 def test_all_faults_of_settings_are_said_at_once() -> None:

@@ -20,11 +20,11 @@ from tests.pool import PROCESSES
 from torch import nn
 from typer.testing import Result
 
-from anybatch.cli.checkpoint import WholeStep
+from anybatch.cli.checkpoint import AtomicStep
 from anybatch.cli.faults import DataError, RunFolderError, SettingsError
 from anybatch.cli.interrupts import Terminated, terminable
 from anybatch.cli.lock import Lock
-from anybatch.cli.log import Log, lines_until
+from anybatch.cli.log import RunLog, lines_until
 from anybatch.cli.progress import Gauge
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted
@@ -45,7 +45,7 @@ MICRO_BATCHES = 7  # of an epoch: steps of 3, 3 and 1
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that nothing stopped."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(dataclasses.replace(DIGITS, out=out))
@@ -62,7 +62,7 @@ def stopped(tmp_path: Path) -> Path:
 
 @pytest.mark.large(few=4)
 @pytest.mark.parametrize("at", range(1, 2 * MICRO_BATCHES + 1))
-def test_an_interrupt_anywhere_changes_nothing(at: int, tmp_path: Path, whole: Path) -> None:
+def test_an_interrupt_anywhere_changes_nothing(at: int, tmp_path: Path, full_run: Path) -> None:
     out = tmp_path / "run"
     with pytest.raises(Interrupted) as caught:
         train(dataclasses.replace(DIGITS, out=out), Stopped(at))
@@ -74,9 +74,9 @@ def test_an_interrupt_anywhere_changes_nothing(at: int, tmp_path: Path, whole: P
         with pytest.raises(Interrupted):
             resume(out, progress=Stopped(MICRO_BATCHES + 1))
     summary = resume(out)
-    assert same_end(out, whole)
+    assert same_end(out, full_run)
     assert (summary.resumed, summary.interrupted) == (resumed, False)
-    unbroken = json.loads((whole / "summary.json").read_text())
+    unbroken = json.loads((full_run / "summary.json").read_text())
     for name in ("images", "steps", "epochs", "best", "last", "train_last", "skipped"):
         assert getattr(summary, name) == unbroken[name]
 
@@ -137,7 +137,7 @@ def test_a_long_epoch_has_checkpoints_by_the_clock(
 
 
 def test_an_optimizer_that_fails_amid_its_step_leaves_the_last_checkpoint(
-    tmp_path: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, full_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part of the parameters had made the step, and was saved as if all had."""
     out, calls, right = tmp_path / "run", 0, torch.optim.AdamW.step
@@ -158,11 +158,11 @@ def test_an_optimizer_that_fails_amid_its_step_leaves_the_last_checkpoint(
     assert checkpoint(out)["step"] == 3
     monkeypatch.undo()
     resume(out)
-    assert same_end(out, whole)
+    assert same_end(out, full_run)
 
 
 def test_mini_batches_that_are_done_are_not_read_again(
-    stopped: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: Path, full_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[Key] = []
     original = Views.__getitem__
@@ -177,7 +177,7 @@ def test_mini_batches_that_are_done_are_not_read_again(
     resume(stopped)
     assert len(read) == 1437 - 600
     assert {epoch for epoch, _ in read} == {2}
-    assert same_end(stopped, whole)
+    assert same_end(stopped, full_run)
 
 
 def test_readers_and_threads_may_change(tmp_path: Path, classes: Make) -> None:
@@ -211,27 +211,27 @@ def test_broken_files_are_counted_over_all_parts(tmp_path: Path, classes: Make) 
     assert (summary.skipped, summary.images) == (unbroken.skipped, unbroken.images) == (2, 3 * 14)
 
 
-def test_the_log_and_the_events_are_cut_back(stopped: Path, whole: Path) -> None:
+def test_the_log_and_the_events_are_cut_back(stopped: Path, full_run: Path) -> None:
     with (stopped / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "step", "epoch": 2, "step": 5, "loss": 9.0}\n')
         file.write('{"kind": "epoch", "epoch": 2, "step": 6}\n')
         file.write('{"kind": "step", "epoch": 2, "st')
-    late = Log(stopped)
+    late = RunLog(stopped)
     late.start_events(4)
     late.write({"kind": "step", "step": 5, "loss": 9.0})
     late.close()
     resume(stopped)
-    assert rows(stopped) == rows(whole)
+    assert rows(stopped) == rows(full_run)
     events = EventAccumulator(str(stopped))
     events.Reload()
     losses = [(event.step, event.value) for event in events.Scalars("step/loss")]
-    logged = [(row["step"], row["loss"]) for row in rows(whole) if row["kind"] == "step"]
+    logged = [(row["step"], row["loss"]) for row in rows(full_run) if row["kind"] == "step"]
     assert losses == [(step, pytest.approx(loss, rel=1e-6)) for step, loss in logged]
     epochs = [event.step for event in events.Scalars("epoch/test_loss")]
     assert epochs == [3, 6]
 
 
-def test_only_whole_lines_up_to_the_checkpoint_count() -> None:
+def test_only_complete_lines_up_to_the_checkpoint_count() -> None:
     step = [b'{"kind": "step", "step": %d}' % number for number in (1, 2, 3)]
     epoch = [b'{"kind": "epoch", "epoch": %d, "step": 2}' % number for number in (1, 2)]
     text = b"\n".join([step[0], b"\0\0\0", step[1], b"[]", epoch[0], b"{}", step[2], epoch[1][:9]])
@@ -241,59 +241,59 @@ def test_only_whole_lines_up_to_the_checkpoint_count() -> None:
 
 
 def test_a_run_that_died_before_its_curves_were_drawn_draws_them(
-    tmp_path: Path, whole: Path
+    tmp_path: Path, full_run: Path
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(whole, run)
-    told = json.loads((run / "summary.json").read_text())
+    shutil.copytree(full_run, run)
+    written = json.loads((run / "summary.json").read_text())
     (run / "curves.png").rename(run / ".curves.png.part")
     (run / "report.html").unlink()
-    del told["curves"]  # as it is written first
-    (run / "summary.json").write_text(json.dumps({**told, "report": None}))
+    del written["curves"]  # as it is written first
+    (run / "summary.json").write_text(json.dumps({**written, "report": None}))
     summary = resume(run)
-    assert (summary.steps, summary.resumed) == (told["steps"], told["resumed"] + 1)
+    assert (summary.steps, summary.resumed) == (written["steps"], written["resumed"] + 1)
     assert {at.name for at in run.iterdir()} >= {"curves.png", "report.html"}
     assert not list(run.glob(".*.part"))
 
 
-def test_a_run_that_came_to_its_end_is_left_alone(
-    whole: Path, command: Callable[..., Result]
+def test_a_run_that_came_to_its_end_is_not_changed(
+    full_run: Path, command: Callable[..., Result]
 ) -> None:
-    before = {at.name: at.read_bytes() for at in whole.iterdir()}
+    before = {at.name: at.read_bytes() for at in full_run.iterdir()}
     shown = Stopped()
-    summary = resume(whole, progress=shown)
-    assert shown.said == [f"the run in {whole} came to its end; there is nothing to resume"]
+    summary = resume(full_run, progress=shown)
+    assert shown.said == [f"the run in {full_run} came to its end; there is nothing to resume"]
     assert dataclasses.asdict(summary).items() <= json.loads(before["summary.json"]).items()
-    ended = command("train", "--resume", whole)
+    ended = command("train", "--resume", full_run)
     assert ended.exit_code == 0
     assert "there is nothing to resume" in ended.stdout
-    longer = command("train", "--resume", whole, "--epochs", 4)
+    longer = command("train", "--resume", full_run, "--epochs", 4)
     assert longer.exit_code == 1
     assert "a resumed run keeps its settings: epochs was 2, got 4. Leave the opt" in longer.stderr
-    assert {at.name: at.read_bytes() for at in whole.iterdir()} == before
+    assert {at.name: at.read_bytes() for at in full_run.iterdir()} == before
 
 
 def test_a_run_killed_after_its_last_checkpoint_gets_its_summary(
-    whole: Path, tmp_path: Path
+    full_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    shutil.copytree(whole, out)
+    shutil.copytree(full_run, out)
     (out / "summary.json").unlink()
     (out / "curves.png").unlink()
     (out / ".summary.json.part").write_text("{")
     summary = resume(out)
     assert (summary.epochs, summary.steps, summary.resumed) == (2, 6, 1)
-    assert same_end(out, whole)
+    assert same_end(out, full_run)
     assert (out / "curves.png").exists()
     assert not list(out.glob(".*"))
 
 
-def test_resume_by_command(stopped: Path, whole: Path, command: Callable[..., Result]) -> None:
+def test_resume_by_command(stopped: Path, full_run: Path, command: Callable[..., Result]) -> None:
     same = ("--batch-size", 600, "--epochs", 2, "--out", stopped)
     ended = command("train", "--resume", stopped, *same, "--threads", 1)
     assert ended.exit_code == 0, ended.output
     assert "resumed after step 4, in epoch 2" in ended.stdout
-    assert same_end(stopped, whole)
+    assert same_end(stopped, full_run)
     faults = ("--batch-size", 7, "--lr", 0.5, "--image-size", "9x8", "--out", "else", "--overwrite")
     refused = command("train", "--resume", stopped, *faults)
     assert refused.exit_code == 1
@@ -340,7 +340,7 @@ def change(folder: Path, name: str, value: Any, *path: str) -> None:
 def test_other_versions_are_said_or_refused(stopped: Path) -> None:
     state = checkpoint(stopped)
     torch.save({**state, "format": 0}, stopped / "checkpoint.pt")
-    with pytest.raises(RunFolderError, match=r"must be of format 2 to be resumed; it is of forma"):
+    with pytest.raises(RunFolderError, match=r"must be of format 3 to be resumed; it is of forma"):
         resume(stopped)
     torch.save({**state, "model": {}}, stopped / "checkpoint.pt")
     with pytest.raises(
@@ -398,7 +398,7 @@ def held(stopped: Path) -> Iterator[Callable[[], None]]:
     theirs.close()
 
 
-def test_one_process_at_a_time(stopped: Path, whole: Path, held: Callable[[], None]) -> None:
+def test_one_process_at_a_time(stopped: Path, full_run: Path, held: Callable[[], None]) -> None:
     again = dataclasses.replace(DIGITS, out=stopped, overwrite=True)
     for act in (lambda: resume(stopped), lambda: train(again)):
         with pytest.raises(RunFolderError, match=r"must not be in use; process \d+ is training"):
@@ -406,11 +406,11 @@ def test_one_process_at_a_time(stopped: Path, whole: Path, held: Callable[[], No
     held()
     assert (stopped / ".lock").exists()  # what says "in use" outlived the process; its lock did not
     resume(stopped)
-    assert same_end(stopped, whole)
+    assert same_end(stopped, full_run)
     assert not (stopped / ".lock").exists()
 
 
-def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(
+def test_a_lock_whose_file_was_removed_meanwhile_is_acquired_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[int] = []
@@ -434,8 +434,8 @@ def test_a_lock_whose_file_was_removed_meanwhile_is_taken_anew(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_line_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = Log(tmp_path)
+def test_a_line_waits_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RunLog(tmp_path)
     log.write({"kind": "step", "step": 1})
     with monkeypatch.context() as patch:
         patch.setattr(os, "fstat", lambda file: (_ for _ in ()).throw(OSError(28, "No space")))
@@ -446,23 +446,23 @@ def test_a_line_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
 
 
-def test_a_failed_step_moves_neither_dice_nor_buffers() -> None:
+def test_a_failed_step_moves_neither_rng_states_nor_buffers() -> None:
     model = nn.BatchNorm1d(2)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    dice = torch.get_rng_state()
-    with pytest.raises(ValueError, match="mine"), WholeStep(model):
+    rng_state = torch.get_rng_state()
+    with pytest.raises(ValueError, match="mine"), AtomicStep(model):
         model(torch.randn(3, 2))
         raise ValueError("mine")
     assert equal(dict(model.named_buffers()), before)
-    assert torch.equal(torch.get_rng_state(), dice)
-    with pytest.raises(ValueError, match="mine"), WholeStep(model) as step:
+    assert torch.equal(torch.get_rng_state(), rng_state)
+    with pytest.raises(ValueError, match="mine"), AtomicStep(model) as step:
         model(torch.randn(3, 2))
         step.done()
         raise ValueError("mine")
     assert model.num_batches_tracked == 1
 
 
-def test_sigterm_is_an_interrupt_of_its_own_kind(tmp_path: Path, whole: Path) -> None:
+def test_sigterm_is_an_interrupt_of_its_own_class(tmp_path: Path, full_run: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     out = tmp_path / "run"
     with pytest.raises(Interrupted) as caught, terminable():
@@ -472,7 +472,7 @@ def test_sigterm_is_an_interrupt_of_its_own_kind(tmp_path: Path, whole: Path) ->
     with pytest.raises(Terminated), terminable():
         signal.raise_signal(signal.SIGTERM)
     resume(out)
-    assert same_end(out, whole)
+    assert same_end(out, full_run)
 
 
 def test_a_failed_run_goes_on_when_its_cause_is_gone(tmp_path: Path, classes: Make) -> None:
@@ -497,7 +497,7 @@ def test_a_failed_run_goes_on_when_its_cause_is_gone(tmp_path: Path, classes: Ma
     assert same_end(tmp_path / "run", tmp_path / "whole")
 
 
-def test_an_error_that_nobody_knows_costs_one_step(tmp_path: Path, whole: Path) -> None:
+def test_an_unexpected_error_costs_one_step(tmp_path: Path, full_run: Path) -> None:
     class Broken(Stopped):
         def micro_batch(self, samples: int) -> None:
             self.done += 1
@@ -509,10 +509,10 @@ def test_an_error_that_nobody_knows_costs_one_step(tmp_path: Path, whole: Path) 
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["stopped"], summary["steps"]) == ("ValueError: mine", 1)
     resume(tmp_path / "run")
-    assert same_end(tmp_path / "run", whole)
+    assert same_end(tmp_path / "run", full_run)
 
 
-def test_settings_that_make_no_sense_are_refused_beside_resume(stopped: Path) -> None:
+def test_settings_that_make_no_sense_are_refused_with_resume(stopped: Path) -> None:
     with pytest.raises(SettingsError, match=r"threads must be at least 1; got 0"):
         resume(stopped, {"threads": 0})
     with pytest.raises(SettingsError, match=r"checkpoint-minutes must not be negative; got -1"):

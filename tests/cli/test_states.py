@@ -30,29 +30,29 @@ ADAM = Settings(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run with all in memory."""
     out = tmp_path_factory.mktemp("whole") / "run"
     train(dataclasses.replace(ADAM, out=out))
     return out
 
 
-def test_a_run_is_bit_for_bit_that_in_memory(whole: Path, tmp_path: Path) -> None:
+def test_a_run_is_bit_for_bit_that_in_memory(full_run: Path, tmp_path: Path) -> None:
     spill, out = tmp_path / "spill", tmp_path / "run"
     spill.mkdir()
     train(dataclasses.replace(ADAM, states="file", spill=str(spill), out=out))
-    one, other = checkpoint(out), checkpoint(whole)
+    one, other = checkpoint(out), checkpoint(full_run)
     for part in ("model", "optimizer"):
         assert equal(one[part], other[part])
     assert list(spill.iterdir()) == []
 
 
-def test_a_planned_run_goes_on_with_its_states_away(tmp_path: Path) -> None:
-    away = dataclasses.replace(ADAM, states="file", memory="64MiB")
+def test_a_planned_run_goes_on_with_its_states_offloaded(tmp_path: Path) -> None:
+    offloaded = dataclasses.replace(ADAM, states="file", memory="64MiB")
     unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"
-    train(dataclasses.replace(away, out=unbroken))
+    train(dataclasses.replace(offloaded, out=unbroken))
     with pytest.raises(Interrupted):
-        train(dataclasses.replace(away, out=stopped), Stopped(3))
+        train(dataclasses.replace(offloaded, out=stopped), Stopped(3))
     plan = Plan.from_json((stopped / "plan.json").read_text())
     assert plan.states is not None
     assert plan.states.store == "file"
@@ -63,14 +63,14 @@ def test_a_planned_run_goes_on_with_its_states_away(tmp_path: Path) -> None:
 
 def test_a_plan_counts_what_is_in_memory_at_a_time(command: Command, tmp_path: Path) -> None:
     words = ("plan", "--model", "cnn:16", "--optimizer", "adamw", "--memory", "1GiB", "--json")
-    away = Plan.from_json(command(*words, "--states", "file", "--spill", tmp_path).stdout)
+    offloaded = Plan.from_json(command(*words, "--states", "file", "--spill", tmp_path).stdout)
     here = Plan.from_json(command(*words).stdout)
     assert here.states is None
-    assert away.states is not None
-    assert away.states.folder == str(tmp_path)
-    assert away.memory is not None
+    assert offloaded.states is not None
+    assert offloaded.states.folder == str(tmp_path)
+    assert offloaded.memory is not None
     assert here.memory is not None
-    assert dict(away.memory.owners)["optimizer"] <= dict(here.memory.owners)["optimizer"]
+    assert dict(offloaded.memory.owners)["optimizer"] <= dict(here.memory.owners)["optimizer"]
 
 
 @pytest.mark.parametrize(

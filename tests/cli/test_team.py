@@ -82,7 +82,7 @@ def resumed(_rank: int, _size: int, path: Path) -> tuple[Summary, list[str]]:
     return resume(path, progress=shown, team=Team.here()), shown.said
 
 
-def apart(one: Path, other: Path) -> float:
+def difference(one: Path, other: Path) -> float:
     """Return the largest difference of two runs' weights and buffers."""
     ours, theirs = checkpoint(one)["model"], checkpoint(other)["model"]
     return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
@@ -101,15 +101,15 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def test_two_ranks_train_as_one_process_would(tmp_path: Path, two: Pool) -> None:
-    alone = train(dataclasses.replace(SMALL, out=tmp_path / "one"))
+    single = train(dataclasses.replace(SMALL, out=tmp_path / "one"))
     (summary, said), (_, quiet) = two.run(
         trained, dataclasses.replace(SMALL, out=tmp_path / "two"), 0
     )
-    assert apart(tmp_path / "one", tmp_path / "two") < ROUNDING
+    assert difference(tmp_path / "one", tmp_path / "two") < ROUNDING
     found, want = figures(tmp_path / "two"), figures(tmp_path / "one")
     assert all(close(a, b) for a, b in zip(found, want, strict=True))
-    assert (summary.ranks, summary.images, summary.last) == (2, alone.images, alone.last)
-    assert summary.steps == alone.steps == 6
+    assert (summary.ranks, summary.images, summary.last) == (2, single.images, single.last)
+    assert summary.steps == single.steps == 6
     assert any(line.startswith("epoch 2/2") for line in said)
     assert quiet == []
 
@@ -119,7 +119,7 @@ def test_each_rank_plans_for_itself_and_all_keep_to_the_budget(tmp_path: Path, t
     settings = dataclasses.replace(budgeted, out=tmp_path / "two")
     train(dataclasses.replace(SMALL, epochs=1, out=tmp_path / "one"))
     (summary, _), _ = two.run(trained, settings, 0)
-    assert apart(tmp_path / "one", tmp_path / "two") < ROUNDING
+    assert difference(tmp_path / "one", tmp_path / "two") < ROUNDING
     plan = json.loads((tmp_path / "two" / "plan.json").read_text())
     assert plan["micro_batch"] == summary.micro_batch < 300
     peaks = [row["peak_bytes"] for row in map(json.loads, lines(tmp_path / "two")) if "loss" in row]
@@ -139,7 +139,7 @@ def test_a_mini_batch_smaller_than_the_team_and_files_that_one_rank_cannot_read(
     settings = dataclasses.replace(settings, micro_batch=2, checkpoint_minutes=0)
     train(dataclasses.replace(settings, out=tmp_path / "one"))
     (summary, said), _ = two.run(trained, dataclasses.replace(settings, out=tmp_path / "two"), 0)
-    assert apart(tmp_path / "one", tmp_path / "two") < ROUNDING
+    assert difference(tmp_path / "one", tmp_path / "two") < ROUNDING
     assert summary.skipped == 1
     assert sum(line.startswith("skipped ") for line in said) == 1
 
@@ -180,7 +180,7 @@ def test_another_number_of_ranks_goes_on_up_to_rounding(
     shown = Stopped()
     assert resume(tmp_path / "cut", progress=shown).ranks == 1
     assert any(line.startswith("ranks were 2 and are 1: ") for line in shown.said)
-    assert apart(tmp_path / "one", tmp_path / "cut") < ROUNDING
+    assert difference(tmp_path / "one", tmp_path / "cut") < ROUNDING
     config = json.loads((tmp_path / "cut" / "config.json").read_text())
     assert "ranks" not in config["process"]
 
@@ -205,11 +205,11 @@ def test_batchnorm_of_all_ranks_becomes_exact_in_the_same_epoch(
 def interrupted(rank: int, size: int, settings: Settings, number: int) -> Any:
     """Train; a signal comes to the last rank only, in the first step."""
 
-    def come(_module: nn.Module, _inputs: Any) -> None:
+    def send_signal(_module: nn.Module, _inputs: Any) -> None:
         if rank == size - 1:
             signal.raise_signal(number)
 
-    hook = nn.modules.module.register_module_forward_pre_hook(come)
+    hook = nn.modules.module.register_module_forward_pre_hook(send_signal)
     try:
         return train(settings, team=Team.here())
     finally:

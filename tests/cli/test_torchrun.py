@@ -55,9 +55,9 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[int, int]:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     found = {}
     for child in map(int, children):
-        told = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{child}/environ").read_bytes())
-        if told:
-            found[int(told.group(1))] = child
+        matched = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{child}/environ").read_bytes())
+        if matched:
+            found[int(matched.group(1))] = child
     return found
 
 

@@ -27,9 +27,9 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 QUICK = Settings(model="cnn:4", epochs=2, batch_size=600, micro_batch=256, threads=1)
 
 
-def lines(folder: Path, kind: str) -> list[dict[str, float]]:
+def lines(folder: Path, row_type: str) -> list[dict[str, float]]:
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if record["kind"] == kind]
+    return [record for record in records if record["kind"] == row_type]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -112,8 +112,8 @@ def test_the_test_figures_are_those_of_the_undivided_test_set(tmp_path: Path) ->
         logits = parts.model.eval()(torch.stack(images))
     right = (logits.argmax(1) == torch.stack(classes)).sum().item()
     assert summary.last == right / 360
-    whole = nn.functional.cross_entropy(logits, torch.stack(classes)).item()
-    assert summary.last_loss == pytest.approx(whole, rel=1e-5)
+    full = nn.functional.cross_entropy(logits, torch.stack(classes)).item()
+    assert summary.last_loss == pytest.approx(full, rel=1e-5)
 
 
 def test_two_runs_are_equal_bit_for_bit_and_another_seed_is_not(
@@ -185,7 +185,7 @@ def test_a_unet_learns_squares(masks: Make, loss: str) -> None:
 
 
 @pytest.mark.parametrize("interrupt_at", [1, 4, 8])
-def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_step(
+def test_ctrl_c_leaves_a_checkpoint_of_the_last_complete_step(
     tmp_path: Path, interrupt_at: int
 ) -> None:
     settings = dataclasses.replace(
@@ -194,13 +194,13 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_step(
     with pytest.raises(Interrupted) as caught:
         train(settings, Calls(interrupt_at))
     summary = caught.value.summary
-    whole = {1: 0, 4: 1, 8: 3}[interrupt_at]
-    assert (summary.steps, summary.epochs) == (whole, whole // 3)
+    full = {1: 0, 4: 1, 8: 3}[interrupt_at]
+    assert (summary.steps, summary.epochs) == (full, full // 3)
     saved = json.loads((tmp_path / "stopped" / "summary.json").read_text())
     assert saved["interrupted"] is True
     state = torch.load(tmp_path / "stopped" / "checkpoint.pt", weights_only=True)
-    assert (state["step"], state["epoch"]) == (whole, whole // 3)
-    if whole == 3:  # the weights are those at the end of epoch 1, bit for bit
+    assert (state["step"], state["epoch"]) == (full, full // 3)
+    if full == 3:  # the weights are those at the end of epoch 1, bit for bit
         train(dataclasses.replace(settings, out=tmp_path / "whole", epochs=1, schedule="constant"))
         train_one = dataclasses.replace(settings, out=tmp_path / "again", schedule="constant")
         with pytest.raises(Interrupted):
@@ -261,8 +261,8 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_it(tmp_path: Path) -> 
 def test_broken_images_stop_a_run_or_are_skipped(tmp_path: Path, classes: Make) -> None:
     folder = classes(count=10, size=64)
     for name in ("dark/0.png", "bright/3.png"):
-        whole = (folder / name).read_bytes()
-        (folder / name).write_bytes(whole[: len(whole) // 2])
+        full = (folder / name).read_bytes()
+        (folder / name).write_bytes(full[: len(full) // 2])
     settings = Settings(
         data=str(folder), model="cnn:2", epochs=2, batch_size=9, micro_batch=4, threads=1
     )
@@ -299,15 +299,15 @@ def test_batchnorm_is_that_of_the_batch_or_local_by_name(tmp_path: Path) -> None
         assert train(dataclasses.replace(settings, **change)).steps == 3
         return weights(tmp_path / name)
 
-    whole, split = run("whole", micro_batch=600), run("split")
+    full, split = run("whole", micro_batch=600), run("split")
     local = run("local", batchnorm="local")
-    counts = [name for name in whole if name.endswith("num_batches_tracked")]
+    counts = [name for name in full if name.endswith("num_batches_tracked")]
     assert [int(split[name]) for name in counts] == [3] * len(counts)
     assert [int(local[name]) for name in counts] == [3 + 3 + 1] * len(counts)
     plan = json.loads((tmp_path / "split" / "plan.json").read_text())
-    assert (plan["mechanism"], plan["exact"]["state"]) == ("lanes", "shown")
+    assert (plan["mechanism"], plan["exact"]["state"]) == ("lockstep", "shown")
     near, far = (
-        max(float((found[name] - whole[name]).abs().max()) for name in whole if name not in counts)
+        max(float((found[name] - full[name]).abs().max()) for name in full if name not in counts)
         for found in (split, local)
     )
     assert near < far * torch.finfo(torch.float32).eps ** 0.5

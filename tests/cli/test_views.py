@@ -21,7 +21,7 @@ def views(source: Arrays, **more: object) -> Views:
     return Views(source, (0.0,), (1.0,), (4, 4), **more)  # type: ignore[arg-type]
 
 
-def seen(loader: Loader, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+def all_samples(loader: Loader, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
     batches = list(loader.epoch(epoch))
     return torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
 
@@ -31,28 +31,28 @@ def test_every_sample_comes_once_an_epoch_and_the_last_batch_is_smaller() -> Non
     sizes = [len(batch.inputs) for batch in loader.epoch(1)]
     assert sizes == [4, 4, 3]
     assert len(loader) == 3
-    orders = [seen(loader, epoch)[1] for epoch in (1, 1, 2)]
+    orders = [all_samples(loader, epoch)[1] for epoch in (1, 1, 2)]
     assert all(torch.equal(order.sort().values, torch.arange(11)) for order in orders)
     assert torch.equal(orders[0], orders[1])
     assert not torch.equal(orders[0], orders[2])
 
 
 @pytest.mark.parametrize(("n", "batch", "micro"), [(11, 4, 3), (11, 4, 4), (3, 8, 2), (8, 4, 1)])
-def test_micro_batches_are_counted_before_they_come(n: int, batch: int, micro: int) -> None:
+def test_micro_batches_are_counted_before_they_are_loaded(n: int, batch: int, micro: int) -> None:
     loader = Loader(views(arrays(n)), batch, seed=0, shuffle=False, workers=0)
     by_hand = sum(-(-len(found.inputs) // micro) for found in loader.epoch(1))
     assert loader.micro_batches(micro) == by_hand
 
 
 def test_views_are_the_same_for_any_number_of_workers() -> None:
-    alone = Loader(views(arrays(), flip=True, pad=2), 4, seed=3, shuffle=True, workers=0)
+    single = Loader(views(arrays(), flip=True, pad=2), 4, seed=3, shuffle=True, workers=0)
     helped = Loader(views(arrays(), flip=True, pad=2), 4, seed=3, shuffle=True, workers=1)
     for epoch in (1, 2):
-        for one, other in zip(seen(alone, epoch), seen(helped, epoch), strict=True):
+        for one, other in zip(all_samples(single, epoch), all_samples(helped, epoch), strict=True):
             assert torch.equal(one, other)
 
 
-def test_a_random_view_is_a_piece_of_its_image_and_all_pieces_come() -> None:
+def test_a_random_view_is_a_piece_of_its_image_and_all_pieces_occur() -> None:
     source = arrays(1)
     image = source.pixels[0, 0] / np.float32(255)
     pieces = {}

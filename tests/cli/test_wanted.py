@@ -18,7 +18,7 @@ def test_a_goal_is_answered_with_a_line_that_trains(command: Command, tmp_path: 
     result = command(*PLAN, "--gpus", 2, "--network", "10Gbit", "--norm", "batch")
     assert result.exit_code == 0, result.output
     assert "seconds a step   speedup   efficiency   Lemma 3.1" in result.output
-    assert "2 GPUs, as asked for" in result.output
+    assert "2 GPUs, as requested" in result.output
     assert "an epoch of" in result.output
     assert "epochs " in result.output
     (line,) = [row for row in result.output.splitlines() if row.startswith("  run ")]
@@ -43,7 +43,7 @@ def test_json_holds_pace_and_scale(command: Command) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (("--gpus", 0), "gpus must be a whole number of at least 1, and it is 0."),
         (("--gpus", 2, "--speedup", 2), "at most one goal can be reached"),
@@ -56,11 +56,11 @@ def test_json_holds_pace_and_scale(command: Command) -> None:
     ],
 )
 def test_what_means_nothing_is_refused(
-    command: Command, words: tuple[object, ...], told: str
+    command: Command, words: tuple[object, ...], message: str
 ) -> None:
     result = command(*PLAN, *words)
     assert result.exit_code == 1
-    assert told in result.output
+    assert message in result.output
 
 
 def test_where_states_wait_elsewhere_it_is_said_that_steps_were_not_measured(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.devices.device import Device
 
 MAJOR, MINOR = 8, 0
-KIND = 1
+DEVICE_TYPE = 1
 """c10's number of CUDA among the device types."""
 
 
@@ -75,12 +75,12 @@ class Event(torch.Event):
 def current_stream(device: Any = None) -> Stream:
     """Return the present stream of a device."""
     index = index_of(device)
-    return Stream(stream_id=STATE.device.stream(index), device_index=index, device_type=KIND)
+    return Stream(stream_id=STATE.device.stream(index), device_index=index, device_type=DEVICE_TYPE)
 
 
 def default_stream(device: Any = None) -> Stream:
     """Return the stream of a device that is there from the beginning."""
-    return Stream(stream_id=0, device_index=index_of(device), device_type=KIND)
+    return Stream(stream_id=0, device_index=index_of(device), device_type=DEVICE_TYPE)
 
 
 def set_stream(stream: Any) -> None:
@@ -182,10 +182,10 @@ def patch(device: Device) -> None:
         "_lazy_call": now,
         "device_count": device.count,
         "current_device": device.current,
-        "set_device": lambda given: device.set_current(index_of(given)),
+        "set_device": lambda requested: device.set_current(index_of(requested)),
         "_exchange_device": exchange_device,
         "_maybe_exchange_device": exchange_device,
-        "synchronize": lambda given=None: device.synchronize(index_of(given)),
+        "synchronize": lambda requested=None: device.synchronize(index_of(requested)),
         "Stream": Stream,
         "ExternalStream": Stream,
         "Event": Event,
@@ -199,16 +199,16 @@ def patch(device: Device) -> None:
         "max_memory_allocated": _stat("allocated_bytes.all.peak"),
         "memory_reserved": _stat("reserved_bytes.all.current"),
         "max_memory_reserved": _stat("reserved_bytes.all.peak"),
-        "reset_peak_memory_stats": lambda given=None: device.reset_peak(index_of(given)),
+        "reset_peak_memory_stats": lambda requested=None: device.reset_peak(index_of(requested)),
         "empty_cache": lambda: None,
         "mem_get_info": mem_get_info,
         "set_per_process_memory_fraction": fraction,
-        "get_device_properties": lambda given=None: Properties(index_of(given)),
-        "get_device_name": lambda _given=None: Properties.name,
-        "get_device_capability": lambda _given=None: (MAJOR, MINOR),
+        "get_device_properties": lambda requested=None: Properties(index_of(requested)),
+        "get_device_name": lambda _requested=None: Properties.name,
+        "get_device_capability": lambda _requested=None: (MAJOR, MINOR),
         "get_allocator_backend": lambda: "native",
         "is_current_stream_capturing": lambda: False,
-        "is_bf16_supported": lambda *_given, **_named: True,
+        "is_bf16_supported": lambda *_requested, **_named: True,
         "_sleep": lambda _cycles: None,
     }
     for name, function in functions.items():

@@ -173,8 +173,8 @@ class Device:
         self._faults.append(Fault(text.decode(), self._stack(first), self._stack(second)))
 
     def _stack(self, number: int) -> str:
-        kept, stack = self._stacks[number % LAUNCHES]
-        if kept != number:
+        recorded, stack = self._stacks[number % LAUNCHES]
+        if recorded != number:
             return "    (too long ago)"
         if not stack:
             return "    (a thread of autograd's)"

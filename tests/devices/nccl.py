@@ -82,14 +82,16 @@ class ProcessGroupNCCL(dist.ProcessGroup):  # type: ignore[misc]
     def _set_sequence_number_for_group(self) -> None:
         """Do nothing: gloo counts for itself."""
 
-    def _run(self, name: str, outputs: list[Tensor], inputs: list[Tensor], *given: Any) -> Work:
+    def _run(
+        self, name: str, outputs: list[Tensor], inputs: list[Tensor], *inputs_on_host: Any
+    ) -> Work:
         if any(t.device.type != "cuda" for t in (*outputs, *inputs)):
             raise RuntimeError("No backend type associated with device type cpu")
         if self._stream is None:
             self._stream = Stream(outputs[0].device)
         self._stream.wait_stream(current_stream())
         with StreamContext(self._stream):
-            getattr(self._gloo, name)(*given).wait()
+            getattr(self._gloo, name)(*inputs_on_host).wait()
             for tensor in inputs:
                 torch.ops.stand_in.used(tensor, False)
             for tensor in outputs:
@@ -112,9 +114,9 @@ class ProcessGroupNCCL(dist.ProcessGroup):  # type: ignore[misc]
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         """Gather one tensor of each rank."""
-        given = [on_host(some) for some in outputs], on_host(inputs)
+        inputs_on_host = [on_host(some) for some in outputs], on_host(inputs)
         flat = [tensor for some in outputs for tensor in some]
-        return self._run("allgather", flat, inputs, *given, _or(opts, "Allgather"))
+        return self._run("allgather", flat, inputs, *inputs_on_host, _or(opts, "Allgather"))
 
     def all_gather_single(self, output: Tensor, part: Tensor, opts: Any = None) -> Work:
         """Gather into one tensor."""
@@ -133,8 +135,8 @@ def on_host(tensors: list[Tensor]) -> list[Tensor]:
     return [torch.ops.stand_in.on_host(tensor) for tensor in tensors]
 
 
-def _or(given: Any, name: str) -> Any:
-    return getattr(dist, f"{name}Options")() if given is None else given
+def _or(value: Any, name: str) -> Any:
+    return getattr(dist, f"{name}Options")() if value is None else value
 
 
 def patch() -> None:

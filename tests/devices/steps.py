@@ -47,9 +47,9 @@ class Setting(NamedTuple):
         return found
 
 
-def setting(kind: str, *, first: bool, drop: float = 0.5, micro_batch: int = 3) -> Setting:
+def setting(variant: str, *, first: bool, drop: float = 0.5, micro_batch: int = 3) -> Setting:
     """Return one whose next step is its first, or its third."""
-    norm, loss, place = KINDS[kind]
+    norm, loss, place = KINDS[variant]
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 4, 3), norm(), nn.ReLU(), nn.Dropout(drop), nn.Flatten()]
     model = nn.Sequential(*layers, nn.Linear(4 * 16, 3)).double().cuda()

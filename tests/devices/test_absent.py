@@ -100,8 +100,8 @@ def around(dtype: torch.dtype | None) -> AbstractContextManager[Any]:
 def own(found: Memory | None) -> tuple[int, int, int]:
     """The predicted bytes, floor and whole, but for workspaces of libraries."""
     assert found is not None
-    beside = sum(n for name, n in found.owners if name in ("cuBLAS", "workspace", "other tensors"))
-    return found.predicted - beside, found.floor - beside, found.whole - beside
+    extra = sum(n for name, n in found.owners if name in ("cuBLAS", "workspace", "other tensors"))
+    return found.predicted - extra, found.floor - extra, found.undivided - extra
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
@@ -116,8 +116,8 @@ def test_it_counts_what_the_device_counts(
         stand_in.clear_workspaces()
         there = anybatch.plan(model.cuda(), F.cross_entropy, (x, y), memory="3GiB", timed=False)
     assert absent.micro_batch == there.micro_batch
-    for counted, seen in zip(own(absent.memory), own(there.memory), strict=True):
-        assert abs(counted - seen) <= ELSEWHERE
+    for counted, observed in zip(own(absent.memory), own(there.memory), strict=True):
+        assert abs(counted - observed) <= ELSEWHERE
 
 
 @contextmanager
@@ -134,7 +134,7 @@ def lists_of_torch(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def dtypes(lists: Any) -> dict[tuple[str, int, str], Any]:
     """The dtype of each call, or the name of its error."""
     found = dict[tuple[str, int, str], Any]()
-    for kind, calls in sorted(vars(lists).items()):
+    for name_of_list, calls in sorted(vars(lists).items()):
         for place, (name, args, *rest) in enumerate(calls if isinstance(calls, list) else []):
             functions = [getattr(one, name, None) for one in (torch, F, torch._C._nn, Tensor)]
             call = next((one for one in functions if one is not None), None)
@@ -145,7 +145,7 @@ def dtypes(lists: Any) -> dict[tuple[str, int, str], Any]:
                 result = call(*args, **named)
             except (RuntimeError, TypeError) as error:
                 result = type(error).__name__
-            found[kind, place, name] = getattr(result, "dtype", str(type(result)))
+            found[name_of_list, place, name] = getattr(result, "dtype", str(type(result)))
     return found
 
 

@@ -76,7 +76,7 @@ def test_the_peak_of_a_step_is_what_was_foreseen(
     stand_in.clear_workspaces()
     found = anybatch.plan(model, F.cross_entropy, batch, memory="4GiB", timed=False).memory
     assert found is not None
-    budget = int(found.floor + share * (found.whole - found.floor))
+    budget = int(found.floor + share * (found.undivided - found.floor))
     plan = anybatch.plan(model, F.cross_entropy, batch, memory=budget, timed=False)
     engine = Engine(model, F.cross_entropy, plan=plan)
     stand_in.cap(budget)
@@ -113,7 +113,7 @@ def test_no_allocation_fails_over_the_catalogue(stand_in: Any, case: Case) -> No
     stand_in.clear_workspaces()
     found = anybatch.plan(model, loss, (x, y), memory="4GiB", timed=False).memory
     assert found is not None
-    budget = (found.floor + found.whole) // 2
+    budget = (found.floor + found.undivided) // 2
     plan = anybatch.plan(model, loss, (x, y), memory=budget, timed=False)
     engine = Engine(model, loss, plan=plan)
     stand_in.cap(budget)
@@ -217,14 +217,14 @@ OUTPUTS: dict[str, tuple[Any, Any, Any]] = {
 
 
 def held(
-    stand_in: Any, model: nn.Module, batch: Any, loss: Any = F.cross_entropy, **asked: Any
+    stand_in: Any, model: nn.Module, batch: Any, loss: Any = F.cross_entropy, **requested: Any
 ) -> tuple[int, int]:
     """Return the bytes that a first step holds, and those that were foreseen.
 
     A function of its own: what an expected failure keeps of its frames would count in later tests.
     """
     stand_in.workspace(0)
-    plan = anybatch.plan(model, loss, batch, timed=False, **asked)
+    plan = anybatch.plan(model, loss, batch, timed=False, **requested)
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     Engine(model, loss, plan=plan).backward(*batch)
@@ -276,7 +276,7 @@ def test_lanes_of_a_tight_budget_hold_no_more_than_was_foreseen(
     with torch.autocast("cuda", torch.bfloat16, enabled=half):
         found = anybatch.plan(model, F.cross_entropy, batch, memory="4GiB", timed=False).memory
         assert found is not None
-        budget = int(1.5 * found.floor + share * (found.whole - found.floor))
+        budget = int(1.5 * found.floor + share * (found.undivided - found.floor))
         plan = anybatch.plan(model, F.cross_entropy, batch, memory=budget, timed=False)
         engine, peaks = Engine(model, F.cross_entropy, plan=plan), []
         for _ in range(3):

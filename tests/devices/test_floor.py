@@ -129,7 +129,7 @@ def test_what_an_error_advises_is_enough(
     with case(stand_in, name, where, amp=amp) as (model, batch):
         found = planned(model, batch, "4GiB").memory
         assert found is not None
-        needed, advice = refusal(model, batch, int(share * min(found.floor, found.whole)))
+        needed, advice = refusal(model, batch, int(share * min(found.floor, found.undivided)))
         assert needed <= parse_bytes(advice) < needed + 1024
         assert planned(model, batch, advice).memory is not None
         assert holds(stand_in, model, batch, needed) <= needed

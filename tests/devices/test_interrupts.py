@@ -24,21 +24,21 @@ def _ctrl_c() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", KINDS)
 def test_at_random_launches(
-    stand_in: Any, kind: str, first: bool, counted: Callable[[int], int]
+    stand_in: Any, variant: str, first: bool, counted: Callable[[int], int]
 ) -> None:
     stand_in.watch(stacks=False)  # an interrupt in there would be lost
-    made = setting(kind, first=first)
+    made = setting(variant, first=first)
     begun = stand_in.statistics()["launches"]
     made.step()
     total = stand_in.statistics()["launches"] - begun
     after = values(made.state())
     cells = 2 * len(KINDS)
-    moments = random.Random(f"{kind} {first}").choices(range(total), k=counted(MOMENTS // cells))
+    moments = random.Random(f"{variant} {first}").choices(range(total), k=counted(MOMENTS // cells))
     outcomes = {"before": 0, "after": 0}
     for moment in moments:
-        made = setting(kind, first=first)
+        made = setting(variant, first=first)
         before = made.state()
         interrupted = False
         stand_in.interrupt(moment)

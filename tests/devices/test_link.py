@@ -67,9 +67,9 @@ STRIDES = {
 
 
 @pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("kind", STRIDES)
-def test_values_and_strides_are_those_of_torch(kind: str, pinned: bool) -> None:
-    x: Tensor = STRIDES[kind]()
+@pytest.mark.parametrize("variant", STRIDES)
+def test_values_and_strides_are_those_of_torch(variant: str, pinned: bool) -> None:
+    x: Tensor = STRIDES[variant]()
     if pinned:
         bytes_of = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage()).pin_memory()
         x = bytes_of.as_strided(x.shape, x.stride(), x.storage_offset())

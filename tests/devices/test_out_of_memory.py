@@ -18,24 +18,24 @@ RETRIES = 2 * N
 """A size is halved at most twice, and a step begins anew with each sample at most so often."""
 
 
-def allocations(stand_in: Any, kind: str, first: bool) -> int:
-    made = setting(kind, first=first, drop=0.0)
+def allocations(stand_in: Any, variant: str, first: bool) -> int:
+    made = setting(variant, first=first, drop=0.0)
     begun = stand_in.statistics()["allocations"]
     made.step()
     return int(stand_in.statistics()["allocations"] - begun)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", KINDS)
 def test_at_every_allocation(
-    stand_in: Any, kind: str, first: bool, counted: Callable[[int], int]
+    stand_in: Any, variant: str, first: bool, counted: Callable[[int], int]
 ) -> None:
-    total = allocations(stand_in, kind, first)
+    total = allocations(stand_in, variant, first)
     chosen = sorted(random.Random(0).sample(range(total), counted(total)))
     outcomes = {"exact": 0, "no trace": 0}
     for k in chosen:
         for count in (1, FOREVER):
-            made = setting(kind, first=first, drop=0.0)
+            made = setting(variant, first=first, drop=0.0)
             x, y = (t.cuda() for t in made.batch)
             want, order = undivided(made.model, made.loss, x, y), torch.randperm(N)
             noise = error_of(undivided(made.model, made.loss, x[order], y[order]), want)

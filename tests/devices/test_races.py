@@ -24,7 +24,7 @@ import anybatch
 from anybatch import Engine
 from anybatch.errors import BudgetError
 from anybatch.offload import execute
-from anybatch.planner import leaving
+from anybatch.planner import offloaded
 from anybatch.tools.exactness import error_of
 
 N = 22
@@ -85,8 +85,8 @@ def on(side: bool) -> Iterator[None]:
 def cast(precision: str) -> contextlib.AbstractContextManager[Any]:
     if precision not in ("autocast", "scaler"):
         return contextlib.nullcontext()
-    kind = torch.bfloat16 if precision == "autocast" else torch.float16
-    return torch.autocast("cuda", kind)
+    half_type = torch.bfloat16 if precision == "autocast" else torch.float16
+    return torch.autocast("cuda", half_type)
 
 
 def dtype_of(precision: str) -> torch.dtype:
@@ -99,7 +99,7 @@ def engine_of(run: Run, model: nn.Module, loss: Any, batch: tuple[Tensor, Tensor
     if run.leaves == "what has no room":
         found = anybatch.plan(model, loss, batch, memory="4GiB", timed=False).memory
         assert found is not None
-        return Engine(model, loss, memory=(3 * found.floor + found.whole) // 4)
+        return Engine(model, loss, memory=(3 * found.floor + found.undivided) // 4)
     chosen = {"offload": run.leaves, "micro_batch": 4, "timed": False}
     ample = {"memory": "4GiB", "micro_batch": 4, "timed": False}
     found = anybatch.plan(model, loss, batch, **ample).memory
@@ -114,8 +114,8 @@ def engine_of(run: Run, model: nn.Module, loss: Any, batch: tuple[Tensor, Tensor
 
 
 @pytest.fixture(autouse=True)
-def _small_tensors_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (execute, leaving):
+def _small_tensors_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (execute, offloaded):
         monkeypatch.setattr(module, "SMALL", 1 << 10)
 
 

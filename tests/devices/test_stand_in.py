@@ -77,16 +77,16 @@ def collective_early(wait: bool) -> None:
 KINDS = [read_early, write_early, free_early, send_early]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_race_is_found_with_both_stacks(stand_in: Any, kind: Callable[[bool], None]) -> None:
-    kind(True)
+@pytest.mark.parametrize("variant", KINDS)
+def test_a_race_is_found_with_both_stacks(stand_in: Any, variant: Callable[[bool], None]) -> None:
+    variant(True)
     assert stand_in.faults() == []
-    kind(False)
+    variant(False)
     found = stand_in.faults()
     assert len(found) >= 1
     assert found[0].text.startswith("race: ")
     for side in (found[0].first, found[0].second):
-        assert kind.__name__ in side
+        assert variant.__name__ in side
 
 
 def test_the_race_of_a_collective_is_found(stand_in: Any, tmp_path: Any) -> None:
@@ -113,7 +113,7 @@ def test_a_copy_of_pinned_memory_comes_as_late_as_it_may(stand_in: Any) -> None:
     assert there.sum() == N
 
 
-def test_what_has_come_back_is_not_there_before_somebody_waits() -> None:
+def test_what_was_copied_back_is_not_there_before_a_wait() -> None:
     x, host = numbers(), torch.zeros(N).pin_memory()
     host.copy_(x, non_blocking=True)
     assert host.sum() == 0
@@ -126,8 +126,8 @@ def test_memory_that_is_new_or_freed_is_not_a_number() -> None:
     assert x.isnan().all()
     assert torch.empty(N, device="cuda", dtype=torch.bfloat16).isnan().all()
     x.zero_()
-    kept = torch.ops.stand_in.on_host(x)
-    assert kept.sum() == 0
+    retained = torch.ops.stand_in.on_host(x)
+    assert retained.sum() == 0
 
 
 MIXED = {
@@ -140,16 +140,16 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("kind", MIXED)
+@pytest.mark.parametrize("variant", MIXED)
 @pytest.mark.parametrize("other", ["cpu", "cuda:1"])
-def test_operands_on_several_devices_are_refused(stand_in: Any, kind: str, other: str) -> None:
+def test_operands_on_several_devices_are_refused(stand_in: Any, variant: str, other: str) -> None:
     stand_in.devices(2)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-        MIXED[kind](numbers(), torch.ones(N, device=other))
-    MIXED[kind](numbers(), torch.ones(N, device="cuda:0"))
+        MIXED[variant](numbers(), torch.ones(N, device=other))
+    MIXED[variant](numbers(), torch.ones(N, device="cuda:0"))
 
 
-def test_numbers_and_indices_of_the_host_are_taken() -> None:
+def test_numbers_and_indices_of_the_host_are_accepted() -> None:
     x = numbers()
     assert (x + torch.tensor(1.0)).sum() == x.sum() + N
     assert x[torch.arange(3)].tolist() == [0, 1, 2]
@@ -191,10 +191,10 @@ def test_recorded_memory_counts_until_its_stream_is_done() -> None:
 
 def test_the_allocation_that_is_chosen_fails(stand_in: Any) -> None:
     stand_in.fail(1)
-    kept = torch.empty(1, device="cuda")
+    retained = torch.empty(1, device="cuda")
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1, device="cuda")
-    assert torch.empty_like(kept).numel() == 1
+    assert torch.empty_like(retained).numel() == 1
 
 
 def test_an_interrupt_comes_at_the_launch_that_is_chosen(stand_in: Any) -> None:

@@ -16,15 +16,15 @@ def test_lbfgs_goes_the_way_that_the_undivided_batch_shows(norm: type[nn.Module]
     x, y = torch.randn(40, 6).double(), torch.randint(3, (40,))
     layer = norm(8) if norm is nn.BatchNorm1d else norm()
     own = nn.Sequential(nn.Linear(6, 8), layer, nn.Tanh(), nn.Linear(8, 3)).double()
-    ours, asked = copy_of(own), {"own": 0, "ours": 0}
+    ours, requested = copy_of(own), {"own": 0, "ours": 0}
     engine = Engine(ours, F.cross_entropy, micro_batch=7)
 
     def train(name: str, model: nn.Module) -> None:
-        given = {"lr": 0.5, "max_iter": 6, "line_search_fn": "strong_wolfe"}
-        optimizer = torch.optim.LBFGS(model.parameters(), **given)  # type: ignore[arg-type]
+        options = {"lr": 0.5, "max_iter": 6, "line_search_fn": "strong_wolfe"}
+        optimizer = torch.optim.LBFGS(model.parameters(), **options)  # type: ignore[arg-type]
 
         def closure() -> float:
-            asked[name] += 1
+            requested[name] += 1
             optimizer.zero_grad()
             if name == "ours":
                 return float(engine.backward(x, y))
@@ -37,5 +37,5 @@ def test_lbfgs_goes_the_way_that_the_undivided_batch_shows(norm: type[nn.Module]
 
     train("own", own)
     train("ours", ours)
-    assert asked["ours"] == asked["own"] > 6
+    assert requested["ours"] == requested["own"] > 6
     assert_exact(ours.state_dict(), own.state_dict())

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import anybatch.execution.collated
 from anybatch import Engine, LazyBatch
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 from anybatch.execution.collated import FEW, doubts_of_collate
 from anybatch.execution.proof.familiar import MOST
@@ -194,11 +194,11 @@ class Counting:
         return stacked(items)
 
 
-def test_a_comparison_leaves_dice_and_attributes_as_they_were_and_comes_once() -> None:
+def test_a_comparison_leaves_rng_and_attributes_as_they_were_and_comes_once() -> None:
     collate, rows = Counting(), Rows()
-    dice = Dice.now()
+    rng_state = RNGState.now()
     doubts_of_collate(LazyBatch(rows, collate_fn=collate))
-    assert Dice.now().same_as(dice)
+    assert RNGState.now().same_as(rng_state)
     assert collate.calls == 0
     assert rows.loads == 4
     engine = Engine(model(), F.mse_loss, micro_batch=2)
@@ -248,7 +248,7 @@ class Scaling:
     [(above, 2), (above, 5), (rolled, 2), (rolled, 5), (of_one, 1), (of_one, 3)],
 )
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_couples_items_at_the_sizes_of_the_step_alone_is_refused(
+def test_what_couples_items_only_at_the_sizes_of_the_step_is_refused(
     collate: Any, micro_batch: int, workers: int
 ) -> None:
     engine = Engine(model(), F.mse_loss, micro_batch=micro_batch)
@@ -298,14 +298,14 @@ def test_a_function_that_counts_its_calls_is_not_shown() -> None:
 def test_a_batch_that_is_too_large_to_be_collated_at_once_is_not_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(anybatch.execution.collated, "ROOM", 2000)
+    monkeypatch.setattr(anybatch.execution.collated, "COMPARED_BYTES", 2000)
     engine, _ = backward(stacked, ragged=False)
     assert engine.plan is not None
     assert engine.plan.exact.state == "not shown"
     assert "larger than what collate_fn was given at once" in engine.plan.exact.by
 
 
-def test_functions_of_one_code_are_asked_once() -> None:
+def test_functions_of_one_code_are_called_once() -> None:
     engine, rows = Engine(model(), F.mse_loss, micro_batch=2), Rows()
     loads = []
     for by in (1.0, 1.0, 2.0, 1.0):
@@ -313,12 +313,12 @@ def test_functions_of_one_code_are_asked_once() -> None:
         engine.backward(LazyBatch(rows, collate_fn=Scaling(by)))
         engine.backward(LazyBatch(rows, collate_fn=lambda items: stacked(items)))
         loads.append(rows.loads)
-    asked = loads[2] - 2 * N
+    loads_of_step = loads[2] - 2 * N
     assert [n > 2 * N for n in loads] == [True, False, True, False]
-    assert asked == FEW + N
+    assert loads_of_step == FEW + N
 
 
-def test_sizes_and_functions_without_end_are_not_all_asked() -> None:
+def test_sizes_and_functions_without_end_are_not_all_called() -> None:
     """A size that is new in each step had each item loaded twice; a function was kept for ever."""
     engine, rows = Engine(model(), F.mse_loss, micro_batch=2), Rows()
     for size in range(4 + FREE, 4, -1):

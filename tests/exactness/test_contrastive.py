@@ -36,28 +36,28 @@ KINDS = {
 class Two(nn.Module):
     """Two encoders; what they return goes by the name of the loss. `norm` lets samples meet."""
 
-    def __init__(self, kind: str, *, norm: bool = False) -> None:
+    def __init__(self, variant: str, *, norm: bool = False) -> None:
         super().__init__()
-        self.kind = kind
+        self.variant = variant
         self.one, self.other = nn.Linear(6, D), nn.Linear(5, D)
         self.norm = nn.BatchNorm1d(D) if norm else nn.Identity()
         self.logit_scale = nn.Parameter(torch.tensor(0.7))
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
         z, w = self.norm(self.one(x).tanh()), self.norm(self.other(y))
-        if self.kind == "hard negatives":
+        if self.variant == "hard negatives":
             return z, w, self.other(y.flip(1)).tanh()
-        if self.kind == "stacked":
+        if self.variant == "stacked":
             return torch.stack([z, w, z * w], 1)
-        if self.kind == "CLIP":
+        if self.variant == "CLIP":
             return {"image": F.normalize(z), "text": F.normalize(w), "s": self.logit_scale.exp()}
-        return (z, w, self.logit_scale.exp()) if self.kind == "NT-Xent" else (z, w)
+        return (z, w, self.logit_scale.exp()) if self.variant == "NT-Xent" else (z, w)
 
 
-def written(kind: str) -> Callable[[Any], Tensor]:
+def written(variant: str) -> Callable[[Any], Tensor]:
     """Return the loss as a person writes it, with its matrices."""
-    given: dict[str, Any] = KINDS[kind]
-    within, symmetric = "within" in given, "symmetric" in given
+    inputs: dict[str, Any] = KINDS[variant]
+    within, symmetric = "within" in inputs, "symmetric" in inputs
 
     def search(z: Tensor, w: Tensor, others: list[Tensor]) -> Tensor:
         found = [z @ w.T, *(z @ other.T for other in others)]
@@ -67,12 +67,12 @@ def written(kind: str) -> Callable[[Any], Tensor]:
 
     def loss(out: Any) -> Tensor:
         out = list(out.values() if isinstance(out, dict) else out)
-        scale = out.pop() if out[-1].dim() == 0 else 1 / given.get("temperature", 1.0)
+        scale = out.pop() if out[-1].dim() == 0 else 1 / inputs.get("temperature", 1.0)
         z, w, *others = (embeddings * scale**0.5 for embeddings in out)
         one = search(z, w, others)
         return (one + search(w, z, [])) / 2 if symmetric else one
 
-    return (lambda out: loss(out.unbind(1))) if kind == "stacked" else loss
+    return (lambda out: loss(out.unbind(1))) if variant == "stacked" else loss
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -80,9 +80,9 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(N, 6).double(), torch.randn(N, 5).double()
 
 
-def make(kind: str, *, norm: bool = False) -> nn.Module:
+def make(variant: str, *, norm: bool = False) -> nn.Module:
     torch.manual_seed(1)
-    return Two(kind, norm=norm).double()
+    return Two(variant, norm=norm).double()
 
 
 def descend(model: nn.Module) -> None:
@@ -103,13 +103,13 @@ def two_steps(step: Callable[[nn.Module], Tensor]) -> Callable[[nn.Module], Tens
     return run
 
 
-def truth(kind: str, *, norm: bool = False) -> dict[str, Tensor]:
+def truth(variant: str, *, norm: bool = False) -> dict[str, Tensor]:
     def step(copied: nn.Module) -> Tensor:
-        loss = written(kind)(copied(*batch()))
+        loss = written(variant)(copied(*batch()))
         loss.backward()
         return loss
 
-    return state_after(make(kind, norm=norm), two_steps(step))
+    return state_after(make(variant, norm=norm), two_steps(step))
 
 
 @pytest.fixture(autouse=True)
@@ -119,27 +119,29 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("micro_batch", [1, 8, 22])
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_the_loss_of_the_whole_batch(kind: str, micro_batch: int, norm: bool) -> None:
+@pytest.mark.parametrize("variant", KINDS)
+def test_it_is_the_loss_of_the_full_batch(variant: str, micro_batch: int, norm: bool) -> None:
     engines = []
 
     def run(copied: nn.Module) -> Tensor:
-        engines.append(Engine(copied, anybatch.contrastive(**KINDS[kind]), micro_batch=micro_batch))
+        engines.append(
+            Engine(copied, anybatch.contrastive(**KINDS[variant]), micro_batch=micro_batch)
+        )
         return two_steps(lambda _: engines[0].backward(batch()))(copied)
 
-    assert_exact(state_after(make(kind, norm=norm), run), truth(kind, norm=norm))
+    assert_exact(state_after(make(variant, norm=norm), run), truth(variant, norm=norm))
     (engine,) = engines
     assert engine.plan is not None
-    divided = "lanes" if norm else "gathering"
+    divided = "lockstep" if norm else "two-pass"
     assert engine.plan.mechanism == (divided if micro_batch < N else "undivided")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_evaluate_says_the_same_and_one_sample_will_do(kind: str) -> None:
-    model, (x, y) = make(kind), batch()
-    engine = Engine(model, anybatch.contrastive(**KINDS[kind]), micro_batch=4)
+@pytest.mark.parametrize("variant", KINDS)
+def test_evaluate_says_the_same_and_one_sample_will_do(variant: str) -> None:
+    model, (x, y) = make(variant), batch()
+    engine = Engine(model, anybatch.contrastive(**KINDS[variant]), micro_batch=4)
     for rows in (slice(None), slice(1)):
-        want = written(kind)(model(x[rows], y[rows])).detach()
+        want = written(variant)(model(x[rows], y[rows])).detach()
         found = engine.evaluate((x[rows], y[rows]))
         assert_exact({"loss": found + 1}, {"loss": want + 1})  # of one sample it may be 0
 
@@ -148,20 +150,20 @@ def rows_of(rank: int) -> slice:
     return slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
 
 
-def on_rank(rank: int, size: int, kind: str, micro_batch: int, norm: bool) -> Any:
+def on_rank(rank: int, size: int, variant: str, micro_batch: int, norm: bool) -> Any:
     tiles.SIDE = 5
     own, (x, y) = rows_of(rank), batch()
 
     def run(copied: nn.Module) -> Tensor:
-        engine = Engine(copied, anybatch.contrastive(**KINDS[kind]), micro_batch=micro_batch)
+        engine = Engine(copied, anybatch.contrastive(**KINDS[variant]), micro_batch=micro_batch)
         found = two_steps(lambda _: engine.backward((x[own], y[own])))(copied)
         copied.eval()
         with torch.no_grad():
-            want = written(kind)(copied(x, y))
+            want = written(variant)(copied(x, y))
         assert_exact({"loss": engine.evaluate((x[own], y[own]))}, {"loss": want})
         return found
 
-    return state_after(make(kind, norm=norm), run)
+    return state_after(make(variant, norm=norm), run)
 
 
 @pytest.fixture(scope="module")
@@ -171,12 +173,12 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.mark.parametrize(("micro_batch", "norm"), [(3, False), (22, False), (4, True)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", KINDS)
 def test_negatives_are_those_of_all_ranks(
-    pool: Pool, kind: str, micro_batch: int, norm: bool
+    pool: Pool, variant: str, micro_batch: int, norm: bool
 ) -> None:
-    want = truth(kind, norm=norm)
-    found = pool.run(on_rank, kind, micro_batch, norm)
+    want = truth(variant, norm=norm)
+    found = pool.run(on_rank, variant, micro_batch, norm)
     for got in found:
         assert_exact(got, want)
         assert all(torch.equal(got[name], found[0][name]) for name in got)
@@ -228,12 +230,12 @@ def held(loss: Any, rows: int, n: int, memory: Any) -> tuple[int, int]:
     return engine.last.peak_bytes, engine.last.predicted_bytes
 
 
-@pytest.mark.parametrize("given", [{}, {"symmetric": True, "within": True}], ids=["one", "all"])
+@pytest.mark.parametrize("options", [{}, {"symmetric": True, "within": True}], ids=["one", "all"])
 def test_a_batch_of_512_in_the_memory_of_64(
-    given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tiles, "SIDE", 512)
-    loss = anybatch.contrastive(temperature=0.1, **given)
+    loss = anybatch.contrastive(temperature=0.1, **options)
     most, predicted = held(loss, 64, 64, "1GiB")
     assert most == predicted
     peak, predicted = held(loss, 512, 16, most)
@@ -246,29 +248,29 @@ def test_half_precision_is_computed_in_float32() -> None:
     z, w = (F.normalize(torch.randn(40, D)).bfloat16().requires_grad_() for _ in range(2))
     loss = anybatch.contrastive(temperature=0.05)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = loss.whole((z, w), MicroBatch(None, None, 40))
+        found = loss.full_batch((z, w), MicroBatch(None, None, 40))
     found.backward()
     assert found.dtype == torch.float32
     assert z.grad is not None
-    whole = F.cross_entropy(z.detach().double() @ w.detach().double().T * 20, torch.arange(40))
-    assert abs(found.item() - whole.item()) <= 1e-5 * whole.item()
+    full = F.cross_entropy(z.detach().double() @ w.detach().double().T * 20, torch.arange(40))
+    assert abs(found.item() - full.item()) <= 1e-5 * full.item()
 
 
-def embedded(kind: str, n: int) -> tuple[Tensor, Tensor]:
+def embedded(variant: str, n: int) -> tuple[Tensor, Tensor]:
     """Return [n, 16] in float32, as a training meets them: at first alike, at its end apart."""
     x, noise = torch.randn(n, 16), torch.randn(n, 16)
-    if kind == "found":
+    if variant == "found":
         return F.normalize(x), F.normalize(x + 0.1 * noise)
-    if kind == "not found":
+    if variant == "not found":
         return F.normalize(x), F.normalize(x.roll(1, 0) + 0.1 * noise)
-    if kind == "as drawn":
+    if variant == "as drawn":
         return F.normalize(x), F.normalize(noise)
-    if kind == "alike":
+    if variant == "alike":
         return 1 + 1e-3 * x, 1 + 1e-3 * noise
-    return (torch.ones(n, 16),) * 2 if kind == "equal" else (x, x + 0.3 * noise)
+    return (torch.ones(n, 16),) * 2 if variant == "equal" else (x, x + 0.3 * noise)
 
 
-def matrices(z: Tensor, w: Tensor, scale: Tensor, given: dict[str, bool]) -> Tensor:
+def matrices(z: Tensor, w: Tensor, scale: Tensor, options: dict[str, bool]) -> Tensor:
     """Return the loss by torch's cross-entropy; in float64 by what stands against each partner.
 
     log(1 + sum_j exp(x_ij - x_ii)) keeps its digits where the first is 1e-20.
@@ -276,19 +278,19 @@ def matrices(z: Tensor, w: Tensor, scale: Tensor, given: dict[str, bool]) -> Ten
     own = torch.eye(len(z), dtype=torch.bool)
 
     def search(z: Tensor, w: Tensor) -> Tensor:
-        within = [(scale * z @ z.T).masked_fill(own, -torch.inf)] * ("within" in given)
+        within = [(scale * z @ z.T).masked_fill(own, -torch.inf)] * ("within" in options)
         if z.dtype == torch.float32:
             return F.cross_entropy(torch.cat([scale * z @ w.T, *within], 1), torch.arange(len(z)))
         others = torch.cat([(scale * z @ w.T).masked_fill(own, -torch.inf), *within], 1)
         true = scale * (z * w).sum(1, keepdim=True)
         return -F.logsigmoid(-torch.logsumexp(others - true, 1)).mean()
 
-    return (search(z, w) + search(w, z)) / 2 if "symmetric" in given else search(z, w)
+    return (search(z, w) + search(w, z)) / 2 if "symmetric" in options else search(z, w)
 
 
-def in_two(z: Tensor, w: Tensor, scale: Tensor, given: dict[str, bool]) -> Tensor:
+def in_two(z: Tensor, w: Tensor, scale: Tensor, options: dict[str, bool]) -> Tensor:
     """Return the loss as two ranks have it, of which the first computes all but two rows."""
-    loss, cuts, found = anybatch.contrastive(**given), [(0, len(z) - 2), (len(z) - 2, len(z))], []
+    loss, cuts, found = anybatch.contrastive(**options), [(0, len(z) - 2), (len(z) - 2, len(z))], []
 
     def of(begin: int, stop: int, gather: Any) -> Tensor:
         own = z[begin:stop], w[begin:stop], scale
@@ -301,14 +303,14 @@ def in_two(z: Tensor, w: Tensor, scale: Tensor, given: dict[str, bool]) -> Tenso
     return parts[0] + parts[1] - parts[1].detach()
 
 
-def at_once(z: Tensor, w: Tensor, scale: Tensor, given: dict[str, bool]) -> Tensor:
-    return anybatch.contrastive(**given).whole((z, w, scale), MicroBatch(None, None, len(z)))
+def at_once(z: Tensor, w: Tensor, scale: Tensor, options: dict[str, bool]) -> Tensor:
+    return anybatch.contrastive(**options).full_batch((z, w, scale), MicroBatch(None, None, len(z)))
 
 
-def slopes(loss: Any, pair: tuple[Tensor, Tensor], scale: float, given: Any) -> dict[str, Tensor]:
-    given_to = (*pair, pair[0].new_tensor(scale))
-    z, w, s = (tensor.clone().requires_grad_() for tensor in given_to)
-    value = loss(z, w, s, given)
+def slopes(loss: Any, pair: tuple[Tensor, Tensor], scale: float, inputs: Any) -> dict[str, Tensor]:
+    variables = (*pair, pair[0].new_tensor(scale))
+    z, w, s = (tensor.clone().requires_grad_() for tensor in variables)
+    value = loss(z, w, s, inputs)
     value.backward()
     return {"loss": value.detach(), "z": z.grad, "w": w.grad, "scale": s.grad}
 
@@ -325,22 +327,22 @@ def test_in_float32_it_is_as_exact_as_torch(
     """
     monkeypatch.setattr(tiles, "SIDE", 20)
     kinds = {"found", "not found", "as drawn", "alike", "equal", "not normalised"}
-    for kind in sorted(kinds - ({"alike"} if ours is in_two else set())):
+    for variant in sorted(kinds - ({"alike"} if ours is in_two else set())):
         noise, worst = {"torch": 0.0, "rounded": 0.0}, 0.0
         for n, seed in ((3, 0), (3, 1), (30, 2), (77, 3)):
             torch.manual_seed(seed)
-            pair = embedded(kind, n)
+            pair = embedded(variant, n)
             if ours is in_two:
                 most = float((pair[0] @ pair[1].T).abs().max() / temperature)
                 noise["rounded"] = max(noise["rounded"], most * torch.finfo(torch.float32).eps)
-            for given in ({}, {"symmetric": True}, {"symmetric": True, "within": True}):
+            for options in ({}, {"symmetric": True}, {"symmetric": True, "within": True}):
                 wide = pair[0].double(), pair[1].double()
-                want = slopes(matrices, wide, 1 / temperature, given)
-                found = slopes(matrices, pair, 1 / temperature, given)
+                want = slopes(matrices, wide, 1 / temperature, options)
+                found = slopes(matrices, pair, 1 / temperature, options)
                 noise["torch"] = max(noise["torch"], *error_of(found, want).values())
-                found = slopes(ours, pair, 1 / temperature, given)
+                found = slopes(ours, pair, 1 / temperature, options)
                 worst = max(worst, *error_of(found, want).values())
-        assert worst <= tolerance(noise), (kind, worst, noise)
+        assert worst <= tolerance(noise), (variant, worst, noise)
 
 
 @pytest.mark.parametrize("ours", [at_once, in_two])
@@ -348,11 +350,11 @@ def test_a_loss_of_1e_8_has_all_digits_that_its_similarities_have(ours: Any) -> 
     """The share of the partner is 1 in float32, and torch's gradient of it 0."""
     torch.manual_seed(0)
     pair, scale = embedded("found", 30), 1 / 0.02
-    for given in ({}, {"symmetric": True}, {"symmetric": True, "within": True}):
-        want = slopes(matrices, (pair[0].double(), pair[1].double()), scale, given)
+    for options in ({}, {"symmetric": True}, {"symmetric": True, "within": True}):
+        want = slopes(matrices, (pair[0].double(), pair[1].double()), scale, options)
         assert want["loss"] < 1e-8
         rounded = {"a similarity": scale * torch.finfo(torch.float32).eps}
-        assert_exact(slopes(ours, pair, scale, given), want, rounded)
+        assert_exact(slopes(ours, pair, scale, options), want, rounded)
 
 
 SAID: list[tuple[Any, str]] = [

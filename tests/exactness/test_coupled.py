@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.oracle import assert_exact, state_after, undivided
-from tests.peaks import assert_a_budget_is_kept
+from tests.peaks import assert_a_budget_is_respected
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import anybatch
 from anybatch import Engine, Loss
 from anybatch.errors import LockstepError, LossError, NotExactError
-from anybatch.loss.heard import OfModel, Overheard
+from anybatch.loss.traced import OfModel, TracedModel
 
 N, CLASSES = 22, 4
 SHARDS = {2: (13, 9), 3: (15, 0, 7)}
@@ -48,7 +48,7 @@ def evenly(gates: tuple[Tensor, ...], used: Tensor | None, experts: int) -> Tens
     return (means[0] * means[1]).sum() * experts
 
 
-class Dice(nn.Module):
+class OverlapModel(nn.Module):
     """Samples meet in its loss; with `norm` in BatchNorm, too."""
 
     def __init__(self, *, norm: bool = False) -> None:
@@ -63,7 +63,7 @@ class Dice(nn.Module):
         return 0.3 * self.dice(out.softmax(1), y) + F.cross_entropy(out, y)
 
 
-class Views(Dice):
+class Views(OverlapModel):
     """Two views that are to find each other, and a scale that is learned."""
 
     def __init__(self, *, norm: bool = False) -> None:
@@ -78,7 +78,7 @@ class Views(Dice):
         return self.nce(pair, scale=self.scale.exp()) - 0.1 * self.dice(self.head(z).softmax(1), y)
 
 
-class Tokens(Dice):
+class Tokens(OverlapModel):
     """Rows are five tokens a sample, of which some do not count; forward is computed twice."""
 
     def __init__(self, *, norm: bool = False) -> None:
@@ -97,8 +97,8 @@ class Tokens(Dice):
         return F.cross_entropy(out, y) + aux / 4
 
 
-KINDS = {"Dice": Dice, "views": Views, "tokens": Tokens}
-EVERY = [*KINDS, *(f"{kind}, BatchNorm" for kind in KINDS)]
+KINDS = {"Dice": OverlapModel, "views": Views, "tokens": Tokens}
+EVERY = [*KINDS, *(f"{variant}, BatchNorm" for variant in KINDS)]
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -107,18 +107,18 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, torch.randint(CLASSES, (N,), generator=draw)
 
 
-def make(kind: str) -> nn.Module:
+def make(variant: str) -> nn.Module:
     torch.manual_seed(1)
-    name, _, norm = kind.partition(", ")
+    name, _, norm = variant.partition(", ")
     return KINDS[name](norm=bool(norm)).double()
 
 
-def truth(kind: str) -> dict[str, Tensor]:
+def truth(variant: str) -> dict[str, Tensor]:
     """The undivided batch by torch alone: two steps."""
-    return state_after(make(kind), lambda model: trained(model, lambda: alone(model)))
+    return state_after(make(variant), lambda model: trained(model, lambda: plain_step(model)))
 
 
-def alone(model: nn.Module) -> Tensor:
+def plain_step(model: nn.Module) -> Tensor:
     loss: Tensor = model(*batch())
     loss.backward()
     return loss
@@ -134,37 +134,37 @@ def trained(model: nn.Module, step: Any) -> Tensor:
     return loss
 
 
-def heard(model: nn.Module, **options: Any) -> Engine:
-    """An engine to which nobody has said what the model's loss is divided by."""
-    ears = Overheard(model)
+def traced_engine(model: nn.Module, **options: Any) -> Engine:
+    """An engine that traces what the model's loss is divided by."""
+    ears = TracedModel(model)
     return Engine(ears, OfModel(ears), **options)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11, 22])
 @pytest.mark.parametrize("hears", [False, True])
-@pytest.mark.parametrize("kind", EVERY)
-def test_it_is_that_of_the_whole_batch(kind: str, hears: bool, micro_batch: int) -> None:
+@pytest.mark.parametrize("variant", EVERY)
+def test_it_is_that_of_the_full_batch(variant: str, hears: bool, micro_batch: int) -> None:
     def run(model: nn.Module) -> Tensor:
         options = {"micro_batch": micro_batch}
-        engine = heard(model, **options) if hears else Engine(model, BY_SAMPLES, **options)
+        engine = traced_engine(model, **options) if hears else Engine(model, BY_SAMPLES, **options)
         loss = trained(model, lambda: engine.backward(batch()))
         assert engine.plan is not None
-        assert engine.plan.mechanism == ("lanes" if micro_batch < N else "undivided")
+        assert engine.plan.mechanism == ("lockstep" if micro_batch < N else "undivided")
         assert engine.plan.exact
         return loss
 
-    assert_exact(state_after(make(kind), run), truth(kind))
+    assert_exact(state_after(make(variant), run), truth(variant))
 
 
-@pytest.mark.parametrize("kind", ["Dice", "tokens"])
-def test_the_weights_of_micro_batches_may_be_any(kind: str) -> None:
+@pytest.mark.parametrize("variant", ["Dice", "tokens"])
+def test_the_weights_of_micro_batches_may_be_any(variant: str) -> None:
     """A count of something else than samples: they are those of one whole all the same."""
     by_class = Loss.inside(count=lambda inputs, _: (inputs[1] + 1).sum())
 
-    class Alone(nn.Module):
+    class OwnCoupled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner = make(kind)
+            self.inner = make(variant)
 
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             out = self.inner.head(self.inner.body(x).tanh())
@@ -173,7 +173,7 @@ def test_the_weights_of_micro_batches_may_be_any(kind: str) -> None:
     def run(model: nn.Module) -> Tensor:
         return Engine(model, by_class, micro_batch=5).backward(batch())
 
-    model = Alone()
+    model = OwnCoupled()
     want = undivided(model, lambda loss: loss, batch(), None)
     assert_exact(state_after(model, run), want)
 
@@ -185,15 +185,15 @@ def test_any_budget_is_kept(seed: int) -> None:
     draw = random.Random(seed)
     model, size = make(draw.choice(EVERY)).float(), draw.choice([30, 64, 150])
     rows = torch.randn(size, 6), torch.randint(CLASSES, (size,))
-    subject: Any = Overheard(model) if draw.random() < 0.5 else model
+    subject: Any = TracedModel(model) if draw.random() < 0.5 else model
     loss: Any = BY_SAMPLES if subject is model else OfModel(subject)
-    assert_a_budget_is_kept(subject, loss, rows, draw.random() * 0.9)
+    assert_a_budget_is_respected(subject, loss, rows, draw.random() * 0.9)
 
 
-def test_evaluation_takes_it_of_the_whole_batch() -> None:
+def test_evaluation_takes_it_of_the_full_batch() -> None:
     model = make("views").eval()
     want = model(*batch()).detach()
-    for engine in (Engine(model, BY_SAMPLES, micro_batch=4), heard(model, micro_batch=4)):
+    for engine in (Engine(model, BY_SAMPLES, micro_batch=4), traced_engine(model, micro_batch=4)):
         assert torch.allclose(engine.evaluate(batch()), want, rtol=1e-13)
 
 
@@ -220,12 +220,12 @@ def test_a_module_can_be_coupled() -> None:
     model = make("Dice")
     model.dice = anybatch.coupled(Module())
     assert_exact(
-        state_after(model, lambda m: heard(m, micro_batch=4).backward(batch())),
+        state_after(model, lambda m: traced_engine(m, micro_batch=4).backward(batch())),
         undivided(model, lambda loss: loss, batch(), None),
     )
 
 
-class Hidden(Dice):
+class Hidden(OverlapModel):
     """Its coupled function trains what it was not given."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class Hidden(Dice):
         return anybatch.coupled(lambda z, y: dice(self.head(z).softmax(1), y))(self.body(x), y)
 
 
-class InPlace(Dice):
+class InPlace(OverlapModel):
     """What it marks overwrites what its gradient needs."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class InPlace(Dice):
         return anybatch.coupled(lambda z: (e := z.exp()).sum() + e.zero_().sum())(self.body(x))
 
 
-class Vector(Dice):
+class Vector(OverlapModel):
     """What it marks returns no single number."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -249,7 +249,7 @@ class Vector(Dice):
         return anybatch.coupled(F.cross_entropy)(self.body(x), y, reduction="none").mean()
 
 
-class Weighs(Dice):
+class Weighs(OverlapModel):
     """Hands over what belongs to no sample: class weights of the model."""
 
     def __init__(self, *, trained: bool = False) -> None:
@@ -263,7 +263,7 @@ class Weighs(Dice):
         return anybatch.coupled(lambda a, b, w: dice(a * w.mean(), b))(out, y, self.weight)
 
 
-class Squared(Dice):
+class Squared(OverlapModel):
     """Its loss is no sum of what it marks."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class Squared(Dice):
         return self.dice(self.head(self.body(x)).softmax(1), y) ** 2
 
 
-class Chooses(Dice):
+class Chooses(OverlapModel):
     """Other rows meet elsewhere."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -291,28 +291,28 @@ def test_what_cannot_be_is_refused_and_leaves_no_trace() -> None:
         (Vector, LossError, r"cross_entropy must return one number .* shape \(\d+,\)"),
         (Chooses, LockstepError, r"coupled dice, with \[n, 8\] of torch.float64"),
     ]
-    for kind, error, match in wrong:
-        model = kind().double()
+    for variant, error, match in wrong:
+        model = variant().double()
         with pytest.raises(error, match=match):
             Engine(model, BY_SAMPLES, micro_batch=4).backward((x, y))
         assert all(p.grad is None for p in model.parameters())
     with pytest.raises(LossError, match=r"weighted sum of torch's own losses.*\(pow\)"):
-        heard(Squared().double(), micro_batch=4).backward((x, y))
+        traced_engine(Squared().double(), micro_batch=4).backward((x, y))
     with pytest.raises(NotExactError, match="they meet in coupled dice called in forward"):
         Engine(make("Dice"), BY_SAMPLES, micro_batch=4, batchnorm="local").backward((x, y))
 
 
-def on_rank(rank: int, size: int, kind: str, micro_batch: int, hears: bool) -> dict[str, Tensor]:
+def on_rank(rank: int, size: int, variant: str, micro_batch: int, hears: bool) -> dict[str, Tensor]:
     begin = sum(SHARDS[size][:rank])
     own = slice(begin, begin + SHARDS[size][rank])
     x, y = batch()
 
     def run(model: nn.Module) -> Tensor:
         options = {"micro_batch": micro_batch}
-        engine = heard(model, **options) if hears else Engine(model, BY_SAMPLES, **options)
+        engine = traced_engine(model, **options) if hears else Engine(model, BY_SAMPLES, **options)
         return trained(model, lambda: engine.backward((x[own], y[own])))
 
-    return state_after(make(kind), run)
+    return state_after(make(variant), run)
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -323,10 +323,10 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 @pytest.mark.parametrize("micro_batch", [3, 22])
 @pytest.mark.parametrize("hears", [False, True])
-@pytest.mark.parametrize("kind", EVERY)
-def test_it_is_that_of_all_ranks(pool: Pool, kind: str, hears: bool, micro_batch: int) -> None:
-    want = truth(kind)
-    found = pool.run(on_rank, kind, micro_batch, hears)
+@pytest.mark.parametrize("variant", EVERY)
+def test_it_is_that_of_all_ranks(pool: Pool, variant: str, hears: bool, micro_batch: int) -> None:
+    want = truth(variant)
+    found = pool.run(on_rank, variant, micro_batch, hears)
     for got in found:
         assert_exact(got, want)
         assert all(torch.equal(got[name], found[0][name]) for name in got)

@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.exactness.test_coupled import BY_SAMPLES, CLASSES, Dice, batch, dice, heard, info_nce
+from tests.exactness.test_coupled import (
+    BY_SAMPLES,
+    CLASSES,
+    OverlapModel,
+    batch,
+    dice,
+    info_nce,
+    traced_engine,
+)
 from tests.oracle import assert_exact, state_after, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -21,7 +29,7 @@ from anybatch.errors import LossError
 Forward = Callable[[Any, Tensor, Tensor], Tensor]
 
 
-class Model(Dice):
+class Model(OverlapModel):
     """A model whose forward is given."""
 
     def __init__(self, forward: Forward) -> None:
@@ -115,13 +123,15 @@ def test_it_is_exact(name: str, classes: str, micro_batch: int, hears: bool) -> 
 
     def run(copied: nn.Module) -> Tensor:
         options = {"micro_batch": micro_batch}
-        engine = heard(copied, **options) if hears else Engine(copied, BY_SAMPLES, **options)
+        engine = (
+            traced_engine(copied, **options) if hears else Engine(copied, BY_SAMPLES, **options)
+        )
         return engine.backward((x, y))
 
     assert_exact(state_after(model, run), undivided(model, lambda loss: loss, (x, y), None))
 
 
-def test_a_term_that_comes_later_is_that_of_the_whole_batch() -> None:
+def test_a_term_that_comes_later_is_that_of_the_full_batch() -> None:
     model, rows = made(late), batch()
     engine = Engine(model, BY_SAMPLES, micro_batch=4)
     engine.backward(rows)
@@ -132,7 +142,7 @@ def test_a_term_that_comes_later_is_that_of_the_whole_batch() -> None:
         model.zero_grad()
         want = undivided(model, lambda loss: loss, rows, None)
         assert_exact(state_of(model, engine.backward(rows)), want)
-        assert engine.plan.mechanism == "lanes"
+        assert engine.plan.mechanism == "lockstep"
 
 
 def test_a_term_that_comes_with_the_third_micro_batch_is_too() -> None:
@@ -145,14 +155,14 @@ def test_a_term_that_comes_with_the_third_micro_batch_is_too() -> None:
             loss = loss + model.dice(model.head(model.body(x)).softmax(1), y)
         return loss
 
-    model, seen = made(some), []
+    model, observed = made(some), []
     engine = Engine(model, BY_SAMPLES, micro_batch=4)
     with pytest.raises(anybatch.errors.LockstepError):  # some of them meet, and others do not
-        engine.backward((x, y), observe=lambda *_: seen.append(1))
+        engine.backward((x, y), observe=lambda *_: observed.append(1))
     assert all(p.grad is None for p in model.parameters())
 
 
-class Beside(nn.Module):
+class ExtraOutputs(nn.Module):
     """Returns a coupled value, and what it makes of it, beside its logits."""
 
     def __init__(self, *, normalises: bool) -> None:
@@ -167,7 +177,7 @@ class Beside(nn.Module):
         return out, spread, self.scale * spread + self.last.weight.square().sum()
 
 
-BESIDE: dict[str, Callable[..., Tensor]] = {
+EXTRA_OUTPUTS: dict[str, Callable[..., Tensor]] = {
     "sum": lambda out, y: F.cross_entropy(out[0], y) + 0.1 * out[1],
     "product": lambda out, y: F.cross_entropy(out[0], y) * out[1].exp() + out[2],
     "unused": lambda out, y: F.cross_entropy(out[0], y) + out[2],
@@ -176,12 +186,12 @@ BESIDE: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("normalises", [False, True])
 @pytest.mark.parametrize("micro_batch", [1, 5])
-@pytest.mark.parametrize("way", BESIDE)
-def test_a_value_beside_the_outputs_goes_into_the_loss_outside(
+@pytest.mark.parametrize("way", EXTRA_OUTPUTS)
+def test_a_value_next_to_the_outputs_goes_into_the_loss_outside(
     way: str, micro_batch: int, normalises: bool
 ) -> None:
     x, y = batch()
-    model, loss = Beside(normalises=normalises).double(), BESIDE[way]
+    model, loss = ExtraOutputs(normalises=normalises).double(), EXTRA_OUTPUTS[way]
     want = undivided(model, loss, x, y)
     engine: list[Engine] = []
 
@@ -332,7 +342,7 @@ def test_it_is_refused(name: str, micro_batch: int) -> None:
 
 
 @pytest.mark.parametrize("marked", [False, True])
-def test_a_term_without_a_graph_is_not_heard(marked: bool) -> None:
+def test_a_term_without_a_graph_is_not_traced(marked: bool) -> None:
     """A reentrant checkpoint runs its body without one, and the loss gets it later."""
 
     def again(model: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -346,7 +356,7 @@ def test_a_term_without_a_graph_is_not_heard(marked: bool) -> None:
     with pytest.raises(
         LossError, match=r"something else \(add, checkpoint, with use_reentrant=True\)"
     ):
-        heard(model, micro_batch=4).backward(batch())
+        traced_engine(model, micro_batch=4).backward(batch())
     model, rows = made(again), batch()
     if marked:
         want = undivided(model, lambda loss: loss, rows, None)
@@ -371,7 +381,7 @@ def test_one_inside_another_is_foreseen_as_one() -> None:
     rows = torch.randn(200, 6).double(), torch.randint(CLASSES, (200,))
     memory = anybatch.plan(made(nested), BY_SAMPLES, (rows, None), memory="1GiB", timed=False)
     assert memory.memory is not None
-    assert memory.memory.floor < 2 * memory.memory.whole
+    assert memory.memory.floor < 2 * memory.memory.undivided
 
 
 HOW_MANY: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -385,7 +395,7 @@ HOW_MANY: dict[str, Callable[[Tensor, Tensor], Any]] = {
 
 @pytest.mark.parametrize("how", HOW_MANY)
 @pytest.mark.parametrize(("n", "micro_batch"), [(8, 2), (16, 4), (5, 1), (7, 3)])
-def test_how_many_samples_there_are_is_refused_beside_rows(
+def test_how_many_samples_there_are_is_refused_next_to_rows(
     how: str, n: int, micro_batch: int
 ) -> None:
     """As a tensor without dimensions it was the same in all micro-batches, shown, and wrong."""

@@ -40,7 +40,7 @@ class Slope(nn.Module):
         return torch.cat([found, slope], 1)
 
 
-class Given(nn.Module):
+class ReturnsInput(nn.Module):
     """Returns its input, by which the loss differentiates."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ def coupled(out: Tensor) -> Tensor:
     return out.square().mean().sqrt()
 
 
-def known(out: Tensor) -> Tensor:
+def recognised(out: Tensor) -> Tensor:
     return F.mse_loss(out, torch.zeros_like(out))
 
 
@@ -92,9 +92,9 @@ def mean_by_input(out: tuple[Tensor, Tensor]) -> Tensor:
     return by_input(out).mean()
 
 
-def of(kind: Callable[[], nn.Module]) -> nn.Module:
+def of(variant: Callable[[], nn.Module]) -> nn.Module:
     torch.manual_seed(1)
-    return kind().double()
+    return variant().double()
 
 
 def check(model: nn.Module, loss: Any, written: Any, budget: dict[str, Any]) -> None:
@@ -105,7 +105,7 @@ def check(model: nn.Module, loss: Any, written: Any, budget: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
-@pytest.mark.parametrize("loss", [coupled, known])
+@pytest.mark.parametrize("loss", [coupled, recognised])
 def test_a_model_may_differentiate(loss: Any, budget: dict[str, Any]) -> None:
     check(of(lambda: Slope(enabled=True)), loss, loss, budget)
 
@@ -113,37 +113,42 @@ def test_a_model_may_differentiate(loss: Any, budget: dict[str, Any]) -> None:
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 def test_a_loss_of_samples_may_differentiate_outputs(budget: dict[str, Any]) -> None:
     loss = anybatch.Loss.per_sample(lambda out, _=None: by_input(out).mean(1))
-    check(of(Given), loss, mean_by_input, budget)
+    check(of(ReturnsInput), loss, mean_by_input, budget)
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss"),
-    [(bare, coupled), (Given, mean_by_input), (Many, coupled)],
+    ("variant", "loss"),
+    [(bare, coupled), (ReturnsInput, mean_by_input), (Many, coupled)],
 )
-def test_undivided_any_of_them_is_what_torch_does(kind: Any, loss: Any) -> None:
-    check(of(kind), loss, loss, {"micro_batch": N})
+def test_undivided_any_of_them_is_what_torch_does(variant: Any, loss: Any) -> None:
+    check(of(variant), loss, loss, {"micro_batch": N})
 
 
 REFUSED: list[tuple[Any, Any, type[AnybatchError], str]] = [
     (bare, coupled, NotExactError, r"write `with torch.enable_grad\(\):`"),
-    (Given, mean_by_input, LossError, r"must not differentiate what the model returns.*per_sample"),
+    (
+        ReturnsInput,
+        mean_by_input,
+        LossError,
+        r"must not differentiate what the model returns.*per_sample",
+    ),
     (Many, coupled, NotExactError, r"outside torch.func.vmap.*loop instead of vmap"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "loss", "error", "words"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(("variant", "loss", "error", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_what_cannot_be_divided_is_said_in_one_sentence(
-    kind: Any, loss: Any, error: type[AnybatchError], words: str
+    variant: Any, loss: Any, error: type[AnybatchError], words: str
 ) -> None:
     """They were torch's own errors, an internal assertion among them."""
-    x, model = rows(), of(kind)
+    x, model = rows(), of(variant)
     before = snapshot(model)
     with pytest.raises(error, match=words):
         Engine(model, loss, micro_batch=4).backward(x)
     assert same(before, snapshot(model))
 
 
-def test_a_declared_loss_that_differentiates_by_targets_is_told_what_to_return() -> None:
+def test_a_declared_loss_that_differentiates_by_targets_is_advised_what_to_return() -> None:
     """It was torch's own error: rows of the inputs and of the targets are two tensors."""
     x, model = rows().requires_grad_(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
 
@@ -155,12 +160,12 @@ def test_a_declared_loss_that_differentiates_by_targets_is_told_what_to_return()
         Engine(model.double(), anybatch.Loss.per_sample(of_points), micro_batch=4).backward(x, x)
 
 
-@pytest.mark.parametrize(("kind", "loss", "error", "words"), REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize(("variant", "loss", "error", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_a_check_says_the_same(
-    kind: Any, loss: Any, error: type[AnybatchError], words: str
+    variant: Any, loss: Any, error: type[AnybatchError], words: str
 ) -> None:
     """It ended in an error of torch's, where its own explanation ran forward without gradients."""
-    report = anybatch.check(of(kind), loss, (rows(), None))
+    report = anybatch.check(of(variant), loss, (rows(), None))
     assert not report.exact
     assert re.search(words, str(report))
 

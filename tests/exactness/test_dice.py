@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 
 N = 22
@@ -208,8 +208,8 @@ def drop_path_by_comparison(x: Tensor) -> Tensor:
 
 def two_views_by_comparison(x: Tensor) -> Tensor:
     both = torch.cat([x, -x])
-    kept = torch.rand(len(both)) < 0.9
-    one, other = torch.where(kept[:, None], both, 0.0).chunk(2)
+    retained = torch.rand(len(both)) < 0.9
+    one, other = torch.where(retained[:, None], both, 0.0).chunk(2)
     return one - 0.3 * other.sin()
 
 
@@ -365,30 +365,30 @@ def seeded() -> None:
 def trained(step: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     """Return what trains a copy of a model for two steps; and the dice after each of them."""
 
-    def run(model: nn.Module, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], list[Dice]]:
-        dice = []
+    def run(model: nn.Module, x: Tensor, y: Tensor) -> tuple[dict[str, Tensor], list[RNGState]]:
+        rng_states = []
         seeded()
 
         def both(copied: nn.Module) -> Tensor:
             optimizer = torch.optim.SGD(copied.parameters(), lr=0.05, momentum=0.9)
             step(copied, x, y)
-            dice.append(Dice.now())
+            rng_states.append(RNGState.now())
             optimizer.step()
             optimizer.zero_grad()
             loss = step(copied, x[3:], y[3:])
-            dice.append(Dice.now())
+            rng_states.append(RNGState.now())
             return loss
 
-        return state_after(model, both), dice
+        return state_after(model, both), rng_states
 
     return run
 
 
 def by_torch(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> Any:
     def step(copied: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        whole: Tensor = loss(copied(x), y)
-        whole.backward()
-        return whole
+        full: Tensor = loss(copied(x), y)
+        full.backward()
+        return full
 
     return trained(step)(model, x, y)
 
@@ -447,7 +447,7 @@ def test_draws_are_those_of_the_whole_batch_where_the_loss_needs_two_passes(
     make, inputs = NOISE[row]
     model, x, y = Noisy(make()), inputs(), torch.randint(3, (N,))
     want = by_torch(model, coupled, x, y)
-    assert_same(in_parts(model, coupled, x, y, micro_batch, "gathering"), want)
+    assert_same(in_parts(model, coupled, x, y, micro_batch, "two-pass"), want)
 
 
 class Normed(Noisy):
@@ -477,7 +477,7 @@ def test_draws_are_those_of_the_whole_batch_in_lanes(row: str, loss: Any, micro_
     make, inputs = NOISE[row]
     model, x, y = Normed(make()), inputs(), torch.randint(3, (N,))
     want = by_torch(model, loss, x, y)
-    assert_same(in_parts(model, loss, x, y, micro_batch, "lanes"), want)
+    assert_same(in_parts(model, loss, x, y, micro_batch, "lockstep"), want)
 
 
 def test_a_gradient_that_forward_takes_of_what_it_draws_says_what_to_write() -> None:

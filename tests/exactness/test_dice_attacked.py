@@ -40,9 +40,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
-from anybatch.execution.dice.weigh import largest_draw
+from anybatch.execution.full_batch_rng.weigh import largest_draw
 from anybatch.memory.fakes import is_fake
 from anybatch.memory.meter import Meter
 
@@ -122,11 +122,11 @@ def of_positive(x: Tensor) -> Tensor:
 
 
 def padded(x: Tensor) -> Tensor:
-    room = 1 << (len(x) - 1).bit_length()
-    return x * torch.rand(room, 1)[: len(x)]
+    padded_size = 1 << (len(x) - 1).bit_length()
+    return x * torch.rand(padded_size, 1)[: len(x)]
 
 
-def not_kept(x: Tensor) -> Tensor:
+def not_preserved(x: Tensor) -> Tensor:
     found = checkpoint(
         lambda x: F.dropout(x.sin(), 0.5), x, use_reentrant=False, preserve_rng_state=False
     )
@@ -137,7 +137,7 @@ def by_values(x: Tensor) -> Tensor:
     return F.dropout(x, 0.5) if x[:, 0].max() > 1e3 else x * torch.rand(len(x), 1)
 
 
-class Kept(nn.Module):
+class DrawsOnce(nn.Module):
     """Draws once, and never again."""
 
     def __init__(self) -> None:
@@ -208,12 +208,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "its shape does not grow with the samples|the place of a row among the samples",
     ),
     "not the same in backward": (
-        lambda: Fn(not_kept),
+        lambda: Fn(not_preserved),
         "draws in backward must be those of forward made again.*preserve_rng_state=False",
     ),
     "a custom kernel": (lambda: Fn(hidden), "test_dice.hidden.* draws inside its kernel"),
     "a draw that is kept for later": (
-        lambda: Kept(),
+        lambda: DrawsOnce(),
         "how often forward draws depends on the samples",
     ),
     "another path for other samples": (
@@ -225,7 +225,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @pytest.mark.parametrize("micro_batch", [2, 5, WIDE])
 @pytest.mark.parametrize("row", REFUSED)
-def test_what_cannot_be_drawn_for_the_whole_batch_is_refused(row: str, micro_batch: int) -> None:
+def test_what_cannot_be_drawn_for_the_full_batch_is_refused(row: str, micro_batch: int) -> None:
     make, message = REFUSED[row]
     model, (x, y) = Noisy(make()), data()
     x[-1, 0] = 1e6
@@ -268,7 +268,7 @@ def test_a_hook_that_adds_noise_to_what_flows_back_is_refused() -> None:
     assert same(before, snapshot(model))
 
 
-def test_entries_that_nothing_tells_apart_are_refused() -> None:
+def test_entries_that_nothing_distinguishes_are_refused() -> None:
     class Unused(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             F.dropout(torch.cat([x, x]), 0.5)
@@ -281,28 +281,28 @@ def test_entries_that_nothing_tells_apart_are_refused() -> None:
 # ---------------------------------------------------------------------------- still exact
 
 
-@pytest.mark.parametrize("mechanism", ["streaming", "gathering", "lanes"])
-def test_a_loss_that_draws_is_taken_of_the_whole_batch(mechanism: str) -> None:
+@pytest.mark.parametrize("mechanism", ["streaming", "two-pass", "lockstep"])
+def test_a_loss_that_draws_is_computed_on_the_full_batch(mechanism: str) -> None:
     def smoothed(out: Tensor, y: Tensor) -> Tensor:
         noise = 0.1 * torch.rand(out.shape)
         return F.cross_entropy(out + noise, y) + 0.1 * torch.rand(())
 
     x, y = data()
-    model = (Normed if mechanism == "lanes" else Noisy)(nn.Dropout(0.3))
+    model = (Normed if mechanism == "lockstep" else Noisy)(nn.Dropout(0.3))
     want = by_torch(model, smoothed, x, y)
     for micro_batch in (1, 5, WIDE):
-        found = "gathering" if mechanism == "streaming" else mechanism
+        found = "two-pass" if mechanism == "streaming" else mechanism
         assert_same(in_parts(model, smoothed, x, y, micro_batch, found), want)
 
 
-def test_a_declared_loss_that_draws_is_taken_of_the_whole_batch() -> None:
+def test_a_declared_loss_that_draws_is_computed_on_the_full_batch() -> None:
     def each(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(F.dropout(out, 0.2), y, reduction="none")
 
     x, y = data()
     model = Noisy(nn.Dropout(0.3))
     want = by_torch(model, lambda out, y: each(out, y).mean(), x, y)
-    assert_same(in_parts(model, Loss.per_sample(each), x, y, 4, "gathering"), want)
+    assert_same(in_parts(model, Loss.per_sample(each), x, y, 4, "two-pass"), want)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -319,8 +319,8 @@ def test_what_is_checkpointed_draws_the_same_again(row: str, *, reentrant: bool)
             x = checkpoint(self.one, x, use_reentrant=reentrant)
             return checkpoint(lambda x: F.dropout(self.two(x), 0.3), x, use_reentrant=reentrant)
 
-    for kind, mechanism in ((Noisy, "streaming"), (Normed, "lanes")):
-        model, x, y = kind(Again()), inputs(), torch.randint(3, (N,))
+    for variant, mechanism in ((Noisy, "streaming"), (Normed, "lockstep")):
+        model, x, y = variant(Again()), inputs(), torch.randint(3, (N,))
         want = by_torch(model, F.cross_entropy, x, y)
         assert_same(in_parts(model, F.cross_entropy, x, y, 5, mechanism), want)
 
@@ -333,55 +333,55 @@ def test_lengths_may_change_from_step_to_step() -> None:
         x, plain = sequences(length)(), copy.deepcopy(model)
         seeded()
         want = undivided(plain, F.cross_entropy, x, y)
-        dice = Dice.now()
+        rng_state = RNGState.now()
         model.zero_grad()
         seeded()
         loss = engine.backward(x, y)
         got = {"loss": loss} | {f"{n}.grad": p.grad for n, p in model.named_parameters()}
         assert_exact(got, want)
-        assert dice.same_as(Dice.now())
+        assert rng_state.same_as(RNGState.now())
 
 
-def test_layers_left_out_by_a_coin_are_learnt_when_they_are_met() -> None:
+def test_layers_left_out_by_a_coin_are_learnt_when_they_are_reached() -> None:
     model, (x, y) = Noisy(Skips(lambda: float(torch.rand(())))), data()
     engine = Engine(model, F.cross_entropy, micro_batch=5, rng="batch")
     for seed in range(12):
         plain = copy.deepcopy(model)
         torch.manual_seed(seed)
         want = undivided(plain, F.cross_entropy, x, y)
-        dice = Dice.now()
+        rng_state = RNGState.now()
         model.zero_grad()
         torch.manual_seed(seed)
         loss = engine.backward(x, y)
         named = ((n, p.grad) for n, p in model.named_parameters() if p.grad is not None)
         got = {"loss": loss} | {f"{name}.grad": gradient for name, gradient in named}
         assert_exact(got, want)
-        assert dice.same_as(Dice.now())
+        assert rng_state.same_as(RNGState.now())
 
 
-@pytest.mark.parametrize("kind", [Noisy, Normed])
+@pytest.mark.parametrize("variant", [Noisy, Normed])
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
-def test_evaluation_in_train_mode_draws_as_the_whole_batch(kind: Any, loss: Any) -> None:
-    model, (x, y) = kind(nn.Dropout(0.3)), data()
+def test_evaluation_in_train_mode_draws_as_the_full_batch(variant: Any, loss: Any) -> None:
+    model, (x, y) = variant(nn.Dropout(0.3)), data()
     for micro_batch in (1, 3, WIDE, 11):
         seeded()
         plain = copy.deepcopy(model)
         with torch.no_grad():
             want = loss(plain(x), y)
-        dice, parts = Dice.now(), copy.deepcopy(model)
+        rng_state, parts = RNGState.now(), copy.deepcopy(model)
         seeded()
         found = Engine(parts, loss, micro_batch=micro_batch, rng="batch").evaluate(x, y)
         assert abs(float(found - want)) <= 1e-12 * abs(float(want))
-        assert dice.same_as(Dice.now())
+        assert rng_state.same_as(RNGState.now())
 
 
 def test_an_observer_may_draw() -> None:
     model, (x, y) = Noisy(nn.Dropout(0.3)), data()
-    seen: list[int] = []
+    observed: list[int] = []
 
     def observe(out: Tensor, y: Tensor) -> None:
         torch.rand(3)
-        seen.append(len(out))
+        observed.append(len(out))
 
     seeded()
     want = undivided(model, F.cross_entropy, x, y)
@@ -389,7 +389,7 @@ def test_an_observer_may_draw() -> None:
     engine = Engine(model, F.cross_entropy, micro_batch=WIDE, rng="batch")
     loss = engine.backward(x, y, observe=observe)
     assert_exact({"loss": loss, **{f"{n}.grad": p.grad for n, p in model.named_parameters()}}, want)
-    assert seen == [WIDE, WIDE, 6]
+    assert observed == [WIDE, WIDE, 6]
 
 
 FAULTS: dict[tuple[int, str], Fault] = {}
@@ -429,12 +429,12 @@ def test_a_micro_batch_that_is_done_again_in_halves_draws_its_rows(
     model = Noisy(Weak())
     want = by_torch(model, loss, x, y)
     setattr(model.noise, f"{where}_fault", Fault(when))
-    mechanism = "streaming" if loss is F.cross_entropy else "gathering"
+    mechanism = "streaming" if loss is F.cross_entropy else "two-pass"
     assert_same(in_parts(model, loss, x, y, WIDE, mechanism), want)
     model = Normed(Weak())
     want = by_torch(model, loss, x, y)
     setattr(model.noise, f"{where}_fault", Fault(when))
-    assert_same(in_parts(model, loss, x, y, WIDE, "lanes"), want)
+    assert_same(in_parts(model, loss, x, y, WIDE, "lockstep"), want)
 
 
 class Samples(Dataset[Any]):
@@ -450,18 +450,18 @@ class Samples(Dataset[Any]):
         return self.x[i] + (torch.rand(()) if self.draws else 0), self.y[i]
 
 
-def test_a_lazy_batch_draws_as_the_whole_batch() -> None:
+def test_a_lazy_batch_draws_as_the_full_batch() -> None:
     x, y = data()
     model = Noisy(nn.Dropout(0.3))
     for loss in (F.cross_entropy, coupled):
-        whole, parts = copy.deepcopy(model), copy.deepcopy(model)
+        full, parts = copy.deepcopy(model), copy.deepcopy(model)
         found = []
-        for copied, size in ((whole, N), (parts, 5)):
+        for copied, size in ((full, N), (parts, 5)):
             seeded()
             engine = Engine(copied, loss, micro_batch=size, rng="batch")
             value = engine.backward(LazyBatch(TensorDataset(x, y)))
             grads = {f"{n}.grad": p.grad for n, p in copied.named_parameters()}
-            found.append(({"loss": value, **grads}, [Dice.now()]))
+            found.append(({"loss": value, **grads}, [RNGState.now()]))
         assert_same(found[1], found[0])
 
 
@@ -491,23 +491,23 @@ def test_only_what_draws_is_looked_at() -> None:
 
 @pytest.mark.large(few=2)
 @pytest.mark.parametrize("row", ["dropout of sequences", "heads", "native dropout", "checkpoint"])
-@pytest.mark.parametrize("kind", [Noisy, Normed])
-def test_a_draw_of_the_whole_batch_is_in_the_plan(row: str, kind: Any) -> None:
+@pytest.mark.parametrize("variant", [Noisy, Normed])
+def test_a_draw_of_the_whole_batch_is_in_the_plan(row: str, variant: Any) -> None:
     make, _ = NOISE[row]
-    model, y = kind(make()), torch.randint(3, (32,))
+    model, y = variant(make()), torch.randint(3, (32,))
     x = torch.randn(32, 16, WIDE)
     plan = anybatch.plan(model, F.cross_entropy, (x, y), memory="1GiB", timed=False, rng="batch")
     assert plan.memory is not None
     for share in (0.05, 0.9):
-        floor, whole = plan.memory.floor, plan.memory.whole
-        budget = int(floor + share * (whole - floor)) + 64
+        floor, full = plan.memory.floor, plan.memory.undivided
+        budget = int(floor + share * (full - floor)) + 64
         copied = copy.deepcopy(model)
         engine = Engine(copied, F.cross_entropy, memory=budget, rng="batch")
         assert engine._planner is not None
         engine._planner.timed = False
-        known = {"parameters": copied.parameters(), "buffers": copied.buffers()}
+        owners = {"parameters": copied.parameters(), "buffers": copied.buffers()}
         for _ in range(2):
-            with Meter(torch.device("cpu"), known) as meter:
+            with Meter(torch.device("cpu"), owners) as meter:
                 engine.backward(x, y)
             copied.zero_grad()
             assert meter.peak <= budget, (share, meter.peak, budget)

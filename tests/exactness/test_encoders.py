@@ -21,15 +21,15 @@ from torch.utils.data import Dataset
 import anybatch
 from anybatch import Encoders, Engine, LazyBatch, Plan
 from anybatch.core.memory import Memory
-from anybatch.core.plan import Away
-from anybatch.engine.given import Given
+from anybatch.core.plan import OffloadPlan
+from anybatch.engine.inputs import StepInputs
 from anybatch.errors import BatchError, NotExactError, NotReproducibleError
 from anybatch.lockstep.adaptive import Fixed
 from anybatch.loss import tiles
 from anybatch.memory.meter import Meter
 from anybatch.offload import execute
 from anybatch.planner import probe
-from anybatch.planner.rehearse import Look
+from anybatch.planner.rehearse import Inspection
 
 N, D, WIDTH = 22, 4, 6
 SIZES = (13, 0, 9)
@@ -96,41 +96,41 @@ class Counts(nn.Module):
         return x.tanh() * (1 + self.calls / 10)
 
 
-def make(kind: str, middle: Callable[[], nn.Module] = nn.Tanh, seed: int = 1) -> Encoders:
+def make(variant: str, middle: Callable[[], nn.Module] = nn.Tanh, seed: int = 1) -> Encoders:
     torch.manual_seed(seed)
-    middle = Counts if kind == "counts" else middle
+    middle = Counts if variant == "counts" else middle
     a, b = Encoder("a", middle()), Encoder("b", middle())
-    if "one of both" in kind or kind == "counts":
+    if "one of both" in variant or variant == "counts":
         b = a
-    if "spectral" in kind:
+    if "spectral" in variant:
         for encoder in dict.fromkeys((a, b)):
             spectral_norm(encoder.first)
-    a.again = b.again = kind == "again"
+    a.again = b.again = variant == "again"
     found: dict[str, nn.Module] = {"image": a, "text": b}
-    if kind == "three":
+    if variant == "three":
         found["more"] = b
-    model = Encoders(found, scale=3.0 if kind in ("scale", "three") else None).double()
-    if "frozen" in kind:
-        (a if "first" in kind else b).requires_grad_(requires_grad=False)
+    model = Encoders(found, scale=3.0 if variant in ("scale", "three") else None).double()
+    if "frozen" in variant:
+        (a if "first" in variant else b).requires_grad_(requires_grad=False)
     return model
 
 
-def batch(kind: str = "two", size: int = N) -> dict[str, Any]:
+def batch(variant: str = "two", size: int = N) -> dict[str, Any]:
     torch.manual_seed(2)
     rows: dict[str, Any] = {name: torch.randn(size, WIDTH).double() for name in ("image", "text")}
-    if kind == "three":
+    if variant == "three":
         rows["more"] = rows["text"].flip(1)
-    if kind == "masked":
+    if variant == "masked":
         rows["text"] = {"x": rows["text"], "mask": torch.rand(size, WIDTH) > 0.3}
         rows["image"] = (rows["image"],)
     return rows
 
 
-def steps(loss: Any, rows: Any, **given: Any) -> Callable[[nn.Module], Tensor]:
+def steps(loss: Any, rows: Any, **options: Any) -> Callable[[nn.Module], Tensor]:
     """Return two steps of one engine, a descent between them."""
 
     def run(copied: nn.Module) -> Tensor:
-        engine = Engine(copied, loss, **given)
+        engine = Engine(copied, loss, **options)
         return descended(copied, lambda: engine.backward(rows))
 
     return run
@@ -146,16 +146,16 @@ def descended(model: nn.Module, step: Callable[[], Tensor]) -> Tensor:
     return loss
 
 
-def truth(kind: str, **given: Any) -> dict[str, Tensor]:
+def truth(variant: str, **options: Any) -> dict[str, Tensor]:
     def run(copied: nn.Module) -> Tensor:
         def step() -> Tensor:
-            loss = info_nce(copied(**batch(kind)))
+            loss = info_nce(copied(**batch(variant)))
             loss.backward()
             return loss
 
         return descended(copied, step)
 
-    return state_after(make(kind, **given), run)
+    return state_after(make(variant, **options), run)
 
 
 @pytest.fixture(autouse=True)
@@ -165,10 +165,10 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("micro_batch", [1, 8, 21])
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_gradient_is_that_of_the_whole_batch(kind: str, micro_batch: int, loss: str) -> None:
-    run = steps(LOSSES[loss](), batch(kind), micro_batch=micro_batch)
-    assert_exact(state_after(make(kind), run), truth(kind))
+@pytest.mark.parametrize("variant", KINDS)
+def test_the_gradient_is_that_of_the_full_batch(variant: str, micro_batch: int, loss: str) -> None:
+    run = steps(LOSSES[loss](), batch(variant), micro_batch=micro_batch)
+    assert_exact(state_after(make(variant), run), truth(variant))
 
 
 def test_a_graph_is_gone_before_the_next_one_is_made() -> None:
@@ -192,7 +192,7 @@ def test_it_holds_one_graph_of_the_two_as_was_foreseen(loss: str) -> None:
         parts = {name: nn.Sequential(*copy.deepcopy(layers)) for name in "ab"}
         one: nn.Module = Encoders(parts)
         if not one_at_a_time:
-            one = anybatch.joint(lambda both, **given: both(**given), one)
+            one = anybatch.joint(lambda both, **options: both(**options), one)
         engine = Engine(one, LOSSES[loss](), micro_batch=64, memory="1GiB")
         engine.backward(rows)
         assert engine.last is not None
@@ -206,21 +206,21 @@ def test_it_holds_one_graph_of_the_two_as_was_foreseen(loss: str) -> None:
 def test_a_loss_of_single_pairs_needs_one_pass() -> None:
     """Each pair by itself: its encoders meet in the loss, its samples do not."""
 
-    def apart(found: dict[str, Tensor]) -> Tensor:
+    def separate_pairs(found: dict[str, Tensor]) -> Tensor:
         return F.mse_loss(found["image"], found["text"])
 
     model = make("scale")
-    engine = Engine(model, apart, micro_batch=8)
+    engine = Engine(model, separate_pairs, micro_batch=8)
     loss = engine.backward(batch())
     got = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
-    assert_exact(got | {"loss": loss}, undivided(make("scale"), apart, batch(), None))
+    assert_exact(got | {"loss": loss}, undivided(make("scale"), separate_pairs, batch(), None))
     assert engine.plan is not None
     assert engine.plan.mechanism == "streaming"
 
 
-@pytest.mark.parametrize("kind", ["two", "one of both", "again"])
-def test_dropout_is_that_of_one_encoder_after_the_other(kind: str) -> None:
-    model, rows = make(kind, lambda: nn.Dropout(0.4)), batch(kind)
+@pytest.mark.parametrize("variant", ["two", "one of both", "again"])
+def test_dropout_is_that_of_one_encoder_after_the_other(variant: str) -> None:
+    model, rows = make(variant, lambda: nn.Dropout(0.4)), batch(variant)
     twin = copy.deepcopy(model)
     torch.manual_seed(5)
     loss = Engine(model, contrastive(), micro_batch=8).backward(rows)
@@ -274,7 +274,7 @@ def test_a_buffer_that_begins_to_move_does_so_once(both: bool) -> None:
     assert_exact(got | dict(model.named_buffers()), want | dict(twin.named_buffers()))
 
 
-def test_a_buffer_that_moves_in_one_forward_alone_is_refused() -> None:
+def test_a_buffer_that_moves_in_only_one_forward_is_refused() -> None:
     model, rows = make("two", Begins), batch()
     engine = Engine(model, contrastive(), micro_batch=8)
     engine.backward(rows)
@@ -287,7 +287,7 @@ def test_a_buffer_that_moves_in_one_forward_alone_is_refused() -> None:
     assert same(before, snapshot(model))
 
 
-def test_draws_of_the_whole_batch_are_those_of_torch() -> None:
+def test_draws_of_the_full_batch_are_those_of_torch() -> None:
     def middle() -> nn.Module:
         return nn.Dropout(0.4)
 
@@ -302,7 +302,7 @@ def test_draws_of_the_whole_batch_are_those_of_torch() -> None:
     run = steps(contrastive(), rows, micro_batch=8, rng="batch")
     got = state_after(make("two", middle), seeded(run))
 
-    def alone(copied: nn.Module) -> Tensor:
+    def plain_step(copied: nn.Module) -> Tensor:
         def step() -> Tensor:
             loss = info_nce(copied(**rows))
             loss.backward()
@@ -310,17 +310,17 @@ def test_draws_of_the_whole_batch_are_those_of_torch() -> None:
 
         return descended(copied, step)
 
-    assert_exact(got, state_after(make("two", middle), seeded(alone)))
+    assert_exact(got, state_after(make("two", middle), seeded(plain_step)))
 
 
-@pytest.mark.parametrize("kind", ["two", "one of both"])
-def test_where_samples_meet_in_batchnorm_lanes_wait(kind: str) -> None:
-    run = steps(contrastive(), batch(kind), micro_batch=8)
-    got = state_after(make(kind, lambda: nn.BatchNorm1d(8)), run)
-    assert_exact(got, truth(kind, middle=lambda: nn.BatchNorm1d(8)))
+@pytest.mark.parametrize("variant", ["two", "one of both"])
+def test_where_samples_meet_in_batchnorm_lanes_wait(variant: str) -> None:
+    run = steps(contrastive(), batch(variant), micro_batch=8)
+    got = state_after(make(variant, lambda: nn.BatchNorm1d(8)), run)
+    assert_exact(got, truth(variant, middle=lambda: nn.BatchNorm1d(8)))
 
 
-def test_local_statistics_are_those_of_encoders_in_turn() -> None:
+def test_local_statistics_are_those_of_encoders_one_by_one() -> None:
     found = []
     for one_at_a_time in (True, False):
         model = make("one of both", lambda: nn.BatchNorm1d(8))
@@ -342,21 +342,21 @@ WHEN = [
 
 
 @pytest.mark.parametrize("memory", [None, "1MiB"], ids=["in place", "apart"])
-@pytest.mark.parametrize("kind", ["scale", "one of both", "spectral", "counts", "last frozen"])
-def test_memory_that_runs_out_anywhere_costs_no_gradient(kind: str, memory: str | None) -> None:
-    want = undivided(make(kind), info_nce, batch(kind), None)
-    failed, given = 0, dict[str, Any](micro_batch=8)
+@pytest.mark.parametrize("variant", ["scale", "one of both", "spectral", "counts", "last frozen"])
+def test_memory_that_runs_out_anywhere_costs_no_gradient(variant: str, memory: str | None) -> None:
+    want = undivided(make(variant), info_nce, batch(variant), None)
+    failed, options = 0, dict[str, Any](micro_batch=8)
     if memory is not None:
-        engine = Engine(make(kind), contrastive(), micro_batch=8, memory=memory)
-        engine.backward(batch(kind))
-        given = {"plan": engine.plan}
+        engine = Engine(make(variant), contrastive(), micro_batch=8, memory=memory)
+        engine.backward(batch(variant))
+        options = {"plan": engine.plan}
     for place, name, call in WHEN:
-        model = make(kind)
+        model = make(variant)
         encoder: Any = model.encoders["image" if name == "a" else "text"]
-        engine = Engine(model, contrastive(), **given)
+        engine = Engine(model, contrastive(), **options)
         fault = Fault(at(call))
         setattr(encoder, "fault" if place == "forward" else "backward_fault", fault)
-        loss = engine.backward(batch(kind))
+        loss = engine.backward(batch(variant))
         failed += fault.failed
         got = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
         got |= {f"{n} (buffer)": b for n, b in model.named_buffers()} | {"loss": loss}
@@ -420,15 +420,15 @@ def test_samples_that_change_between_the_passes_are_refused() -> None:
         engine.backward(LazyBatch(Pairs(own.random), collate_fn=_without_targets))
 
 
-@pytest.mark.parametrize("kind", ["scale", "one of both", "spectral"])
-def test_saved_tensors_may_leave(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("variant", ["scale", "one of both", "spectral"])
+def test_saved_tensors_may_be_offloaded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "SMALL", 64)
-    model, want = make(kind), truth(kind)
+    model, want = make(variant), truth(variant)
     memory = Memory(1 << 30, "by hand", 1 << 30, (), 1, 1, "nobody")
-    leaves = Away("file", None, (0, 0), 0, 0, 1)
-    plan = Plan(8, "gathering", "in place", "", True, (), memory, offload=leaves)
+    leaves = OffloadPlan("file", None, (0, 0), 0, 0, 1)
+    plan = Plan(8, "two-pass", "in place", "", True, (), memory, offload=leaves)
     engine = Engine(model, contrastive(), plan=plan)
-    loss = descended(model, lambda: engine.backward(batch(kind)))
+    loss = descended(model, lambda: engine.backward(batch(variant)))
     got = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
     got |= {f"{n} (buffer)": b for n, b in model.named_buffers()} | {"loss": loss}
     assert_exact(got, want)
@@ -440,9 +440,9 @@ def rows_of(rank: int) -> slice:
     return slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
 
 
-def on_rank(rank: int, _size: int, kind: str, loss: str, micro_batch: int) -> Any:
-    own = {name: rows[rows_of(rank)] for name, rows in batch(kind).items()}
-    return state_after(make(kind), steps(LOSSES[loss](), own, micro_batch=micro_batch))
+def on_rank(rank: int, _size: int, variant: str, loss: str, micro_batch: int) -> Any:
+    own = {name: rows[rows_of(rank)] for name, rows in batch(variant).items()}
+    return state_after(make(variant), steps(LOSSES[loss](), own, micro_batch=micro_batch))
 
 
 @pytest.fixture(scope="module")
@@ -453,16 +453,16 @@ def pool() -> Iterator[Pool]:
 
 @pytest.mark.parametrize("micro_batch", [3, 22])
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kind", ["two", "scale", "one of both", "first frozen", "spectral"])
+@pytest.mark.parametrize("variant", ["two", "scale", "one of both", "first frozen", "spectral"])
 def test_negatives_are_those_of_all_ranks(
-    pool: Pool, kind: str, loss: str, micro_batch: int
+    pool: Pool, variant: str, loss: str, micro_batch: int
 ) -> None:
-    want = truth(kind)
-    for got in pool.run(on_rank, kind, loss, micro_batch):
+    want = truth(variant)
+    for got in pool.run(on_rank, variant, loss, micro_batch):
         assert_exact(got, want)
 
 
-def test_half_precision_sums_are_as_wide_as_those_of_encoders_in_turn() -> None:
+def test_half_precision_sums_are_as_wide_as_those_of_encoders_one_by_one() -> None:
     rows = {name: rows.bfloat16() for name, rows in batch(size=512).items()}
     want = undivided(make("one of both"), info_nce, batch(size=512), None)
     model = make("one of both").bfloat16()
@@ -475,31 +475,31 @@ def test_half_precision_sums_are_as_wide_as_those_of_encoders_in_turn() -> None:
 
 def test_what_wants_all_outputs_at_once_gets_them() -> None:
     """A hook on the model, or a forward of a person's own."""
-    seen = []
+    observed = []
 
     class Own(Encoders):
         def forward(self, **inputs: Any) -> Any:
             found = super().forward(**inputs)
-            seen.append(sorted(found))
+            observed.append(sorted(found))
             return found | {"image": found["image"] + found["text"].detach() * 0}
 
     hooked, own = make("two"), Own(dict(make("two").encoders.items()))
-    hooked.register_forward_hook(lambda _m, _i, out: seen.append(sorted(out)))
+    hooked.register_forward_hook(lambda _m, _i, out: observed.append(sorted(out)))
     for model in (hooked, own):
         Engine(model, contrastive(), micro_batch=8).backward(batch())
         got = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
         want = undivided(make("two"), info_nce, batch(), None)
         assert_exact(got, {name: want[name] for name in got})
-    assert seen
-    assert all(names == ["image", "text"] for names in seen)
+    assert observed
+    assert all(names == ["image", "text"] for names in observed)
 
 
-def test_one_encoder_may_be_asked_alone_and_evaluate_says_the_loss() -> None:
+def test_one_encoder_may_be_called_by_itself_and_evaluate_says_the_loss() -> None:
     model, rows = make("scale"), batch()
-    alone = model(text=rows["text"])
-    assert sorted(alone) == ["scale", "text"]
-    assert torch.equal(alone["text"], model(**rows)["text"])
-    assert alone["scale"].item() == pytest.approx(3.0)
+    single = model(text=rows["text"])
+    assert sorted(single) == ["scale", "text"]
+    assert torch.equal(single["text"], model(**rows)["text"])
+    assert single["scale"].item() == pytest.approx(3.0)
     found = Engine(model, contrastive(), micro_batch=5).evaluate(rows)
     assert_exact({"loss": found}, {"loss": info_nce(model(**rows)).detach()})
 
@@ -530,9 +530,9 @@ def test_timing_a_micro_batch_holds_one_graph() -> None:
         name: nn.Sequential(nn.Linear(8, 64), *(nn.Tanh() for _ in range(16))) for name in "ab"
     }
     model, rows = Encoders(parts), {name: torch.randn(256, 8) for name in "ab"}
-    given = Given(model, contrastive(), None, Fixed("exact"))
-    case = given.case(given.batch(rows, None), given.modules(), trains=True)
-    graph, seen = 16 * 64 * 64 * 4, Look((0, 0), copies=False, coupled=True)
+    step_inputs = StepInputs(model, contrastive(), None, Fixed("exact"))
+    case = step_inputs.case(step_inputs.batch(rows, None), step_inputs.modules(), trains=True)
+    graph, observed = 16 * 64 * 64 * 4, Inspection((0, 0), copies=False, coupled=True)
     with Meter(torch.device("cpu"), {"parameters": list(model.parameters())}) as meter:
-        assert probe.seconds(case, seen, 64) is not None
+        assert probe.seconds(case, observed, 64) is not None
     assert graph < meter.peak < 2 * graph

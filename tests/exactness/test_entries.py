@@ -55,40 +55,42 @@ def weights(entries: Any, like: Tensor, weight: Callable[[Any], float]) -> Tenso
     return like.new_tensor([float(weight(entry)) for entry in entries]).unsqueeze(1)
 
 
-def entries_of(kind: str, first: int = 0, stop: int = N) -> list[Any]:
-    return [ENTRIES[kind][0](i) for i in range(first, stop)]
+def entries_of(variant: str, first: int = 0, stop: int = N) -> list[Any]:
+    return [ENTRIES[variant][0](i) for i in range(first, stop)]
 
 
-def batch(kind: str, *, inside: bool, rows: slice = slice(None)) -> tuple[Any, Any]:
+def batch(variant: str, *, inside: bool, rows: slice = slice(None)) -> tuple[Any, Any]:
     torch.manual_seed(0)
     x, y = torch.randn(N, 5).double()[rows], torch.randn(N, 4).double()[rows]
-    entries = entries_of(kind)[rows]
+    entries = entries_of(variant)[rows]
     return ((x, entries), {"y": y}) if inside else (x, {"y": y, "of": {"each": entries}})
 
 
-def loss_of(kind: str, *, inside: bool) -> Callable[[Any, Any], Tensor]:
+def loss_of(variant: str, *, inside: bool) -> Callable[[Any, Any], Tensor]:
     def each(out: Tensor, targets: Any) -> Tensor:
         errors = (out - targets["y"]).square()
         if not inside:
-            errors = errors * weights(targets["of"]["each"], out, ENTRIES[kind][1])
+            errors = errors * weights(targets["of"]["each"], out, ENTRIES[variant][1])
         return errors.mean(1)
 
     return each
 
 
-def net(kind: str, *, norm: bool = False) -> nn.Module:
+def net(variant: str, *, norm: bool = False) -> nn.Module:
     torch.manual_seed(1)
-    return Net(ENTRIES[kind][1], norm=norm).double()
+    return Net(ENTRIES[variant][1], norm=norm).double()
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 11])
 @pytest.mark.parametrize("form", ["per sample", "coupled", "lanes"])
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("kind", ENTRIES)
-def test_entries_go_with_their_rows(kind: str, inside: bool, form: str, micro_batch: int) -> None:
+@pytest.mark.parametrize("variant", ENTRIES)
+def test_entries_go_with_their_rows(
+    variant: str, inside: bool, form: str, micro_batch: int
+) -> None:
     """Lists of numbers went whole to every micro-batch: 28 % of the gradient, and 'exact'."""
-    inputs, targets = batch(kind, inside=inside)
-    each, model = loss_of(kind, inside=inside), net(kind, norm=form == "lanes")
+    inputs, targets = batch(variant, inside=inside)
+    each, model = loss_of(variant, inside=inside), net(variant, norm=form == "lanes")
 
     def mean(out: Tensor, targets: Any) -> Tensor:
         return each(out, targets).mean().sqrt()
@@ -98,14 +100,14 @@ def test_entries_go_with_their_rows(kind: str, inside: bool, form: str, micro_ba
     def run(copied: nn.Module) -> Tensor:
         return Engine(copied, loss, micro_batch=micro_batch).backward(inputs, targets)
 
-    whole = (lambda o, t: each(o, t).mean()) if form == "per sample" else mean
-    assert_exact(state_after(model, run), undivided(model, whole, inputs, targets))
+    full = (lambda o, t: each(o, t).mean()) if form == "per sample" else mean
+    assert_exact(state_after(model, run), undivided(model, full, inputs, targets))
 
 
-@pytest.mark.parametrize("kind", ["lengths", "texts", "mappings"])
-def test_entries_are_cut_under_a_budget_and_again_where_memory_runs_out(kind: str) -> None:
-    inputs, targets = batch(kind, inside=True)
-    model, each = net(kind), loss_of(kind, inside=True)
+@pytest.mark.parametrize("variant", ["lengths", "texts", "mappings"])
+def test_entries_are_cut_under_a_budget_and_again_where_memory_runs_out(variant: str) -> None:
+    inputs, targets = batch(variant, inside=True)
+    model, each = net(variant), loss_of(variant, inside=True)
 
     def run(copied: nn.Module) -> Tensor:
         fails = [True]
@@ -166,14 +168,14 @@ def test_lengths_in_a_list_pack_sequences(micro_batch: int, lazy: bool) -> None:
     torch.manual_seed(2)
     x, y, lengths = torch.randn(N, 6, 3).double(), torch.randn(N, 4).double(), entries_of("lengths")
     model = Packs().double()
-    given: tuple[Any, ...] = ({"x": x, "lengths": lengths}, y)
+    options: tuple[Any, ...] = ({"x": x, "lengths": lengths}, y)
     loaded = LazyBatch(Rows(x, lengths, y), collate_fn=collated)
 
     def run(copied: nn.Module) -> Tensor:
         engine = Engine(copied, nn.MSELoss(), micro_batch=micro_batch)
-        return engine.backward(loaded) if lazy else engine.backward(*given)
+        return engine.backward(loaded) if lazy else engine.backward(*options)
 
-    assert_exact(state_after(model, run), undivided(model, nn.MSELoss(), *given))
+    assert_exact(state_after(model, run), undivided(model, nn.MSELoss(), *options))
 
 
 def on_rank(rank: int, size: int, form: str) -> Any:
@@ -257,14 +259,14 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("inputs", "words"), REFUSED, ids=range(len(REFUSED)))
-@pytest.mark.parametrize("given", [{"micro_batch": 2}, {"memory": "1GiB"}], ids=["n", "memory"])
+@pytest.mark.parametrize("options", [{"micro_batch": 2}, {"memory": "1GiB"}], ids=["n", "memory"])
 def test_what_cannot_be_cut_for_certain_is_refused(
-    inputs: Any, words: str, given: dict[str, Any]
+    inputs: Any, words: str, options: dict[str, Any]
 ) -> None:
     """An object with rows of its own ran whole in every micro-batch."""
     model = nn.Linear(3, 2)
     with pytest.raises(BatchError, match=words):
-        Engine(model, nn.MSELoss(), **given).backward(inputs, torch.zeros(4, 2))
+        Engine(model, nn.MSELoss(), **options).backward(inputs, torch.zeros(4, 2))
     assert model.weight.grad is None
 
 

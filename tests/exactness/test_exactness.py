@@ -49,12 +49,12 @@ def noise(problem: Problem, want: dict[str, Tensor]) -> dict[str, float]:
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("kind", ["even", "ragged", "one", "larger"])
+@pytest.mark.parametrize("variant", ["even", "ragged", "one", "larger"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_engine_gives_the_gradient_of_the_undivided_batch(case: Case, kind: str) -> None:
+def test_the_engine_gives_the_gradient_of_the_undivided_batch(case: Case, variant: str) -> None:
     problem = case.make(0)
     want = truth(problem)
-    got = engine_result(problem, splits(problem.batch)[kind])
+    got = engine_result(problem, splits(problem.batch)[variant])
     assert_exact(got, want, noise(problem, want))
 
 

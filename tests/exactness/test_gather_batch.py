@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.oracle import assert_exact, state_after
-from tests.peaks import assert_a_budget_is_kept
+from tests.peaks import assert_a_budget_is_respected
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -53,27 +53,27 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(N, 6).double(), torch.randn(N, 5).double()
 
 
-def make(kind: str) -> tuple[nn.Module, Any]:
+def make(variant: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(1)
-    norm = kind.endswith("BatchNorm")
-    if kind.startswith("outside"):
+    norm = variant.endswith("BatchNorm")
+    if variant.startswith("outside"):
         return Negatives(norm=norm).double(), lambda out: -out.mean()
     return Contrastive(norm=norm).double(), Loss.inside(count=lambda inputs, _: len(inputs[0]))
 
 
-def truth(kind: str) -> dict[str, Tensor]:
+def truth(variant: str) -> dict[str, Tensor]:
     """The undivided batch by torch alone: two steps."""
-    model, loss = make(kind)
+    model, loss = make(variant)
     x, y = batch()
 
     def run(copied: nn.Module) -> Tensor:
         for _ in range(2):
             copied.zero_grad()
             out = copied(x, y)
-            whole: Tensor = out if isinstance(loss, Loss) else loss(out)
-            whole.backward()
+            full: Tensor = out if isinstance(loss, Loss) else loss(out)
+            full.backward()
             descend(copied)
-        return whole
+        return full
 
     return state_after(model, run)
 
@@ -88,11 +88,11 @@ KINDS = ["inside", "outside", "inside with BatchNorm", "outside with BatchNorm"]
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11, 22])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", KINDS)
 def test_rows_of_all_micro_batches_are_there_and_get_their_gradient(
-    kind: str, micro_batch: int
+    variant: str, micro_batch: int
 ) -> None:
-    model, loss = make(kind)
+    model, loss = make(variant)
 
     def run(copied: nn.Module) -> Tensor:
         engine = Engine(copied, loss, micro_batch=micro_batch)
@@ -101,20 +101,20 @@ def test_rows_of_all_micro_batches_are_there_and_get_their_gradient(
             found = engine.backward(batch())
             descend(copied)
         assert engine.plan is not None
-        assert engine.plan.mechanism == ("lanes" if micro_batch < N else "undivided")
+        assert engine.plan.mechanism == ("lockstep" if micro_batch < N else "undivided")
         return found
 
-    assert_exact(state_after(model, run), truth(kind))
+    assert_exact(state_after(model, run), truth(variant))
 
 
 def test_a_budget_counts_what_is_gathered() -> None:
     model, loss = make("outside")
     memory = anybatch.plan(model, loss, (batch(), None), memory="1GiB", timed=False).memory
     assert memory is not None
-    engine = Engine(model, loss, memory=memory.floor + (memory.whole - memory.floor) // 2)
+    engine = Engine(model, loss, memory=memory.floor + (memory.undivided - memory.floor) // 2)
     found = [engine.evaluate(batch()), engine.backward(batch())]
     assert engine.last is not None
-    assert engine.last.peak_bytes is None or engine.last.peak_bytes <= memory.whole
+    assert engine.last.peak_bytes is None or engine.last.peak_bytes <= memory.undivided
     x, y = batch()
     assert torch.allclose(found[0], loss(model(x, y)), rtol=1e-12)
     assert torch.allclose(found[1], loss(model(x, y)), rtol=1e-12)
@@ -128,13 +128,13 @@ def test_any_budget_is_kept(seed: int) -> None:
     model, loss = make(draw.choice(KINDS))
     rows = torch.randn((size := draw.choice([30, 64, 150])), 6), torch.randn(size, 5)
     model, share = model.float(), draw.random() * draw.choice([1, 0.1])
-    assert_a_budget_is_kept(model, loss, rows, share)
+    assert_a_budget_is_respected(model, loss, rows, share)
 
 
-def test_without_an_engine_it_is_what_is_given() -> None:
+def test_without_an_engine_it_is_its_input() -> None:
     x = torch.randn(3, 2, requires_grad=True)
-    whole, begin = anybatch.gather_batch(x)
-    assert whole is x
+    full, begin = anybatch.gather_batch(x)
+    assert full is x
     assert begin == 0
 
 
@@ -145,8 +145,8 @@ def test_local_batchnorm_and_other_shapes_are_refused() -> None:
 
     class Chooses(Negatives):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            whole, _ = anybatch.gather_batch(x if bool(x[0, 0] > 1e3) else y)
-            return self.one(x).sum(1) + whole.sum()
+            full, _ = anybatch.gather_batch(x if bool(x[0, 0] > 1e3) else y)
+            return self.one(x).sum(1) + full.sum()
 
     x, y = batch()
     x[4, 0] = 1e6
@@ -154,8 +154,8 @@ def test_local_batchnorm_and_other_shapes_are_refused() -> None:
         Engine(Chooses().double(), loss, micro_batch=4).backward((x, y))
 
 
-def on_rank(rank: int, size: int, kind: str, micro_batch: int) -> dict[str, Tensor]:
-    model, loss = make(kind)
+def on_rank(rank: int, size: int, variant: str, micro_batch: int) -> dict[str, Tensor]:
+    model, loss = make(variant)
     begin = sum(SHARDS[size][:rank])
     own = slice(begin, begin + SHARDS[size][rank])
     x, y = batch()
@@ -178,10 +178,10 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 @pytest.mark.parametrize("micro_batch", [3, 22])
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_all_ranks_are_there(pool: Pool, kind: str, micro_batch: int) -> None:
-    want = truth(kind)
-    found = pool.run(on_rank, kind, micro_batch)
+@pytest.mark.parametrize("variant", KINDS)
+def test_rows_of_all_ranks_are_there(pool: Pool, variant: str, micro_batch: int) -> None:
+    want = truth(variant)
+    found = pool.run(on_rank, variant, micro_batch)
     for got in found:
         assert_exact(got, want)
         assert all(torch.equal(got[name], found[0][name]) for name in got)

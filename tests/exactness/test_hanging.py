@@ -181,9 +181,9 @@ def test_an_undivided_batch_has_its_attributes() -> None:
 
 
 def state_of_step(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    whole = loss(model(x), y)
-    whole.backward()
-    return state_of(model, whole)
+    full = loss(model(x), y)
+    full.backward()
+    return state_of(model, full)
 
 
 def test_rows_that_keep_attributes_are_no_doubt() -> None:

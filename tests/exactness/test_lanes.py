@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import anybatch
 from anybatch import Engine
 from anybatch.errors import LockstepError, NotExactError
+from anybatch.memory.lockstep_budget import least
 from anybatch.memory.meter import Meter
-from anybatch.memory.room import least
 from anybatch.tools.exactness import error_of
 
 N = 22
@@ -187,9 +187,9 @@ def by_torch(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> dict[str, Ten
     def step(copied: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         if isinstance(copied, Again):
             copied.__dict__["forward"] = lambda x: _once(copied, x)
-        whole: Tensor = loss(copied(x), y)
-        whole.backward()
-        return whole
+        full: Tensor = loss(copied(x), y)
+        full.backward()
+        return full
 
     found: dict[str, Tensor] = trained(step)(model, x, y)
     return found
@@ -210,9 +210,11 @@ def in_lanes(
         engine = engines.setdefault(id(copied), Engine(copied, loss, micro_batch=micro_batch))
         found = engine.backward(x, y)
         assert engine.plan is not None
-        assert engine.plan.mechanism == "lanes"
-        seen = engine.plan.exact  # a backward of its own is followed, and cannot be compared there
-        assert seen or "cannot be compared beside BatchNorm" in str(seen)
+        assert engine.plan.mechanism == "lockstep"
+        observed = (
+            engine.plan.exact
+        )  # a backward of its own is followed, and cannot be compared there
+        assert observed or "cannot be compared beside BatchNorm" in str(observed)
         return found
 
     got: dict[str, Tensor] = trained(step)(model, x, y)
@@ -221,7 +223,7 @@ def in_lanes(
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11])
 @pytest.mark.parametrize("row", ROWS)
-def test_a_model_with_batchnorm_gets_the_gradient_of_the_whole_batch(
+def test_a_model_with_batchnorm_gets_the_gradient_of_the_full_batch(
     row: str, micro_batch: int
 ) -> None:
     torch.set_default_dtype(torch.float64)
@@ -283,15 +285,15 @@ def test_lanes_keep_to_the_budget_and_are_exact_in_it(row: str) -> None:
     assert memory is not None
     want = by_torch(model, loss, x, y)
     for share in (0.0, 0.2, 0.7):
-        budget = int(memory.floor + share * (memory.whole - memory.floor)) + 8
+        budget = int(memory.floor + share * (memory.undivided - memory.floor)) + 8
         lanes = copy.deepcopy(model)
         engine = Engine(lanes, loss, memory=budget)
         held = [metered(engine, x, y)]
         assert engine.last is not None
         assert engine.plan is not None
-        if engine.plan.mechanism == "lanes":
-            room = engine.plan.memory.room
-            assert engine.last.moved_bytes > 0 or room is None or least(room) > 0
+        if engine.plan.mechanism == "lockstep":
+            available = engine.plan.memory.waiting_capacity
+            assert engine.last.moved_bytes > 0 or available is None or least(available) > 0
         lanes.zero_grad()
         held.append(metered(engine, x, y))
         assert max(held) <= budget, (share, held, budget, engine.plan)
@@ -311,7 +313,7 @@ def test_few_ragged_lanes_keep_to_the_budget_in_every_step(budget: int) -> None:
         model.zero_grad()
         assert metered(engine, x, y) <= budget * 1024
     assert engine.plan is not None
-    assert engine.plan.mechanism == "lanes"
+    assert engine.plan.mechanism == "lockstep"
 
 
 def in_budget(model: nn.Module, loss: Any, x: Tensor, y: Tensor, memory: int) -> dict[str, Tensor]:

@@ -37,8 +37,8 @@ class Net(nn.Module):
         self.first, self.second = nn.Linear(6, WIDE), nn.Linear(WIDE, WIDE)
         self.one, self.two = nn.BatchNorm1d(WIDE), nn.BatchNorm1d(WIDE)
         self.head = nn.Linear(WIDE, 3)
-        self.seen: dict[str, Any] = {}
-        self.kept: Any = None
+        self.observed: dict[str, Any] = {}
+        self.retained: Any = None
         self.prototypes = nn.Parameter(torch.randn(7, WIDE))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,14 +47,14 @@ class Net(nn.Module):
 
 
 def attribute(net: Net, x: Tensor) -> Tensor:
-    net.kept = h = net.first(x)
+    net.retained = h = net.first(x)
     h = net.two(net.one(h).tanh())
-    return net.head(h + net.kept.detach() * x[:, :1])
+    return net.head(h + net.retained.detach() * x[:, :1])
 
 
 def skip_with_graph(net: Net, x: Tensor) -> Tensor:
-    net.seen["skip"] = net.first(x)
-    return net.head(net.one(net.seen["skip"]).relu() + net.seen["skip"])
+    net.observed["skip"] = net.first(x)
+    return net.head(net.one(net.observed["skip"]).relu() + net.observed["skip"])
 
 
 def swapped(net: Net, x: Tensor) -> Tensor:
@@ -163,25 +163,25 @@ def test_what_forward_does_between_meetings_stays_its_own(body: Body, micro_batc
 @pytest.mark.parametrize("micro_batch", [10])
 def test_features_that_hooks_put_in_a_dict_are_each_lanes_own(micro_batch: int) -> None:
     model, (x, y) = Net(lambda net, x: net.head(features(net, net.one(net.first(x))))), batch()
-    seen: dict[str, Tensor] = {}
+    observed: dict[str, Tensor] = {}
 
     def note(_: nn.Module, __: Any, out: Tensor) -> None:
-        seen["first"] = out
+        observed["first"] = out
 
     def features(net: Net, h: Tensor) -> Tensor:
-        return net.two(h) + seen["first"]
+        return net.two(h) + observed["first"]
 
     model = model.double()
     model.first.register_forward_hook(note)
-    whole = F.cross_entropy(model(x), y)
-    whole.backward()
+    full = F.cross_entropy(model(x), y)
+    full.backward()
     want = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     for norm in (model.one, model.two):
         norm.reset_running_stats()
     loss = Engine(model, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
     got = [p.grad for p in model.parameters() if p.grad is not None]
-    assert torch.allclose(loss, whole.detach(), rtol=1e-12)
+    assert torch.allclose(loss, full.detach(), rtol=1e-12)
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, rtol=1e-9, atol=1e-13)
 

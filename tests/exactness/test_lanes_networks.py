@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import anybatch
 from anybatch import Engine, Plan
 from anybatch.core.memory import Memory
-from anybatch.core.plan import Away
+from anybatch.core.plan import OffloadPlan
 from anybatch.tools.exactness import error_of
 
 N = 22
@@ -55,13 +55,13 @@ def case(name: str, *, full: bool = False) -> Case:
         order = torch.cat([torch.randperm(3), 3 + torch.randperm(N - 3)])
     x = x.double()
     y = y.double() if network.masks else y
-    by_torch = partial(trained(partial(whole, network.loss)), model)
+    by_torch = partial(trained(partial(plain_step, network.loss)), model)
     want = by_torch(x, y)
     noise = error_of(by_torch(x[order], y[order]), want)
     return Case(model, network.loss, x, y, want, noise)
 
 
-def whole(loss: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def plain_step(loss: Any, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     """A step without an engine."""
     found: Tensor = loss(model(x), y)
     found.backward()
@@ -73,7 +73,7 @@ def in_lanes(loss: Any, model: nn.Module, x: Tensor, y: Tensor, *, micro_batch: 
     engine = Engine(model, loss, micro_batch=micro_batch)
     found = engine.backward(x, y)
     assert engine.plan is not None
-    assert (engine.plan.mechanism, bool(engine.plan.exact)) == ("lanes", True)
+    assert (engine.plan.mechanism, bool(engine.plan.exact)) == ("lockstep", True)
     assert engine.last is not None
     assert engine.last.micro_batches == -(-len(x) // micro_batch)
     assert engine.last.moved_bytes > 0
@@ -107,14 +107,14 @@ def test_every_split_of_the_full_networks(
         assert_exact(got, want, noise)
 
 
-def with_room(found: Case, room: int, inside: int | None = None) -> tuple[State, int]:
-    """Return what a step in lanes of 6 leaves, and the bytes it moved; `room` bytes may stay.
+def with_capacity(found: Case, capacity: int, inside: int | None = None) -> tuple[State, int]:
+    """Return what a step in lanes of 6 leaves, and the bytes it moved; `capacity` bytes may stay.
 
     `inside`: bytes that may stay of the lane that runs, too.
     """
-    memory = Memory(2**40, "as given", 0, (), 0, 0, "not at all", room=room)
-    away = None if inside is None else Away("file", None, (inside, inside), 0, 0, 1)
-    plan = Plan(6, "lanes", "in place", "as written", True, (), memory, offload=away)
+    memory = Memory(2**40, "as given", 0, (), 0, 0, "not at all", waiting_capacity=capacity)
+    offloaded = None if inside is None else OffloadPlan("file", None, (inside, inside), 0, 0, 1)
+    plan = Plan(6, "lockstep", "in place", "as written", True, (), memory, offload=offloaded)
     engines: list[Engine] = []
 
     def run(model: nn.Module) -> Tensor:
@@ -131,14 +131,14 @@ def with_room(found: Case, room: int, inside: int | None = None) -> tuple[State,
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_leaves_the_device_and_what_stays_changes_no_bit(name: str) -> None:
     found = case(name)
-    parked, most = with_room(found, 0)
-    for room, bound in ((most // 16, most), (most, 1)):
-        state, moved = with_room(found, room)
-        assert moved < bound, (room, moved, most)
+    parked, most = with_capacity(found, 0)
+    for capacity, bound in ((most // 16, most), (most, 1)):
+        state, moved = with_capacity(found, capacity)
+        assert moved < bound, (capacity, moved, most)
         assert state.keys() == parked.keys()
         assert all(torch.equal(state[name], parked[name]) for name in parked)
     for inside in (0, most // 64):  # between any two kernels everything leaves, or what must
-        state, moved = with_room(found, 0, inside)
+        state, moved = with_capacity(found, 0, inside)
         assert moved > most or inside
         assert all(torch.equal(state[name], parked[name]) for name in parked)
     assert_exact(parked, undivided(found.model, found.loss, found.x, found.y), found.noise)
@@ -151,9 +151,9 @@ def test_in_a_budget_they_are_exact_too(name: str, full: bool) -> None:
     memory = anybatch.plan(model, loss, (x, y), memory="1GiB", timed=False).memory
     assert memory is not None
     for share in (0.0, 0.2, 0.5, 0.8) if full else (0.5,):
-        budget = int(memory.floor + share * (memory.whole - memory.floor))
+        budget = int(memory.floor + share * (memory.undivided - memory.floor))
         plan = anybatch.plan(model, loss, (x, y), memory=budget, timed=False)
-        assert plan.mechanism == "lanes"
+        assert plan.mechanism == "lockstep"
 
         def step(model: nn.Module, x: Tensor, y: Tensor, plan: Plan = plan) -> Tensor:
             return Engine(model, loss, plan=plan).backward(x, y)
@@ -174,9 +174,9 @@ def test_channels_last_is_exact_and_stays_channels_last(name: str) -> None:
     assert {n: t.stride() for n, t in got.items()} == {n: t.stride() for n, t in want.items()}
 
 
-def distance(got: State, want: State, kind: str) -> float:
+def distance(got: State, want: State, variant: str) -> float:
     """Return how far tensors of one kind are from the true ones, as a share of their length."""
-    names = [name for name in want if name.endswith(kind)]
+    names = [name for name in want if name.endswith(variant)]
     gap = sum(float((got[name].double() - want[name]).square().sum()) for name in names)
     return float((gap / sum(float(want[name].square().sum()) for name in names)) ** 0.5)
 
@@ -195,6 +195,6 @@ def test_in_bfloat16_lanes_are_as_near_to_the_truth_as_the_undivided_batch(
     with torch.autocast("cpu", torch.bfloat16):
         plain = undivided(model, found.loss, x, y)
         got = state_after(model, lambda m: Engine(m, found.loss, micro_batch=6).backward(x, y))
-    for kind in (".grad", "running_mean (buffer)", "running_var (buffer)"):
-        assert 0 < distance(got, exact, kind) <= 2 * distance(plain, exact, kind), kind
+    for variant in (".grad", "running_mean (buffer)", "running_var (buffer)"):
+        assert 0 < distance(got, exact, variant) <= 2 * distance(plain, exact, variant), variant
     assert {n: t.dtype for n, t in got.items()} == {n: t.dtype for n, t in plain.items()}

@@ -70,9 +70,9 @@ def test_the_same_steps_again_give_the_same_bits(counted: Callable[[int], int]) 
     """Models with dropout too: every lane has its own dice."""
     count = counted(1000)
     once = [(made(step), torch.get_rng_state()) for step in steps(count, drops=True)]
-    for step, (state, dice) in zip(steps(count, drops=True), once, strict=True):
+    for step, (state, rng) in zip(steps(count, drops=True), once, strict=True):
         assert same(made(step), state), f"step {step.number}, {step.said}"
-        assert torch.equal(torch.get_rng_state(), dice)
+        assert torch.equal(torch.get_rng_state(), rng)
 
 
 class BoomError(Exception):
@@ -82,18 +82,18 @@ class BoomError(Exception):
 class Setting:
     """A model with gradients that are there already, and steps on it that can fail."""
 
-    def __init__(self, kind: str, *, warm: bool = False) -> None:
+    def __init__(self, variant: str, *, warm: bool = False) -> None:
         torch.manual_seed(3)
         random.seed(3)
         np.random.seed(3)
         self.faults = faults = Faults()
         self.model = Fails(faults).double()
         self.x, self.y = torch.randn(N, 5, dtype=torch.float64), torch.randint(3, (N,))
-        self.loss = loss_of(faults, coupled=kind == "coupled")
+        self.loss = loss_of(faults, coupled=variant == "coupled")
         self.engine = Engine(self.model, self.loss, micro_batch=MICRO_BATCH)
         items = Items(faults, self.x, self.y)
-        self.inputs: Any = LazyBatch(items) if kind == "lazy" else self.x
-        self.targets = None if kind == "lazy" else self.y
+        self.inputs: Any = LazyBatch(items) if variant == "lazy" else self.x
+        self.targets = None if variant == "lazy" else self.y
         for p in list(self.model.parameters())[1:]:
             p.grad = torch.ones_like(p)
         if warm:
@@ -107,8 +107,8 @@ class Setting:
 
     def state(self) -> dict[str, Any]:
         """Everything that a failed step leaves as it was (Law 5)."""
-        dice = {"python": random.getstate(), "numpy": np.random.get_state()[1].tolist()}  # type: ignore[index]
-        return snapshot(self.model) | dice | {"threads": busy()}
+        rng_state = {"python": random.getstate(), "numpy": np.random.get_state()[1].tolist()}  # type: ignore[index]
+        return snapshot(self.model) | rng_state | {"threads": busy()}
 
     def assert_the_next_step_is_exact(self) -> None:
         self.faults.disarm()
@@ -121,9 +121,9 @@ class Setting:
 
 
 @cache
-def calls_of(kind: str, *, warm: bool) -> dict[str, int]:
+def calls_of(variant: str, *, warm: bool) -> dict[str, int]:
     """Return how often a step comes by each place: an engine's first one, or a later one."""
-    setting = Setting(kind, warm=warm)
+    setting = Setting(variant, warm=warm)
     setting.faults.calls.clear()
     setting.step()
     return dict(setting.faults.calls)
@@ -146,16 +146,16 @@ def spill(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_step_has_a_file_while_it_runs_and_none_afterwards(spill: Path) -> None:
-    setting, seen = Setting("known"), []
+    setting, observed = Setting("known"), []
     inner = setting.loss
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
-        seen.append(len(files_in(spill)))
+        observed.append(len(files_in(spill)))
         found: Tensor = inner(out, y)
         return found
 
     Engine(setting.model, loss, micro_batch=MICRO_BATCH).backward(setting.x, setting.y)
-    assert max(seen) == 1
+    assert max(observed) == 1
     assert files_in(spill) == []
 
 
@@ -170,12 +170,12 @@ PLACES = {
 ERRORS = [BoomError, KeyboardInterrupt, torch.OutOfMemoryError]
 
 
-def test_every_place_is_come_by_once_a_lane_or_more() -> None:
-    for kind, places in PLACES.items():
+def test_every_place_is_passed_once_a_lane_or_more() -> None:
+    for variant, places in PLACES.items():
         for warm in (False, True):
-            calls, lanes = calls_of(kind, warm=warm), -(-N // MICRO_BATCH)
+            calls, lanes = calls_of(variant, warm=warm), -(-N // MICRO_BATCH)
             least = {place: calls.get(place, 0) for place in places}
-            once = ["hook of a parameter", *(["loss"] if kind == "coupled" else [])]
+            once = ["hook of a parameter", *(["loss"] if variant == "coupled" else [])]
             assert all(n >= lanes for place, n in least.items() if place not in once), least
             assert least["loss"] >= 1
             assert least["hook of a parameter"] == 1
@@ -183,16 +183,18 @@ def test_every_place_is_come_by_once_a_lane_or_more() -> None:
 
 @pytest.mark.large
 @pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize(("kind", "place"), [(k, p) for k, found in PLACES.items() for p in found])
+@pytest.mark.parametrize(
+    ("variant", "place"), [(k, p) for k, found in PLACES.items() for p in found]
+)
 def test_what_is_raised_anywhere_leaves_nothing_behind(
-    kind: str, place: str, error: type[BaseException], spill: Path, counted: Callable[[int], int]
+    variant: str, place: str, error: type[BaseException], spill: Path, counted: Callable[[int], int]
 ) -> None:
     """At the first, the middle and the last time, in an engine's first step and in a later one."""
     every = [(warm, part) for warm in (False, True) for part in (0.0, 0.5, 1.0)]
-    dice = random.Random(f"{kind} {place} {error}")
-    for warm, part in dice.sample(every, counted(len(every))):
-        setting = Setting(kind, warm=warm)
-        calls = calls_of(kind, warm=warm)[place]
+    rng = random.Random(f"{variant} {place} {error}")
+    for warm, part in rng.sample(every, counted(len(every))):
+        setting = Setting(variant, warm=warm)
+        calls = calls_of(variant, warm=warm)[place]
         setting.faults.arm(place, round(part * (calls - 1)), error("on purpose"))
         before = setting.state()
         raised: BaseException | None = None
@@ -239,7 +241,7 @@ class Interrupt:
 
 
 @pytest.fixture
-def heard() -> Iterator[list[int]]:
+def signals() -> Iterator[list[int]]:
     """The signals that have come, each raised as Python does."""
     found: list[int] = []
 
@@ -252,16 +254,16 @@ def heard() -> Iterator[list[int]]:
     signal.signal(signal.SIGINT, before)
 
 
-def interrupted(step: Callable[[], Any], tracer: Interrupt, heard: list[int]) -> bool:
+def interrupted(step: Callable[[], Any], tracer: Interrupt, signals: list[int]) -> bool:
     """Run a step, and say whether the signal came before it was over."""
-    heard.clear()
+    signals.clear()
     over = False
     threading.settrace(tracer)
     sys.settrace(tracer)
     try:
         step()
         over = True
-        while tracer.sent and not heard:
+        while tracer.sent and not signals:
             pass  # it is on its way
     except KeyboardInterrupt:
         return not over
@@ -272,23 +274,23 @@ def interrupted(step: Callable[[], Any], tracer: Interrupt, heard: list[int]) ->
 
 
 @pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("kind", ["known", "coupled"])
+@pytest.mark.parametrize("variant", ["known", "coupled"])
 def test_ctrl_c_at_a_random_moment_of_any_lane(
-    kind: str, warm: bool, heard: list[int], spill: Path, counted: Callable[[int], int]
+    variant: str, warm: bool, signals: list[int], spill: Path, counted: Callable[[int], int]
 ) -> None:
     """The step was whole or not at all, and the engine goes on as if nothing had been."""
-    tracer, setting = Interrupt(10**9), Setting(kind, warm=warm)
-    interrupted(setting.step, tracer, heard)
-    done, dice = setting.state(), random.Random(f"{kind} {warm}")
+    tracer, setting = Interrupt(10**9), Setting(variant, warm=warm)
+    interrupted(setting.step, tracer, signals)
+    done, rng = setting.state(), random.Random(f"{variant} {warm}")
     undone, count = 0, counted(80)
     for _ in range(count):
-        setting = Setting(kind, warm=warm)
-        before, place = setting.state(), dice.randrange(1, tracer.lines)
-        came = interrupted(setting.step, Interrupt(place), heard)
+        setting = Setting(variant, warm=warm)
+        before, place = setting.state(), rng.randrange(1, tracer.lines)
+        came = interrupted(setting.step, Interrupt(place), signals)
         now = setting.state()
-        was, whole = same(_values(before), _values(now)), same(_values(done), _values(now))
-        assert was or whole, f"half a step at line {place} of {tracer.lines}"
-        assert came or whole, f"the signal at line {place} was lost"
+        was, full = same(_values(before), _values(now)), same(_values(done), _values(now))
+        assert was or full, f"half a step at line {place} of {tracer.lines}"
+        assert came or full, f"the signal at line {place} was lost"
         assert now["threads"] == before["threads"]
         assert files_in(spill) == []
         undone += was

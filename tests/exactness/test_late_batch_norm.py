@@ -122,7 +122,7 @@ def test_the_step_begins_again_in_lanes(name: str, loss: Any, micro_batch: int) 
     engine = Engine(model, loss, micro_batch=micro_batch)
     engine.backward(x, y)
     assert engine.plan is not None
-    assert engine.plan.mechanism != "lanes"
+    assert engine.plan.mechanism != "lockstep"
     if name == "swallowed" and micro_batch == 1:
         return  # torch's own error about a single value is swallowed
     for late in (True, False, True):
@@ -130,7 +130,7 @@ def test_the_step_begins_again_in_lanes(name: str, loss: Any, micro_batch: int) 
         model.zero_grad()
         want = undivided(model, loss, x, y)
         assert_exact(state_of(model, engine.backward(x, y)), want)
-        assert engine.plan.mechanism == "lanes"
+        assert engine.plan.mechanism == "lockstep"
 
 
 def unlisted() -> Iterator[int]:
@@ -163,7 +163,7 @@ def test_a_model_in_lanes_that_meets_elsewhere_is_looked_at_again(
 
 
 @pytest.mark.parametrize("name", ["all_gather", "coupled"])
-def test_what_is_kept_over_a_gather_belongs_to_its_micro_batch(name: str) -> None:
+def test_what_is_saved_over_a_gather_belongs_to_its_micro_batch(name: str) -> None:
     model, (x, y) = made(MEETS[name], late=True, norm=True), batch()
     got = state_after(model, lambda m: Engine(m, F.cross_entropy, micro_batch=4).backward(x, y))
     assert_exact(got, undivided(model, F.cross_entropy, x, y))
@@ -174,7 +174,7 @@ def test_evaluate_and_a_budget() -> None:
     x = x.float()
     memory = anybatch.plan(made(bare, late=True).float(), F.cross_entropy, (x, y), memory="1GiB")
     assert memory.memory is not None
-    budget = (memory.memory.floor + memory.memory.whole) // 2
+    budget = (memory.memory.floor + memory.memory.undivided) // 2
     engine = Engine(model, F.cross_entropy, memory=budget)
     for late in (False, True, False):
         model.late = late
@@ -276,7 +276,7 @@ def test_a_step_in_another_thread_does_not_end_it() -> None:
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch's own
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_is_compiled_once_and_heard(backend: str, norm: bool) -> None:
+def test_a_compiled_model_is_compiled_once_and_traced(backend: str, norm: bool) -> None:
     torch._dynamo.reset()
     counters.clear()
     (x, y), model = batch(), made(bare, norm=norm)
@@ -319,7 +319,7 @@ def test_each_sample_by_itself_is_no_batch(micro_batch: int) -> None:
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_each_sample_by_itself_may_come_later(norm: bool) -> None:
+def test_each_sample_by_itself_may_follow_later(norm: bool) -> None:
     (x, y), model = batch(), made(one_row, norm=norm)
     engine = Engine(model, F.cross_entropy, micro_batch=4)
     for late in (False, True):

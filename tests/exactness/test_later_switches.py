@@ -45,7 +45,7 @@ class Of:
         self.inner, self.held = SimpleNamespace(begun=False), {"begun": False}
 
 
-class Kind(enum.Enum):
+class Phase(enum.Enum):
     BEFORE, AFTER = 0, 1
 
 
@@ -64,7 +64,7 @@ class Net(nn.Module):
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
         first: Any = self.first
         first.begun, first.weight.begun, first.held = False, False, {"begun": False}
-        self.number, self.nothing, self.pair, self.kind = 0, None, (0,), Kind.BEFORE
+        self.number, self.nothing, self.pair, self.phase = 0, None, (0,), Phase.BEFORE
         self.options, self.slots, self.space, self.object = Options(), Slots(), Of().inner, Of()
         self.held: Any = {"begun": False, "inner": [[0]]}
         self.names, self.ring, self.calls = set[str](), deque([0]), list[Any]()
@@ -102,7 +102,7 @@ SWITCHES: dict[str, Switch] = {
     "a tensor for None": attribute("nothing", torch.ones(1), lambda net: net.nothing is not None),
     "a new attribute": attribute("new", object(), lambda net: hasattr(net, "new")),
     "a tuple": attribute("pair", (1,), lambda net: net.pair[0]),
-    "an enum": attribute("kind", Kind.AFTER, lambda net: net.kind is Kind.AFTER),
+    "an enum": attribute("phase", Phase.AFTER, lambda net: net.phase is Phase.AFTER),
     "a dtype": attribute("dtype", torch.half, lambda net: net.dtype is torch.half),
     "an attribute that is gone": (
         lambda net: not hasattr(net, "number"),
@@ -163,12 +163,12 @@ SWITCHES: dict[str, Switch] = {
 }
 
 
-def hooks(net: Any, kind: str) -> None:
-    setting(getattr(net, kind), 77, lambda _, given: (centred(*given),))
+def hooks(net: Any, registry: str) -> None:
+    setting(getattr(net, registry), 77, lambda _, inputs: (centred(*inputs),))
 
 
-def in_place(_: Any, given: tuple[Tensor]) -> None:
-    given[0].data.sub_(given[0].mean(0))
+def in_place(_: Any, inputs: tuple[Tensor]) -> None:
+    inputs[0].data.sub_(inputs[0].mean(0))
 
 
 def forward(net: nn.Linear, x: Tensor) -> Tensor:
@@ -179,12 +179,12 @@ CODE: dict[str, Callable[[Any], Any]] = {
     "a function for another": attribute("call", centred, bool)[1],
     "an argument": attribute("call", partial(centred, begun=True), bool)[1],
     "a list of functions": lambda net: net.calls.append(centred),
-    "a hook": lambda net: net.register_forward_pre_hook(lambda _, given: (centred(*given),)),
+    "a hook": lambda net: net.register_forward_pre_hook(lambda _, inputs: (centred(*inputs),)),
     "a hook by hand": lambda net: hooks(net, "_forward_pre_hooks"),
     "a hook that writes": lambda net: net.register_forward_pre_hook(in_place),
     "a hook of a layer": lambda net: net.first.register_forward_pre_hook(in_place),
     "a hook of every module": lambda net: register_module_forward_pre_hook(
-        lambda module, given: (centred(*given),) if module is net else None
+        lambda module, inputs: (centred(*inputs),) if module is net else None
     ),
     "the forward of a layer": lambda net: setattr(
         net.first, "forward", MethodType(forward, net.first)
@@ -216,23 +216,23 @@ def step(net: Net, engine: Engine, seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", SWITCHES)
-def test_a_switch_that_is_set_later_is_seen(name: str) -> None:
-    read, turn = SWITCHES[name]
+def test_a_switch_that_is_set_later_is_detected(name: str) -> None:
+    read, switch = SWITCHES[name]
     Net.switch = read  # type: ignore[method-assign]
-    later(turn)
+    later(switch)
 
 
 @pytest.mark.parametrize("name", CODE)
-def test_code_that_comes_later_is_seen(name: str) -> None:
+def test_code_that_comes_later_is_detected(name: str) -> None:
     later(CODE[name])
 
 
-def later(turn: Callable[[Any], Any]) -> None:
+def later(switch: Callable[[Any], Any]) -> None:
     net = Net()
     engine = Engine(net, F.cross_entropy, micro_batch=5)
     for seed in range(3):
         step(net, engine, seed)
-    turn(net)
+    switch(net)
     with pytest.raises(NotExactError, match="samples 0 and 1 meet"):
         step(net, engine, 3)
 
@@ -360,11 +360,11 @@ def an_inner_function() -> Any:
 def a_cell() -> Any:
     begun = False
 
-    def turn() -> None:
+    def switch() -> None:
         nonlocal begun
         begun = True
 
-    return (lambda o, y: of_sample(o, y, begun)), turn
+    return (lambda o, y: of_sample(o, y, begun)), switch
 
 
 def two_of_a_name() -> Any:
@@ -380,7 +380,7 @@ def two_of_a_name() -> Any:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "inputs",
     [
         a_module,
         a_module_in_a_closure,
@@ -398,8 +398,8 @@ def two_of_a_name() -> Any:
     ],
 )
 @pytest.mark.parametrize("form", ["per_sample", "ratio"])
-def test_a_declared_loss_that_changes_later_is_seen(given: Declared, form: str) -> None:
-    net, (loss, turn) = nn.Linear(6, 3).double(), given()
+def test_a_declared_loss_that_changes_later_is_detected(inputs: Declared, form: str) -> None:
+    net, (loss, switch) = nn.Linear(6, 3).double(), inputs()
     declared = Loss.per_sample(loss)
     if form == "ratio":
         declared = Loss.ratio(lambda o, y: loss(o, y).sum(), len)
@@ -409,7 +409,7 @@ def test_a_declared_loss_that_changes_later_is_seen(given: Declared, form: str) 
         x, y = torch.randn(12, 6, dtype=torch.double), torch.randn(12, 3, dtype=torch.double)
         net.zero_grad()
         if seed == 2:
-            turn()
+            switch()
         want = undivided(net, lambda o, y: loss(o, y).mean(), x, y)
         if seed < 2:
             assert_exact(state_of(net, engine.backward(x, y)), want)
@@ -444,7 +444,7 @@ class Moded(nn.Module):
 
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
-def test_what_a_batch_says_beside_its_rows_is_seen(modes: tuple[Any, Any]) -> None:
+def test_what_a_batch_says_next_to_its_rows_is_detected(modes: tuple[Any, Any]) -> None:
     net = Moded(modes[0]).double()
     engine = Engine(net, F.mse_loss, micro_batch=5)
     for seed in range(3):
@@ -461,7 +461,7 @@ def test_what_a_batch_says_beside_its_rows_is_seen(modes: tuple[Any, Any]) -> No
 
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
-def test_what_targets_say_beside_their_rows_is_seen(modes: tuple[Any, Any]) -> None:
+def test_what_targets_say_next_to_their_rows_is_detected(modes: tuple[Any, Any]) -> None:
     net = nn.Linear(6, 3).double()
 
     def loss(outputs: Tensor, targets: Any) -> Tensor:

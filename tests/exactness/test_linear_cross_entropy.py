@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Engine
 from anybatch.errors import AnybatchError
-from anybatch.loss.heard import OfModel, Overheard
+from anybatch.loss.traced import OfModel, TracedModel
 
 pytestmark = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13 has no such loss"
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def given(name: str) -> dict[str, Any]:
+def options_of(name: str) -> dict[str, Any]:
     found = dict(OPTIONS[name])
     if "options" in found:
         found["options"] = nn.LinearCrossEntropyOptions(**found["options"])
@@ -81,7 +81,7 @@ def module(both: Both, _options: dict[str, Any]) -> Callable[[Tensor, Tensor], T
 def check(both: Both, loss_of: Any, options: Any, n: int | None, *, tokens: bool) -> None:
     x, y = batch(tokens=tokens)
 
-    def whole(copied: Any) -> Tensor:
+    def undivided_loss(copied: Any) -> Tensor:
         loss: Tensor = loss_of(copied, options)(copied.net(x), y)
         loss.backward()
         return loss
@@ -93,7 +93,7 @@ def check(both: Both, loss_of: Any, options: Any, n: int | None, *, tokens: bool
         engines.append(Engine(copied.net, loss_of(copied, options), **budget))
         return engines[0].backward(x, y)
 
-    assert_exact(state_after(both, divided), state_after(both, whole))
+    assert_exact(state_after(both, divided), state_after(both, undivided_loss))
     plan = engines[0].plan
     assert plan is not None
     if n not in (None, N):
@@ -106,7 +106,7 @@ def check(both: Both, loss_of: Any, options: Any, n: int | None, *, tokens: bool
 def test_a_loss_with_the_layer_of_the_model(name: str, tokens: bool, n: int | None) -> None:
     """It was taken for one in which samples meet."""
     torch.manual_seed(1)
-    check(Both().double(), functional, given(name), n, tokens=tokens)
+    check(Both().double(), functional, options_of(name), n, tokens=tokens)
 
 
 @pytest.mark.parametrize("n", [1, 4, N, None])
@@ -114,7 +114,7 @@ def test_a_loss_with_the_layer_of_the_model(name: str, tokens: bool, n: int | No
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_module_whose_layer_is_its_own(name: str, bias: bool, n: int | None) -> None:
     torch.manual_seed(1)
-    loss = nn.LinearCrossEntropyLoss(WIDTH, C, bias=bias, **given(name))
+    loss = nn.LinearCrossEntropyLoss(WIDTH, C, bias=bias, **options_of(name))
     check(Both(loss).double(), module, None, n, tokens=False)
 
 
@@ -136,17 +136,17 @@ def test_a_model_that_calls_it(name: str, n: int | None) -> None:
     x, y = batch(tokens=True)
 
     def divided(copied: nn.Module) -> Tensor:
-        ears = Overheard(copied)
+        ears = TracedModel(copied)
         budget: Any = {"memory": "64KiB"} if n is None else {"micro_batch": n}
         return Engine(ears, OfModel(ears), **budget).backward({"x": x, "labels": y})
 
-    def whole(copied: nn.Module) -> Tensor:
+    def undivided_loss(copied: nn.Module) -> Tensor:
         loss: Tensor = copied(x, y)
         loss.backward()
         return loss
 
-    model = Model(given(name)).double()
-    assert_exact(state_after(model, divided), state_after(model, whole))
+    model = Model(options_of(name)).double()
+    assert_exact(state_after(model, divided), state_after(model, undivided_loss))
 
 
 def test_a_model_whose_layer_is_its_other_samples_is_refused() -> None:
@@ -162,7 +162,7 @@ def test_a_model_whose_layer_is_its_other_samples_is_refused() -> None:
             return F.linear_cross_entropy(z, z.detach(), labels)
 
     torch.manual_seed(1)
-    ears = Overheard(Two().double())
+    ears = TracedModel(Two().double())
     x, labels = torch.randn(N, 5).double(), torch.arange(N)
     with pytest.raises(AnybatchError):
         Engine(ears, OfModel(ears), micro_batch=4).backward({"x": x, "labels": labels})
@@ -181,12 +181,12 @@ def test_where_the_layer_is_the_other_samples_they_meet() -> None:
     def loss(out: Any) -> Tensor:
         return F.linear_cross_entropy(out[0], out[1], torch.arange(len(out[0])))
 
-    def whole(copied: nn.Module) -> Tensor:
+    def undivided_loss(copied: nn.Module) -> Tensor:
         value = loss(copied(x))
         value.backward()
         return value
 
-    want = state_after(model, whole)
+    want = state_after(model, undivided_loss)
     for n in (1, 4):
         engine_of = partial(Engine, loss_fn=loss, micro_batch=n)
         assert_exact(state_after(model, lambda copied, of=engine_of: of(copied).backward(x)), want)

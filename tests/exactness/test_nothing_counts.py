@@ -119,7 +119,7 @@ def test_it_is_exact_in_lanes(body: str, counted: str, micro_batch: int) -> None
     want = undivided(model, lambda loss: loss, rows, None)
     assert_exact(state_after(model, run), want)
     assert engines[0].plan is not None
-    assert engines[0].plan.mechanism == "lanes"
+    assert engines[0].plan.mechanism == "lockstep"
 
 
 @pytest.mark.parametrize("counted", COUNTED)

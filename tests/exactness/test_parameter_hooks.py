@@ -143,7 +143,7 @@ def removed(model: Net, log: Log) -> None:
         p.register_hook(logged(lambda g: g + 1)(log))
 
 
-def in_turn(model: Net, log: Log) -> None:
+def one_by_one(model: Net, log: Log) -> None:
     """What hooks share moves from one to the next: which comes first is told by the graph."""
     state = {"scale": 1.0}
 
@@ -174,7 +174,7 @@ HOOKS: dict[str, Callable[[Net, Log], None]] = {
     "all norms": all_norms,
     "at once": at_once,
     "removed": removed,
-    "in turn": in_turn,
+    "in turn": one_by_one,
 }
 
 
@@ -217,7 +217,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 def registered(model: nn.Module) -> list[Any]:
     """Return which objects hold the hooks of all parameters, and what is in them, in order."""
-    found = [getattr(p, kind) for p in model.parameters() for kind in KINDS]
+    found = [getattr(p, attribute) for p in model.parameters() for attribute in KINDS]
     return [(id(one), None if one is None else [*one.items()]) for one in found]
 
 
@@ -236,16 +236,18 @@ def by_torch(model: Net, loss: Any, log: Log, steps: int = 1) -> dict[str, Tenso
 @pytest.mark.parametrize(("size", "before"), SIZES)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("hooks", HOOKS)
-def test_hooks_fire_once_on_the_gradient_of_the_whole_batch(
+def test_hooks_fire_once_on_the_gradient_of_the_full_batch(
     hooks: str, mechanism: str, size: int, before: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps without zero_grad between them: the second finds the gradients of the first."""
     want = by_torch(*made(mechanism, hooks, before=before), steps=2)
     model, loss, log = made(mechanism, hooks, before=before)
-    (x, y), given = rows(), registered(model)
+    (x, y), holders = rows(), registered(model)
     if mechanism == "accumulator":
         divide = Gradients.divide
-        monkeypatch.setattr(Gradients, "divide", lambda self, apart: divide(self, apart=not apart))
+        monkeypatch.setattr(
+            Gradients, "divide", lambda self, accumulator: divide(self, accumulator=not accumulator)
+        )
     engine = Engine(model, loss, micro_batch=size)
     for _ in range(2):
         lazy = mechanism == "lazy"
@@ -253,12 +255,14 @@ def test_hooks_fire_once_on_the_gradient_of_the_whole_batch(
         gradients = [p.grad for p in model.parameters()]
         value = engine.backward(*batch)
         if hooks == "log":
-            kept = [p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)]
-            assert all(same or g is None for same, g in zip(kept, gradients, strict=True))
+            same_gradients = [
+                p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)
+            ]
+            assert all(same or g is None for same, g in zip(same_gradients, gradients, strict=True))
     assert_exact(found(model, value, log), want)
-    assert [one for one, _ in registered(model)] == [one for one, _ in given]
+    assert [one for one, _ in registered(model)] == [one for one, _ in holders]
     if hooks != "removed":
-        assert registered(model) == given
+        assert registered(model) == holders
 
 
 # ------------------------------------------------------------------------------- other tensors
@@ -274,12 +278,12 @@ def both(run: Callable[[Any], dict[str, Tensor]]) -> tuple[dict[str, Tensor], di
     def by_engine(model: nn.Module, loss: Any, x: Any, y: Any) -> Tensor:
         return Engine(model, loss, micro_batch=4).backward(x, y)
 
-    def alone(model: nn.Module, loss: Any, x: Any, y: Any) -> Tensor:
+    def plain_step(model: nn.Module, loss: Any, x: Any, y: Any) -> Tensor:
         value: Tensor = loss(model(x), y)
         value.backward()
         return value
 
-    return run(by_engine), run(alone)
+    return run(by_engine), run(plain_step)
 
 
 def test_a_parameter_that_only_the_loss_has() -> None:
@@ -356,7 +360,7 @@ def test_hooks_get_gradients_that_a_scaler_has_scaled() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 10])
-def test_noise_of_a_hook_is_that_of_the_whole_batch(size: int) -> None:
+def test_noise_of_a_hook_is_that_of_the_full_batch(size: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double()
     twin, (x, y) = copy.deepcopy(model), rows()
@@ -365,13 +369,13 @@ def test_noise_of_a_hook_is_that_of_the_whole_batch(size: int) -> None:
     torch.manual_seed(5)
     value = F.cross_entropy(twin(x), y)
     value.backward()
-    dice = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     torch.manual_seed(5)
     got = state_of(
         model, Engine(model, F.cross_entropy, micro_batch=size, rng="batch").backward(x, y)
     )
     assert_exact(got, state_of(twin, value))
-    assert torch.equal(torch.get_rng_state(), dice)
+    assert torch.equal(torch.get_rng_state(), rng_state)
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
@@ -380,7 +384,7 @@ def test_planning_fires_no_hook(gives_up: bool) -> None:
     torch.manual_seed(0)
     model, (x, y), log = nn.Linear(5, 3).double(), rows(), Log()
     HOOKS["several"](model, log)  # type: ignore[arg-type]
-    given = registered(model)
+    holders = registered(model)
     memory = 100 if gives_up else "64MiB"
     engine = Engine(model, F.cross_entropy, memory=memory)
     if gives_up:
@@ -388,7 +392,7 @@ def test_planning_fires_no_hook(gives_up: bool) -> None:
             engine.foresee(x, y)
     else:
         engine.foresee(x, y)
-    assert registered(model) == given
+    assert registered(model) == holders
     assert not log
     if not gives_up:
         engine.backward(x, y)
@@ -423,11 +427,11 @@ class Runs(nn.Module):
         return self.last(Short.apply(self.first(x)))
 
 
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("in_accumulator", [False, True])
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
 @pytest.mark.parametrize("size", [4, 10])
 def test_hooks_fire_once_though_memory_runs_out(
-    size: int, loss: Any, apart: bool, monkeypatch: pytest.MonkeyPatch
+    size: int, loss: Any, in_accumulator: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model, (x, y), log = Runs().double(), rows(), Log()
@@ -438,9 +442,11 @@ def test_hooks_fire_once_though_memory_runs_out(
     value = loss(twin(x), y)
     value.backward()
     monkeypatch.undo()
-    if apart:
+    if in_accumulator:
         divide = Gradients.divide
-        monkeypatch.setattr(Gradients, "divide", lambda self, apart: divide(self, apart=True))
+        monkeypatch.setattr(
+            Gradients, "divide", lambda self, accumulator: divide(self, accumulator=True)
+        )
     engine = Engine(model, loss, micro_batch=size)
     assert_exact(state_of(model, engine.backward(x, y)), state_of(twin, value))
     assert engine.last is not None
@@ -469,12 +475,12 @@ def test_a_hook_that_raises_leaves_no_trace_and_is_not_fired_again(
 
     p = every[place]
     p.register_post_accumulate_grad_hook(fails) if post else p.register_hook(fails)
-    (x, y), before, given = rows(), snapshot(model), registered(model)
+    (x, y), before, holders = rows(), snapshot(model), registered(model)
     engine = Engine(model, loss, micro_batch=4)
     with pytest.raises(type(error), match="x"):
         engine.backward(x, y)
     assert same(before, snapshot(model))
-    assert registered(model) == given
+    assert registered(model) == holders
     assert [entry.dim() for entry in log].count(0) == 1
     assert len(log) == 3 * (place + 1) + 1
 
@@ -483,11 +489,11 @@ def test_an_optimizer_in_a_hook_is_refused_when_the_hooks_fire() -> None:
     model, loss, _ = made("streaming", "several", before=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.first.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
-    (x, y), before, given = rows(), snapshot(model), registered(model)
+    (x, y), before, holders = rows(), snapshot(model), registered(model)
     with pytest.raises(NotExactError, match=r"SGD.step\(\) was called inside"):
         Engine(model, loss, micro_batch=4).backward(x, y)
     assert same(before, snapshot(model))
-    assert registered(model) == given
+    assert registered(model) == holders
 
 
 @pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
@@ -524,11 +530,11 @@ def test_a_hook_that_forward_registers_is_refused(size: int, also: bool) -> None
     model, (x, y) = Registers().double(), rows()
     if also:
         model.layer.weight.register_hook(clip)
-    given = registered(model)
+    holders = registered(model)
     with pytest.raises(NotExactError, match=r"registered before a step.*shape \(3, 5\)"):
         Engine(model, F.cross_entropy, micro_batch=size).backward(x, y)
     if also:
-        assert registered(model) == given
+        assert registered(model) == holders
 
 
 # ---------------------------------------------------------------------------------- the check
@@ -537,10 +543,10 @@ def test_a_hook_that_forward_registers_is_refused(size: int, also: bool) -> None
 @pytest.mark.parametrize("hooks", ["clamp", "post sign", "several", "in turn"])
 def test_a_check_has_hooks_of_its_own(hooks: str) -> None:
     model, loss, log = made("streaming", hooks, before=False)
-    given, (x, y) = registered(model), rows()
+    holders, (x, y) = registered(model), rows()
     assert anybatch.check(model, loss, (x, y)).exact
     assert not log
-    assert registered(model) == given
+    assert registered(model) == holders
 
 
 def test_a_check_runs_with_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -586,7 +592,7 @@ def two_steps(rank: int, _size: int, mechanism: str, hooks: str) -> dict[str, Te
     return found(model, engine.backward(x, y), log)
 
 
-@pytest.mark.parametrize("mechanism", ["streaming", "two passes", "lanes"])
+@pytest.mark.parametrize("mechanism", ["streaming", "two passes", "lockstep"])
 @pytest.mark.parametrize("hooks", ["clip", "post sign", "several", "at once"])
 def test_hooks_get_the_gradient_of_all_ranks_on_each(
     workers: Pool, hooks: str, mechanism: str
@@ -614,14 +620,14 @@ def refused(rank: int, _size: int, what: str) -> Any:
     if what == "fails" and rank == 1:
         model.last.weight._backward_hooks.popitem()
         model.last.weight.register_hook(_raises)
-    before, given, said = snapshot(model), registered(model), ""
+    before, holders, said = snapshot(model), registered(model), ""
     try:
         engine.backward(x, y)
     except anybatch.errors.AnybatchError as error:
         said = f"{type(error).__name__}: {error}"
     except BoomError as error:
         said = f"BoomError: {error}"
-    return said, same(before, snapshot(model)), registered(model) == given
+    return said, same(before, snapshot(model)), registered(model) == holders
 
 
 def _raises(_: Tensor) -> None:
@@ -648,7 +654,7 @@ def test_hooks_that_ranks_do_not_have_alike_are_refused(
 # ------------------------------------------------------------------------- parameters that leave
 
 
-def test_hooks_on_parameters_that_leave_memory() -> None:
+def test_hooks_on_parameters_that_are_offloaded() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 3)).double()
     twin, x, y = copy.deepcopy(model), torch.randn(BATCH, 64).double(), rows()[1]
@@ -659,8 +665,8 @@ def test_hooks_on_parameters_that_leave_memory() -> None:
     value = F.cross_entropy(twin(x), y)
     value.backward()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = registered(model)
+    holders = registered(model)
     with anybatch.offload_states(optimizer, model=model, memory="256KiB"):
         got = Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
     assert_exact(state_of(model, got), state_of(twin, value))
-    assert [entries for _, entries in registered(model)] == [entries for _, entries in given]
+    assert [entries for _, entries in registered(model)] == [entries for _, entries in holders]

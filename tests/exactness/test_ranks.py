@@ -44,17 +44,17 @@ def shard(tensor: Any, sizes: tuple[int, ...], rank: int) -> Any:
     return rows_of(tensor, slice(begin, begin + sizes[rank]))
 
 
-def of_row(rank: int, size: int, row: str, kind: str, micro_batch: int, ddp: bool) -> Any:
+def of_row(rank: int, size: int, row: str, variant: str, micro_batch: int, ddp: bool) -> Any:
     """Train a row of the table for two steps, the second without the first three samples."""
     torch.set_default_dtype(torch.float64)
     make, rows, loss = ROWS[row]
     model, x, y = make(), rows(), torch.randint(3, (N,))
-    sizes = SHARDS[size][kind]
+    sizes = SHARDS[size][variant]
     engines: dict[int, Engine] = {}
 
     def step(copied: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        whole = DistributedDataParallel(copied) if ddp else copied
-        engine = engines.setdefault(id(copied), Engine(whole, loss, micro_batch=micro_batch))
+        full = DistributedDataParallel(copied) if ddp else copied
+        engine = engines.setdefault(id(copied), Engine(full, loss, micro_batch=micro_batch))
         left = max(range(size), key=lambda r: sizes[r])
         now = tuple(n - (N - len(x)) * (r == left) for r, n in enumerate(sizes))
         found = engine.backward(shard(x, now, rank), shard(y, now, rank))
@@ -66,10 +66,10 @@ def of_row(rank: int, size: int, row: str, kind: str, micro_batch: int, ddp: boo
 
 
 @pytest.mark.large
-@pytest.mark.parametrize(("kind", "micro_batch"), [("uneven", 3), ("empty", 22)])
+@pytest.mark.parametrize(("variant", "micro_batch"), [("uneven", 3), ("empty", 22)])
 @pytest.mark.parametrize("row", ROWS)
 def test_batchnorm_is_that_of_all_ranks(
-    pool: tuple[int, Pool], row: str, kind: str, micro_batch: int
+    pool: tuple[int, Pool], row: str, variant: str, micro_batch: int
 ) -> None:
     _, workers = pool
     torch.set_default_dtype(torch.float64)
@@ -81,7 +81,7 @@ def test_batchnorm_is_that_of_all_ranks(
         noise = None
         if loss is not info_nce:
             noise = error_of(by_torch(model, loss, x[order], y[order]), want)
-        found = workers.run(of_row, row, kind, micro_batch, False)
+        found = workers.run(of_row, row, variant, micro_batch, False)
         for got in found:
             assert_exact(got, want, noise)
             assert all(torch.equal(got[name], found[0][name]) for name in got)
@@ -152,7 +152,7 @@ def of_loader(rank: int, size: int, micro_batch: int) -> Any:
 
 
 @pytest.mark.parametrize("micro_batch", [3, 22])
-def test_a_denominator_known_at_the_end_is_one_for_all_ranks(
+def test_a_denominator_computed_at_the_end_is_one_for_all_ranks(
     pool: tuple[int, Pool], micro_batch: int
 ) -> None:
     size, workers = pool

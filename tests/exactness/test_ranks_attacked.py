@@ -34,9 +34,9 @@ def pool() -> Iterator[Pool]:
         yield found
 
 
-def model_of(kind: str = "stream", wide: int = 5) -> nn.Module:
+def model_of(variant: str = "stream", wide: int = 5) -> nn.Module:
     torch.manual_seed(3)
-    norm = nn.BatchNorm1d(wide) if kind == "lanes" else nn.LayerNorm(wide)
+    norm = nn.BatchNorm1d(wide) if variant == "lanes" else nn.LayerNorm(wide)
     return nn.Sequential(nn.Linear(6, wide), norm, nn.Tanh(), nn.Linear(wide, 3)).double()
 
 
@@ -123,7 +123,7 @@ def unlike(rank: int, _size: int, what: str) -> str:
         ("adaptive", 'RankError: all ranks must be given batchnorm="adaptive", or none .*rank 1'),
     ],
 )
-def test_ranks_that_are_not_alike_are_told_before_anything_is_summed(
+def test_ranks_that_are_not_alike_are_reported_before_anything_is_summed(
     pool: Pool, what: str, said: str
 ) -> None:
     for one in pool.run(unlike, what):
@@ -132,22 +132,22 @@ def test_ranks_that_are_not_alike_are_told_before_anything_is_summed(
         assert_exact(got, truth("stream"))
 
 
-def truth(kind: str) -> dict[str, Tensor]:
-    return undivided(model_of(kind), LOSSES[kind], *batch())
+def truth(variant: str) -> dict[str, Tensor]:
+    return undivided(model_of(variant), LOSSES[variant], *batch())
 
 
-def engine_of(kind: str, model: nn.Module) -> Engine:
-    return Engine(model, LOSSES[kind], micro_batch=3)
+def engine_of(variant: str, model: nn.Module) -> Engine:
+    return Engine(model, LOSSES[variant], micro_batch=3)
 
 
-def well(rank: int, _size: int, kind: str) -> dict[str, Tensor]:
-    return state_after(model_of(kind), lambda m: engine_of(kind, m).backward(*rows(rank)))
+def well(rank: int, _size: int, variant: str) -> dict[str, Tensor]:
+    return state_after(model_of(variant), lambda m: engine_of(variant, m).backward(*rows(rank)))
 
 
-def starved(rank: int, _size: int, kind: str) -> Any:
+def starved(rank: int, _size: int, variant: str) -> Any:
     """Let memory run out on the last rank even for a single sample; then make a step."""
-    model, (x, y) = model_of(kind), rows(rank)
-    engine, before = engine_of(kind, model), snapshot(model)
+    model, (x, y) = model_of(variant), rows(rank)
+    engine, before = engine_of(variant, model), snapshot(model)
 
     def fails(*_: Any) -> None:
         raise RuntimeError("can't allocate memory: 64 bytes")
@@ -161,18 +161,20 @@ def starved(rank: int, _size: int, kind: str) -> Any:
     return str(caught.value), state_of(model, engine.backward(x, y))
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_memory_that_ran_out_elsewhere_is_not_taken_for_ones_own(pool: Pool, kind: str) -> None:
-    for rank, (said, got) in enumerate(pool.run(starved, kind)):
+@pytest.mark.parametrize("variant", LOSSES)
+def test_memory_that_ran_out_elsewhere_is_not_mistaken_for_ones_own(
+    pool: Pool, variant: str
+) -> None:
+    for rank, (said, got) in enumerate(pool.run(starved, variant)):
         assert said.startswith("can't" if rank else "all ranks must make a step, and 1 of 2 failed")
-        assert_exact(got, truth(kind))
+        assert_exact(got, truth(variant))
 
 
-def interrupted(rank: int, _size: int, kind: str, at: int) -> Any:
+def interrupted(rank: int, _size: int, variant: str, at: int) -> Any:
     """Send Ctrl-C to rank 0 as it waits for the others for the n-th time; then make a step."""
-    fresh, (x, y) = model_of(kind), rows(rank)
-    model = model_of(kind)
-    engine = engine_of(kind, model)
+    fresh, (x, y) = model_of(variant), rows(rank)
+    model = model_of(variant)
+    engine = engine_of(variant, model)
     for _ in range(2):
         engine.backward(x, y)
     model.load_state_dict(fresh.state_dict())
@@ -201,11 +203,11 @@ def interrupted(rank: int, _size: int, kind: str, at: int) -> Any:
     return ended, state_of(model, engine.backward(x, y))
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-def test_an_interrupt_while_a_rank_waits_leaves_all_able_to_go_on(pool: Pool, kind: str) -> None:
-    ends, want = [], truth(kind)
+@pytest.mark.parametrize("variant", LOSSES)
+def test_an_interrupt_while_a_rank_waits_leaves_all_able_to_go_on(pool: Pool, variant: str) -> None:
+    ends, want = [], truth(variant)
     for at in range(1, 12):
-        (one, mine), (other, its) = pool.run(interrupted, kind, at)
+        (one, mine), (other, its) = pool.run(interrupted, variant, at)
         ends.append((one, other))
         assert_exact(mine, want)
         assert_exact(its, want)
@@ -233,7 +235,7 @@ def phases(rank: int, _size: int) -> dict[str, Tensor]:
     return state_after(Phases(), lambda m: Engine(m, loss, micro_batch=3).backward(rows(rank)[0]))
 
 
-def test_complex_rows_that_are_gathered_over_ranks_get_their_whole_gradient(pool: Pool) -> None:
+def test_complex_rows_that_are_gathered_over_ranks_get_their_full_gradient(pool: Pool) -> None:
     want = undivided(Phases(), lambda out: out.square().mean(), batch()[0], None)
     for got in pool.run(phases):
         assert_exact(got, want)
@@ -257,7 +259,7 @@ def test_what_cannot_be_sent_fails_before_the_others_wait_for_it(pool: Pool) -> 
         assert_exact(got, truth("coupled"))
 
 
-def apart(rank: int, _size: int) -> bool:
+def separate_groups(rank: int, _size: int) -> bool:
     one, other = (group_of(dist.new_group([0, 1])) for _ in range(2))
     one.begin()
     other.begin()
@@ -265,11 +267,11 @@ def apart(rank: int, _size: int) -> bool:
     if rank == 0:
         one.abandon()
     dist.barrier()
-    return one._told() and not other._told()
+    return one._reported() and not other._reported()
 
 
 def test_a_group_that_is_broken_breaks_no_other(pool: Pool) -> None:
-    assert pool.run(apart) == [True, True]
+    assert pool.run(separate_groups) == [True, True]
 
 
 def twice(rank: int, _size: int) -> str:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Engine, Plan
 from anybatch.core.memory import Memory
-from anybatch.core.plan import Away
+from anybatch.core.plan import OffloadPlan
 from anybatch.errors import AnybatchError, BudgetError, NotYetError
 from anybatch.memory.spill import Spill
 from anybatch.offload import execute
@@ -27,9 +27,9 @@ SHARDS = {2: (5, 2), 4: (3, 0, 1, 2)}
 Batch = tuple[Tensor, Tensor]
 HOW = {
     ("stream", "mse"): "streaming",
-    ("stream", "nce"): "gathering",
-    ("lanes", "mse"): "lanes",
-    ("lanes", "nce"): "lanes",
+    ("stream", "nce"): "two-pass",
+    ("lanes", "mse"): "lockstep",
+    ("lanes", "nce"): "lockstep",
 }
 
 
@@ -39,11 +39,11 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Pool]]:
         yield request.param, found
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(variant: str) -> nn.Module:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(1, 6, 3, padding=1)]
     for _ in range(3):
-        norm = nn.BatchNorm2d(6) if kind == "lanes" else nn.GroupNorm(2, 6)
+        norm = nn.BatchNorm2d(6) if variant == "lanes" else nn.GroupNorm(2, 6)
         layers += [nn.Tanh(), nn.Conv2d(6, 6, 3, padding=1), norm]
     return nn.Sequential(*layers, nn.Conv2d(6, 3, 3, padding=1)).double()
 
@@ -82,71 +82,71 @@ def needed(model: nn.Module, loss: Any, batch: Batch, *, offload: str) -> int:
     return int(every)
 
 
-def trained(rank: int, size: int, kind: str, loss: str, share: float) -> Any:
+def trained(rank: int, size: int, variant: str, loss: str, share: float) -> Any:
     """Return what two steps leave, and what each has held, foreseen and moved."""
     execute.SMALL = 64
-    model, batch = model_of(kind), rows(rank, SHARDS[size])
+    model, batch = model_of(variant), rows(rank, SHARDS[size])
     low = needed(model, LOSSES[loss], batch, offload="auto")
     high = needed(model, LOSSES[loss], batch, offload="off")
     memory = low + int(share * (high - low))
     engine = Engine(model, LOSSES[loss], memory=memory)
     assert engine._planner is not None
     engine._planner.timed = False
-    model.load_state_dict(model_of(kind).state_dict())
-    told = []
+    model.load_state_dict(model_of(variant).state_dict())
+    messages = []
     for _ in range(2):
         model.zero_grad()
         value = engine.backward(*batch)
         assert engine.last is not None
         last = engine.last
         gone = last.moved_bytes + last.remade_bytes
-        told.append((last.peak_bytes, last.predicted_bytes, memory, gone))
-    return state_of(model, value), told, low, high, engine.plan and engine.plan.mechanism
+        messages.append((last.peak_bytes, last.predicted_bytes, memory, gone))
+    return state_of(model, value), messages, low, high, engine.plan and engine.plan.mechanism
 
 
 @pytest.mark.large(few=4)
 @pytest.mark.parametrize(
-    ("kind", "loss", "share"),
+    ("variant", "loss", "share"),
     [
-        *((kind, loss, 0.0) for kind, loss in HOW),
+        *((variant, loss, 0.0) for variant, loss in HOW),
         ("stream", "mse", 0.6),
         *(("lanes", loss, 0.6) for loss in ("mse", "nce")),
     ],
 )
 def test_two_steps_within_what_no_rank_could_keep_are_those_of_the_whole_batch(
-    pool: tuple[int, Pool], kind: str, loss: str, share: float
+    pool: tuple[int, Pool], variant: str, loss: str, share: float
 ) -> None:
     size, workers = pool
     every = [rows(rank, SHARDS[size]) for rank in range(size)]
     x, y = (torch.cat(t) for t in zip(*every, strict=True))
-    model = model_of(kind)
+    model = model_of(variant)
     model(x)  # the first step moves statistics, no weights
     want = undivided(model, LOSSES[loss], x, y)
     moved = 0
-    for rank, (state, told, low, high, mechanism) in enumerate(
-        workers.run(trained, kind, loss, share)
+    for rank, (state, messages, low, high, mechanism) in enumerate(
+        workers.run(trained, variant, loss, share)
     ):
         assert low < 0.9 * high
         assert_exact(state, want)
         if not SHARDS[size][rank]:
             continue
-        for peak, predicted, memory, count in told:
+        for peak, predicted, memory, count in messages:
             assert predicted <= memory
             assert peak is None or peak <= predicted
             moved += count
-        assert mechanism in (HOW[kind, loss], "undivided")  # all of a rank's in one micro-batch
+        assert mechanism in (HOW[variant, loss], "undivided")  # all of a rank's in one micro-batch
     assert moved > 0
 
 
-def asked(rank: int, size: int) -> list[int]:
-    """Return the bytes moved where it was asked for, by name and by a plan."""
+def moved_on_request(rank: int, size: int) -> list[int]:
+    """Return the bytes moved where it was requested, by name and by a plan."""
     execute.SMALL = 64
     model, batch = model_of("stream"), rows(rank, (2,) * size)
     asks = Engine(model, F.mse_loss, memory="1GiB", micro_batch=1)
     assert asks._planner is not None
     asks._planner.spill = Spill("file")
     memory = Memory(1 << 30, "by hand", 1 << 30, (), 1, 1, "nobody")
-    leaves = Away("file", None, (0, 0), 0, 0, 1)
+    leaves = OffloadPlan("file", None, (0, 0), 0, 0, 1)
     made = Plan(1, "streaming", "in place", "", True, (), memory, offload=leaves)
     found = []
     for engine in (asks, asks, Engine(model, F.mse_loss, plan=made)):
@@ -157,19 +157,19 @@ def asked(rank: int, size: int) -> list[int]:
     return found[1:]
 
 
-def test_it_may_be_asked_for_and_a_plan_is_obeyed(pool: tuple[int, Pool]) -> None:
+def test_it_may_be_requested_and_a_plan_is_obeyed(pool: tuple[int, Pool]) -> None:
     _, workers = pool
-    for asks, obeys in workers.run(asked):
+    for asks, obeys in workers.run(moved_on_request):
         assert asks == 0  # after the step that was recorded: a gibibyte is enough
         assert obeys > 0
 
 
 def spread(rank: int, size: int) -> list[str]:
-    """Return what is said where parameters are spread: as asked for, and by a plan."""
+    """Return what is said where parameters are spread: as requested, and by a plan."""
     model, batch = model_of("stream"), rows(rank, (2,) * size)
     fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
     memory = Memory(1 << 30, "by hand", 1 << 30, (), 1, 1, "nobody")
-    leaves = Away("file", None, (1 << 20, 1 << 20), 0, 0, 1)
+    leaves = OffloadPlan("file", None, (1 << 20, 1 << 20), 0, 0, 1)
     made = Plan(1, "streaming", "in place", "", True, (), memory, offload=leaves)
     asks, said = Engine(model, F.mse_loss, memory="1GiB"), []
     assert asks._planner is not None
@@ -207,7 +207,7 @@ def paged(rank: int, size: int) -> list[str]:
     return said
 
 
-def test_parameters_do_not_leave_over_ranks_yet(pool: tuple[int, Pool]) -> None:
+def test_parameters_are_not_offloaded_over_ranks_yet(pool: tuple[int, Pool]) -> None:
     _, workers = pool
     for said in workers.run(paged):
         assert len(said) == 3

@@ -54,7 +54,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(22, 6).double(), torch.randint(3, (22,))
 
 
-def alone(loss: str) -> list[dict[str, Tensor]]:
+def single_process(loss: str) -> list[dict[str, Tensor]]:
     """What torch leaves after each step."""
     model, found = made(), []
     for number in range(len(SIZES)):
@@ -88,7 +88,7 @@ def pool() -> Iterator[Pool]:
 @pytest.mark.parametrize("micro_batch", [1, 5, 22])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_rank_without_samples_moves_them_too(pool: Pool, loss: str, micro_batch: int) -> None:
-    want = alone(loss)
+    want = single_process(loss)
     for got in pool.run(on_rank, loss, micro_batch):
         for here, there in zip(got, want, strict=True):
             assert_exact(here, there)

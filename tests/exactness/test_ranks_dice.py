@@ -36,7 +36,7 @@ from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
 from anybatch.core.meeting import looks_here
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.errors import BudgetError, LockstepError
 from anybatch.planner.forecast import DRAW
 
@@ -50,15 +50,15 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Pool]]:
         yield request.param, found
 
 
-def problem(kind: str, row: str) -> tuple[nn.Module, Tensor, Tensor]:
+def problem(variant: str, row: str) -> tuple[nn.Module, Tensor, Tensor]:
     """The same in every process."""
     torch.manual_seed(0)
     make, inputs = NOISE[row]
-    return MODELS[kind](make()), inputs(), torch.randint(3, (N,))
+    return MODELS[variant](make()), inputs(), torch.randint(3, (N,))
 
 
-def other_dice(rank: int) -> None:
-    """Throw rank 0's dice nowhere, and those of the others somewhere else."""
+def other_rng(rank: int) -> None:
+    """Leave rank 0's RNG states as they are, and move those of the others."""
     if rank:
         torch.manual_seed(rank)
         random.seed(rank)
@@ -82,11 +82,11 @@ class Short:
 
 
 def of_row(
-    rank: int, size: int, kind: str, loss: str, row: str, form: str, micro: int, short: bool
+    rank: int, size: int, variant: str, loss: str, row: str, form: str, micro: int, short: bool
 ) -> Any:
     """Train a row of the table for two steps, the second without the first three samples."""
     torch.set_default_dtype(torch.float64)
-    model, x, y = problem(kind, row)
+    model, x, y = problem(variant, row)
     sizes = SHARDS[size][form]
     left = max(range(size), key=lambda r: sizes[r])
     engines: dict[int, Engine] = {}
@@ -96,7 +96,7 @@ def of_row(
         made = Engine(copied, LOSSES[loss], micro_batch=micro, rng="batch")
         engine = engines.setdefault(id(copied), made)
         now = tuple(n - (N - len(x)) * (r == left) for r, n in enumerate(sizes))
-        other_dice(rank)
+        other_rng(rank)
         hook = in_backward(copied.get_submodule("head"), Short(short and rank == left))
         found = engine.backward(shard(x, now, rank), shard(y, now, rank))
         hook.remove()
@@ -117,16 +117,16 @@ WAYS = [
 
 
 def assert_is_of_all(
-    workers: Pool, row: str, kind: str, loss: str, form: str, micro: int, *, short: bool = False
+    workers: Pool, row: str, variant: str, loss: str, form: str, micro: int, *, short: bool = False
 ) -> None:
     """Compare each rank with one process that has the whole batch."""
     torch.set_default_dtype(torch.float64)
     try:
-        model, x, y = problem(kind, row)
+        model, x, y = problem(variant, row)
         want = by_torch(model, LOSSES[loss], x, y)
     finally:
         torch.set_default_dtype(torch.float32)
-    found = workers.run(of_row, kind, loss, row, form, micro, short)
+    found = workers.run(of_row, variant, loss, row, form, micro, short)
     for got in found:
         assert_same(got, want)
         assert all(torch.equal(got[0][name], found[0][0][name]) for name in got[0])
@@ -151,11 +151,11 @@ def test_whatever_is_drawn(pool: tuple[int, Pool], counted: Callable[[int], int]
 def test_memory_that_runs_out_on_one_rank_changes_no_draw(
     pool: tuple[int, Pool], way: tuple[str, str, str, int]
 ) -> None:
-    kind, loss, _, _ = way
-    assert_is_of_all(pool[1], "checkpoint", kind, loss, "uneven", 3, short=True)
+    variant, loss, _, _ = way
+    assert_is_of_all(pool[1], "checkpoint", variant, loss, "uneven", 3, short=True)
 
 
-def test_all_engines_must_be_told_the_same(pool: tuple[int, Pool]) -> None:
+def test_all_engines_must_have_the_same_settings(pool: tuple[int, Pool]) -> None:
     for said in pool[1].run(unlike):
         assert (
             "rank 0 is at the beginning of a step; rank 1 is at the beginning of a step with"
@@ -195,34 +195,34 @@ def _fail(_: Tensor) -> None:
     raise ValueError("a fault")
 
 
-def failing(rank: int, size: int, kind: str, what: str) -> Any:
+def failing(rank: int, size: int, variant: str, what: str) -> Any:
     """Take a step that fails; return what was said, and whether the dice are as they were."""
     torch.manual_seed(0)
-    model, x, y = MODELS[kind](Odd(what, rank)), torch.randn(8, 8), torch.randint(3, (8,))
-    other_dice(rank)
-    before = Dice.now()
+    model, x, y = MODELS[variant](Odd(what, rank)), torch.randn(8, 8), torch.randint(3, (8,))
+    other_rng(rank)
+    before = RNGState.now()
     sizes = (5, 3, 0, 0)[:size]
     engine = Engine(model, F.cross_entropy, micro_batch=2, rng="batch")
     try:
         engine.backward(shard(x, sizes, rank), shard(y, sizes, rank))
     except Exception as error:
         grads = [p.grad for p in model.parameters()]
-        return str(error), Dice.now().same_as(before) and grads == [None] * len(grads)
+        return str(error), RNGState.now().same_as(before) and grads == [None] * len(grads)
     return "", False
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_every_rank_has_its_own_dice_back_after_a_step_that_failed(
-    pool: tuple[int, Pool], kind: str
+@pytest.mark.parametrize("variant", MODELS)
+def test_every_rank_has_its_own_rng_state_back_after_a_step_that_failed(
+    pool: tuple[int, Pool], variant: str
 ) -> None:
-    for rank, (said, same) in enumerate(pool[1].run(failing, kind, "fails")):
+    for rank, (said, same) in enumerate(pool[1].run(failing, variant, "fails")):
         assert same
         assert said == "a fault" if rank == 1 else "rank 1: ValueError: a fault" in said
 
 
-@pytest.mark.parametrize("kind", MODELS)
-def test_ranks_that_draw_otherwise_are_refused(pool: tuple[int, Pool], kind: str) -> None:
-    for said, same in pool[1].run(failing, kind, "draws more"):
+@pytest.mark.parametrize("variant", MODELS)
+def test_ranks_that_draw_otherwise_are_refused(pool: tuple[int, Pool], variant: str) -> None:
+    for said, same in pool[1].run(failing, variant, "draws more"):
         assert same
         assert "every rank must draw as often as the others, and rank 1 and rank 0 have" in said
 
@@ -235,37 +235,37 @@ class Jittered(nn.Module):
         return F.cross_entropy(out + 0.3 * torch.randn(out.shape), y)
 
 
-def in_turn(rank: int, size: int, kind: str, lazy: bool, shards: list[Any]) -> Any:
+def several_steps(rank: int, size: int, variant: str, lazy: bool, shards: list[Any]) -> Any:
     """Evaluate, and take steps, with other shards each time; `size` 1 is torch alone."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
-    model, loss = MODELS[kind](nn.Dropout(0.4)), Jittered()
+    model, loss = MODELS[variant](nn.Dropout(0.4)), Jittered()
     x, y = torch.randn(N, 8), torch.randint(3, (N,))
     engine = Engine(model, loss, micro_batch=4, rng="batch")
     found = []
     for sizes in shards:
         seeded()
-        other_dice(rank)
+        other_rng(rank)
         own: Any = shard(x, sizes, rank), shard(y, sizes, rank)
         if lazy and size == 1:
             torch.randint(2**31, ())  # what seeds the loading
         elif lazy:
             own = (LazyBatch(TensorDataset(*own)),)
         with torch.no_grad():
-            known = loss(model(x), y) if size == 1 else engine.evaluate(*own)
+            evaluated = loss(model(x), y) if size == 1 else engine.evaluate(*own)
         if lazy and size == 1:
             torch.randint(2**31, ())
         value = loss(model(x), y) if size == 1 else engine.backward(*own)
         if size == 1:
             value.backward()
-        found.append(({"known": known} | state_of(model, value), [Dice.now()]))
+        found.append(({"known": evaluated} | state_of(model, value), [RNGState.now()]))
     return found
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("variant", MODELS)
 def test_ranks_learn_what_they_draw_when_they_have_samples(
-    pool: tuple[int, Pool], kind: str, lazy: bool
+    pool: tuple[int, Pool], variant: str, lazy: bool
 ) -> None:
     size, workers = pool
     none = (0,) * (size - 2)
@@ -275,10 +275,10 @@ def test_ranks_learn_what_they_draw_when_they_have_samples(
         shards = [(*none, *each) for each in [(N, 0), (3, N - 3)]]
     torch.manual_seed(0)
     try:
-        want = in_turn(0, 1, kind, lazy, [(N,)] * 2)
+        want = several_steps(0, 1, variant, lazy, [(N,)] * 2)
     finally:
         torch.set_default_dtype(torch.float32)
-    for got in workers.run(in_turn, kind, lazy, shards):
+    for got in workers.run(several_steps, variant, lazy, shards):
         for one, other in zip(got, want, strict=True):
             assert_same(one, other)
 
@@ -303,12 +303,12 @@ def budgeted(rank: int, size: int) -> Any:
     assert engine.plan is not None
     assert engine.plan.memory is not None
     owners = dict(engine.plan.memory.owners)
-    whole = 4 * 64 * (400 + 4 * (size - 1))
+    full = 4 * 64 * (400 + 4 * (size - 1))
     try:
-        Engine(model, F.cross_entropy, memory=whole, rng="batch").backward(x, y)
+        Engine(model, F.cross_entropy, memory=full, rng="batch").backward(x, y)
     except BudgetError as error:
-        return engine.last, owners[DRAW] >= whole, str(error)
-    return engine.last, owners[DRAW] >= whole, ""
+        return engine.last, owners[DRAW] >= full, str(error)
+    return engine.last, owners[DRAW] >= full, ""
 
 
 def test_a_plan_counts_the_draw_of_all_ranks(pool: tuple[int, Pool]) -> None:

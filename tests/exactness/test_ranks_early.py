@@ -44,14 +44,14 @@ class Net(nn.Module):
     """Three layers, the middle one called as often as asked; a table whose gradient is sparse.
 
     Args:
-        kind: "twice" calls the middle layer in two checkpointed parts, each with a backward of its
-            own; "missing" leaves it out on the first rank; "sparse" adds the table; "views" adds
-            two weights as views, which get one gradient.
+        variant: "twice" calls the middle layer in two checkpointed parts, each with a backward of
+            its own; "missing" leaves it out on the first rank; "sparse" adds the table; "views"
+            adds two weights as views, which get one gradient.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, variant: str) -> None:
         super().__init__()
-        self.kind = kind
+        self.variant = variant
         self.first, self.middle, self.last = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 3)
         self.table = nn.Embedding(4, 5, sparse=True)
         self.other = nn.Parameter(torch.randn(4, 9))
@@ -59,32 +59,32 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 5] -> [n, 3]."""
-        if self.kind == "sparse":
+        if self.variant == "sparse":
             x = x + self.table((x[:, 0] > 0).long())
-        if self.kind.startswith("views"):
+        if self.variant.startswith("views"):
             both = self.middle.weight.view(-1) + self.other.view(-1)
             return self.last(self.first(x).tanh() @ both.tanh().view(6, 6))
         h = self.first(x).tanh()
-        if self.kind == "missing":
+        if self.variant == "missing":
             skips = x[:, :1] > 0
             if bool(skips.all()):
                 return self.last(h)
             return self.last(torch.where(skips, h, self.middle(h)))
-        if self.kind == "twice":
+        if self.variant == "twice":
             for _ in range(2):
                 h = checkpoint(self.middle, h, use_reentrant=True)
             return self.last(h)
         return self.last(self.middle(h).tanh())
 
 
-def make(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+def make(variant: str) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(4)
     x, y = torch.randn(N, 5).double(), torch.randint(3, (N,))
-    if kind == "missing":
+    if variant == "missing":
         x[:, 0] = torch.where(torch.arange(N) < 5, 1.0, -1.0)
-    if kind == "half":
-        return Net(kind).bfloat16(), x.bfloat16(), y
-    return Net(kind).double(), x, y
+    if variant == "half":
+        return Net(variant).bfloat16(), x.bfloat16(), y
+    return Net(variant).double(), x, y
 
 
 def sliced(rank: int, tensor: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Early:
         real, counts = self._send, self.counts
 
         def send(self: pieces.Pieces, totals: Any) -> None:
-            counts.append(len(self.given))
+            counts.append(len(self.contributed))
             real(self, totals)
 
         pieces.Pieces.send = send  # type: ignore[method-assign]
@@ -113,25 +113,25 @@ class Early:
         pieces.Pieces.send = self._send  # type: ignore[method-assign]
 
 
-def loss_of(kind: str) -> Any:
-    if kind == "coupled":
+def loss_of(variant: str) -> Any:
+    if variant == "coupled":
         return lambda out, y: (out.T @ F.one_hot(y, 3).double()).square().mean()
     return lambda out, y: F.cross_entropy(out, y, ignore_index=1)
 
 
-def three_steps(rank: int, _size: int, kind: str, overlap: bool) -> Any:
+def three_steps(rank: int, _size: int, variant: str, overlap: bool) -> Any:
     """Return the gradients of a third step, and how many places were early in each."""
-    model, x, y = make(kind)
+    model, x, y = make(variant)
     x, y = sliced(rank, x), sliced(rank, y)
     gradients.OVERLAP = overlap
 
     def run(copied: nn.Module) -> Tensor:
-        batch: Any = (LazyBatch(TensorDataset(x, y)),) if kind == "late" and len(x) else (x, y)
-        micro_batch = N if kind == "views at once" else MICRO
-        engine = Engine(copied, loss_of(kind), micro_batch=micro_batch)
+        batch: Any = (LazyBatch(TensorDataset(x, y)),) if variant == "late" and len(x) else (x, y)
+        micro_batch = N if variant == "views at once" else MICRO
+        engine = Engine(copied, loss_of(variant), micro_batch=micro_batch)
         for _ in range(2):
             engine.backward(*batch)
-            if kind != "added":
+            if variant != "added":
                 copied.zero_grad()
         return engine.backward(*batch)
 
@@ -143,12 +143,12 @@ def three_steps(rank: int, _size: int, kind: str, overlap: bool) -> Any:
     return {name: t.to_dense() for name, t in state.items()}, early.counts
 
 
-def truth(kind: str) -> dict[str, Tensor]:
-    model, x, y = make(kind)
+def truth(variant: str) -> dict[str, Tensor]:
+    model, x, y = make(variant)
 
     def run(copied: nn.Module) -> Tensor:
-        for _ in range(3 if kind == "added" else 1):
-            loss: Tensor = loss_of(kind)(copied(x), y)
+        for _ in range(3 if variant == "added" else 1):
+            loss: Tensor = loss_of(variant)(copied(x), y)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss
 
@@ -156,7 +156,7 @@ def truth(kind: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "early"),
+    ("variant", "early"),
     [
         ("plain", [0, 6, 0, 6, 0]),  # what was not on its way comes after the rest
         ("added", [0, 6, 0, 6, 0]),
@@ -171,13 +171,15 @@ def truth(kind: str) -> dict[str, Tensor]:
     ],
 )
 def test_gradients_sent_early_are_those_sent_late_bit_for_bit(
-    workers: Pool, kind: str, early: list[int]
+    workers: Pool, variant: str, early: list[int]
 ) -> None:
-    on, off = workers.run(three_steps, kind, True), workers.run(three_steps, kind, False)
-    want = truth(kind)
+    on, off = workers.run(three_steps, variant, True), workers.run(three_steps, variant, False)
+    want = truth(variant)
     for rank, ((got, counts), (other, never)) in enumerate(zip(on, off, strict=True)):
         assert got.keys() == want.keys()
-        if kind != "half":  # of which tests/exactness/test_ranks_gradients.py says how exact it is
+        if (
+            variant != "half"
+        ):  # of which tests/exactness/test_ranks_gradients.py says how exact it is
             assert_exact(got, want)
         for name in got:
             assert torch.equal(got[name], other[name])
@@ -185,7 +187,7 @@ def test_gradients_sent_early_are_those_sent_late_bit_for_bit(
         assert never == [0, 0, 0]
         if not SHARDS[rank]:
             assert counts == [0] * len(early)
-        elif kind == "missing" and rank:
+        elif variant == "missing" and rank:
             assert counts == [0, 6, 0, 6, 0]
         else:
             assert counts == early
@@ -218,17 +220,17 @@ PLACES = {"before": 1, "during": 3}
 """Of three micro-batches: the backward of the first, and of the last, when pieces are under way."""
 
 
-def failing(rank: int, _size: int, place: str, error: str, apart: bool) -> Any:
+def failing(rank: int, _size: int, place: str, error: str, in_accumulator: bool) -> Any:
     """Fail on the last rank in the second of three steps; make that again, where it has ended."""
     model, x, y = make("plain")
     x, y = sliced(rank, x), sliced(rank, y)
-    memory = "1GiB" if apart else None
+    memory = "1GiB" if in_accumulator else None
     engine = Engine(model, loss_of("plain"), micro_batch=MICRO, memory=memory)
     hook = Fails(ERRORS.get(error, ValueError()))
     handles = [in_backward(model.first, hook)] if rank == SIZE - 1 else []
     engine.backward(x, y)
     model.zero_grad()
-    if apart and len(x):
+    if in_accumulator and len(x):
         assert engine.plan is not None
         assert engine.plan.memory is not None
         largest = 8 * max(p.numel() for p in model.parameters())
@@ -265,13 +267,13 @@ def test_a_fault_while_gradients_are_under_way_is_one_on_all_ranks(
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("in_accumulator", [False, True])
 def test_memory_that_runs_out_while_gradients_are_under_way_costs_a_smaller_step(
-    workers: Pool, place: str, apart: bool
+    workers: Pool, place: str, in_accumulator: bool
 ) -> None:
     names = [name for name, _ in make("plain")[0].named_parameters()]
     want = {name: t for name, t in truth("plain").items() if name.endswith(".grad")}
-    found = workers.run(failing, place, "memory", apart)
+    found = workers.run(failing, place, "memory", in_accumulator)
     for said, _, _, got in found:
         there = {f"{name}.grad": t for name, t in zip(names, got, strict=True) if t is not None}
         assert said == ""
@@ -289,10 +291,10 @@ class Switching(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 5] -> [n, 3]."""
-        if self.kind == "table":
+        if self.variant == "table":
             x = x + self.table((x[:, 0] > 0).long())
         h = self.first(x).tanh()
-        return self.last(h if self.kind == "one" else self.middle(h).tanh())
+        return self.last(h if self.variant == "one" else self.middle(h).tanh())
 
 
 def switched(
@@ -303,15 +305,15 @@ def switched(
     model, y = Switching("both").double(), torch.randint(3, (N,))
     step, found = run(model), []
     for at, uses in enumerate(uses_of):
-        model.kind, x = uses, torch.randn(N, 5).double()
+        model.variant, x = uses, torch.randn(N, 5).double()
         if at % 2 == 0:
             model.zero_grad()
         loss = step(shard(x), shard(y))
-        found.append({n: whole(g) for n, g in state_of(model, loss).items()})
+        found.append({n: full_tensor(g) for n, g in state_of(model, loss).items()})
     return found
 
 
-def whole(tensor: Any) -> Tensor:
+def full_tensor(tensor: Any) -> Tensor:
     """Return a tensor dense, and gathered where it is spread."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.to_dense()
@@ -368,7 +370,7 @@ def counting(rank: int, _size: int) -> list[list[str]]:
     return steps
 
 
-def test_a_step_like_an_earlier_one_takes_three_collectives_beside_the_sums(workers: Pool) -> None:
+def test_a_step_like_an_earlier_one_takes_three_collectives_besides_the_sums(workers: Pool) -> None:
     begin, denominators, end = ["all_gather"] * 3
     buffers = ["all_gather", ""]  # a broadcast to the rank that has no samples
     for steps in workers.run(counting):

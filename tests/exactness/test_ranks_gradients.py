@@ -68,17 +68,17 @@ class Waves(nn.Module):
         return (x.to(torch.complex128) @ self.weight).abs()
 
 
-def make(kind: str) -> tuple[nn.Module, Tensor, Tensor]:
+def make(variant: str) -> tuple[nn.Module, Tensor, Tensor]:
     torch.manual_seed(4)
     x, y = torch.randn(N, 5).double(), torch.randint(3, (N,))
-    if kind == "sparse":
+    if variant == "sparse":
         return Words().double(), torch.randint(9, (N,)), y
-    if kind == "missing":
+    if variant == "missing":
         x[:5, 0], x[5:, 0] = 1.0, -1.0
         return Branches().double(), x, y
-    if kind == "complex":
+    if variant == "complex":
         return Waves(), x, y
-    wide = SMALL // 5 + 1 if kind == "large" else 7
+    wide = SMALL // 5 + 1 if variant == "large" else 7
     return nn.Sequential(nn.Linear(5, wide), nn.Tanh(), nn.Linear(wide, 3)).double(), x, y
 
 
@@ -91,25 +91,25 @@ def sliced(rank: int, size: int, tensor: Tensor) -> Tensor:
     return tensor[begin : begin + SHARDS[size][rank]]
 
 
-def on_rank(rank: int, size: int, kind: str) -> dict[str, Tensor]:
-    model, x, y = make(kind)
+def on_rank(rank: int, size: int, variant: str) -> dict[str, Tensor]:
+    model, x, y = make(variant)
     x, y = sliced(rank, size, x), sliced(rank, size, y)
 
     def run(copied: nn.Module) -> Tensor:
         engine = Engine(copied, ignoring, micro_batch=3)
-        if kind == "late" and len(x):
+        if variant == "late" and len(x):
             return engine.backward(LazyBatch(TensorDataset(x, y)))
         found = engine.backward(x, y)
-        return engine.backward(x, y) if kind == "added" else found
+        return engine.backward(x, y) if variant == "added" else found
 
     return {name: t.to_dense() for name, t in state_after(model, run).items()}
 
 
-def truth(kind: str) -> dict[str, Tensor]:
-    model, x, y = make(kind)
+def truth(variant: str) -> dict[str, Tensor]:
+    model, x, y = make(variant)
 
     def run(copied: nn.Module) -> Tensor:
-        for _ in range(2 if kind == "added" else 1):
+        for _ in range(2 if variant == "added" else 1):
             loss = ignoring(copied(x), y)
             loss.backward()  # type: ignore[no-untyped-call]
         return loss
@@ -117,10 +117,12 @@ def truth(kind: str) -> dict[str, Tensor]:
     return {name: t.to_dense() for name, t in state_after(model, run).items()}
 
 
-@pytest.mark.parametrize("kind", ["large", "sparse", "missing", "complex", "late", "added"])
-def test_gradients_of_every_form_are_those_of_all_ranks(pool: tuple[int, Pool], kind: str) -> None:
+@pytest.mark.parametrize("variant", ["large", "sparse", "missing", "complex", "late", "added"])
+def test_gradients_of_every_form_are_those_of_all_ranks(
+    pool: tuple[int, Pool], variant: str
+) -> None:
     _, workers = pool
-    found, want = workers.run(on_rank, kind), truth(kind)
+    found, want = workers.run(on_rank, variant), truth(variant)
     for got in found:
         assert got.keys() == want.keys()
         assert_exact(got, want)
@@ -145,11 +147,11 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(pool: tuple[int, P
         for got, p in zip(found, model.parameters(), strict=True):
             assert p.grad is not None
             assert got.dtype == torch.bfloat16
-            apart = (got.float() - p.grad.float()).abs()
-            assert bool((apart <= eps * p.grad.float().abs().clamp(min=1e-6)).all())
+            difference = (got.float() - p.grad.float()).abs()
+            assert bool((difference <= eps * p.grad.float().abs().clamp(min=1e-6)).all())
 
 
-def scaled(rank: int, size: int, known: bool) -> Any:
+def scaled(rank: int, size: int, with_optimizer: bool) -> Any:
     """Train with a loss that holds a parameter of its own; only the first rank has samples."""
     torch.manual_seed(4)
     model, scale = nn.Linear(5, 3).double(), nn.Parameter(torch.ones(3).double())
@@ -159,7 +161,7 @@ def scaled(rank: int, size: int, known: bool) -> Any:
     want, scale.grad = scale.grad, None
     model.zero_grad()
     n = 0 if rank else N
-    trained = torch.optim.SGD([*model.parameters(), scale]) if known else None
+    trained = torch.optim.SGD([*model.parameters(), scale]) if with_optimizer else None
     engine = Engine(
         model, lambda out, y: F.cross_entropy(out * scale, y), micro_batch=4, optimizer=trained
     )
@@ -170,7 +172,7 @@ def scaled(rank: int, size: int, known: bool) -> Any:
     return {"": want}, {"": scale.grad}
 
 
-def test_a_rank_without_samples_must_be_told_what_the_loss_holds(pool: tuple[int, Pool]) -> None:
+def test_a_rank_without_samples_must_receive_what_the_loss_holds(pool: tuple[int, Pool]) -> None:
     for said in pool[1].run(scaled, False):
         assert "every rank must know the same parameters, and rank 0 is at the sum of 3" in said
     for want, got in pool[1].run(scaled, True):

@@ -29,16 +29,16 @@ def workers() -> Iterator[Pool]:
         yield found
 
 
-def net(kind: str) -> nn.Module:
+def net(variant: str) -> nn.Module:
     torch.manual_seed(2)
-    norm = nn.BatchNorm1d(6) if kind == "lanes" else nn.Tanh()
+    norm = nn.BatchNorm1d(6) if variant == "lanes" else nn.Tanh()
     return nn.Sequential(nn.Linear(5, 6), norm, nn.Linear(6, 3)).double()
 
 
-def loss_of(kind: str) -> Any:
-    if kind == "coupled":
+def loss_of(variant: str) -> Any:
+    if variant == "coupled":
         return lambda out, y: (out.T @ F.one_hot(y, 3).double()).square().mean()
-    return lambda out, y: F.cross_entropy(out, y, ignore_index=1 if kind == "ignored" else -100)
+    return lambda out, y: F.cross_entropy(out, y, ignore_index=1 if variant == "ignored" else -100)
 
 
 def shards_of(seed: int, steps: int) -> list[tuple[int, ...]]:
@@ -66,13 +66,13 @@ def mine(rank: int, shards: tuple[int, ...], tensor: Tensor) -> Tensor:
     return tensor[begin : begin + shards[rank]]
 
 
-def trained(rank: int, _size: int, kind: str, seed: int, steps: int) -> list[Any]:
+def trained(rank: int, _size: int, variant: str, seed: int, steps: int) -> list[Any]:
     """Return loss, gradients and buffers of each step, and the loss of an evaluation now and then.
 
     Weights stay as they are.
     """
-    model, found = net(kind), []
-    engine = Engine(model, loss_of(kind), micro_batch=MICRO)
+    model, found = net(variant), []
+    engine = Engine(model, loss_of(variant), micro_batch=MICRO)
     for step, shards in enumerate(shards_of(seed, steps)):
         x, y = (mine(rank, shards, t) for t in batch_of(step, shards))
         if step % 17 == 16:
@@ -82,20 +82,20 @@ def trained(rank: int, _size: int, kind: str, seed: int, steps: int) -> list[Any
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_batches_that_change_on_some_ranks_give_the_gradient_of_all_samples(
-    workers: Pool, kind: str, seed: int
+    workers: Pool, variant: str, seed: int
 ) -> None:
     steps = 30
-    every = workers.run(trained, kind, seed, steps)
-    model = net(kind)
+    every = workers.run(trained, variant, seed, steps)
+    model = net(variant)
     for step, shards in enumerate(shards_of(seed, steps)):
         x, y = batch_of(step, shards)
         if step % 17 == 16:
             model(x)
         model.zero_grad()
-        loss = loss_of(kind)(model(x), y)
+        loss = loss_of(variant)(model(x), y)
         loss.backward()
         want = state_of(model, loss)
         for found in every:
@@ -199,7 +199,7 @@ def test_a_failure_in_a_step_that_was_expected_is_one_on_all_ranks(
             assert same(before, after)
 
 
-def test_only_what_has_come_several_times_is_expected() -> None:
+def test_only_what_has_occurred_several_times_is_expected() -> None:
     habit, rows = Habit(), [[1.0, 2.0], [3.0, 4.0]]
     for _ in range(TIMES):
         assert habit.expected(rows[1], 1) is None

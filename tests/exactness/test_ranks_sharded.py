@@ -51,7 +51,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Pool]]:
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def single_process() -> Iterator[None]:
     """Make a process group of this process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -104,9 +104,9 @@ KINDS: dict[str, tuple[str, Any]] = {
 }
 
 
-def net(kind: str) -> Net:
+def net(variant: str) -> Net:
     torch.manual_seed(3)
-    return Net(KINDS[kind][0], again="dice" in kind).double()
+    return Net(KINDS[variant][0], again="dice" in variant).double()
 
 
 def rows() -> tuple[Tensor, Tensor]:
@@ -119,8 +119,8 @@ def shard_of(rank: int, size: int, *tensors: Tensor) -> list[Tensor]:
     return [t[begin : begin + SHARDS[size][rank]] for t in tensors]
 
 
-def mesh_of(kind: str, size: int) -> DeviceMesh:
-    if kind == "copies":
+def mesh_of(variant: str, size: int) -> DeviceMesh:
+    if variant == "copies":
         return init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards"))
     return init_device_mesh("cpu", (size,))
 
@@ -129,12 +129,12 @@ def columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 4 == 0 else None
 
 
-def sharded(kind: str, size: int, **options: Any) -> Net:
+def sharded(variant: str, size: int, **options: Any) -> Net:
     """Shard as people do: blocks first, then what is left."""
-    model, options = net(kind), {"mesh": mesh_of(kind, size), **options}
-    if kind == "columns":
+    model, options = net(variant), {"mesh": mesh_of(variant, size), **options}
+    if variant == "columns":
         options["shard_placement_fn"] = columns
-    if kind != "root":
+    if variant != "root":
         fully_shard(model.block[0], **options)
         fully_shard(model.block, **options)
         fully_shard([model.norm, model.frozen], **options)
@@ -153,22 +153,24 @@ def trained(
     found = {"loss": step(), "evaluated": evaluate()}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            whole = p.grad
+            full = p.grad
             if isinstance(p, DTensor):
-                assert isinstance(whole, DTensor)
-                assert (whole.placements, whole.device_mesh) == (p.placements, p.device_mesh)
-                assert whole.to_local().shape == p.to_local().shape
-                whole = whole.full_tensor()
-            found[f"{name}.grad"] = whole
+                assert isinstance(full, DTensor)
+                assert (full.placements, full.device_mesh) == (p.placements, p.device_mesh)
+                assert full.to_local().shape == p.to_local().shape
+                full = full.full_tensor()
+            found[f"{name}.grad"] = full
     return found | {f"{name} (buffer)": b.clone() for name, b in model.named_buffers()}
 
 
-def on_rank(rank: int, size: int, kind: str, micro_batch: int) -> dict[str, Tensor]:
-    model, loss = sharded(kind, size), KINDS[kind][1]
+def on_rank(rank: int, size: int, variant: str, micro_batch: int) -> dict[str, Tensor]:
+    model, loss = sharded(variant, size), KINDS[variant][1]
     x, y = shard_of(rank, size, *rows())
-    if kind == "root":
+    if variant == "root":
         register_fsdp_forward_method(model, "encode")
-    norms: Any = "adaptive" if kind == "root" else "exact"  # asks for sizes, and has no BatchNorm
+    norms: Any = (
+        "adaptive" if variant == "root" else "exact"
+    )  # asks for sizes, and has no BatchNorm
     engine = Engine(model, loss, micro_batch=micro_batch, batchnorm=norms)
     found = trained(model, lambda: engine.backward(x, y), lambda: engine.evaluate(x, y))
     assert isinstance(model, FSDPModule)
@@ -176,8 +178,8 @@ def on_rank(rank: int, size: int, kind: str, micro_batch: int) -> dict[str, Tens
     return found
 
 
-def truth(kind: str) -> dict[str, Tensor]:
-    model, loss, (x, y) = net(kind), KINDS[kind][1], rows()
+def truth(variant: str) -> dict[str, Tensor]:
+    model, loss, (x, y) = net(variant), KINDS[variant][1], rows()
 
     def step() -> Tensor:
         found: Tensor = loss(model(x), y)
@@ -192,20 +194,20 @@ def truth(kind: str) -> dict[str, Tensor]:
     return trained(model, step, evaluate)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_are_those_of_all_ranks(pool: tuple[int, Pool], kind: str) -> None:
+@pytest.mark.parametrize("variant", KINDS)
+def test_gradients_are_those_of_all_ranks(pool: tuple[int, Pool], variant: str) -> None:
     _, workers = pool
-    want = truth(kind)
-    for got in workers.run(on_rank, kind, 3):
+    want = truth(variant)
+    for got in workers.run(on_rank, variant, 3):
         assert got.keys() == want.keys()
         assert_exact(got, want)
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("kind", ["blocks", "batchnorm dice"])
-def test_one_rank_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize("variant", ["blocks", "batchnorm dice"])
+def test_one_rank_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     monkeypatch.setitem(SHARDS, 1, (N,))
-    assert_exact(on_rank(0, 1, kind, 3), truth(kind))
+    assert_exact(on_rank(0, 1, variant, 3), truth(variant))
 
 
 def state(model: nn.Module) -> dict[str, Any]:
@@ -234,10 +236,10 @@ def fails_at(at: int, error: BaseException) -> Callable[..., None]:
     return hook
 
 
-def failing(rank: int, size: int, kind: str, place: str, learned: bool) -> Any:
+def failing(rank: int, size: int, variant: str, place: str, learned: bool) -> Any:
     """Fail on the last rank; return what was said, and the gradients of the step after it."""
-    model, (x, y) = sharded(kind, size), shard_of(rank, size, *rows())
-    engine = Engine(model, KINDS[kind][1], micro_batch=3)
+    model, (x, y) = sharded(variant, size), shard_of(rank, size, *rows())
+    engine = Engine(model, KINDS[variant][1], micro_batch=3)
     if learned:
         engine.backward(x, y)
     before, error = state(model), ValueError("a fault")
@@ -265,30 +267,30 @@ def failing(rank: int, size: int, kind: str, place: str, learned: bool) -> Any:
         handle.remove()
     model.zero_grad()
     engine.backward(x, y)
-    return said, wrong, whole_gradients(model)
+    return said, wrong, full_gradients(model)
 
 
-def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+def full_gradients(model: nn.Module) -> dict[str, Tensor]:
     every = [(name, p.grad) for name, p in model.named_parameters()]
     return {name: g.full_tensor() for name, g in every if isinstance(g, DTensor)}
 
 
-def well(rank: int, size: int, kind: str) -> dict[str, Tensor]:
-    model, (x, y) = sharded(kind, size), shard_of(rank, size, *rows())
-    Engine(model, KINDS[kind][1], micro_batch=3).backward(x, y)
-    return whole_gradients(model)
+def well(rank: int, size: int, variant: str) -> dict[str, Tensor]:
+    model, (x, y) = sharded(variant, size), shard_of(rank, size, *rows())
+    Engine(model, KINDS[variant][1], micro_batch=3).backward(x, y)
+    return full_gradients(model)
 
 
 @pytest.mark.parametrize(
     ("place", "learned"), [("forward", False), ("backward", True), ("sum", False)]
 )
-@pytest.mark.parametrize("kind", ["dice", "batchnorm"])
+@pytest.mark.parametrize("variant", ["dice", "batchnorm"])
 def test_a_step_happens_on_all_ranks_or_on_none(
-    pool: tuple[int, Pool], kind: str, place: str, learned: bool
+    pool: tuple[int, Pool], variant: str, place: str, learned: bool
 ) -> None:
     size, workers = pool
-    want = workers.run(well, kind)[0]
-    for rank, (said, wrong, got) in enumerate(workers.run(failing, kind, place, learned)):
+    want = workers.run(well, variant)[0]
+    for rank, (said, wrong, got) in enumerate(workers.run(failing, variant, place, learned)):
         fault = "ValueError: a fault"
         assert said == fault if rank == size - 1 else f"rank {size - 1}: {fault}" in said, said
         assert not wrong
@@ -316,23 +318,23 @@ def test_a_rank_that_is_lost_while_parameters_are_gathered_is_named() -> None:
     assert "rank 1 of 2 is gone" in said
 
 
-def short(rank: int, size: int, kind: str) -> Any:
+def short(rank: int, size: int, variant: str) -> Any:
     """Run out of memory once, on the last rank."""
-    model, (x, y) = sharded(kind, size), shard_of(rank, size, *rows())
+    model, (x, y) = sharded(variant, size), shard_of(rank, size, *rows())
     if rank == size - 1:
         model.block.register_forward_hook(fails_at(3, RuntimeError("can't allocate memory")))
-    engine = Engine(model, KINDS[kind][1], micro_batch=3)
+    engine = Engine(model, KINDS[variant][1], micro_batch=3)
     engine.backward(x, y)
-    return engine.last.retries if engine.last else 0, whole_gradients(model)
+    return engine.last.retries if engine.last else 0, full_gradients(model)
 
 
-@pytest.mark.parametrize("kind", ["blocks", "batchnorm"])
+@pytest.mark.parametrize("variant", ["blocks", "batchnorm"])
 def test_memory_that_runs_out_on_one_rank_costs_a_smaller_step(
-    pool: tuple[int, Pool], kind: str
+    pool: tuple[int, Pool], variant: str
 ) -> None:
     size, workers = pool
-    want = workers.run(well, kind)[0]
-    for rank, (retries, got) in enumerate(workers.run(short, kind)):
+    want = workers.run(well, variant)[0]
+    for rank, (retries, got) in enumerate(workers.run(short, variant)):
         assert retries or rank < size - 1
         assert_exact(got, want)
 
@@ -350,35 +352,35 @@ def within(rank: int, size: int) -> Any:
         fully_shard(layer, mesh=mesh_of("", size))
     optimizer = torch.optim.AdamW(model.parameters())
     x, y = torch.randn(90 + rank, 8), torch.randint(WIDE, (90 + rank,))
-    given: Any = {"memory": "220KiB", "micro_batch": 16, "optimizer": optimizer}
-    engine = Engine(model, F.cross_entropy, **given)
+    options: Any = {"memory": "220KiB", "micro_batch": 16, "optimizer": optimizer}
+    engine = Engine(model, F.cross_entropy, **options)
     engine.backward(x, y)
     optimizer.step()
-    plan = anybatch.plan(model, F.cross_entropy, (x, y), **given, timed=False)
+    plan = anybatch.plan(model, F.cross_entropy, (x, y), **options, timed=False)
     assert plan.memory is not None
-    kept = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
+    local_bytes = sum(p.to_local().untyped_storage().nbytes() for p in model.parameters())
+    full = sum(p.numel() * p.element_size() for p in model.parameters())
     assert engine.plan is not None
     assert engine.plan.memory is not None
-    return engine.last, dict(engine.plan.memory.owners), dict(plan.memory.owners), kept, whole
+    return engine.last, dict(engine.plan.memory.owners), dict(plan.memory.owners), local_bytes, full
 
 
-def test_whole_and_spread_parameters_are_within_the_budget(pool: tuple[int, Pool]) -> None:
+def test_full_and_sharded_parameters_are_within_the_budget(pool: tuple[int, Pool]) -> None:
     size, workers = pool
-    for last, owners, again, kept, whole in workers.run(within):
+    for last, owners, again, local_bytes, full in workers.run(within):
         assert last.micro_batches > 1
         assert last.peak_bytes <= last.predicted_bytes <= 220 * 1024
-        assert owners["parameters"] == again["parameters"] == whole
-        assert owners["shards"] == 2 * kept  # the parts, and the gradients of them
-        assert owners["optimizer"] >= 2 * kept
-        assert owners["optimizer"] < 2 * whole * 2 / size + 1024
+        assert owners["parameters"] == again["parameters"] == full
+        assert owners["shards"] == 2 * local_bytes  # the parts, and the gradients of them
+        assert owners["optimizer"] >= 2 * local_bytes
+        assert owners["optimizer"] < 2 * full * 2 / size + 1024
 
 
 INNER = MixedPrecisionPolicy(param_dtype=torch.float32)
 OUTER = MixedPrecisionPolicy(param_dtype=torch.float32, output_dtype=torch.float64)
 
 
-def narrow(rank: int, size: int, order: list[int] | None) -> dict[str, Tensor]:
+def in_low_precision(rank: int, size: int, order: list[int] | None) -> dict[str, Tensor]:
     """Run a step in float32, by FSDP alone where there is an order of the rows."""
     model, (x, y) = net("blocks"), rows()
     fully_shard(model.block, mesh=mesh_of("", size), mp_policy=INNER)
@@ -391,19 +393,19 @@ def narrow(rank: int, size: int, order: list[int] | None) -> dict[str, Tensor]:
         Engine(model, F.cross_entropy, micro_batch=3).backward(x, y)
     else:
         F.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
-    found = whole_gradients(model)
+    found = full_gradients(model)
     assert all(p.dtype == torch.float64 for p in model.parameters())
     assert all(p.grad is None or p.grad.dtype == torch.float64 for p in model.parameters())
     return found
 
 
-def test_a_policy_for_precision_is_kept(pool: tuple[int, Pool]) -> None:
+def test_a_policy_for_precision_is_respected(pool: tuple[int, Pool]) -> None:
     _, workers = pool
     torch.manual_seed(0)
-    want = workers.run(narrow, [*range(20)])[0]
-    noise = error_of(workers.run(narrow, torch.randperm(20).tolist())[0], want)
+    want = workers.run(in_low_precision, [*range(20)])[0]
+    noise = error_of(workers.run(in_low_precision, torch.randperm(20).tolist())[0], want)
     assert max(noise.values()) > torch.finfo(torch.float64).eps * 1000  # it is in float32
-    assert_exact(workers.run(narrow, None)[0], want, noise)
+    assert_exact(workers.run(in_low_precision, None)[0], want, noise)
 
 
 def halved(rank: int, size: int) -> None:
@@ -412,14 +414,14 @@ def halved(rank: int, size: int) -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Flatten(0))
     model[0].weight.data.fill_(1.0)
     fully_shard(model, mesh=mesh_of("", size), mp_policy=policy)
-    seen = []
-    model[1].register_forward_hook(lambda _, __, out: seen.append(out.dtype))
+    observed = []
+    model[1].register_forward_hook(lambda _, __, out: observed.append(out.dtype))
     x = torch.ones(600, 1)  # a sum in bfloat16 stalls at 256
     Engine(model, lambda out: out.sum(), micro_batch=1).backward(x[: 600 - 7 * rank])
-    grad = whole_gradients(model)["0.weight"]
+    grad = full_gradients(model)["0.weight"]
     assert grad.dtype == torch.float32
     assert float(grad) == sum(600 - 7 * r for r in range(size))
-    assert set(seen) == {torch.bfloat16}
+    assert set(observed) == {torch.bfloat16}
 
 
 def test_half_precision_is_summed_in_float32(pool: tuple[int, Pool]) -> None:
@@ -430,21 +432,21 @@ def test_half_precision_is_summed_in_float32(pool: tuple[int, Pool]) -> None:
 def mixed(rank: int, size: int) -> None:
     """Take turns with FSDP's own forward and backward, and keep the order of hooks."""
     model, (x, y) = sharded("blocks", size), rows()
-    heard: list[str] = []
-    model.block.register_forward_pre_hook(lambda *_: heard.append("mine"))
+    traced: list[str] = []
+    model.block.register_forward_pre_hook(lambda *_: traced.append("mine"))
     before = [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()]
     with torch.no_grad():
         model(x)  # leaves the root gathered
     engine = Engine(model, F.cross_entropy, micro_batch=3)
     mine, its = shard_of(rank, size, x, y)
     loss = engine.backward(mine, its)
-    got = whole_gradients(model) | {"loss": loss}
+    got = full_gradients(model) | {"loss": loss}
     assert [[*m._forward_pre_hooks, *m._forward_hooks] for m in model.modules()] == before
-    assert heard
+    assert traced
     model.zero_grad()
     again = F.cross_entropy(model(x), y)  # all ranks with all rows: the mean over them is the same
     again.backward()  # type: ignore[no-untyped-call]
-    assert_exact(got, whole_gradients(model) | {"loss": again.detach()})
+    assert_exact(got, full_gradients(model) | {"loss": again.detach()})
     assert engine.backward(mine, its).isfinite()
 
 

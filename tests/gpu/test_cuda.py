@@ -43,7 +43,7 @@ def test_a_batch_on_the_host_is_streamed_exactly(loss: object, where: str) -> No
     assert_exact(got, want)
 
 
-def test_many_micro_batches_through_two_pinned_buffers_stay_in_order() -> None:
+def test_many_micro_batches_through_two_pinned_buffers_remain_in_order() -> None:
     x = torch.arange(1000 * 257, dtype=torch.float32).view(1000, 257)
     link = StreamLink(torch.device("cuda"), of("cuda"))
     parts = []
@@ -83,13 +83,13 @@ def test_cases_of_the_catalogue(case: Case) -> None:
     assert_exact(got, want, error_of(permuted, want))
 
 
-def test_dropout_draws_and_failures_leave_no_trace_on_the_device() -> None:
+def test_dropout_draws_and_failures_have_no_trace_on_the_device() -> None:
     net = nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double().cuda()
     x, y = batch()
     torch.manual_seed(3)
     engine = Engine(net, coupled, micro_batch=4)
     engine.backward(x, y)
-    before, dice = snapshot(net), torch.cuda.get_rng_state()
+    before, rng_state = snapshot(net), torch.cuda.get_rng_state()
 
     def fail(*_: object) -> None:
         raise ZeroDivisionError
@@ -97,7 +97,7 @@ def test_dropout_draws_and_failures_leave_no_trace_on_the_device() -> None:
     with pytest.raises(ZeroDivisionError):
         engine.backward(x, y, observe=fail)
     assert same(before, snapshot(net))
-    assert torch.equal(dice, torch.cuda.get_rng_state())
+    assert torch.equal(rng_state, torch.cuda.get_rng_state())
 
 
 def test_autocast_with_a_scaler_trains() -> None:

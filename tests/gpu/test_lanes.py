@@ -51,7 +51,7 @@ def test_lanes_are_exact_within_a_budget_that_holds() -> None:
     want = undivided(model, loss, x.cuda(), y.cuda())
     memory = anybatch.plan(model, loss, (x, y), memory="4GiB", timed=False).memory
     assert memory is not None
-    budget = (memory.floor + memory.whole) // 2
+    budget = (memory.floor + memory.undivided) // 2
     engine = Engine(model, loss, memory=budget)
     for _ in range(3):
         model.zero_grad()
@@ -95,11 +95,11 @@ def dropped(rank: int, size: int, n: int) -> Any:
 
 @pytest.mark.parametrize("n", [7, N])
 def test_draws_are_those_of_the_batch_of_all_ranks(n: int) -> None:
-    want, dice = dropped(0, 1, N)
+    want, rng = dropped(0, 1, N)
     with ranks(2) as pool:
         for got, its in pool.run(dropped, n):
             assert_exact(got, want)
-            assert torch.equal(its, dice)
+            assert torch.equal(its, rng)
 
 
 def test_one_rank_on_nccl_is_one_process(tmp_path: Any) -> None:

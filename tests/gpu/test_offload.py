@@ -31,7 +31,7 @@ def test_a_step_is_exact_and_keeps_its_budget() -> None:
     assert low is not None
     memory = low + (32 << 20)
     off = anybatch.offload(memory=memory)
-    for kind in ("recorded", "planned", "planned"):
+    for variant in ("recorded", "planned", "planned"):
         model.zero_grad()
         torch.cuda.reset_peak_memory_stats()
         with off:
@@ -41,7 +41,7 @@ def test_a_step_is_exact_and_keeps_its_budget() -> None:
             assert b is not None
             assert torch.equal(a.grad, b)
         assert off.last is not None
-        assert off.last.kind == kind
+        assert off.last.mode == variant
         assert torch.cuda.max_memory_allocated() <= memory + (16 << 20)  # workspace of kernels
     assert off.last is not None
     assert off.last.out_bytes > 0

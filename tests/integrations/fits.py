@@ -43,7 +43,7 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Seen(pl.Callback):  # type: ignore[misc]
+class FitRecorder(pl.Callback):  # type: ignore[misc]
     """What passes by."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Seen(pl.Callback):  # type: ignore[misc]
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         self.after.append(state_of(module, torch.zeros(())))
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *given: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *arguments: Any) -> None:
         self.outputs.append(outputs)
         self.logged.append({k: v.clone() for k, v in trainer.callback_metrics.items()})
 
@@ -79,10 +79,10 @@ def fit(
     *callbacks: pl.Callback,
     loader: Any = None,
     ckpt_path: Path | None = None,
-    **given: Any,
-) -> Seen:
+    **options: Any,
+) -> FitRecorder:
     """Fit a module, with a ragged last batch, and return what was seen."""
-    seen = Seen()
+    recorder = FitRecorder()
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
@@ -91,29 +91,29 @@ def fit(
         "accelerator": "cpu",
         "max_epochs": 2,
     }
-    trainer = pl.Trainer(callbacks=[*callbacks, seen], **(quiet | given))
+    trainer = pl.Trainer(callbacks=[*callbacks, recorder], **(quiet | options))
     loader = DataLoader(rows(), batch_size=14) if loader is None else loader
     trainer.fit(module, loader, ckpt_path=ckpt_path)
-    return seen
+    return recorder
 
 
-def made(kind: type[pl.LightningModule] = Net) -> pl.LightningModule:
+def made(class_: type[pl.LightningModule] = Net) -> pl.LightningModule:
     torch.manual_seed(0)
-    return kind().double()
+    return class_().double()
 
 
-def assert_whole(seen: Seen, *, least: int = 4) -> None:
+def assert_full_batch(recorder: FitRecorder, *, least: int = 4) -> None:
     """Assert Law 1 for every step that was seen: one call of training_step on all rows."""
-    assert len(seen.after) >= least
+    assert len(recorder.after) >= least
     for i, (module, batch, got) in enumerate(
-        zip(seen.before, seen.batches, seen.after, strict=True)
+        zip(recorder.before, recorder.batches, recorder.after, strict=True)
     ):
         module.zero_grad()
         module.log = lambda *_a, **_k: None
-        given = (batch, i)[: len(signature(module.training_step).parameters)]
-        found = module.training_step(*given)
+        inputs = (batch, i)[: len(signature(module.training_step).parameters)]
+        found = module.training_step(*inputs)
         loss = found["loss"] if isinstance(found, dict) else found
         loss.backward()
         want = state_of(module, loss)
-        shown = seen.outputs[i]["loss"]
+        shown = recorder.outputs[i]["loss"]
         assert_exact(got | {"loss": shown}, want)

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from tests.integrations.fits import Net, fit, made, rows
 from torch.utils.data import DataLoader
 
-from anybatch.integrations.lightning import WholeBatch
+from anybatch.integrations.lightning import FullBatch
 
 
 class Logs(Net):
@@ -26,18 +26,18 @@ class Logs(Net):
 def main(folder: str, micro_batch: str) -> None:
     """Fit on this rank, and write what was seen."""
     torch.set_num_threads(1)
-    seen = fit(
-        *(made(Logs), WholeBatch(micro_batch=int(micro_batch))),
+    observed = fit(
+        *(made(Logs), FullBatch(micro_batch=int(micro_batch))),
         loader=DataLoader(rows(), batch_size=7),
         max_epochs=1,
         strategy=DDPStrategy(process_group_backend="gloo"),
         devices=2,
     )
     found = {
-        "before": [module.state_dict() for module in seen.before],
-        "batches": seen.batches,
-        "after": seen.after,
-        "outputs": seen.outputs,
-        "logged": seen.logged,
+        "before": [module.state_dict() for module in observed.before],
+        "batches": observed.batches,
+        "after": observed.after,
+        "outputs": observed.outputs,
+        "logged": observed.logged,
     }
     torch.save(found, Path(folder) / f"rank{torch.distributed.get_rank()}.pt")

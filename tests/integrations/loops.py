@@ -86,7 +86,7 @@ def made(name: str) -> nn.Module:
 
 
 @dataclass
-class Seen:
+class RunRecord:
     """What passed by on this rank: at every step the model before, all rows, and what came out."""
 
     before: list[dict[str, Tensor]] = field(default_factory=list)
@@ -99,16 +99,16 @@ class Seen:
 
 
 @contextmanager
-def accelerated(*, sharded: bool = False, **given: Any) -> Iterator[Accelerator]:
+def accelerated(*, sharded: bool = False, **options: Any) -> Iterator[Accelerator]:
     """Make an Accelerator as if it were the first one of the process.
 
     Args:
         sharded: FSDP2 by its plugin. It turns that on where there is a GPU alone, though all it
             does works on gloo: so it is told that it has been turned on.
-        given: what it takes.
+        options: what it takes.
     """
     _forget()
-    accelerator = Accelerator(cpu=True, **given)
+    accelerator = Accelerator(cpu=True, **options)
     if sharded:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
         for state in (AcceleratorState, PartialState):
@@ -137,7 +137,7 @@ def train(
     loaders: dict[str, Any] | None = None,
     clip: float | None = None,
     mixed: str = "no",
-) -> Seen:
+) -> RunRecord:
     """Train as accelerate's documentation has it.
 
     Args:
@@ -153,8 +153,8 @@ def train(
         mixed: precision; the model is in float32 then, and else in float64.
     """
     config = DataLoaderConfiguration(**(loaders or {}))
-    given = {"dataloader_config": config, "mixed_precision": mixed}
-    with accelerated(sharded=sharded, **given) as accelerator:
+    options = {"dataloader_config": config, "mixed_precision": mixed}
+    with accelerated(sharded=sharded, **options) as accelerator:
         problem, model = PROBLEMS[name], made(name)
         model = model if mixed == "no" else model.float()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -166,29 +166,29 @@ def train(
             if (start / "plan.json").exists():
                 how = {"plan": Plan.from_json((start / "plan.json").read_text())}
         engine = Engine(model, problem.loss, optimizer=optimizer, **how)
-        seen = Seen()
+        record = RunRecord()
         for epoch in range(0 if start is None else 1, epochs):
             model.train()
             for rows, y in loader:
                 x = rows if mixed == "no" or not rows.is_floating_point() else rows.float()
-                seen.before.append(_whole(accelerator.unwrap_model(model).state_dict()))
-                seen.batches.append(everyones(accelerator, x, y))
+                record.before.append(_full_tensors(accelerator.unwrap_model(model).state_dict()))
+                record.batches.append(everyones(accelerator, x, y))
                 optimizer.zero_grad()
                 loss = engine.backward(x, y)
-                seen.after.append(_whole(state_of(accelerator.unwrap_model(model), loss)))
+                record.after.append(_full_tensors(state_of(accelerator.unwrap_model(model), loss)))
                 if clip is not None:
                     norm = accelerator.clip_grad_norm_(model.parameters(), clip)
-                    seen.norms.append(float(_whole({"norm": norm})["norm"]))
+                    record.norms.append(float(_full_tensors({"norm": norm})["norm"]))
                 optimizer.step()
                 schedule.step()
-                seen.rates.append(schedule.get_last_lr()[0])
+                record.rates.append(schedule.get_last_lr()[0])
             if keep is not None and epoch == 0:
                 accelerator.save_state(str(keep))
                 if engine.plan is not None and engine.plan.memory is not None:
                     (keep / "plan.json").write_text(engine.plan.to_json())
-        seen.plan = engine.plan
-        seen.end = _whole(accelerator.unwrap_model(model).state_dict())
-        return seen
+        record.plan = engine.plan
+        record.end = _full_tensors(accelerator.unwrap_model(model).state_dict())
+        return record
 
 
 def everyones(accelerator: Accelerator, *tensors: Tensor) -> Any:
@@ -200,15 +200,15 @@ def everyones(accelerator: Accelerator, *tensors: Tensor) -> Any:
     return tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
 
-def _whole(state: dict[str, Any]) -> dict[str, Tensor]:
+def _full_tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     spread = {n: x.full_tensor() if hasattr(x, "full_tensor") else x for n, x in state.items()}
     return {name: tensor.detach().clone() for name, tensor in spread.items()}
 
 
-def assert_whole(name: str, seen: Seen, steps: int) -> None:
+def assert_full_batch(name: str, record: RunRecord, steps: int) -> None:
     """Assert Law 1 for every step: torch alone, with the rows of all ranks in one forward."""
-    assert len(seen.after) == steps
-    for before, (x, y), got in zip(seen.before, seen.batches, seen.after, strict=True):
+    assert len(record.after) == steps
+    for before, (x, y), got in zip(record.before, record.batches, record.after, strict=True):
         model = made(name)
         model.load_state_dict(before)
         loss = PROBLEMS[name].loss(model(x), y)
@@ -216,19 +216,21 @@ def assert_whole(name: str, seen: Seen, steps: int) -> None:
         assert_exact(got, state_of(model, loss))
 
 
-def alone(name: str, seen: Seen, *, each: int = 1, clip: float | None = None) -> dict[str, Tensor]:
+def plain_training(
+    name: str, record: RunRecord, *, each: int = 1, clip: float | None = None
+) -> dict[str, Tensor]:
     """Return what torch alone comes to with the batches that were seen, from the same start.
 
     Args:
         name: of the problem.
-        seen: its batches.
+        record: its batches.
         each: steps of the schedule for a step.
         clip: the largest norm.
     """
     model = made(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.95)
-    for (x, y), rate in zip(seen.batches, seen.rates, strict=True):
+    for (x, y), rate in zip(record.batches, record.rates, strict=True):
         optimizer.zero_grad()
         PROBLEMS[name].loss(model(x), y).backward()  # type: ignore[no-untyped-call]
         if clip is not None:
@@ -240,10 +242,12 @@ def alone(name: str, seen: Seen, *, each: int = 1, clip: float | None = None) ->
     return model.state_dict()
 
 
-def on_rank(rank: int, size: int, name: str, how: dict[str, Any], given: dict[str, Any]) -> Seen:
+def on_rank(
+    rank: int, size: int, name: str, how: dict[str, Any], options: dict[str, Any]
+) -> RunRecord:
     """Train on one of several ranks, which know each other already."""
     as_launched(rank, size)
-    return train(name, how, **given)
+    return train(name, how, **options)
 
 
 def as_launched(rank: int, size: int) -> None:

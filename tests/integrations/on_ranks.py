@@ -15,7 +15,7 @@ def main(folder: str, name: str, micro_batch: str) -> None:
     """Train a family on this rank, and write what was seen."""
     torch.set_num_threads(1)
     (family,) = [family for family in FAMILIES if family.name == name]
-    trainer, seen = train(
+    trainer, observed = train(
         Trainer,
         family.model().double(),
         family.rows(22, 0),
@@ -24,6 +24,6 @@ def main(folder: str, name: str, micro_batch: str) -> None:
         per_device_train_batch_size=3,
         gradient_accumulation_steps=2,
     )
-    before = [model.state_dict() for model in seen.before]
-    found = {"rows": seen.rows, "after": seen.after, "before": before}
+    before = [model.state_dict() for model in observed.before]
+    found = {"rows": observed.rows, "after": observed.after, "before": before}
     torch.save(found, Path(folder) / f"rank{trainer.args.process_index}.pt")

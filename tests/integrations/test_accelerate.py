@@ -22,12 +22,12 @@ pytest.importorskip(
 from tests.integrations.loops import (
     PROBLEMS,
     accelerated,
-    alone,
     as_launched,
-    assert_whole,
+    assert_full_batch,
     everyones,
     made,
     on_rank,
+    plain_training,
     train,
 )
 
@@ -44,21 +44,21 @@ def pair() -> Iterator[Pool]:
 @pytest.mark.parametrize("micro_batch", [1, 3, 22])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_gradients_are_those_of_the_undivided_batch(name: str, micro_batch: int) -> None:
-    assert_whole(name, train(name, {"micro_batch": micro_batch}, batch=8), 3)
+    assert_full_batch(name, train(name, {"micro_batch": micro_batch}, batch=8), 3)
 
 
 def test_in_memory_that_is_less_than_the_batch_needs() -> None:
-    seen = train("batchnorm", {"memory": "25KiB"}, batch=22)
-    assert_whole("batchnorm", seen, 1)
-    assert seen.plan is not None
-    assert seen.plan.micro_batch < 22
+    observed = train("batchnorm", {"memory": "25KiB"}, batch=22)
+    assert_full_batch("batchnorm", observed, 1)
+    assert observed.plan is not None
+    assert observed.plan.micro_batch < 22
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_ranks_share_the_batch(pair: Pool, name: str, sharded: bool) -> None:
-    for seen in pair.run(on_rank, name, {"micro_batch": 3}, {"sharded": sharded}):
-        assert_whole(name, seen, 2)
+    for observed in pair.run(on_rank, name, {"micro_batch": 3}, {"sharded": sharded}):
+        assert_full_batch(name, observed, 2)
 
 
 LOADERS = {
@@ -68,22 +68,22 @@ LOADERS = {
 }
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-def test_however_batches_come_to_ranks(pair: Pool, kind: str) -> None:
-    loaders, batch, steps = LOADERS[kind]
-    given = {"loaders": loaders, "batch": batch}
-    for seen in pair.run(on_rank, "tokens", {"micro_batch": 3}, given):
-        assert_whole("tokens", seen, steps)
+@pytest.mark.parametrize("variant", LOADERS)
+def test_any_division_of_batches_over_ranks_is_exact(pair: Pool, variant: str) -> None:
+    loaders, batch, steps = LOADERS[variant]
+    options = {"loaders": loaders, "batch": batch}
+    for observed in pair.run(on_rank, "tokens", {"micro_batch": 3}, options):
+        assert_full_batch("tokens", observed, steps)
 
 
-def test_a_training_is_that_of_torch_alone(pair: Pool) -> None:
+def test_a_training_is_that_of_plain_torch(pair: Pool) -> None:
     """20 steps, clipped and scheduled; the schedule goes on by one step for each process."""
-    given = {"clip": 0.1, "epochs": 10}
-    for seen in pair.run(on_rank, "tokens", {"micro_batch": 3}, given):
-        assert len(seen.norms) == 20
-        assert max(seen.norms) > 0.1
-        want = alone("tokens", seen, each=2, clip=0.1)
-        assert all(float((want[n] - p).abs().max()) <= 1e-9 for n, p in seen.end.items())
+    options = {"clip": 0.1, "epochs": 10}
+    for observed in pair.run(on_rank, "tokens", {"micro_batch": 3}, options):
+        assert len(observed.norms) == 20
+        assert max(observed.norms) > 0.1
+        want = plain_training("tokens", observed, each=2, clip=0.1)
+        assert all(float((want[n] - p).abs().max()) <= 1e-9 for n, p in observed.end.items())
 
 
 HOW = [{"micro_batch": 3}, {"memory": "25KiB"}]
@@ -100,9 +100,9 @@ def test_a_run_that_is_resumed_is_the_same_bit_for_bit(tmp_path: Path, how: dict
 @pytest.mark.parametrize("sharded", [False, True])
 def test_ranks_resume_bit_for_bit(pair: Pool, tmp_path: Path, sharded: bool) -> None:
     how: dict[str, Any] = {"micro_batch": 3}
-    given: dict[str, Any] = {"epochs": 2, "sharded": sharded}
-    through = pair.run(on_rank, "batchnorm", how, {**given, "keep": tmp_path / "at"})
-    again = pair.run(on_rank, "batchnorm", how, {**given, "start": tmp_path / "at"})
+    options: dict[str, Any] = {"epochs": 2, "sharded": sharded}
+    through = pair.run(on_rank, "batchnorm", how, {**options, "keep": tmp_path / "at"})
+    again = pair.run(on_rank, "batchnorm", how, {**options, "start": tmp_path / "at"})
     for one, other in zip(through, again, strict=True):
         assert all(torch.equal(other.end[n], p) for n, p in one.end.items())
 
@@ -114,11 +114,13 @@ MIXED = [("tokens", 3), ("batchnorm", 3), ("dice", 3), ("tokens", None)]
 def test_mixed_precision_is_that_of_accelerate(name: str, micro_batch: int | None) -> None:
     """bfloat16 rounds apart in parts: no further from float32 than the undivided batch."""
     how: dict[str, Any] = {"micro_batch": 3} if micro_batch else {"memory": "16KiB"}
-    seen = train(name, how, batch=22, mixed="bf16")
-    assert seen.plan is not None
-    assert seen.plan.micro_batch < 22
-    assert micro_batch or "without data" in str(seen.plan)  # what is around forward is rehearsed
-    for before, (x, y), got in zip(seen.before, seen.batches, seen.after, strict=True):
+    observed = train(name, how, batch=22, mixed="bf16")
+    assert observed.plan is not None
+    assert observed.plan.micro_batch < 22
+    assert micro_batch or "on fake tensors" in str(
+        observed.plan
+    )  # what is around forward is rehearsed
+    for before, (x, y), got in zip(observed.before, observed.batches, observed.after, strict=True):
         mixed, exact = (undivided(name, before, x, y, on) for on in (True, False))
         for one in exact:
             if one.endswith("grad"):
@@ -147,9 +149,13 @@ def evaluated(rank: int, size: int) -> tuple[Any, Any, Any]:
         engine = Engine(model, PROBLEMS["batchnorm"].loss, micro_batch=3)
         found, losses, every = [], [], []
         for x, y in loader:
-            seen: list[torch.Tensor] = []
-            losses.append(engine.evaluate(x, y, observe=lambda out, _, seen=seen: seen.append(out)))
-            found.append(accelerator.gather_for_metrics(torch.cat(seen)))
+            observed: list[torch.Tensor] = []
+            losses.append(
+                engine.evaluate(
+                    x, y, observe=lambda out, _, observed=observed: observed.append(out)
+                )
+            )
+            found.append(accelerator.gather_for_metrics(torch.cat(observed)))
             every.append(everyones(accelerator, x, y))
         return torch.cat(found), losses, every
 
@@ -174,19 +180,19 @@ def test_accumulation_is_refused(later: bool, optimizer: bool) -> None:
     with accelerated(gradient_accumulation_steps=1 if later else 4) as accelerator:
         net = nn.Linear(2, 2)
         model, adam = accelerator.prepare(net, torch.optim.Adam(net.parameters()))
-        given = {"optimizer": adam} if optimizer else {}
+        options = {"optimizer": adam} if optimizer else {}
         if not later:
             with pytest.raises(ValueError, match=match):
-                Engine(model, nn.MSELoss(), **given)
+                Engine(model, nn.MSELoss(), **options)
             return
-        engine = Engine(model, nn.MSELoss(), micro_batch=1, **given)
+        engine = Engine(model, nn.MSELoss(), micro_batch=1, **options)
         accelerator.gradient_accumulation_steps = 4
         with pytest.raises(ValueError, match=match):
             engine.backward(torch.ones(2, 2), torch.ones(2, 2))
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_an_engine_beside_accelerate_is_not_its_business() -> None:
+def test_an_engine_next_to_accelerate_is_not_its_business() -> None:
     with accelerated(gradient_accumulation_steps=4):
         net = nn.Linear(2, 2)
         Engine(net, nn.MSELoss(), optimizer=torch.optim.SGD(net.parameters()), micro_batch=1)
@@ -220,6 +226,6 @@ def inside_of_a_model(rank: int, size: int) -> str:
     return "nothing was said"
 
 
-def test_a_part_of_a_model_that_was_prepared_alone_is_refused(pair: Pool) -> None:
+def test_a_part_of_a_model_that_was_prepared_separately_is_refused(pair: Pool) -> None:
     for said in pair.run(inside_of_a_model):
         assert "and 0 inside of the model is in it: give the engine what is inside of that" in said

@@ -57,7 +57,7 @@ def test_the_plan_counts_what_it_counts_without_accelerate() -> None:
     """Its update was not rehearsed: the floor left out what the update itself holds."""
     found = []
     with accelerated() as accelerator:
-        for prepare in (accelerator.prepare, lambda *given: given):
+        for prepare in (accelerator.prepare, lambda *arguments: arguments):
             model = net()
             model, adam = prepare(model, torch.optim.AdamW(model.parameters()))
             found.append(
@@ -83,7 +83,7 @@ def scaled(model: nn.Module) -> tuple[AcceleratedOptimizer, Any]:
 @pytest.mark.parametrize("passed", [False, True])
 def test_the_scaler_of_the_optimizer_is_that_of_the_step(passed: bool) -> None:
     """Its step divides by the scale; gradients without it would be 1024 times too small."""
-    model, alone, (x, y) = net(), net(), rows()
+    model, single, (x, y) = net(), net(), rows()
     with accelerated():
         optimizer, scaler = scaled(model)
         engine = Engine(model, nn.CrossEntropyLoss(), optimizer=optimizer, micro_batch=3)
@@ -92,14 +92,14 @@ def test_the_scaler_of_the_optimizer_is_that_of_the_step(passed: bool) -> None:
             loss = engine.backward(x, y, **({"scaler": scaler} if passed else {}))
             optimizer.step()
             assert not optimizer.step_was_skipped
-    own = torch.optim.SGD(alone.parameters(), lr=0.1)
+    own = torch.optim.SGD(single.parameters(), lr=0.1)
     for _ in range(2):
         own.zero_grad()
-        want = nn.functional.cross_entropy(alone(x), y)
+        want = nn.functional.cross_entropy(single(x), y)
         want.backward()  # type: ignore[no-untyped-call]
         own.step()
-    assert_exact(state_of(model, loss), state_of(alone, want))
-    assert_exact(model.state_dict(), alone.state_dict())
+    assert_exact(state_of(model, loss), state_of(single, want))
+    assert_exact(model.state_dict(), single.state_dict())
 
 
 def test_a_step_that_overflows_is_skipped() -> None:
@@ -116,7 +116,7 @@ def test_a_step_that_overflows_is_skipped() -> None:
 
 
 def test_state_leaves_through_what_accelerate_has_put_around_it() -> None:
-    model, alone, (x, y) = net(), net(), rows()
+    model, single, (x, y) = net(), net(), rows()
     with accelerated() as accelerator:
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         engine = Engine(model, nn.CrossEntropyLoss(), optimizer=optimizer, micro_batch=3)
@@ -128,15 +128,15 @@ def test_state_leaves_through_what_accelerate_has_put_around_it() -> None:
             assert states.last is not None
             assert any(value.is_meta for value in optimizer.state[model[0].weight].values())
             states.back()
-    own = torch.optim.AdamW(alone.parameters())
+    own = torch.optim.AdamW(single.parameters())
     for _ in range(2):
         own.zero_grad()
-        nn.functional.cross_entropy(alone(x), y).backward()  # type: ignore[no-untyped-call]
+        nn.functional.cross_entropy(single(x), y).backward()  # type: ignore[no-untyped-call]
         own.step()
-    assert_exact(model.state_dict(), alone.state_dict())
+    assert_exact(model.state_dict(), single.state_dict())
 
 
-def test_state_that_would_leave_behind_a_scaler_is_refused() -> None:
+def test_state_that_would_be_offloaded_behind_a_scaler_is_refused() -> None:
     with accelerated():
         optimizer, _ = scaled(net())
         with pytest.raises(NotExactError, match=r"on the optimizer, and then accelerator.prepare"):
@@ -161,7 +161,7 @@ def test_a_loop_is_profiled() -> None:
 def test_what_runs_backward_itself_is_refused(library: str, what: str) -> None:
     """Neither installs without a GPU: classes that say they are theirs stand for them."""
     kinds: tuple[Any, Any] = (nn.Linear, torch.optim.SGD)
-    theirs = [type("Own", (kind,), {"__module__": library}) for kind in kinds]
+    theirs = [type("Own", (base,), {"__module__": library}) for base in kinds]
     model = (theirs if what == "model" else kinds)[0](2, 2)
     optimizer = (theirs if what == "optimizer" else kinds)[1](model.parameters())
     with accelerated(), pytest.raises(NotYetError, match="Own of (DeepSpeed|Megatron-LM) does"):

@@ -123,11 +123,11 @@ def sums(rank: int, size: int) -> list[int]:
 
 def test_nothing_is_in_sync_before_the_end(pair: Pool) -> None:
     """However many micro-batches there are, gradients pass between ranks once."""
-    for one, few, whole in pair.run(sums):
-        assert one == few == whole >= 1
+    for one, few, full in pair.run(sums):
+        assert one == few == full >= 1
 
 
-def apart(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def unsynced(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     as_launched(rank, size)
     with accelerated() as accelerator:
         plain = RegressionModel().double()
@@ -142,21 +142,21 @@ def apart(rank: int, size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 def test_no_sync_waits_for_nothing(pair: Pool) -> None:
     """We differ: a step of an engine is whole, and there is nothing that could wait."""
-    for got, want in pair.run(apart):
+    for got, want in pair.run(unsynced):
         assert_exact(got, want)
 
 
-def last_window(rank: int, size: int, whole: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def last_window(rank: int, size: int, full: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the gradient of the last of 5 micro-batches in windows of 2, and the true one."""
     as_launched(rank, size)
     micro, steps = 8, 2
-    with accelerated(gradient_accumulation_steps=1 if whole else steps) as accelerator:
+    with accelerated(gradient_accumulation_steps=1 if full else steps) as accelerator:
         plain = RegressionModel().double()
         model: nn.Module = deepcopy(plain)
         sgd = torch.optim.SGD(model.parameters(), lr=0.0)
-        loader = pairs(micro * steps if whole else micro)
+        loader = pairs(micro * steps if full else micro)
         model, optimizer, loader = accelerator.prepare(model, sgd, loader)
-        engine = Engine(model, nn.MSELoss(), micro_batch=micro) if whole else None
+        engine = Engine(model, nn.MSELoss(), micro_batch=micro) if full else None
         for x, y in loader:
             if engine is not None:
                 optimizer.zero_grad()

@@ -32,7 +32,7 @@ from tests.integrations.fits import N, Net, fit, made, rows
 
 from anybatch import Engine
 from anybatch.core.memory_errors import out_of_memory
-from anybatch.integrations.lightning import WholeBatch
+from anybatch.integrations.lightning import FullBatch
 
 FULL = "CUDA out of memory."
 BATCH, FITS = 128, 8
@@ -92,10 +92,10 @@ def test_it_gets_smaller_until_it_fits_and_the_batch_does_not() -> None:
     assert tried == [BATCH, FITS]
 
     model = small(above(FITS))
-    seen: list[int] = []
-    loss = step(model, lambda out, _: seen.append(len(out)))
+    observed: list[int] = []
+    loss = step(model, lambda out, _: observed.append(len(out)))
     assert model.sizes == [128, 8]  # looks at each of 64, 32, 16 and 8 leave nothing on the model
-    assert seen == [FITS] * (BATCH // FITS)  # each row once
+    assert observed == [FITS] * (BATCH // FITS)  # each row once
     want = undivided(small(above(BATCH)), nn.CrossEntropyLoss(), *batch())
     got = {"loss": loss} | {n: want[n] for n in want if n != "loss"}
     got |= {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -138,7 +138,7 @@ def test_a_start_of_zero_is_refused() -> None:
         Engine(small(above(0)), nn.CrossEntropyLoss(), micro_batch=0)
 
 
-KNOWN = {
+MESSAGES = {
     "CUDA out of memory. Tried to allocate 2.00 GiB.": True,
     "MPS backend out of memory (MPS allocated: 1.00 GB)": True,
     "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried": True,
@@ -148,12 +148,12 @@ KNOWN = {
 """What their finders know, and whether we make a step again for it."""
 
 
-@pytest.mark.parametrize("words", KNOWN)
+@pytest.mark.parametrize("words", MESSAGES)
 def test_the_words_that_finders_know(words: str) -> None:
     """We differ in two: what cuDNN cannot do is a fault to be seen, and Gaudi was never tried."""
     error = RuntimeError(words)
     assert should_reduce_batch_size(error) or is_oom_error(error)
-    assert out_of_memory(error) == KNOWN[words]
+    assert out_of_memory(error) == MESSAGES[words]
 
 
 class Limited(Net):
@@ -180,7 +180,7 @@ def test_a_trainer_that_runs_out_of_memory_trains_as_if_it_had_not() -> None:
     plain.limit = N
     loader = DataLoader(rows(), batch_size=N)
     one = fit(plain, loader=loader)
-    other = fit(ours, WholeBatch(micro_batch=N), loader=loader)
+    other = fit(ours, FullBatch(micro_batch=N), loader=loader)
     assert ours.sizes[0] == N
     assert min(ours.sizes) <= FITS
     for mine, theirs in zip(other.after, one.after, strict=True):

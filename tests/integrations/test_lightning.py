@@ -1,4 +1,4 @@
-"""`WholeBatch`: a step of a Lightning Trainer, whatever its batch is split into.
+"""`FullBatch`: a step of a Lightning Trainer, whatever its batch is split into.
 
 Real Trainers and modules; the truth is one call of ``training_step`` on the undivided batch.
 """
@@ -28,10 +28,10 @@ from lightning.pytorch.callbacks import (  # noqa: E402
     GradientAccumulationScheduler,
     ModelCheckpoint,
 )
-from tests.integrations.fits import Net, assert_whole, fit, made, rows  # noqa: E402
+from tests.integrations.fits import Net, assert_full_batch, fit, made, rows  # noqa: E402
 from torchmetrics.classification import MulticlassAccuracy  # noqa: E402
 
-from anybatch.integrations.lightning import WholeBatch, whole_loss  # noqa: E402
+from anybatch.integrations.lightning import FullBatch, full_batch_loss  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -47,17 +47,17 @@ pytestmark = [
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 14])
 def test_gradients_are_those_of_the_undivided_batch(micro_batch: int) -> None:
-    whole = WholeBatch(micro_batch=micro_batch)
-    assert_whole(fit(made(), whole))
-    assert whole.engine is not None
-    assert whole.engine.last is not None
-    assert whole.engine.last.samples == 8  # the last one is ragged
+    full = FullBatch(micro_batch=micro_batch)
+    assert_full_batch(fit(made(), full))
+    assert full.engine is not None
+    assert full.engine.last is not None
+    assert full.engine.last.samples == 8  # the last one is ragged
 
 
-def test_a_training_is_that_of_the_trainer_alone() -> None:
-    given: dict[str, Any] = {"max_epochs": 3, "gradient_clip_val": 0.05}
+def test_a_training_is_that_of_the_plain_trainer() -> None:
+    options: dict[str, Any] = {"max_epochs": 3, "gradient_clip_val": 0.05}
     own, ours = made(Scheduled), made(Scheduled)
-    one, other = fit(own, **given), fit(ours, WholeBatch(micro_batch=3), **given)
+    one, other = fit(own, **options), fit(ours, FullBatch(micro_batch=3), **options)
     for mine, theirs in zip(other.after, one.after, strict=True):
         assert_exact(mine, theirs)
     assert_exact(ours.state_dict(), own.state_dict())
@@ -70,17 +70,17 @@ class Scheduled(Net):
 
 
 def test_in_memory_that_is_less_than_the_batch_needs() -> None:
-    whole = WholeBatch(memory="60KiB")
-    assert_whole(fit(made(), whole))
-    assert whole.engine is not None
-    assert whole.engine.plan is not None
-    assert whole.engine.plan.micro_batch < 14
+    full = FullBatch(memory="60KiB")
+    assert_full_batch(fit(made(), full))
+    assert full.engine is not None
+    assert full.engine.plan is not None
+    assert full.engine.plan.micro_batch < 14
 
 
 def test_too_little_memory_is_said_before_anything_runs() -> None:
     module = made()
     with pytest.raises(BudgetError):
-        fit(module, WholeBatch(memory="10KiB"))
+        fit(module, FullBatch(memory="10KiB"))
     assert not vars(module).keys() & {"training_step", "log"}
 
 
@@ -97,7 +97,7 @@ class Lists(Net):
         return {"loss": self.lose(x, y)[0]}
 
 
-class Alone(Net):
+class OwnStep(Net):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         out = self(batch)
         return F.mse_loss(out, batch[:, 0, 0, :5])
@@ -106,20 +106,20 @@ class Alone(Net):
 TREES = {
     "dict": (Dicts, lambda x, y: {"x": (x,), "y": y, "name": "digits"}),
     "nested": (Lists, lambda x, y: [x, (y, [str(i) for i in range(len(y))])]),
-    "tensor": (Alone, lambda x, y: x),
+    "tensor": (OwnStep, lambda x, y: x),
 }
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_any_tree_is_a_batch(name: str) -> None:
-    kind, tree = TREES[name]
+    variant, tree = TREES[name]
 
     def collate(items: list[Any]) -> Any:
         x, y = zip(*items, strict=True)
         return tree(torch.stack(x), torch.stack(y))
 
     loader = DataLoader(rows(), batch_size=14, collate_fn=collate)
-    assert_whole(fit(made(kind), WholeBatch(micro_batch=4), loader=loader))
+    assert_full_batch(fit(made(variant), FullBatch(micro_batch=4), loader=loader))
 
 
 class Telling(Net):
@@ -135,8 +135,8 @@ class Telling(Net):
 
 
 @pytest.mark.parametrize("how", [{"micro_batch": 4}, {"memory": "60KiB"}])
-def test_what_is_logged_and_returned_is_that_of_the_whole_batch(how: dict[str, Any]) -> None:
-    one, other = fit(made(Telling)), fit(made(Telling), WholeBatch(**how))
+def test_what_is_logged_and_returned_is_that_of_the_full_batch(how: dict[str, Any]) -> None:
+    one, other = fit(made(Telling)), fit(made(Telling), FullBatch(**how))
     for mine, theirs in zip(other.logged, one.logged, strict=True):
         assert mine.keys() == theirs.keys()
         assert_exact(mine, theirs)
@@ -161,7 +161,7 @@ class Measured(Net):
 def test_a_metric_sees_each_row_once(how: dict[str, Any]) -> None:
     one, other = Epochs(), Epochs()
     fit(made(Measured), one)
-    fit(made(Measured), WholeBatch(**how), other)
+    fit(made(Measured), FullBatch(**how), other)
     assert one.accuracy == other.accuracy
 
 
@@ -174,17 +174,17 @@ class Epochs(pl.Callback):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
-    ("given", "callbacks", "error", "match"),
+    ("options", "callbacks", "error", "match"),
     [
         ({"accumulate_grad_batches": 4}, [], ValueError, "a step is one batch already.* is 4"),
         ({}, [GradientAccumulationScheduler({1: 2})], ValueError, "is scheduled: leave it out"),
     ],
 )
 def test_what_changes_the_batch_is_refused(
-    given: dict[str, Any], callbacks: list[Any], error: type[Exception], match: str
+    options: dict[str, Any], callbacks: list[Any], error: type[Exception], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        fit(made(), WholeBatch(), *callbacks, **given)
+        fit(made(), FullBatch(), *callbacks, **options)
 
 
 class Loaded(Net):
@@ -195,7 +195,7 @@ class Loaded(Net):
 
 
 def test_a_batch_size_finder_is_refused() -> None:
-    trainer = pl.Trainer(callbacks=[BatchSizeFinder(), WholeBatch()], logger=False, max_epochs=1)
+    trainer = pl.Trainer(callbacks=[BatchSizeFinder(), FullBatch()], logger=False, max_epochs=1)
     with pytest.raises(ValueError, match="BatchSizeFinder makes it smaller until it fits"):
         trainer.fit(made(Loaded))
 
@@ -207,10 +207,10 @@ class Iterated(Net):
 
 def test_what_cannot_be_yet_is_refused() -> None:
     with pytest.raises(NotYetError, match=r"let it take \(batch, batch_idx\)"):
-        fit(made(Iterated), WholeBatch())
+        fit(made(Iterated), FullBatch())
     compiled = torch.compile(made())
     with pytest.raises(NotYetError, match="give the Trainer the module without"):
-        fit(compiled, WholeBatch())
+        fit(compiled, FullBatch())
 
 
 class Coupled(Net):
@@ -245,26 +245,26 @@ class MarkedByHand(Marked):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         optimizer = self.optimizers()
-        loss = whole_loss(self, self.both, batch)
+        loss = full_batch_loss(self, self.both, batch)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("kind", [Marked, MarkedByHand])
+@pytest.mark.parametrize("class_", [Marked, MarkedByHand])
 @pytest.mark.parametrize("micro_batch", [1, 4, 14])
-def test_a_loss_that_is_marked_means_the_whole_batch(kind: type[Net], micro_batch: int) -> None:
-    seen = fit(made(kind), WholeBatch(micro_batch=micro_batch))
-    assert len(seen.after) == 4
-    for i, (module, batch) in enumerate(zip(seen.before, seen.batches, strict=True)):
+def test_a_loss_that_is_marked_means_the_full_batch(class_: type[Net], micro_batch: int) -> None:
+    observed = fit(made(class_), FullBatch(micro_batch=micro_batch))
+    assert len(observed.after) == 4
+    for i, (module, batch) in enumerate(zip(observed.before, observed.batches, strict=True)):
         module.zero_grad()
         loss, out = module.lose(*batch)
         meets = evenness(out.softmax(1))
         loss = 0.5 * loss + meets
         loss.backward()
-        assert_exact(seen.after[i], state_of(module, torch.zeros(())))
-        shown = {"loss": seen.outputs[i]["loss"], "meets": seen.logged[i]["meets"]}
+        assert_exact(observed.after[i], state_of(module, torch.zeros(())))
+        shown = {"loss": observed.outputs[i]["loss"], "meets": observed.logged[i]["meets"]}
         assert_exact(shown, {"loss": loss.detach(), "meets": meets.detach()})
 
 
@@ -273,25 +273,25 @@ class Nothing(Net):
         return "nothing"
 
 
-def test_a_loss_that_is_not_known_is_refused_and_leaves_no_trace() -> None:
+def test_a_loss_that_is_not_recognised_is_refused_and_leaves_no_trace() -> None:
     wrong = (Coupled, "weighted sum of torch's own"), (Nothing, "must return its loss")
-    for kind, match in wrong:
-        module = made(kind)
+    for variant, match in wrong:
+        module = made(variant)
         before = {n: p.clone() for n, p in module.state_dict().items()}
         with pytest.raises(LossError, match=match):
-            fit(module, WholeBatch(micro_batch=4))
+            fit(module, FullBatch(micro_batch=4))
         assert not vars(module).keys() & {"training_step", "log"}
         assert all(torch.equal(p, before[n]) for n, p in module.state_dict().items())
         assert all(p.grad is None for p in module.parameters())
 
 
 class Own(Net):
-    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+    def backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
         (loss * 2).backward()
 
 
 def test_a_backward_of_ones_own_keeps_its_meaning() -> None:
-    one, other = fit(made(Own)), fit(made(Own), WholeBatch(micro_batch=4))
+    one, other = fit(made(Own)), fit(made(Own), FullBatch(micro_batch=4))
     for mine, theirs in zip(other.after, one.after, strict=True):
         assert_exact(mine, theirs)
 
@@ -303,7 +303,7 @@ class Validated(Net):
 
 def test_callbacks_loops_and_limits_are_lightnings_own(tmp_path: Path) -> None:
     found = []
-    for callbacks in ([], [WholeBatch(micro_batch=4)]):
+    for callbacks in ([], [FullBatch(micro_batch=4)]):
         module, loader = made(Validated), DataLoader(rows(), batch_size=14)
         stop = EarlyStopping("val_loss", mode="max", patience=1)
         trainer = pl.Trainer(
@@ -326,28 +326,28 @@ def test_callbacks_loops_and_limits_are_lightnings_own(tmp_path: Path) -> None:
 def test_a_run_that_is_resumed_is_the_same_bit_for_bit(tmp_path: Path, how: dict[str, Any]) -> None:
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     through, again = made(), made()
-    whole = WholeBatch(**how)
-    fit(through, whole, keep, enable_checkpointing=True, max_epochs=3)
-    resumed = WholeBatch(**how)
+    full = FullBatch(**how)
+    fit(through, full, keep, enable_checkpointing=True, max_epochs=3)
+    resumed = FullBatch(**how)
     fit(again, resumed, ckpt_path=tmp_path / "epoch=0.ckpt", max_epochs=3)
     assert resumed.engine is not None
-    assert whole.engine is not None
-    assert resumed.engine.micro_batch == whole.engine.micro_batch
+    assert full.engine is not None
+    assert resumed.engine.micro_batch == full.engine.micro_batch
     assert all(torch.equal(p, again.state_dict()[n]) for n, p in through.state_dict().items())
 
 
 def test_mixed_precision_is_that_of_the_trainer() -> None:
     """bfloat16 rounds apart in parts: no further from float32 than the undivided batch."""
-    seen = fit(
-        *(made().float(), WholeBatch(micro_batch=4)),
+    observed = fit(
+        *(made().float(), FullBatch(micro_batch=4)),
         loader=DataLoader(rows(wide=False), batch_size=14),
         precision="bf16-mixed",
     )
-    for module, (x, y), got in zip(seen.before, seen.batches, seen.after, strict=True):
-        alone, exact = [state(module, x, y, mixed) for mixed in (True, False)]
+    for module, (x, y), got in zip(observed.before, observed.batches, observed.after, strict=True):
+        single, exact = [state(module, x, y, mixed) for mixed in (True, False)]
         for name, want in exact.items():
             if name.endswith("grad"):
-                bound = max(4 * float((alone[name] - want).abs().max()), 1e-3)
+                bound = max(4 * float((single[name] - want).abs().max()), 1e-3)
                 assert float((got[name] - want).abs().max()) <= bound, name
 
 
@@ -367,7 +367,7 @@ class Gan(pl.LightningModule):  # type: ignore[misc]
         self.automatic_optimization = False
         self.maker = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 64))
         self.critic = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
-        self.whole = True
+        self.full = True
 
     def of_critic(self, rows: Any) -> Tensor:
         x, z = rows
@@ -384,11 +384,11 @@ class Gan(pl.LightningModule):  # type: ignore[misc]
     def training_step(self, batch: Any, batch_idx: int) -> None:
         x, _ = batch
         z = torch.linspace(-1, 1, len(x) * 3, dtype=x.dtype).reshape(-1, 3).sin()
-        for optimizer, lose, given in zip(
+        for optimizer, lose, inputs in zip(
             self.optimizers(), (self.of_critic, self.of_maker), ((x, z), z), strict=True
         ):
             self.toggle_optimizer(optimizer)
-            loss = whole_loss(self, lose, given) if self.whole else lose(given)
+            loss = full_batch_loss(self, lose, inputs) if self.full else lose(inputs)
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
@@ -401,13 +401,13 @@ class Gan(pl.LightningModule):  # type: ignore[misc]
 class Plain(Gan):
     def __init__(self) -> None:
         super().__init__()
-        self.whole = False
+        self.full = False
 
 
 @pytest.mark.parametrize("how", [{"micro_batch": 4}, {"memory": "80KiB"}])
 def test_manual_optimisation_of_two_networks(how: dict[str, Any]) -> None:
     one = fit(made(Plain), max_epochs=1)
-    other = fit(made(Gan), WholeBatch(**how), max_epochs=1)
+    other = fit(made(Gan), FullBatch(**how), max_epochs=1)
     assert len(one.after) == len(other.after) == 4
     for mine, theirs in zip(other.after, one.after, strict=True):
         assert_exact(mine, theirs)
@@ -416,28 +416,28 @@ def test_manual_optimisation_of_two_networks(how: dict[str, Any]) -> None:
 
 
 def test_the_backward_of_a_loss_in_one_piece_is_refused() -> None:
-    match = r"(?s)one piece.*self.manual_backward\(whole_loss\(self, self.my_loss, batch\)\)"
+    match = r"(?s)one piece.*self.manual_backward\(full_batch_loss\(self, self.my_loss, batch\)\)"
     with pytest.raises(ValueError, match=match):
-        fit(made(Plain), WholeBatch())
+        fit(made(Plain), FullBatch())
 
 
 class Lambda(Gan):
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        whole_loss(self, lambda rows: self.of_maker(rows), batch)
+        full_batch_loss(self, lambda rows: self.of_maker(rows), batch)
 
 
-def test_whole_loss_says_what_it_needs() -> None:
+def test_full_batch_loss_says_what_it_needs() -> None:
     with pytest.raises(ValueError, match=r"def my_loss\(self, rows\)"):
-        fit(made(Lambda), WholeBatch())
-    with pytest.raises(ValueError, match=r"Trainer\(callbacks=\[WholeBatch\(\)\]\)"):
+        fit(made(Lambda), FullBatch())
+    with pytest.raises(ValueError, match=r"Trainer\(callbacks=\[FullBatch\(\)\]\)"):
         fit(made(Gan))
 
 
 def test_a_loss_is_handed_over_once() -> None:
     class Twice(Net):
-        def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+        def backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
             loss.backward(retain_graph=True)
             loss.backward()
 
     with pytest.raises(RuntimeError, match="handed over once"):
-        fit(made(Twice), WholeBatch(micro_batch=4))
+        fit(made(Twice), FullBatch(micro_batch=4))

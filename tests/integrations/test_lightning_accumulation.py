@@ -1,4 +1,4 @@
-"""What Lightning's tests demand of accumulation, asked of `WholeBatch`: how often, and when.
+"""What Lightning's tests demand of accumulation, asked of `FullBatch`: how often, and when.
 
 Theirs count calls of ``zero_grad`` with micro-batches in the loader; here the loader has the whole
 batch, and counts, steps and schedules must be the same. What differs is in docs/decisions.md.
@@ -20,9 +20,9 @@ pl = pytest.importorskip(
 )
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
-from tests.integrations.fits import N, Net, assert_whole, fit, made, rows  # noqa: E402
+from tests.integrations.fits import N, Net, assert_full_batch, fit, made, rows  # noqa: E402
 
-from anybatch.integrations.lightning import WholeBatch  # noqa: E402
+from anybatch.integrations.lightning import FullBatch  # noqa: E402
 
 MICRO = 4
 pytestmark = [
@@ -39,9 +39,9 @@ class Counted(torch.optim.SGD):
 
     zeroed = stepped = 0
 
-    def zero_grad(self, *given: Any, **named: Any) -> None:
+    def zero_grad(self, *arguments: Any, **named: Any) -> None:
         self.zeroed += 1
-        super().zero_grad(*given, **named)
+        super().zero_grad(*arguments, **named)
 
     def step(self, closure: Any = None) -> Any:
         self.stepped += 1
@@ -57,9 +57,9 @@ class Counting(Net):
         self.optimizer = Counted(self.parameters(), lr=0.1)
         return [self.optimizer], [torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)]
 
-    def optimizer_step(self, *given: Any, **named: Any) -> Any:
+    def optimizer_step(self, *arguments: Any, **named: Any) -> Any:
         self.hooks += 1
-        return super().optimizer_step(*given, **named)
+        return super().optimizer_step(*arguments, **named)
 
 
 class Batches(Counting):
@@ -78,40 +78,40 @@ class Batches(Counting):
 @pytest.mark.parametrize("windows", [1, 2, 3])
 def test_gradients_are_emptied_and_steps_made_once_for_a_window(windows: int) -> None:
     theirs, ours = made(Counting), made(Counting)
-    given: dict[str, Any] = {"max_epochs": 2}
+    options: dict[str, Any] = {"max_epochs": 2}
     few = DataLoader(rows(), batch_size=MICRO)
-    one = fit(theirs, loader=few, accumulate_grad_batches=windows, **given)
+    one = fit(theirs, loader=few, accumulate_grad_batches=windows, **options)
     many = DataLoader(rows(), batch_size=MICRO * windows)
-    other = fit(ours, WholeBatch(micro_batch=MICRO), loader=many, **given)
+    other = fit(ours, FullBatch(micro_batch=MICRO), loader=many, **options)
     count = 2 * ceil(ceil(N / MICRO) / windows)
     assert theirs.optimizer.zeroed == ours.optimizer.zeroed == count
     assert theirs.optimizer.stepped == ours.optimizer.stepped == count
     assert len(one.after) == len(other.after) == count
     assert theirs.optimizer.param_groups[0]["lr"] == ours.optimizer.param_groups[0]["lr"]
     assert ours.hooks == count
-    assert_whole(other, least=count)
+    assert_full_batch(other, least=count)
 
 
 SCHEDULES = {"grows": ({1: 2, 3: 4}, 6 + 3 + 3 + 2), "shrinks": ({0: 2, 2: 1}, 3 + 3 + 6 + 6)}
 
 
-@pytest.mark.parametrize("kind", SCHEDULES)
-def test_a_batch_that_follows_a_schedule(kind: str) -> None:
+@pytest.mark.parametrize("variant", SCHEDULES)
+def test_a_batch_that_follows_a_schedule(variant: str) -> None:
     """We differ: the loader makes such batches, and GradientAccumulationScheduler is refused."""
-    schedule, count = SCHEDULES[kind]
+    schedule, count = SCHEDULES[variant]
     theirs, ours = made(Counting), made(Batches)
     loader = DataLoader(rows(), batch_size=MICRO)
     fit(theirs, GradientAccumulationScheduler(schedule), loader=loader, max_epochs=4)
     ours.schedule = schedule
-    fit_own(ours, WholeBatch(micro_batch=MICRO))
+    fit_own(ours, FullBatch(micro_batch=MICRO))
     assert theirs.optimizer.zeroed == ours.optimizer.zeroed == count
     with pytest.raises(ValueError, match="is scheduled: leave it out"):
-        fit(made(), WholeBatch(), GradientAccumulationScheduler(schedule))
+        fit(made(), FullBatch(), GradientAccumulationScheduler(schedule))
 
 
-def fit_own(module: Any, whole: WholeBatch) -> None:
+def fit_own(module: Any, full: FullBatch) -> None:
     pl.Trainer(
-        callbacks=[whole],
+        callbacks=[full],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -135,10 +135,10 @@ def test_a_last_window_that_is_not_full_is_divided_by_what_came() -> None:
     one, other = made(Line), made(Line)
     few = DataLoader(torch.utils.data.Subset(rows(), range(20)), batch_size=MICRO)
     many = DataLoader(torch.utils.data.Subset(rows(), range(20)), batch_size=2 * MICRO)
-    given: dict[str, Any] = {"max_epochs": 1}
-    theirs = fit(one, loader=few, accumulate_grad_batches=2, **given).after
-    ours = fit(other, WholeBatch(micro_batch=MICRO), loader=many, **given)
-    assert_whole(ours, least=3)
+    options: dict[str, Any] = {"max_epochs": 1}
+    theirs = fit(one, loader=few, accumulate_grad_batches=2, **options).after
+    ours = fit(other, FullBatch(micro_batch=MICRO), loader=many, **options)
+    assert_full_batch(ours, least=3)
     weights = [n for n in ours.after[0] if n.startswith("body.4") and n.endswith("grad")]
     for got, want in zip(theirs[:2], ours.after[:2], strict=True):
         assert_exact({n: got[n] for n in weights}, {n: want[n] for n in weights})

@@ -23,10 +23,10 @@ pl = pytest.importorskip(
 )
 
 from lightning.pytorch.callbacks import GradientAccumulationScheduler  # noqa: E402
-from tests.integrations.fits import Net, assert_whole, fit, made  # noqa: E402
+from tests.integrations.fits import Net, assert_full_batch, fit, made  # noqa: E402
 from torchmetrics import MeanMetric, MeanSquaredError  # noqa: E402
 
-from anybatch.integrations.lightning import WholeBatch  # noqa: E402
+from anybatch.integrations.lightning import FullBatch  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -40,7 +40,7 @@ class During(pl.Callback):  # type: ignore[misc]
     """Sets accumulation at a hook."""
 
     def __init__(self, hook: str, step: int = 0) -> None:
-        def act(trainer: Any, module: Any, *given: Any) -> None:
+        def act(trainer: Any, module: Any, *arguments: Any) -> None:
             if trainer.global_step == step:
                 trainer.accumulate_grad_batches = 4
 
@@ -71,16 +71,16 @@ LATER: dict[str, tuple[Any, list[Any], int, str]] = {
 
 @pytest.mark.parametrize("way", LATER)
 def test_accumulation_that_is_set_later_is_refused_at_its_step(way: str) -> None:
-    kind, callbacks, steps, match = LATER[way]
-    module = made(kind)
+    variant, callbacks, steps, match = LATER[way]
+    module = made(variant)
     with pytest.raises(ValueError, match=match):
-        fit(module, WholeBatch(micro_batch=3), *callbacks)
+        fit(module, FullBatch(micro_batch=3), *callbacks)
     assert module.trainer.global_step == steps
     assert all(p.grad is None or not p.grad.any() for p in module.parameters()) or steps
 
 
 class Backward(Net):
-    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+    def backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
         (loss / 3).backward()
 
 
@@ -130,7 +130,7 @@ class BeforeZero(Net):
 
 
 class Clipping(Net):
-    def configure_gradient_clipping(self, optimizer: Any, *given: Any, **named: Any) -> None:
+    def configure_gradient_clipping(self, optimizer: Any, *arguments: Any, **named: Any) -> None:
         self.clip_gradients(optimizer, 1e-2, "norm")
 
 
@@ -199,10 +199,10 @@ HOOKS = [
 
 
 @pytest.mark.parametrize("how", [{"micro_batch": 3}, {"memory": "60KiB"}], ids=str)
-@pytest.mark.parametrize("kind", HOOKS, ids=lambda kind: kind.__name__)
-def test_hooks_and_skipped_batches_are_lightnings_own(kind: Any, how: dict[str, Any]) -> None:
-    one, other = made(kind), made(kind)
-    theirs, ours = fit(one), fit(other, WholeBatch(**how))
+@pytest.mark.parametrize("variant", HOOKS, ids=lambda variant: variant.__name__)
+def test_hooks_and_skipped_batches_are_lightnings_own(variant: Any, how: dict[str, Any]) -> None:
+    one, other = made(variant), made(variant)
+    theirs, ours = fit(one), fit(other, FullBatch(**how))
     assert len(ours.after) == len(theirs.after)
     for mine, want in zip(ours.after, theirs.after, strict=True):
         assert_exact(mine, want)
@@ -231,31 +231,31 @@ class AfterForward(Net):
         return loss if batch_idx else None
 
 
-@pytest.mark.parametrize("kind", [TooFew, NotFinite, AfterForward])
-def test_none_for_some_rows_is_refused_where_the_batch_may_not_be_skipped(kind: Any) -> None:
-    module = made(kind)
+@pytest.mark.parametrize("variant", [TooFew, NotFinite, AfterForward])
+def test_none_for_some_rows_is_refused_where_the_batch_may_not_be_skipped(variant: Any) -> None:
+    module = made(variant)
     with pytest.raises(LossError, match="must skip a batch before it looks at rows"):
-        fit(module, WholeBatch(micro_batch=3))
-    assert_exact(module.state_dict(), made(kind).state_dict())
+        fit(module, FullBatch(micro_batch=3))
+    assert_exact(module.state_dict(), made(variant).state_dict())
 
 
 class ByInputs(Net):
     """Gradients of some parameters alone."""
 
-    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+    def backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
         loss.backward(inputs=[self.body[0].weight])
 
 
 class Nothing(Net):
-    def backward(self, loss: Tensor, *given: Any, **named: Any) -> None:
+    def backward(self, loss: Tensor, *arguments: Any, **named: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("kind", [ByInputs, Nothing])
-def test_a_backward_that_does_not_reach_the_loss_is_refused(kind: Any) -> None:
-    module = made(kind)
+@pytest.mark.parametrize("variant", [ByInputs, Nothing])
+def test_a_backward_that_does_not_reach_the_loss_is_refused(variant: Any) -> None:
+    module = made(variant)
     with pytest.raises((NotExactError, RuntimeError), match="still wait|not have been used"):
-        fit(module, WholeBatch(micro_batch=3))
+        fit(module, FullBatch(micro_batch=3))
     assert all(map(torch.equal, module.parameters(), made().parameters()))
 
 
@@ -272,7 +272,7 @@ def test_a_value_that_cannot_be_logged_is_named(value: Any) -> None:
     with pytest.raises(ValueError, match="foo"):
         fit(made(Logs))
     with pytest.raises(ValueError, match=r"self.log\('foo', ...\) was given"):
-        fit(made(Logs), WholeBatch(micro_batch=3))
+        fit(made(Logs), FullBatch(micro_batch=3))
 
 
 def through_pickle(one: Any) -> Any:
@@ -281,12 +281,12 @@ def through_pickle(one: Any) -> Any:
 
 @pytest.mark.parametrize("again", [through_pickle, copy.deepcopy, copy.copy])
 def test_a_callback_can_be_sent_to_another_process_before_and_after_a_fit(again: Any) -> None:
-    whole = again(WholeBatch(micro_batch=3, rng="batch"))
-    assert_whole(fit(made(), whole))
-    other = again(whole)
+    full = again(FullBatch(micro_batch=3, rng="batch"))
+    assert_full_batch(fit(made(), full))
+    other = again(full)
     assert other.engine is None
-    assert other.state_dict() == whole.state_dict() != {}
-    assert_whole(fit(made(), other))
+    assert other.state_dict() == full.state_dict() != {}
+    assert_full_batch(fit(made(), other))
     assert other.engine.micro_batch == 3
 
 
@@ -311,7 +311,7 @@ def test_a_step_that_empties_the_gradients_of_earlier_rows_is_refused(way: str) 
     module = made(Empties)
     module.way = way
     with pytest.raises(NotExactError, match="training_step calls zero_grad"):
-        fit(module, WholeBatch(micro_batch=4))
+        fit(module, FullBatch(micro_batch=4))
     assert "zero_grad" not in vars(module)
 
 
@@ -352,18 +352,18 @@ class Weighs(Logs):
 
 def test_the_value_of_a_metric_in_the_loss_is_that_of_some_rows_and_refused() -> None:
     with pytest.raises(NotExactError, match="samples must not meet inside the model"):
-        fit(made(Weighs), WholeBatch(micro_batch=4))
+        fit(made(Weighs), FullBatch(micro_batch=4))
 
 
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("way", LOGS)
 def test_what_log_itself_reads_is_no_read_of_the_samples(way: str) -> None:
-    module, whole = made(Logs), WholeBatch(micro_batch=4)
+    module, full = made(Logs), FullBatch(micro_batch=4)
     module.way = way
-    assert_whole(fit(module, whole))
-    assert whole.engine is not None
-    assert whole.engine.plan is not None
-    assert bool(whole.engine.plan.exact) is LOGS[way][1]
+    assert_full_batch(fit(module, full))
+    assert full.engine is not None
+    assert full.engine.plan is not None
+    assert bool(full.engine.plan.exact) is LOGS[way][1]
 
 
 class Decays(Net):
@@ -380,11 +380,11 @@ class Decays(Net):
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_the_square_of_a_weight_is_a_part_of_the_loss(micro_batch: int) -> None:
-    assert_whole(fit(made(Decays), WholeBatch(micro_batch=micro_batch)))
+    assert_full_batch(fit(made(Decays), FullBatch(micro_batch=micro_batch)))
     bare = made(Decays)
     bare.marked = False
     with pytest.raises(LossError, match=r"coupled\(lambda value: 0.1 \* value\)"):
-        fit(bare, WholeBatch(micro_batch=micro_batch))
+        fit(bare, FullBatch(micro_batch=micro_batch))
 
 
 class Centres(Net):
@@ -406,9 +406,9 @@ class CentresTargets(Centres):
         return F.mse_loss(self(x), wanted - (wanted.mean(0) if self.current_epoch > 0 else 0))
 
 
-@pytest.mark.parametrize("kind", [Centres, CentresTargets])
-def test_what_changes_with_the_epoch_is_looked_at(kind: Any) -> None:
-    module = made(kind)
+@pytest.mark.parametrize("variant", [Centres, CentresTargets])
+def test_what_changes_with_the_epoch_is_looked_at(variant: Any) -> None:
+    module = made(variant)
     with pytest.raises(NotExactError, match="samples must not meet"):
-        fit(module, WholeBatch(micro_batch=3), max_epochs=2)
+        fit(module, FullBatch(micro_batch=3), max_epochs=2)
     assert module.current_epoch == 1

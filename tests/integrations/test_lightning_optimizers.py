@@ -13,9 +13,9 @@ pytest.importorskip(
     "lightning.pytorch", reason="pip install 'anybatch[lightning]' is needed for these tests"
 )
 
-from tests.integrations.fits import Net, assert_whole, fit, made
+from tests.integrations.fits import Net, assert_full_batch, fit, made
 
-from anybatch.integrations.lightning import WholeBatch, whole_loss
+from anybatch.integrations.lightning import FullBatch, full_batch_loss
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -28,7 +28,7 @@ pytestmark = [
 class Searches(Net):
     """Takes several evaluations of the loss a step, in automatic optimisation."""
 
-    whole = True
+    full = True
 
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=4)
@@ -49,7 +49,7 @@ class SearchesByHand(Searches):
 
         def closure() -> Tensor:
             self.calls += 1
-            loss = whole_loss(self, self.loss, batch) if self.whole else self.loss(batch)
+            loss = full_batch_loss(self, self.loss, batch) if self.full else self.loss(batch)
             optimizer.zero_grad()
             self.manual_backward(loss)
             return loss
@@ -57,16 +57,16 @@ class SearchesByHand(Searches):
         optimizer.step(closure)
 
 
-@pytest.mark.parametrize("kind", [Searches, SearchesByHand])
-def test_a_search_takes_the_loss_of_the_whole_batch_each_time(kind: type[Searches]) -> None:
-    own, ours = made(kind), made(kind)
-    own.whole = False
+@pytest.mark.parametrize("class_", [Searches, SearchesByHand])
+def test_a_search_takes_the_loss_of_the_full_batch_each_time(class_: type[Searches]) -> None:
+    own, ours = made(class_), made(class_)
+    own.full = False
     fit(own)
-    fit(ours, WholeBatch(micro_batch=3))
+    fit(ours, FullBatch(micro_batch=3))
     assert ours.calls == own.calls
     assert_exact(ours.state_dict(), own.state_dict())
 
 
 def test_a_module_that_the_trainer_makes_double() -> None:
     torch.manual_seed(0)
-    assert_whole(fit(Net(), WholeBatch(micro_batch=3), precision="64-true"))
+    assert_full_batch(fit(Net(), FullBatch(micro_batch=3), precision="64-true"))

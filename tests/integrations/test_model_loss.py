@@ -31,7 +31,7 @@ def batch(family: Family, n: int = N) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     "family", [f for f in FAMILIES if f.name != EXPERTS], ids=lambda family: family.name
 )
-def test_a_loss_is_traced_in_models_of_every_kind(family: Family, micro_batch: int) -> None:
+def test_a_loss_is_traced_in_models_of_every_sort(family: Family, micro_batch: int) -> None:
     model, rows = double(family).train(), batch(family)
     want, between = undivided(model, rows, own_loss), noise(model, rows, own_loss)
     got = state_after(model, lambda m: Engine(m, micro_batch=micro_batch).backward(rows))

@@ -16,7 +16,7 @@ for name in ("transformers", "peft"):
 
 import peft  # noqa: E402
 from tests.integrations.trainings import train  # noqa: E402
-from tests.integrations.truth import BY_NAME, N, assert_whole  # noqa: E402
+from tests.integrations.truth import BY_NAME, N, assert_full_batch  # noqa: E402
 
 from anybatch.integrations.transformers import Trainer  # noqa: E402
 
@@ -47,7 +47,7 @@ def test_adapters_get_the_gradient_of_the_undivided_batch(
 ) -> None:
     model = adapted(*of)
     frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
-    _, seen = train(
+    _, observed = train(
         Trainer,
         model,
         BY_NAME[of[0]].rows(N, 0),
@@ -56,8 +56,8 @@ def test_adapters_get_the_gradient_of_the_undivided_batch(
         per_device_train_batch_size=8,
         activation_checkpointing=checkpointing,
     )
-    assert_whole(seen)
-    assert {name for one in seen.after for name in one if name.endswith(".grad")} == {
+    assert_full_batch(observed)
+    assert {name for one in observed.after for name in one if name.endswith(".grad")} == {
         f"{name}.grad" for name in trained(model)
     }
     assert all(torch.equal(p, frozen[n]) for n, p in model.named_parameters() if n in frozen)
@@ -65,15 +65,15 @@ def test_adapters_get_the_gradient_of_the_undivided_batch(
 
 def test_a_plan_for_adapters_holds_and_a_run_with_them_goes_on(tmp_path: Path) -> None:
     rows = BY_NAME["Llama"].rows(N, 0)
-    given = {"per_device_train_batch_size": 8, "max_steps": 4, "save_steps": 2}
-    given |= {"save_strategy": "steps"}
+    options = {"per_device_train_batch_size": 8, "max_steps": 4, "save_steps": 2}
+    options |= {"save_strategy": "steps"}
     plan: dict[str, Any] = {"memory": "1GiB"}
-    roomy, _ = train(Trainer, adapted(*LLAMA), rows, tmp_path / "a", plan, **given)
+    roomy, _ = train(Trainer, adapted(*LLAMA), rows, tmp_path / "a", plan, **options)
     memory = roomy.engine.plan.memory
     gradients = 8 * sum(p.numel() for p in trained(roomy.model).values())
     budget = (memory.floor + memory.predicted) // 2
     small = {"memory": f"{budget // 1024}KiB"}
-    ours, _ = train(Trainer, adapted(*LLAMA), rows, tmp_path / "b", small, **given)
+    ours, _ = train(Trainer, adapted(*LLAMA), rows, tmp_path / "b", small, **options)
     engine = ours.engine
     assert engine.plan.micro_batch < 8
     assert engine.last.predicted_bytes <= budget
@@ -87,7 +87,7 @@ def test_a_plan_for_adapters_holds_and_a_run_with_them_goes_on(tmp_path: Path) -
         tmp_path / "b",
         small,
         resume=str(tmp_path / "b" / "checkpoint-2"),
-        **given,
+        **options,
     )
     assert (tmp_path / "b" / "checkpoint-2" / "adapter_model.safetensors").exists()
     got, want = trained(again.model), trained(ours.model)

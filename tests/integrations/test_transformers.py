@@ -27,7 +27,7 @@ from tests.integrations.trainings import train  # noqa: E402
 from tests.integrations.truth import (  # noqa: E402
     BY_NAME,
     N,
-    assert_whole,
+    assert_full_batch,
     double,
     own_loss,
     undivided,
@@ -42,7 +42,7 @@ from anybatch.integrations.transformers import Trainer  # noqa: E402
 def test_gradients_are_those_of_the_undivided_batch(
     tmp_path: Path, family: Family, micro_batch: int
 ) -> None:
-    _, seen = train(
+    _, observed = train(
         Trainer,
         double(family),
         family.rows(N, 0),
@@ -51,9 +51,9 @@ def test_gradients_are_those_of_the_undivided_batch(
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,
     )
-    assert_whole(seen)
-    assert seen.calls == ["begin", "end"] * 2
-    assert [len(next(iter(batch.values()))) for batch in seen.batches[:2]] == [8, 8]
+    assert_full_batch(observed)
+    assert observed.calls == ["begin", "end"] * 2
+    assert [len(next(iter(batch.values()))) for batch in observed.batches[:2]] == [8, 8]
 
 
 def final(model: nn.Module) -> dict[str, Tensor]:
@@ -64,9 +64,9 @@ def final(model: nn.Module) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["Llama", "T5", "ResNet, BatchNorm"])
 def test_a_training_is_that_of_the_undivided_batch(tmp_path: Path, name: str) -> None:
     """Clipped, scheduled, with decay of some parameters: 20 steps beside transformers' own."""
-    family, given = BY_NAME[name], {"max_steps": 20, "weight_decay": 0.1, "warmup_steps": 3}
+    family, options = BY_NAME[name], {"max_steps": 20, "weight_decay": 0.1, "warmup_steps": 3}
     own, ours = double(family), double(family)
-    clipped = {**given, "max_grad_norm": 0.1}
+    clipped = {**options, "max_grad_norm": 0.1}
     train(
         transformers.Trainer,
         own,
@@ -94,7 +94,7 @@ def test_a_training_is_that_of_the_undivided_batch(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("name", ["GPT-2", "BERT, masked tokens", "T5"])
 def test_label_smoothing(tmp_path: Path, name: str) -> None:
     family = BY_NAME[name]
-    trainer, seen = train(
+    trainer, observed = train(
         Trainer,
         family.model(),  # the smoother sums in float32
         [{**row, **decoder_inputs(name, row)} for row in family.rows(N, 0)],
@@ -109,7 +109,7 @@ def test_label_smoothing(tmp_path: Path, name: str) -> None:
         loss: Tensor = trainer.label_smoother(model(**batch), labels, shift_labels=name == "GPT-2")
         return loss
 
-    assert_whole(seen, smoothed)
+    assert_full_batch(observed, smoothed)
 
 
 def decoder_inputs(name: str, row: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,13 +131,13 @@ def coupled(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
     return (scores @ scores.T).log().sum() + labels.clamp(min=0).double().mean()
 
 
-LOSSES = [(per_token, "streaming"), (coupled, "gathering")]
+LOSSES = [(per_token, "streaming"), (coupled, "two-pass")]
 
 
 @pytest.mark.parametrize(("function", "mechanism"), LOSSES)
 def test_a_loss_function_of_the_person(tmp_path: Path, function: Any, mechanism: str) -> None:
     family = BY_NAME["GPT-2"]
-    trainer, seen = train(
+    trainer, observed = train(
         Trainer,
         double(family),
         family.rows(N, 0),
@@ -152,7 +152,7 @@ def test_a_loss_function_of_the_person(tmp_path: Path, function: Any, mechanism:
         found: Tensor = function(model(**batch), labels, int((labels != -100).sum()))
         return found
 
-    assert_whole(seen, loss)
+    assert_full_batch(observed, loss)
 
 
 def in_bfloat16(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -167,7 +167,7 @@ def in_bfloat16(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def test_mixed_precision(tmp_path: Path, name: str, how: dict[str, Any]) -> None:
     """As near to the truth as the undivided batch in mixed precision is."""
     family = BY_NAME[name]
-    trainer, seen = train(
+    trainer, observed = train(
         Trainer,
         family.model(),
         family.rows(N, 0),
@@ -176,7 +176,7 @@ def test_mixed_precision(tmp_path: Path, name: str, how: dict[str, Any]) -> None
         bf16=True,
         per_device_train_batch_size=8,
     )
-    for model, batch, got in zip(seen.before, seen.batches, seen.after, strict=False):
+    for model, batch, got in zip(observed.before, observed.batches, observed.after, strict=False):
         truth = undivided(copy_of(model).double(), batch, own_loss)
         mixed = undivided(model, batch, in_bfloat16)
         assert max(error_of(mixed, truth).values()) > 1e-4  # it is mixed indeed
@@ -187,7 +187,7 @@ def test_mixed_precision(tmp_path: Path, name: str, how: dict[str, Any]) -> None
 @pytest.mark.parametrize("name", ["GPT-2", "T5", "ViT"])
 def test_checkpointed_activations(tmp_path: Path, name: str) -> None:
     family = BY_NAME[name]
-    _, seen = train(
+    _, observed = train(
         Trainer,
         double(family),
         family.rows(N, 0),
@@ -196,16 +196,18 @@ def test_checkpointed_activations(tmp_path: Path, name: str) -> None:
         activation_checkpointing=True,
         per_device_train_batch_size=8,
     )
-    assert_whole(seen)
+    assert_full_batch(observed)
 
 
-def test_frozen_parameters_stay_without_gradient(tmp_path: Path) -> None:
+def test_frozen_parameters_remain_without_gradient(tmp_path: Path) -> None:
     family = BY_NAME["Llama"]
     model = double(family)
     model.requires_grad_(False)
     for parameter in model.lm_head.parameters():
         parameter.requires_grad_(True)
     how = {"micro_batch": 3}
-    _, seen = train(Trainer, model, family.rows(N, 0), tmp_path, how, per_device_train_batch_size=8)
-    assert_whole(seen)
-    assert [name for name in seen.after[0] if name.endswith(".grad")] == ["lm_head.weight.grad"]
+    _, observed = train(
+        Trainer, model, family.rows(N, 0), tmp_path, how, per_device_train_batch_size=8
+    )
+    assert_full_batch(observed)
+    assert [name for name in observed.after[0] if name.endswith(".grad")] == ["lm_head.weight.grad"]

@@ -45,7 +45,7 @@ def truth() -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def arguments(folder: Path, **given: Any) -> Any:
+def arguments(folder: Path, **options: Any) -> Any:
     plain = {
         "learning_rate": RATE,
         "lr_scheduler_type": "constant",
@@ -54,7 +54,7 @@ def arguments(folder: Path, **given: Any) -> Any:
         "per_device_train_batch_size": EACH,
         "max_steps": 3,
     }
-    return transformers.TrainingArguments(str(folder), **{**QUIET, **plain, **given})
+    return transformers.TrainingArguments(str(folder), **{**QUIET, **plain, **options})
 
 
 class During(transformers.TrainerCallback):
@@ -68,11 +68,11 @@ class During(transformers.TrainerCallback):
         setattr(self, event, act)
 
 
-def trainer_of(folder: Path, kind: Any = Trainer, **given: Any) -> Any:
-    callbacks = given.pop("callbacks", [])
-    how = {"micro_batch": 3} if issubclass(kind, Trainer) else {}
-    args = arguments(folder, **given)
-    return kind(made(), args, train_dataset=rows(), callbacks=callbacks, **how)
+def trainer_of(folder: Path, variant: Any = Trainer, **options: Any) -> Any:
+    callbacks = options.pop("callbacks", [])
+    how = {"micro_batch": 3} if issubclass(variant, Trainer) else {}
+    args = arguments(folder, **options)
+    return variant(made(), args, train_dataset=rows(), callbacks=callbacks, **how)
 
 
 def accumulate(args: Any, steps: int = TIMES) -> None:
@@ -103,7 +103,7 @@ def after_construction(folder: Path) -> Any:
     return trainer
 
 
-def in_the_arguments_that_were_given(folder: Path) -> Any:
+def in_the_passed_arguments(folder: Path) -> Any:
     args = arguments(folder)
     trainer = Trainer(made(), args, train_dataset=rows(), micro_batch=3)
     accumulate(args)
@@ -185,8 +185,8 @@ def in_the_environment(folder: Path) -> Any:
 
 
 def from_their_checkpoint(folder: Path) -> Any:
-    whole = {"per_device_train_batch_size": EACH * TIMES, "save_strategy": "steps", "save_steps": 1}
-    trainer_of(folder / "theirs", transformers.Trainer, **whole).train()
+    full = {"per_device_train_batch_size": EACH * TIMES, "save_strategy": "steps", "save_steps": 1}
+    trainer_of(folder / "theirs", transformers.Trainer, **full).train()
     trainer = trainer_of(folder)
     accumulate(trainer.args)
     trainer.train(resume_from_checkpoint=str(folder / "theirs" / "checkpoint-1"))
@@ -198,7 +198,7 @@ FOLDED = [
     in_the_plugin,
     synchronised_each_batch,
     after_construction,
-    in_the_arguments_that_were_given,
+    in_the_passed_arguments,
     in_other_arguments,
     by_set_training,
     by_a_callback_at_the_start,
@@ -280,8 +280,8 @@ class Sampled(Trainer):
         return DataLoader(self.train_dataset, batch_sampler=sampler, collate_fn=stacked)
 
 
-def with_a_loader(kind: Any) -> Any:
-    return lambda folder: trainer_of(folder, kind, gradient_accumulation_steps=TIMES)
+def with_a_loader(variant: Any) -> Any:
+    return lambda folder: trainer_of(folder, variant, gradient_accumulation_steps=TIMES)
 
 
 def by_looking_for_what_fits(folder: Path) -> Any:

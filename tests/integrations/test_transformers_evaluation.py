@@ -32,12 +32,12 @@ def wide(rows: Any) -> Any:
     return {n: x.double() if x.is_floating_point() else x for n, x in batch.items()}
 
 
-def trainer_of(kind: Any, name: str, folder: Path, batch: int = N, **how: Any) -> Any:
+def trainer_of(trainer_class: Any, name: str, folder: Path, batch: int = N, **how: Any) -> Any:
     torch.manual_seed(0)
     family = BY_NAME[name]
-    given = arguments(folder, per_device_eval_batch_size=batch)
+    inputs = arguments(folder, per_device_eval_batch_size=batch)
     rows = family.rows(N, 0)
-    return kind(double(family), given, eval_dataset=rows, data_collator=wide, **how)
+    return trainer_class(double(family), inputs, eval_dataset=rows, data_collator=wide, **how)
 
 
 def shown(trainer: Any) -> dict[str, Tensor]:
@@ -68,8 +68,8 @@ def loss_of_model(trainer: Any) -> Tensor:
 def test_an_evaluation_in_parts_is_that_of_the_trainer(
     tmp_path: Path, name: str, batch: int
 ) -> None:
-    alone = trainer_of(transformers.Trainer, name, tmp_path, batch)
-    want = shown(alone) | {"loss": loss_of_model(alone)}
+    single = trainer_of(transformers.Trainer, name, tmp_path, batch)
+    want = shown(single) | {"loss": loss_of_model(single)}
     trainer = trainer_of(Trainer, name, tmp_path, batch, micro_batch=3)
     got = shown(trainer)
     float32 = {"loss": torch.finfo(torch.float32).eps}  # most models take it so
@@ -84,7 +84,7 @@ def test_an_evaluation_keeps_the_budget(tmp_path: Path) -> None:
     loss = free.evaluate()["eval_loss"]
     plan = free._evaluates.engine.plan
     assert plan.mechanism == "undivided"
-    budget = (plan.memory.floor + plan.memory.whole) // 2
+    budget = (plan.memory.floor + plan.memory.undivided) // 2
     trainer = trainer_of(Trainer, "Llama", tmp_path, memory=f"{budget // 1024}KiB")
     trainer.args.prediction_loss_only = True
     (batch,) = trainer.get_eval_dataloader()
@@ -102,12 +102,12 @@ def test_an_evaluation_keeps_the_budget(tmp_path: Path) -> None:
 
 def test_an_evaluation_between_steps_changes_no_step(tmp_path: Path) -> None:
     family = BY_NAME["Llama"]
-    given = {"per_device_train_batch_size": 8, "max_steps": 4, "per_device_eval_batch_size": N}
+    options = {"per_device_train_batch_size": 8, "max_steps": 4, "per_device_eval_batch_size": N}
     ends = []
     for often in ({}, {"eval_strategy": "steps", "eval_steps": 1}):
         model = double(family)
         how = {"micro_batch": 3, "eval_dataset": family.rows(N, 1)}
-        train(Trainer, model, family.rows(N, 0), tmp_path, how, **given, **often)
+        train(Trainer, model, family.rows(N, 0), tmp_path, how, **options, **often)
         ends.append({name: p.detach().clone() for name, p in model.named_parameters()})
     assert all(torch.equal(ends[1][name], p) for name, p in ends[0].items())
 
@@ -120,20 +120,22 @@ class Named(ModelOutput):  # type: ignore[misc]
     h: Tensor | None = None
 
 
-class Told(nn.Module):
-    """A model that returns what it is told to, of its loss, outputs `y` [n, 2] and `h` [n, 3]."""
+class FixedOutputs(nn.Module):
+    """A model that returns the chosen ones of its loss, outputs `y` [n, 2] and `h` [n, 3]."""
 
-    def __init__(self, told: Any, names: tuple[str, ...] = ("labels",), config: Any = None) -> None:
+    def __init__(
+        self, returned: Any, names: tuple[str, ...] = ("labels",), config: Any = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.y, self.h = nn.Linear(3, 2).double(), nn.Linear(3, 3).double()
-        self.told, self.names = told, names
+        self.returned, self.names = returned, names
         if config is not None:
             self.config = config
 
     def forward(self, x: Tensor, **labels: Tensor) -> Any:
         y, h = self.y(x), self.h(x)
-        return self.told(nn.functional.mse_loss(y, labels[self.names[0]]), y, h)
+        return self.returned(nn.functional.mse_loss(y, labels[self.names[0]]), y, h)
 
 
 class Passing:
@@ -167,7 +169,7 @@ RETURNED = {
     "without rows": lambda loss, y, h: (loss, y, h.mean()),
     "whole numbers": lambda loss, y, h: (loss, y.argmax(1), h > 0),
 }
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTED: dict[str, dict[str, Any]] = {
     "plain": {},
     "loss only": {"prediction_loss_only": True},
     "ignored": {"ignore_keys": ["hidden"]},
@@ -184,14 +186,16 @@ def structure(found: Any) -> Any:
 
 
 @pytest.mark.parametrize("config", [None, Passing()], ids=["bare", "config"])
-@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("requested", REQUESTED)
 @pytest.mark.parametrize("name", RETURNED)
 def test_what_is_predicted_keeps_its_structure(
-    tmp_path: Path, name: str, asked: str, config: Any
+    tmp_path: Path, name: str, requested: str, config: Any
 ) -> None:
     found = [
-        predicted(kind, Told(RETURNED[name], config=config), tmp_path, asked, how)
-        for kind, how in (
+        predicted(
+            trainer_class, FixedOutputs(RETURNED[name], config=config), tmp_path, requested, how
+        )
+        for trainer_class, how in (
             (transformers.Trainer, {}),
             (Trainer, {"micro_batch": 2}),
             (Trainer, {"memory": "1GiB"}),
@@ -203,12 +207,14 @@ def test_what_is_predicted_keeps_its_structure(
         assert_exact(dict(tree.tensors(ours)), want)
 
 
-def predicted(kind: Any, model: Told, folder: Path, asked: str, how: dict[str, Any]) -> Any:
+def predicted(
+    trainer_class: Any, model: FixedOutputs, folder: Path, requested: str, how: dict[str, Any]
+) -> Any:
     draw = torch.Generator().manual_seed(1)
     batch = {"x": torch.randn(7, 3, generator=draw, dtype=torch.float64)}
     batch |= {n: torch.randn(7, 2, generator=draw, dtype=torch.float64) for n in model.names}
-    trainer = kind(model, arguments(folder, label_names=list(model.names)), **how)
-    options = {"prediction_loss_only": False} | ASKED[asked]
+    trainer = trainer_class(model, arguments(folder, label_names=list(model.names)), **how)
+    options = {"prediction_loss_only": False} | REQUESTED[requested]
     return trainer.prediction_step(model.eval(), batch, **options)
 
 
@@ -216,8 +222,8 @@ def predicted(kind: Any, model: Told, folder: Path, asked: str, how: dict[str, A
 def test_labels_of_several_names_keep_their_structure(
     tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    told, how = RETURNED["tuple"], {"micro_batch": 2}
-    want = predicted(transformers.Trainer, Told(told, names), tmp_path, "plain", {})
-    got = predicted(Trainer, Told(told, names), tmp_path, "plain", how)
+    returned, how = RETURNED["tuple"], {"micro_batch": 2}
+    want = predicted(transformers.Trainer, FixedOutputs(returned, names), tmp_path, "plain", {})
+    got = predicted(Trainer, FixedOutputs(returned, names), tmp_path, "plain", how)
     assert structure(got) == structure(want)
     assert_exact(dict(tree.tensors(got)), dict(tree.tensors(want)))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.integrations.transformers_losses import Count, GivenLoss, Items
+from anybatch.integrations.transformers_losses import Count, Items, UserLoss
 
 
 def test_items_are_a_number_that_answers_as_a_tensor() -> None:
@@ -16,18 +16,18 @@ def test_items_are_a_number_that_answers_as_a_tensor() -> None:
     assert (items.item(), 14.0 / items) == (7, 2.0)
 
 
-def test_a_given_loss_hears_the_items_of_its_step() -> None:
-    heard: list[Any] = []
+def test_a_passed_loss_receives_the_items_of_its_step() -> None:
+    traced: list[Any] = []
 
     def loss(outputs: Tensor, labels: Tensor | None, num_items_in_batch: Any) -> Tensor:
-        heard.append(num_items_in_batch)
+        traced.append(num_items_in_batch)
         return outputs.sum()
 
-    given = GivenLoss(loss)
-    given(torch.ones(2))
-    given.items = Items(5)
-    given(torch.ones(2), torch.ones(2))
-    assert heard == [None, 5]
+    inputs = UserLoss(loss)
+    inputs(torch.ones(2))
+    inputs.items = Items(5)
+    inputs(torch.ones(2), torch.ones(2))
+    assert traced == [None, 5]
 
 
 def test_labels_that_count_are_counted_after_the_shift() -> None:

@@ -35,14 +35,20 @@ ORDERS = ["before", "behind", "below"]
 """A class of transformers' own Trainer before ours, behind it, or written for ours."""
 
 
-def joined(kind: Any, order: str) -> Any:
-    """Return a class that is `kind` and ours, which is called as `kind` is."""
+def joined(trainer_class: Any, order: str) -> Any:
+    """Return a class that is `trainer_class` and ours, which is called as `trainer_class` is."""
     if order == "below":
-        return type(kind.__name__, (Trainer,), dict(vars(kind)) | {"__wrapped__": kind})
-    return type("Both", (kind, Trainer) if order == "before" else (Trainer, kind), {})
+        return type(
+            trainer_class.__name__,
+            (Trainer,),
+            dict(vars(trainer_class)) | {"__wrapped__": trainer_class},
+        )
+    return type(
+        "Both", (trainer_class, Trainer) if order == "before" else (Trainer, trainer_class), {}
+    )
 
 
-def trainer_of(kind: Any, folder: Path, model: nn.Module | None = None, **how: Any) -> Any:
+def trainer_of(trainer_class: Any, folder: Path, model: nn.Module | None = None, **how: Any) -> Any:
     args = transformers.TrainingArguments(
         str(folder),
         **QUIET
@@ -56,7 +62,7 @@ def trainer_of(kind: Any, folder: Path, model: nn.Module | None = None, **how: A
             "max_steps": 3,
         },
     )
-    return kind(model or made(), args, train_dataset=rows(), eval_dataset=rows(), **how)
+    return trainer_class(model or made(), args, train_dataset=rows(), eval_dataset=rows(), **how)
 
 
 class Prepares(Theirs):
@@ -65,7 +71,7 @@ class Prepares(Theirs):
         return {**found, "x": found["x"] * 2}
 
 
-class PreparesAlone(Theirs):
+class PreparesItself(Theirs):
     def _prepare_inputs(self, inputs: Any) -> Any:
         return {"x": inputs["x"].flip(1), "labels": inputs["labels"]}
 
@@ -93,7 +99,7 @@ class Surrounds(Theirs):
 
 
 class Casts(Theirs):
-    def autocast_smart_context_manager(self, *_given: Any) -> Any:
+    def autocast_smart_context_manager(self, *_arguments: Any) -> Any:
         return doubled()
 
 
@@ -114,14 +120,17 @@ class Clips(Theirs):
         return nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
-CALLED = [Prepares, PreparesAlone, PreparesEach, Surrounds, Casts, Optimizes, Loads, Clips]
+CALLED = [Prepares, PreparesItself, PreparesEach, Surrounds, Casts, Optimizes, Loads, Clips]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", CALLED, ids=lambda kind: kind.__name__)
-def test_what_is_overridden_is_called(tmp_path: Path, kind: Any, order: str) -> None:
-    one, other = trainer_of(kind, tmp_path), trainer_of(joined(kind, order), tmp_path)
-    other._asked["micro_batch"] = 3
+@pytest.mark.parametrize("trainer_class", CALLED, ids=lambda trainer_class: trainer_class.__name__)
+def test_what_is_overridden_is_called(tmp_path: Path, trainer_class: Any, order: str) -> None:
+    one, other = (
+        trainer_of(trainer_class, tmp_path),
+        trainer_of(joined(trainer_class, order), tmp_path),
+    )
+    other._requested["micro_batch"] = 3
     plain = trainer_of(Theirs, tmp_path)
     for trainer in (one, other, plain):
         trainer.train()
@@ -131,10 +140,14 @@ def test_what_is_overridden_is_called(tmp_path: Path, kind: Any, order: str) -> 
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kind", CALLED[:5], ids=lambda kind: kind.__name__)
-def test_an_evaluation_in_parts_calls_it_too(tmp_path: Path, kind: Any, order: str) -> None:
-    one = trainer_of(kind, tmp_path).predict(rows())
-    trainer = trainer_of(joined(kind, order), tmp_path, micro_batch=3)
+@pytest.mark.parametrize(
+    "trainer_class", CALLED[:5], ids=lambda trainer_class: trainer_class.__name__
+)
+def test_an_evaluation_in_parts_calls_it_too(
+    tmp_path: Path, trainer_class: Any, order: str
+) -> None:
+    one = trainer_of(trainer_class, tmp_path).predict(rows())
+    trainer = trainer_of(joined(trainer_class, order), tmp_path, micro_batch=3)
     other = trainer.predict(rows())
     assert trainer._evaluates.engine.last.micro_batch == 3
     got, want = (
@@ -186,13 +199,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "order", "match"), WRONG)
+@pytest.mark.parametrize(("trainer_class", "order", "match"), WRONG)
 def test_what_would_not_be_called_is_refused(
-    tmp_path: Path, kind: Any, order: str, match: str
+    tmp_path: Path, trainer_class: Any, order: str, match: str
 ) -> None:
     model = made()
     with pytest.raises(NotExactError, match=match):
-        trainer_of(joined(kind, order), tmp_path, model, micro_batch=3).train()
+        trainer_of(joined(trainer_class, order), tmp_path, model, micro_batch=3).train()
     assert_exact(model.state_dict(), made().state_dict())
 
 
@@ -238,7 +251,7 @@ class During(transformers.TrainerCallback):
 def test_what_is_put_into_transformers_own_class_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr(Theirs, name, lambda *given, **named: None)
+    monkeypatch.setattr(Theirs, name, lambda *arguments, **named: None)
     with pytest.raises(NotExactError, match=rf"what was put into .*Trainer overrides {name}"):
         trainer_of(Trainer, tmp_path)
 
@@ -247,10 +260,10 @@ def squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Ten
     return outputs["logits"].square().sum() / num_items_in_batch
 
 
-def test_a_loss_that_is_given_later_counts_from_then_on(tmp_path: Path) -> None:
+def test_a_loss_that_is_passed_later_counts_from_then_on(tmp_path: Path) -> None:
     found = []
-    for kind in (Theirs, Trainer):
-        trainer = trainer_of(kind, tmp_path)
+    for trainer_class in (Theirs, Trainer):
+        trainer = trainer_of(trainer_class, tmp_path)
 
         def put(trainer: Any = trainer) -> None:
             trainer.compute_loss_func = squares
@@ -311,9 +324,9 @@ def counting(besides: set[str]) -> Any:
     def counted(name: str) -> Any:
         own = getattr(Theirs, name)
 
-        def method(self: Any, *given: Any, **named: Any) -> Any:
+        def method(self: Any, *arguments: Any, **named: Any) -> Any:
             vars(self).setdefault("counter", Counter())[name] += 1
-            return own(self, *given, **named)
+            return own(self, *arguments, **named)
 
         vars(method)["__signature__"] = inspect.signature(own)
         return method
@@ -329,8 +342,8 @@ def test_every_other_method_is_called_as_often_as_by_transformers(
     tmp_path: Path, order: str, besides: set[str]
 ) -> None:
     """Whatever a class overrides in training, evaluation and prediction."""
-    kind, found = counting(besides), []
-    for one, how in ((kind, {}), (joined(kind, order), {"micro_batch": 3})):
+    trainer_class, found = counting(besides), []
+    for one, how in ((trainer_class, {}), (joined(trainer_class, order), {"micro_batch": 3})):
         trainer = trainer_of(one, tmp_path, **how)
         trainer.train()
         trainer.evaluate()

@@ -1,4 +1,4 @@
-"""Padding is cut from micro-batches where that was asked for, and the plan says so."""
+"""Padding is cut from micro-batches where that was requested, and the plan says so."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def ears_and_engine(model: nn.Module, *, cuts: bool) -> tuple[Trimmed, Engine]:
 
 @pytest.mark.parametrize("first", [LENGTHS, FULL], ids=["padded", "full"])
 @pytest.mark.parametrize("way", [*MEANS, "recurrent"])
-def test_columns_of_padding_stay_by_default(way: str, first: tuple[int, ...]) -> None:
+def test_columns_of_padding_remain_by_default(way: str, first: tuple[int, ...]) -> None:
     model = Tokens(way).double()
     ears, engine = ears_and_engine(model, cuts=False)
     for lengths in (first, LENGTHS):
@@ -85,7 +85,7 @@ def test_columns_of_padding_stay_by_default(way: str, first: tuple[int, ...]) ->
     assert set(model.widths) == {T}
 
 
-def test_columns_of_padding_are_cut_where_that_was_asked_for() -> None:
+def test_columns_of_padding_are_cut_where_that_was_requested() -> None:
     model, rows = Tokens("masked mean").double(), batch(LENGTHS)
     ears, engine = ears_and_engine(model, cuts=True)
     trained(engine, ears, batch(FULL))
@@ -137,7 +137,7 @@ def cutting(model: nn.Module) -> Trimmed:
     return ears
 
 
-def test_labels_beyond_the_mask_are_kept() -> None:
+def test_labels_beyond_the_mask_are_retained() -> None:
     rows = batch((2, 3))
     rows["labels"][0, 6] = 5
     model = Tokens("masked mean")
@@ -146,7 +146,7 @@ def test_labels_beyond_the_mask_are_kept() -> None:
 
 
 def test_both_sides_of_an_encoder_and_a_decoder_are_cut() -> None:
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
 
     class Pair(nn.Module):
         config = type("Config", (), {"is_encoder_decoder": True})
@@ -156,7 +156,7 @@ def test_both_sides_of_an_encoder_and_a_decoder_are_cut() -> None:
             self.weight = nn.Parameter(torch.ones(V))
 
         def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
-            seen.update({name: value.shape[1] for name, value in inputs.items()})
+            observed.update({name: value.shape[1] for name, value in inputs.items()})
             labels = inputs["labels"]
             logits = self.weight.expand(*labels.shape, V)
             return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
@@ -164,4 +164,4 @@ def test_both_sides_of_an_encoder_and_a_decoder_are_cut() -> None:
     rows = batch((2, 4))
     rows["labels"] = torch.tensor([[1, 2, 3, -100, -100, -100], [1, -100, -100, -100, -100, -100]])
     cutting(Pair())(**rows)
-    assert seen == {"input_ids": 4, "attention_mask": 4, "labels": 3}
+    assert observed == {"input_ids": 4, "attention_mask": 4, "labels": 3}

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.integrations.transformers_resume import NAME, History
-from anybatch.loss.heard import OfModel, Overheard
+from anybatch.loss.traced import OfModel, TracedModel
 
 LENGTHS = (8, 20, 5, 33, 12, 40)
 
@@ -28,8 +28,8 @@ class Model(nn.Module):
 def run(history: History, lengths: tuple[int, ...], folder: Path | None) -> list[int]:
     """Return the micro-batch of each step; the history is saved before the fourth."""
     torch.manual_seed(0)
-    ears = Overheard(Model())
-    engine = Engine(ears, OfModel(ears), **(history.asked() or {"memory": "96KiB"}))
+    ears = TracedModel(Model())
+    engine = Engine(ears, OfModel(ears), **(history.options() or {"memory": "96KiB"}))
     history.replay(engine)
     sizes = []
     for at, length in enumerate(lengths):
@@ -48,14 +48,14 @@ def run(history: History, lengths: tuple[int, ...], folder: Path | None) -> list
 
 
 def test_batches_of_any_length_are_split_as_before(tmp_path: Path) -> None:
-    whole = run(History(), LENGTHS, tmp_path)
-    assert len(set(whole)) > 1
+    full = run(History(), LENGTHS, tmp_path)
+    assert len(set(full)) > 1
     resumed = History()
     resumed.load(str(tmp_path))
-    assert run(resumed, LENGTHS[3:], None) == whole[3:]
+    assert run(resumed, LENGTHS[3:], None) == full[3:]
 
 
-def test_without_a_file_nothing_is_known(tmp_path: Path) -> None:
+def test_without_a_file_nothing_is_recorded(tmp_path: Path) -> None:
     history = History()
     history.load(str(tmp_path))
     history.save(str(tmp_path))

@@ -21,11 +21,11 @@ transformers = pytest.importorskip(
 from benchmarks.integrations.transformers.families import (  # noqa: E402
     Family,
 )
-from tests.integrations.trainings import Seen, arguments, train  # noqa: E402
+from tests.integrations.trainings import TrainingRecorder, arguments, train  # noqa: E402
 from tests.integrations.truth import (  # noqa: E402
     BY_NAME,
     N,
-    assert_whole,
+    assert_full_batch,
     double,
 )
 
@@ -34,7 +34,7 @@ from anybatch.integrations.transformers import Trainer  # noqa: E402
 
 def test_steps_epochs_and_logs_are_those_of_accumulation(tmp_path: Path) -> None:
     family = BY_NAME["BERT, tags"]
-    given = {
+    options = {
         "num_train_epochs": 2,
         "max_steps": -1,
         "logging_strategy": "steps",
@@ -43,14 +43,16 @@ def test_steps_epochs_and_logs_are_those_of_accumulation(tmp_path: Path) -> None
         "gradient_accumulation_steps": 4,
     }
     rows = family.rows(N, 0)
-    own, _ = train(transformers.Trainer, double(family), rows, tmp_path / "a", **given)
-    ours, seen = train(Trainer, double(family), rows, tmp_path / "b", {"micro_batch": 3}, **given)
+    own, _ = train(transformers.Trainer, double(family), rows, tmp_path / "a", **options)
+    ours, observed = train(
+        Trainer, double(family), rows, tmp_path / "b", {"micro_batch": 3}, **options
+    )
     keys = ("step", "learning_rate")
     logs = [[[log.get(key) for key in keys] for log in t.state.log_history] for t in (own, ours)]
     assert logs[0] == logs[1]
     assert ours.state.epoch == own.state.epoch == 2
     assert (ours.state.max_steps, ours.state.num_train_epochs) == (own.state.max_steps, 2)
-    assert seen.calls.count("end") == own.state.global_step
+    assert observed.calls.count("end") == own.state.global_step
     assert ours.get_total_train_batch_size(ours.args) == own.get_total_train_batch_size(own.args)
 
 
@@ -61,7 +63,7 @@ def test_memory_is_a_ceiling_and_the_plan_is_said(
     transformers.utils.logging.enable_propagation()
     try:
         with caplog.at_level("INFO", logger="transformers"):
-            trainer, seen = train(
+            trainer, observed = train(
                 Trainer,
                 double(family),
                 family.rows(N, 0),
@@ -72,7 +74,7 @@ def test_memory_is_a_ceiling_and_the_plan_is_said(
             )
     finally:
         transformers.utils.logging.disable_propagation()
-    assert_whole(seen)
+    assert_full_batch(observed)
     last = trainer.engine.last
     assert 1 <= last.micro_batch < N
     assert last.predicted_bytes <= 700 << 10
@@ -88,19 +90,19 @@ def test_experts_are_used_evenly_over_the_batch_in_training_and_evaluation(
     modeling = sys.modules[transformers.MixtralForCausalLM.__module__]
     own = modeling.load_balancing_loss_func
     family, found = BY_NAME["Mixtral, experts"], []
-    for kind, how in ((transformers.Trainer, {}), (Trainer, {"memory": "900KiB"})):
+    for trainer_class, how in ((transformers.Trainer, {}), (Trainer, {"memory": "900KiB"})):
         rows = {"eval_dataset": family.rows(60, 1)}
-        trainer, seen = train(
-            *(kind, double(family), family.rows(N, 0), tmp_path, how | rows),
+        trainer, observed = train(
+            *(trainer_class, double(family), family.rows(N, 0), tmp_path, how | rows),
             per_device_train_batch_size=N,
             per_device_eval_batch_size=60,
             learning_rate=0.0,
         )
         found.append(trainer.evaluate()["eval_loss"])
         assert modeling.load_balancing_loss_func is own
-    assert_whole(seen)
+    assert_full_batch(observed)
     last = trainer.engine.last
-    assert trainer.engine.plan.mechanism == "lanes"
+    assert trainer.engine.plan.mechanism == "lockstep"
     assert 1 <= last.micro_batch < N
     assert last.predicted_bytes <= 900 << 10
     assert trainer._evaluates.engine.last.micro_batches > 1
@@ -130,18 +132,18 @@ def test_a_resumed_training_ends_in_the_same_bits(
 ) -> None:
     """Dropout draws too: the dice of a checkpoint are those of the uninterrupted training."""
     family = BY_NAME[name]
-    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    given["per_device_train_batch_size"] = 8
-    rows, whole = family.rows(N, 0), with_dropout(family)
-    uninterrupted, _ = train(Trainer, whole, rows, tmp_path, how, **given)
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    options["per_device_train_batch_size"] = 8
+    rows, full = family.rows(N, 0), with_dropout(family)
+    uninterrupted, _ = train(Trainer, full, rows, tmp_path, how, **options)
     assert uninterrupted.engine.last.micro_batch < 8
     resumed = with_dropout(family)
     trainer, _ = train(
-        Trainer, resumed, rows, tmp_path, how, resume=str(tmp_path / "checkpoint-2"), **given
+        Trainer, resumed, rows, tmp_path, how, resume=str(tmp_path / "checkpoint-2"), **options
     )
     assert trainer.state.global_step == 4
     for (key, a), (_, b) in zip(
-        whole.state_dict().items(), resumed.state_dict().items(), strict=True
+        full.state_dict().items(), resumed.state_dict().items(), strict=True
     ):
         assert torch.equal(a, b), key
 
@@ -162,9 +164,9 @@ def accuracy(prediction: Any) -> dict[str, float]:
 @pytest.mark.parametrize("bf16", [False, True])
 def test_evaluation_is_that_of_transformers(tmp_path: Path, bf16: bool) -> None:
     family, found = BY_NAME["BERT, classes"], []
-    for kind in (transformers.Trainer, Trainer):
+    for trainer_class in (transformers.Trainer, Trainer):
         trainer, _ = train(
-            kind,
+            trainer_class,
             family.model(),
             family.rows(N, 0),
             tmp_path,
@@ -235,9 +237,9 @@ def test_two_ranks(tmp_path: Path, name: str) -> None:
     for step in range(2):
         rows = [row for rank in ranks for row in rank["rows"][step]]
         model.load_state_dict(ranks[0]["before"][step])
-        seen = Seen()
-        seen.collate(rows)
-        seen.before.append(model)
+        observed = TrainingRecorder()
+        observed.collate(rows)
+        observed.before.append(model)
         for rank in ranks:
-            seen.after = [rank["after"][step]]
-            assert_whole(seen)
+            observed.after = [rank["after"][step]]
+            assert_full_batch(observed)

@@ -57,7 +57,7 @@ def collate(batch: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {"input_ids": torch.stack([row["input_ids"] for row in batch]), "labels": labels}
 
 
-def trained(kind: Any, folder: Path, **given: Any) -> Any:
+def trained(trainer_class: Any, folder: Path, **options: Any) -> Any:
     arguments = transformers.Seq2SeqTrainingArguments(
         output_dir=str(folder),
         per_device_train_batch_size=8,
@@ -70,21 +70,21 @@ def trained(kind: Any, folder: Path, **given: Any) -> Any:
         disable_tqdm=True,
         predict_with_generate=True,
     )
-    given |= {"train_dataset": rows(16), "eval_dataset": rows(4), "data_collator": collate}
-    trainer = kind(model=model(), args=arguments, **given)
+    options |= {"train_dataset": rows(16), "eval_dataset": rows(4), "data_collator": collate}
+    trainer = trainer_class(model=model(), args=arguments, **options)
     trainer.train()
     return trainer
 
 
-def test_a_class_of_both_trains_on_the_whole_batch_and_generates(tmp_path: Path) -> None:
-    whole = trained(transformers.Seq2SeqTrainer, tmp_path / "whole")
+def test_a_class_of_both_trains_on_the_full_batch_and_generates(tmp_path: Path) -> None:
+    full = trained(transformers.Seq2SeqTrainer, tmp_path / "whole")
     both = trained(Both, tmp_path / "both", micro_batch=3)
     assert both.engine.last.micro_batches == 3
     found, wanted = (
-        {name: p.detach() for name, p in one.model.named_parameters()} for one in (both, whole)
+        {name: p.detach() for name, p in one.model.named_parameters()} for one in (both, full)
     )
     assert_exact(found, wanted)
-    told, same = (one.predict(rows(4), max_new_tokens=5).predictions for one in (both, whole))
-    assert told.shape == same.shape
-    assert told.shape[0] == 4
-    assert (told == same).all()
+    predicted, same = (one.predict(rows(4), max_new_tokens=5).predictions for one in (both, full))
+    assert predicted.shape == same.shape
+    assert predicted.shape[0] == 4
+    assert (predicted == same).all()

@@ -23,7 +23,7 @@ QUIET = {
 }
 
 
-class Seen(transformers.TrainerCallback):
+class TrainingRecorder(transformers.TrainerCallback):
     """What passes by."""
 
     def __init__(self) -> None:
@@ -62,49 +62,49 @@ class Seen(transformers.TrainerCallback):
 def plain_copy(model: nn.Module) -> nn.Module:
     """Return a copy without gradients, and without what accelerate has put around forward."""
     around = [name for name in ("forward", "_original_forward") if name in vars(model)]
-    kept = {name: vars(model).pop(name) for name in around}
+    retained = {name: vars(model).pop(name) for name in around}
     try:
         copied = copy.deepcopy(model)
     finally:
-        vars(model).update(kept)
+        vars(model).update(retained)
     copied.zero_grad()
     return copied
 
 
-def arguments(folder: Any, **given: Any) -> Any:
-    return transformers.TrainingArguments(str(folder), **{**QUIET, "max_steps": 2, **given})
+def arguments(folder: Any, **options: Any) -> Any:
+    return transformers.TrainingArguments(str(folder), **{**QUIET, "max_steps": 2, **options})
 
 
 def train(
-    kind: Any,
+    trainer_class: Any,
     model: nn.Module,
     rows: list[Row],
     folder: Any,
     how: dict[str, Any] | None = None,
     resume: str | None = None,
-    **given: Any,
-) -> tuple[Any, Seen]:
+    **options: Any,
+) -> tuple[Any, TrainingRecorder]:
     """Return the trainer after training, and what was seen.
 
     Args:
-        kind: the class of the trainer.
+        trainer_class: the class of the trainer.
         model: is trained.
         rows: the data set.
         folder: for its files.
         how: what the trainer takes beside.
         resume: the checkpoint to go on from.
-        given: training arguments.
+        options: training arguments.
     """
-    seen = Seen()
-    seen.wide = next(model.parameters()).dtype == torch.float64
-    trainer = kind(
+    recorder = TrainingRecorder()
+    recorder.wide = next(model.parameters()).dtype == torch.float64
+    trainer = trainer_class(
         model,
-        arguments(folder, **given),
+        arguments(folder, **options),
         train_dataset=rows,
-        data_collator=seen.collate,
-        callbacks=[seen],
+        data_collator=recorder.collate,
+        callbacks=[recorder],
         **(how or {}),
     )
-    seen.trainer = trainer
+    recorder.trainer = trainer
     trainer.train(resume_from_checkpoint=resume)
-    return trainer, seen
+    return trainer, recorder

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from benchmarks.integrations.transformers.families import FAMILIES, Family
-from tests.integrations.trainings import Seen
+from tests.integrations.trainings import TrainingRecorder
 from tests.oracle import assert_exact, copy_of, state_of
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ def undivided(model: nn.Module, batch: dict[str, Tensor], lose: Losing) -> dict[
 def noise(model: nn.Module, batch: dict[str, Tensor], lose: Losing) -> dict[str, float]:
     """What undivided runs differ by: in the order of rows, or in what backward starts from."""
     want, size = undivided(model, batch, lose), len(next(iter(batch.values())))
-    scaled = undivided(model, batch, lambda *given: 3.0 * lose(*given))
+    scaled = undivided(model, batch, lambda *arguments: 3.0 * lose(*arguments))
     others = [{n: x / 3 if n.endswith((".grad", "loss")) else x for n, x in scaled.items()}]
     for _ in range(4):
         other = permuted(TensorBatch.of(batch, None), torch.randperm(size)).inputs
@@ -45,13 +45,13 @@ def noise(model: nn.Module, batch: dict[str, Tensor], lose: Losing) -> dict[str,
     return {name: max(error[name] for error in errors) for name in want}
 
 
-def assert_whole(seen: Seen, lose: Losing = own_loss) -> None:
+def assert_full_batch(recorder: TrainingRecorder, lose: Losing = own_loss) -> None:
     """Assert Law 1 for every step that was seen.
 
     The loss apart: most models take it in float32, whatever they compute in.
     """
-    assert seen.after
-    for model, batch, got in zip(seen.before, seen.batches, seen.after, strict=False):
+    assert recorder.after
+    for model, batch, got in zip(recorder.before, recorder.batches, recorder.after, strict=False):
         want, between = undivided(model, batch, lose), noise(model, batch, lose)
         loss = {"loss": max(between.pop("loss"), torch.finfo(want["loss"].dtype).eps)}
         assert_exact({"loss": got.pop("loss")}, {"loss": want.pop("loss")}, loss)

@@ -63,7 +63,7 @@ class Draw:
         """Return the peaks at micro-batches of one and undivided, the lower one first."""
         memory = self.plan(AMPLE).memory
         assert memory is not None
-        low, high = sorted((memory.floor, memory.whole))
+        low, high = sorted((memory.floor, memory.undivided))
         return low, high
 
     def plan(self, memory: int | str) -> anybatch.Plan:
@@ -83,13 +83,13 @@ def tokens(n: int, length: int) -> tuple[Tensor, Tensor]:
 
 
 def draw(seed: int) -> Draw:
-    dice_of = random.Random(seed)
+    rng = random.Random(seed)
     torch.manual_seed(seed)
-    n = dice_of.choice([5, 8, 9, 12, 17, 24, 32])
-    length = dice_of.choice([6, 20])
+    n = rng.choice([5, 8, 9, 12, 17, 24, 32])
+    length = rng.choice([6, 20])
     masks, labels = torch.rand(n, 1, 16, 16).round(), torch.randint(0, 7, (n,))
-    hidden = dice_of.choice([32, 128])
-    model, loss, x, y = dice_of.choice(
+    hidden = rng.choice([32, 128])
+    model, loss, x, y = rng.choice(
         [
             lambda: (ResNet(7, 4, (1, 1)), F.cross_entropy, images(n), labels),
             lambda: (UNet(width=4, depth=2), nn.BCEWithLogitsLoss(), images(n), masks),
@@ -105,7 +105,7 @@ def draw(seed: int) -> Draw:
             ),
         ]
     )()
-    optimizer: torch.optim.Optimizer = dice_of.choice(
+    optimizer: torch.optim.Optimizer = rng.choice(
         [
             lambda: torch.optim.SGD(model.parameters(), lr=1e-3),
             lambda: torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9),
@@ -118,12 +118,12 @@ def draw(seed: int) -> Draw:
 def metered_step(it: Draw, engine: Engine, x: Tensor, y: Tensor) -> int:
     """Return the peak of a whole step, the optimizer's included."""
     it.optimizer.zero_grad()
-    known = {
+    owners = {
         "parameters": it.model.parameters(),
         "buffers": it.model.buffers(),
         "optimizer": state_tensors(it.optimizer),
     }
-    with Meter(CPU, known) as meter:
+    with Meter(CPU, owners) as meter:
         engine.backward(x, y)
         it.optimizer.step()
     return meter.peak
@@ -155,7 +155,7 @@ def test_no_step_is_ever_over_the_budget(counted: Callable[[int], int]) -> None:
         assert max(first, second) <= budget, seed
 
 
-def test_a_size_that_a_batch_has_once_is_timed_with_no_sums_beside_it() -> None:
+def test_a_size_that_a_batch_has_once_is_timed_with_no_other_sums() -> None:
     budget, first, second = two_steps(44, timed=True)  # 12 samples; 8 fit, beside no gradients
     assert max(first, second) <= budget
 
@@ -201,18 +201,18 @@ def hiding() -> Draw:
 
 
 def lengths(count: int) -> list[tuple[Tensor, Tensor]]:
-    dice_of = random.Random(0)
-    return [tokens(8, dice_of.randint(4, 512)) for _ in range(count)]
+    rng = random.Random(0)
+    return [tokens(8, rng.randint(4, 512)) for _ in range(count)]
 
 
 def sizes(count: int) -> list[tuple[Tensor, Tensor]]:
-    dice_of = random.Random(0)
-    return [tokens(dice_of.randint(1, 64), 64) for _ in range(count)]
+    rng = random.Random(0)
+    return [tokens(rng.randint(1, 64), 64) for _ in range(count)]
 
 
 def image_sizes(count: int) -> list[tuple[Tensor, Tensor]]:
-    dice_of = random.Random(0)
-    sides = [(dice_of.randint(8, 48), dice_of.randint(8, 48)) for _ in range(count)]
+    rng = random.Random(0)
+    sides = [(rng.randint(8, 48), rng.randint(8, 48)) for _ in range(count)]
     return [(torch.randn(8, 3, *side), torch.randint(0, 7, (8,))) for side in sides]
 
 
@@ -292,7 +292,7 @@ def test_below_the_floor_is_said_before_anything_runs(seed: int) -> None:
         it.engine(1024).backward(it.x, it.y)
     handle.remove()
     assert ran == []
-    assert found.value.given == 1024 < found.value.needed
+    assert found.value.budget == 1024 < found.value.needed
     assert same(before, snapshot(it.model, it.optimizer))
     needed = found.value.needed
     with pytest.raises(BudgetError):
@@ -339,7 +339,7 @@ def test_a_micro_batch_that_does_not_fit_is_said_with_the_largest_that_does() ->
             micro_batch=len(it.x),
             offload="off",
         )
-    assert found.value.needed == high > found.value.given
+    assert found.value.needed == high > found.value.budget
 
 
 def test_evaluation_keeps_to_the_budget_with_one_rehearsal_of_its_own() -> None:
@@ -347,7 +347,7 @@ def test_evaluation_keeps_to_the_budget_with_one_rehearsal_of_its_own() -> None:
     it.x, it.y = tokens(16, 64)
     low, high = it.bounds()
     budget = (2 * low + high) // 3
-    known = {"parameters": it.model.parameters(), "buffers": it.model.buffers()}
+    owners = {"parameters": it.model.parameters(), "buffers": it.model.buffers()}
     for train_first in (True, False):
         engine = it.engine(budget)
         assert engine._planner is not None
@@ -356,7 +356,7 @@ def test_evaluation_keeps_to_the_budget_with_one_rehearsal_of_its_own() -> None:
             it.optimizer.zero_grad()
         for _ in range(2):
             it.model.eval()
-            with Meter(CPU, known) as meter, torch.no_grad():
+            with Meter(CPU, owners) as meter, torch.no_grad():
                 loss = engine.evaluate(it.x, it.y)
             it.model.train()
             assert meter.peak <= budget
@@ -372,9 +372,9 @@ def test_gradients_that_were_there_count() -> None:
     engine = it.engine((low + high) // 2, timed=False)
     engine.backward(it.x, it.y)
     assert engine.last is not None
-    alone = engine.last.predicted_bytes
+    single = engine.last.predicted_bytes
     engine.backward(it.x, it.y)
-    assert alone is not None
+    assert single is not None
     assert engine.last.predicted_bytes is not None
     set_of = sum(p.numel() * p.element_size() for p in it.model.parameters())
     assert engine.plan is not None
@@ -387,12 +387,12 @@ def test_gradients_that_were_there_count() -> None:
 def test_an_ordinary_step_under_a_budget_enters_no_mode() -> None:
     stacks: list[int] = []
 
-    class Look(nn.Linear):
+    class StackProbe(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             stacks.append(len(_get_current_dispatch_mode_stack()))
             return super().forward(x)
 
-    model, x, y = Look(5, 3), torch.randn(10, 5), torch.randint(0, 3, (10,))
+    model, x, y = StackProbe(5, 3), torch.randn(10, 5), torch.randint(0, 3, (10,))
     engine = Engine(model, F.cross_entropy, memory="4KiB")
     reports: list[Any] = []
     for _ in range(3):

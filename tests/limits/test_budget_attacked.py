@@ -43,10 +43,10 @@ def test_planning_does_not_write_to_the_batch_of_a_model_that_does(
     memory: str, *, reads: bool
 ) -> None:
     model, (x, y) = InPlace(reads=reads), batch(64)
-    twin, given, theirs = copy.deepcopy(model), x.clone(), x.clone()
+    twin, inputs, theirs = copy.deepcopy(model), x.clone(), x.clone()
     F.cross_entropy(twin(theirs), y).backward()
     anybatch.plan(model, F.cross_entropy, (x, y), memory=memory)
-    assert torch.equal(x, given)
+    assert torch.equal(x, inputs)
     Engine(model, F.cross_entropy, memory=memory).backward(x, y)
     assert torch.equal(x, theirs)
     assert torch.equal(model.last.weight.grad, twin.last.weight.grad)
@@ -68,7 +68,7 @@ def test_what_hooks_add_up_elsewhere_hears_of_no_rehearsal() -> None:
 
 
 def test_planning_leaves_counters_logs_and_means_as_they_were_and_no_fake() -> None:
-    seen: list[Tensor] = []
+    observed: list[Tensor] = []
     mean = {"loss": torch.zeros(())}
 
     class Counts(nn.Linear):
@@ -84,9 +84,9 @@ def test_planning_leaves_counters_logs_and_means_as_they_were_and_no_fake() -> N
         return found
 
     model, (x, y) = Counts(8, 4), batch(64)
-    model.register_forward_hook(lambda _module, _inputs, out: seen.append(out.detach()))
+    model.register_forward_hook(lambda _module, _inputs, out: observed.append(out.detach()))
     anybatch.plan(model, loss, (x, y), memory="64MiB")
-    assert (model.calls, model.last, seen) == (0, None, [])
+    assert (model.calls, model.last, observed) == (0, None, [])
     assert not is_fake(mean["loss"])
     assert float(mean["loss"]) == 0.0
 
@@ -128,13 +128,13 @@ def held(engine: Engine, run: Any) -> int:
 @pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss])
 def test_a_mean_that_lies_in_the_memory_of_its_terms_is_foreseen(loss: Any) -> None:
     x, y = torch.randn(256, 64), torch.randn(256, 64)
-    whole = anybatch.plan(nn.Linear(64, 64), loss, (x, y), memory="1GiB", timed=False).memory
-    assert whole is not None
-    engine = Engine(nn.Linear(64, 64), loss, memory=whole.whole)
-    assert held(engine, lambda: engine.backward(x, y)) <= whole.whole
+    full = anybatch.plan(nn.Linear(64, 64), loss, (x, y), memory="1GiB", timed=False).memory
+    assert full is not None
+    engine = Engine(nn.Linear(64, 64), loss, memory=full.undivided)
+    assert held(engine, lambda: engine.backward(x, y)) <= full.undivided
 
 
-def test_unfreezing_is_another_kind_of_step() -> None:
+def test_unfreezing_is_another_sort_of_step() -> None:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)]
     model, (x, y) = nn.Sequential(*layers, nn.Linear(64, 4)), batch(256, 64)
     model[:6].requires_grad_(False)

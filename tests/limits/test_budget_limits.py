@@ -67,10 +67,10 @@ def lazy(n: int, long: int) -> tuple[Any, Any]:
 
 def most_held(engine: Engine, batch: tuple[Any, Any]) -> int:
     """Return the bytes that a step holds at most, its mini-batch not counted."""
-    known = {"parameters": list(engine.model.parameters())}
+    owners = {"parameters": list(engine.model.parameters())}
     pair = [] if isinstance(batch[0], LazyBatch) else [batch]
     tensors = [tensor for _, tensor in tree.tensors(pair)]
-    with Meter(CPU, known | {"batch": tensors}) as meter:
+    with Meter(CPU, owners | {"batch": tensors}) as meter:
         engine.backward(*batch)
     return meter.peak - sum(tensor.nbytes for tensor in tensors)
 
@@ -89,7 +89,7 @@ def test_a_later_batch_that_holds_more_keeps_to_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # No clock says which size is the fastest: the largest is.
-    monkeypatch.setattr("anybatch.planner.staying.seconds", lambda case, look, n, **_: 1.0)
+    monkeypatch.setattr("anybatch.planner.resident.seconds", lambda case, inspection, n, **_: 1.0)
     budget = 40_000
     engine = Engine(model(), F.cross_entropy, memory=budget)
     held = []
@@ -149,11 +149,11 @@ def test_longer_samples_begin_the_step_again_and_an_observer_sees_each_once() ->
         x, y = padded(items)
         return x[:, : int(x[:, -1].argmax()) or 20], y
 
-    model, seen = Lengths().double(), list[Tensor]()
+    model, observed = Lengths().double(), list[Tensor]()
     batch = LazyBatch(Items(), collate_fn=lambda items: _double(as_long_as_needed(items)))
     engine = Engine(model, F.cross_entropy, memory=10_000, micro_batch=1)
-    loss = engine.backward(batch, observe=lambda _, y: seen.append(y.clone()))
-    assert torch.cat(seen).tolist() == [index % 3 for index in range(20)]
+    loss = engine.backward(batch, observe=lambda _, y: observed.append(y.clone()))
+    assert torch.cat(observed).tolist() == [index % 3 for index in range(20)]
     got = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     model.zero_grad()
     plain = Engine(model, F.cross_entropy, micro_batch=1)
@@ -185,7 +185,7 @@ def test_an_optimizer_that_is_changed_is_planned_with_anew(change: str) -> None:
 
 
 @pytest.mark.parametrize("fakes", [True, False])
-def test_a_loss_that_writes_to_its_targets_writes_once_whatever_was_planned(*, fakes: bool) -> None:
+def test_a_loss_that_writes_to_its_targets_writes_once_under_any_plan(*, fakes: bool) -> None:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         assert fakes or out[0].isfinite().any().item()  # a value is read
         return (out - y.add_(1)).square().mean()
@@ -240,7 +240,7 @@ def test_planning_on_real_rows_keeps_to_the_budget(counted: Callable[[int], int]
     with pytest.raises(BudgetError) as found:
         Engine(Reads(), F.cross_entropy, memory=memory.floor - 1).backward(*batch)
     assert found.value.needed == memory.floor
-    budgets = range(memory.floor, memory.whole + 8192, 8192)
+    budgets = range(memory.floor, memory.undivided + 8192, 8192)
     between = random.Random(0).sample(budgets[1:-1], counted(len(budgets) - 2))
     for budget in (budgets[0], *between, budgets[-1]):
         engine = Engine(Reads(), F.cross_entropy, memory=budget)
@@ -256,7 +256,7 @@ def test_small_storages_of_waiting_lanes_keep_to_the_budget(width: int) -> None:
     batch = torch.randn(256, 6), torch.randint(3, (256,))
     memory = anybatch.plan(model, F.cross_entropy, batch, memory="1GiB", timed=False).memory
     assert memory is not None
-    budget = int(memory.floor + 0.02 * (memory.whole - memory.floor))
+    budget = int(memory.floor + 0.02 * (memory.undivided - memory.floor))
     plan = anybatch.plan(model, F.cross_entropy, batch, memory=budget, timed=False)
-    assert plan.mechanism == "lanes"
+    assert plan.mechanism == "lockstep"
     assert most_held(Engine(model, F.cross_entropy, plan=plan), batch) <= budget

@@ -61,14 +61,14 @@ def test_sixteen_lanes_hold_a_tenth_and_fewer_samples_less(name: str) -> None:
         engine = Engine(model, loss, micro_batch=BATCH // count)
         return peak(model, lambda: engine.backward(x, y))
 
-    whole = peak(model, lambda: torch.autograd.backward(loss(model(x), y)))
+    full = peak(model, lambda: torch.autograd.backward(loss(model(x), y)))
     gradients = sum(p.nbytes for p in model.parameters())
     held = {count: lanes(count) for count in (2, 4, 8, 16)}
-    assert held[16] - gradients <= 0.10 * whole, (held, whole, gradients)
+    assert held[16] - gradients <= 0.10 * full, (held, full, gradients)
     assert list(held.values()) == sorted(held.values(), reverse=True)
 
 
-def test_where_there_is_room_for_all_nothing_is_watched_and_nothing_moves(
+def test_where_all_fit_nothing_is_watched_and_nothing_moves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def never(*_: object) -> None:
@@ -83,5 +83,5 @@ def test_where_there_is_room_for_all_nothing_is_watched_and_nothing_moves(
     assert engine.plan is not None
     assert engine.plan.memory is not None
     assert engine.last is not None
-    assert (engine.plan.mechanism, engine.plan.memory.room) == ("lanes", None)
+    assert (engine.plan.mechanism, engine.plan.memory.waiting_capacity) == ("lockstep", None)
     assert engine.last.moved_bytes == 0

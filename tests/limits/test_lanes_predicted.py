@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import anybatch
 from anybatch import Engine
 from anybatch.errors import BudgetError
-from anybatch.memory.room import WAITING, Lane
+from anybatch.memory.lockstep_budget import WAITING, Lane
 
 N = 22
 SHARES = (0.1, 0.97)
@@ -32,7 +32,7 @@ def lane_of(engine: Engine, n: int) -> Lane | None:
     """The lane that a plan was told from."""
     planner = engine._planner
     assert planner is not None
-    every = [f.lanes for _, f in planner._foreseen._known]
+    every = [f.lanes for _, f in planner._foreseen._stored]
     found = [lane for lanes in every for (size, _), lane in lanes.items() if size == n]
     return found[-1] if found else None
 
@@ -44,9 +44,9 @@ def floor(model: nn.Module, loss: Any, rows: tuple[Tensor, Tensor], n: int) -> t
     planner = engine._planner
     assert memory is not None
     assert planner is not None
-    ((_, foreseen),) = planner._foreseen._known
+    ((_, foreseen),) = planner._foreseen._stored
     size = len(rows[0])
-    return max(foreseen.peak(n, size), foreseen.confirm(n, size)), memory.whole
+    return max(foreseen.peak(n, size), foreseen.confirm(n, size)), memory.undivided
 
 
 @pytest.mark.large(few=1)
@@ -55,19 +55,19 @@ def floor(model: nn.Module, loss: Any, rows: tuple[Tensor, Tensor], n: int) -> t
 def test_no_network_holds_more_than_is_predicted_and_little_less(name: str, n: int) -> None:
     network = NETWORKS[name]
     model, rows = network.small(), network.rows(N)
-    one, whole = floor(model, network.loss, rows, n)
+    one, full = floor(model, network.loss, rows, n)
     for share in SHARES:
-        budget = int(one + share * max(0, whole - one)) + 64
+        budget = int(one + share * max(0, full - one)) + 64
         engine = Engine(model, network.loss, memory=budget, micro_batch=n)
         plan = engine.foresee(*rows, timed=False, offload="off")
         memory = plan.memory
         assert memory is not None
-        if plan.mechanism != "lanes":
+        if plan.mechanism != "lockstep":
             continue
         most, lane = held(engine, rows), lane_of(engine, n)
         assert lane is not None
         assert most <= memory.predicted <= budget, (share, most, memory)
-        if memory.room is None:
+        if memory.waiting_capacity is None:
             assert memory.predicted <= 1.05 * most, (share, most, memory)
         else:
             assert 3 * memory.predicted <= 4 * most, (share, most, memory)
@@ -75,32 +75,32 @@ def test_no_network_holds_more_than_is_predicted_and_little_less(name: str, n: i
 
 def test_whatever_a_model_does_it_holds_no_more(counted: Callable[[int], int]) -> None:
     """Random models, losses, budgets and lanes; some with Adam, some with an observer."""
-    seen = 0
+    observed = 0
     for seed in range(counted(100)):
-        dice = random.Random(seed)
-        training = drawn(dice, seed)
-        model, loss, size = training.model, training.loss, dice.randint(6, 60)
+        rng = random.Random(seed)
+        training = drawn(rng, seed)
+        model, loss, size = training.model, training.loss, rng.randint(6, 60)
         rows = training.rows(size)
-        n, adam = dice.randint(1, size - 1), dice.random() < 0.4
-        given = {"observe": lambda *_: None} if dice.random() < 0.3 else {}
+        n, adam = rng.randint(1, size - 1), rng.random() < 0.4
+        options = {"observe": lambda *_: None} if rng.random() < 0.3 else {}
         memory = anybatch.plan(model, loss, rows, memory="1GiB", timed=False).memory
         assert memory is not None
         for share in (0.1, 0.5, 0.95):
             optimizer = torch.optim.Adam(model.parameters()) if adam else None
-            budget = int(memory.floor + share * (memory.whole - memory.floor))
+            budget = int(memory.floor + share * (memory.undivided - memory.floor))
             budget += 64 + 2 * adam * sum(p.nbytes + 4 for p in model.parameters())
             engine = Engine(model, loss, memory=budget, micro_batch=n, optimizer=optimizer)
             try:
                 plan = engine.foresee(*rows, timed=False, offload="off")
             except BudgetError:
                 continue
-            if plan.mechanism != "lanes":
+            if plan.mechanism != "lockstep":
                 continue
             assert plan.memory is not None
             owners = dict(plan.memory.owners)
             if WAITING not in owners:  # told as it was before turns were known
                 continue
             states = owners.get("optimizer", 0)
-            most, seen = held(engine, rows, **given) + states, seen + 1
+            most, observed = held(engine, rows, **options) + states, observed + 1
             assert most <= plan.memory.predicted <= budget, (seed, share, n, size)
-    assert seen > 0
+    assert observed > 0

@@ -26,12 +26,12 @@ CLOSE = 1.05
 
 def planned(model: nn.Module, loss: Any, rows: Any, budget: int, n: int) -> anybatch.Plan | None:
     """A plan of lanes of `n` samples that leave while they run; None where there is none."""
-    given: dict[str, Any] = {"micro_batch": n, "timed": False, "offload": "file"}
+    options: dict[str, Any] = {"micro_batch": n, "timed": False, "offload": "file"}
     try:
-        plan = anybatch.plan(model, loss, rows, memory=budget, **given)
+        plan = anybatch.plan(model, loss, rows, memory=budget, **options)
     except BudgetError:
         return None
-    return plan if plan.mechanism == "lanes" and plan.offload is not None else None
+    return plan if plan.mechanism == "lockstep" and plan.offload is not None else None
 
 
 def peak_drawn(model: nn.Module, rows: Any, plan: anybatch.Plan) -> int:
@@ -50,35 +50,35 @@ def peak_drawn(model: nn.Module, rows: Any, plan: anybatch.Plan) -> int:
 def test_no_network_holds_more_than_is_predicted(name: str, n: int) -> None:
     network = NETWORKS[name]
     model, rows = network.small(), network.rows(24)
-    whole = anybatch.plan(model, network.loss, rows, memory="1TiB", timed=False).memory
-    assert whole is not None
-    seen = 0
+    full = anybatch.plan(model, network.loss, rows, memory="1TiB", timed=False).memory
+    assert full is not None
+    observed = 0
     for share in (0.3, 0.6, 0.9):
-        plan = planned(model, network.loss, rows, int(share * whole.whole), n)
+        plan = planned(model, network.loss, rows, int(share * full.undivided), n)
         if plan is None or plan.memory is None:
             continue
         most = held(Engine(model, network.loss, plan=plan), rows)
         assert most <= plan.memory.predicted <= plan.memory.budget, (share, most, plan.memory)
-        seen += 1
-    assert seen or not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
+        observed += 1
+    assert observed or not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
 
 
 def test_where_storages_are_large_it_is_close(counted: Callable[[int], int]) -> None:
     """A limit that no sum of them meets had been counted whole: up to 8 % too much."""
     errors = []
     for seed in range(counted(30)):
-        dice = random.Random(seed)
+        rng = random.Random(seed)
         torch.manual_seed(seed)
-        width, depth = dice.choice([8, 12]), dice.randint(2, 4)
+        width, depth = rng.choice([8, 12]), rng.randint(2, 4)
         layers: list[nn.Module] = []
         for before in (3, *[width] * depth):
             layers += [nn.Conv2d(before, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()]
         model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10))
         rows = torch.randn(16, 3, 16, 16), torch.randint(10, (16,))
-        whole = anybatch.plan(model, F.cross_entropy, rows, memory="1TiB", timed=False).memory
-        assert whole is not None
-        budget = int(dice.uniform(0.2, 0.7) * whole.whole)
-        plan = planned(model, F.cross_entropy, rows, budget, dice.choice([2, 4]))
+        full = anybatch.plan(model, F.cross_entropy, rows, memory="1TiB", timed=False).memory
+        assert full is not None
+        budget = int(rng.uniform(0.2, 0.7) * full.undivided)
+        plan = planned(model, F.cross_entropy, rows, budget, rng.choice([2, 4]))
         if plan is None or plan.memory is None:
             continue
         most = held(Engine(model, F.cross_entropy, plan=plan), rows)
@@ -90,20 +90,20 @@ def test_where_storages_are_large_it_is_close(counted: Callable[[int], int]) -> 
 
 def test_whatever_a_model_does_it_holds_no_more(counted: Callable[[int], int]) -> None:
     """Random models, losses, budgets and lanes, equal and not."""
-    seen = 0
+    observed = 0
     for seed in range(counted(60)):
-        dice = random.Random(seed)
-        training = drawn(dice, seed)
-        model, loss, n = training.model, training.loss, dice.randint(1, 12)
-        size = n * dice.randint(2, 5) + dice.choice([0, 0, 1])
+        rng = random.Random(seed)
+        training = drawn(rng, seed)
+        model, loss, n = training.model, training.loss, rng.randint(1, 12)
+        size = n * rng.randint(2, 5) + rng.choice([0, 0, 1])
         rows = training.rows(size)
         memory = anybatch.plan(model, loss, rows, memory="1GiB", timed=False).memory
         assert memory is not None
-        given = {"observe": lambda *_: None} if dice.random() < 0.3 else {}
+        options = {"observe": lambda *_: None} if rng.random() < 0.3 else {}
         for share in (0.3, 0.6, 0.9):
-            plan = planned(model, loss, rows, int(share * memory.whole), n)
+            plan = planned(model, loss, rows, int(share * memory.undivided), n)
             if plan is None or plan.memory is None:
                 continue
-            most, seen = held(Engine(model, loss, plan=plan), rows, **given), seen + 1
+            most, observed = held(Engine(model, loss, plan=plan), rows, **options), observed + 1
             assert most <= plan.memory.predicted <= plan.memory.budget, (seed, share, n, size)
-    assert seen > 0
+    assert observed > 0

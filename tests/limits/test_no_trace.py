@@ -62,20 +62,20 @@ def coupled(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out - out.mean(0), y)
 
 
-def setting(kind: str) -> tuple[Model, Callable[..., Any]]:
+def setting(variant: str) -> tuple[Model, Callable[..., Any]]:
     """Return a model with gradients already there, and a step on it."""
     torch.manual_seed(2)
-    model = Model(waits="lanes" in kind)
+    model = Model(waits="lanes" in variant)
     x, y = torch.randn(10, 5), torch.randint(0, 3, (10,))
     for p in list(model.parameters())[1:]:
         p.grad = torch.ones_like(p)
-    loss = coupled if "coupled" in kind else F.cross_entropy
-    batchnorm: Any = "exact" if "lanes" in kind else "local"
+    loss = coupled if "coupled" in variant else F.cross_entropy
+    batchnorm: Any = "exact" if "lanes" in variant else "local"
     engine = Engine(model, loss, micro_batch=4, batchnorm=batchnorm)
-    if "lazy" in kind:
+    if "lazy" in variant:
         lazy = LazyBatch(Items(x, y))
         return model, lambda **k: engine.backward(lazy, **k)
-    if "evaluate" in kind:
+    if "evaluate" in variant:
         return model, lambda **k: engine.evaluate(x, y, **k)
     return model, lambda **k: engine.backward(x, y, **k)
 
@@ -91,8 +91,8 @@ def fail_at(count: int, error: BaseException) -> Callable[..., None]:
     """Fail at one call; for memory, which is tried again, at every later one too."""
     calls, again = iter(range(1000)), isinstance(error, torch.OutOfMemoryError)
 
-    def fail(*given: Any) -> None:
-        if any(map(is_fake, given)):
+    def fail(*arguments: Any) -> None:
+        if any(map(is_fake, arguments)):
             return  # whether the whole batch computes the same: no step runs
         call = next(calls)
         if call == count or (again and call > count):
@@ -105,11 +105,12 @@ def fail_at(count: int, error: BaseException) -> Callable[..., None]:
     "error", [BoomError("x"), KeyboardInterrupt(), torch.OutOfMemoryError("x")]
 )
 @pytest.mark.parametrize(
-    ("kind", "index"), [(kind, i) for kind in KINDS for i in range(8 if "coupled" in kind else 5)]
+    ("variant", "index"),
+    [(variant, i) for variant in KINDS for i in range(8 if "coupled" in variant else 5)],
 )
-def test_in_forward(kind: str, index: int, error: BaseException) -> None:
+def test_in_forward(variant: str, index: int, error: BaseException) -> None:
     """Two forwards to look and three to stream; a coupled loss is seen at the first of these."""
-    model, step = setting(kind)
+    model, step = setting(variant)
     model.fail = fail_at(index, error)
     before = snapshot(model)
     with pytest.raises(type(error)):
@@ -118,9 +119,9 @@ def test_in_forward(kind: str, index: int, error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("kind", KINDS)
-def test_in_the_observer(kind: str, index: int) -> None:
-    model, step = setting(kind)
+@pytest.mark.parametrize("variant", KINDS)
+def test_in_the_observer(variant: str, index: int) -> None:
+    model, step = setting(variant)
     before = snapshot(model)
     with pytest.raises(BoomError):
         step(observe=fail_at(index, BoomError()))
@@ -128,9 +129,9 @@ def test_in_the_observer(kind: str, index: int) -> None:
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("kind", KINDS[:5])
-def test_in_backward(kind: str, index: int) -> None:
-    model, step = setting(kind)
+@pytest.mark.parametrize("variant", KINDS[:5])
+def test_in_backward(variant: str, index: int) -> None:
+    model, step = setting(variant)
     handle = in_backward(model.last, fail_at(index, BoomError()))
     before = snapshot(model)
     with pytest.raises(BoomError):
@@ -191,12 +192,12 @@ def run_traced(step: Callable[[], Any], count: int) -> tuple[int, bool]:
 
 
 @pytest.mark.usefixtures("_ctrl_c")
-@pytest.mark.parametrize("kind", ["streaming", "coupled", "lazy", "lanes"])
-def test_ctrl_c_at_every_line(kind: str, counted: Callable[[int], int]) -> None:
+@pytest.mark.parametrize("variant", ["streaming", "coupled", "lazy", "lanes"])
+def test_ctrl_c_at_every_line(variant: str, counted: Callable[[int], int]) -> None:
     """A step happened whole or not at all, wherever the signal came."""
-    setting(kind)[1]()  # some lines run once in a process
-    model, step = setting(kind)
-    dice = torch.get_rng_state()
+    setting(variant)[1]()  # some lines run once in a process
+    model, step = setting(variant)
+    rng_state = torch.get_rng_state()
     start = copy.deepcopy(model)
     lines, interrupted = run_traced(step, 10**9)
     assert not interrupted
@@ -207,8 +208,8 @@ def test_ctrl_c_at_every_line(kind: str, counted: Callable[[int], int]) -> None:
     chosen = sorted(random.Random(0).sample(places, most))
     outcomes = {"before": 0, "after": 0}
     for place in chosen:
-        fresh, step = setting(kind)
-        torch.set_rng_state(dice)
+        fresh, step = setting(variant)
+        torch.set_rng_state(rng_state)
         before = snapshot(fresh)
         _, interrupted = run_traced(step, place)
         now = snapshot(fresh)
@@ -223,7 +224,7 @@ def test_ctrl_c_at_every_line(kind: str, counted: Callable[[int], int]) -> None:
 
 
 @pytest.mark.usefixtures("_ctrl_c")
-def test_ctrl_c_as_hooks_are_put_on_or_taken_off_leaves_none() -> None:
+def test_ctrl_c_as_hooks_are_put_on_or_removed_leaves_none() -> None:
     def enter() -> None:
         with _saving_nothing():
             pass
@@ -240,7 +241,7 @@ def _values(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not name.endswith("ids")}
 
 
-def test_after_a_good_step_only_gradients_buffers_and_dice_have_moved() -> None:
+def test_after_a_good_step_only_gradients_buffers_and_rng_states_have_moved() -> None:
     model, step = setting("streaming")
     before = snapshot(model)
     step()
@@ -250,7 +251,7 @@ def test_after_a_good_step_only_gradients_buffers_and_dice_have_moved() -> None:
     assert before["gradient ids"][1:] == after["gradient ids"][1:], "the same tensors"
 
 
-def test_a_step_that_fails_leaves_functions_of_torch_heard() -> None:
+def test_a_step_that_fails_leaves_functions_of_torch_traced() -> None:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         torch._C.DisableTorchFunction().__enter__()  # as an interrupt before __exit__ leaves it
         raise ValueError
@@ -290,9 +291,9 @@ def test_a_ctrl_c_while_draws_are_learnt_leaves_an_engine_that_can_go_on(call: i
     os.write(writes, b"." * call + b"!" + b"." * 4000)
     with pytest.raises(KeyboardInterrupt):
         engine.backward(*batch)
-    dice = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     loss = engine.backward(*batch)
-    torch.set_rng_state(dice)
+    torch.set_rng_state(rng_state)
     assert torch.allclose(loss, F.cross_entropy(model(batch[0]), batch[1]), rtol=1e-12)
     os.close(reads)
     os.close(writes)

@@ -25,16 +25,16 @@ class Program(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed, dice = seed, random.Random(seed)
-        self.names = [dice.choice(list(OPERATIONS)) for _ in range(dice.randint(3, 12))]
+        self.seed, rng = seed, random.Random(seed)
+        self.names = [rng.choice(list(OPERATIONS)) for _ in range(rng.randint(3, 12))]
         self.own = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in self.names)
         self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in self.names)
         self.shared, self.conv = nn.Linear(WIDTH, WIDTH), nn.Conv1d(1, 1, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        past, dice = [x], random.Random(self.seed)
+        past, rng = [x], random.Random(self.seed)
         for i, name in enumerate(self.names):
-            now = OPERATIONS[name](self, i, past[-1], dice.choice(past))
+            now = OPERATIONS[name](self, i, past[-1], rng.choice(past))
             past.append(now.clamp(-10, 10))
         return past[-1]
 
@@ -160,4 +160,4 @@ def _run(
         assert most - idle <= off.last.predicted_bytes <= memory
     if off is None or off.last is None or off.last.predicted_bytes is None:
         return states(ours), 0, ""
-    return states(ours), off.last.predicted_bytes, off.last.kind
+    return states(ours), off.last.predicted_bytes, off.last.mode

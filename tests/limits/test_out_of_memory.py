@@ -83,7 +83,7 @@ class Fuse(torch.autograd.Function):
 FAULTS: WeakKeyDictionary[nn.Module, dict[str, Fault]] = WeakKeyDictionary()
 
 
-def kept_aside(name: str) -> Any:
+def stored_outside(name: str) -> Any:
     """Return a property that holds a fault where a change of it is no change of the model."""
 
     def find(net: nn.Module) -> Fault:
@@ -95,7 +95,7 @@ def kept_aside(name: str) -> Any:
 class Net(nn.Module):
     """Two layers; forward fails after the first, backward between them."""
 
-    forward_fault, backward_fault = kept_aside("forward"), kept_aside("backward")
+    forward_fault, backward_fault = stored_outside("forward"), stored_outside("backward")
 
     def __init__(self, middle: nn.Module | None = None) -> None:
         super().__init__()
@@ -129,31 +129,31 @@ ORACLES = LOSSES | {"declared": F.cross_entropy}
 class Setting:
     """A model, a batch, and what the whole batch gives at once."""
 
-    kind: str
+    variant: str
     net: Net
     x: Tensor
     y: Tensor
     engine: Engine
     want: dict[str, Tensor]
-    seen: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    observed: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def backward(self) -> Tensor:
-        loss = self.engine.backward(*self.batch(), observe=lambda *o: self.seen.append(o))
+        loss = self.engine.backward(*self.batch(), observe=lambda *o: self.observed.append(o))
         return loss.double()
 
     def batch(self) -> tuple[Any, ...]:
         lazy = LazyBatch(TensorDataset(self.x, self.y))
-        return (lazy,) if "lazy" in self.kind else (self.x, self.y)
+        return (lazy,) if "lazy" in self.variant else (self.x, self.y)
 
     def check(self) -> None:
         """The gradient, the loss, one update, and each sample shown once, in order."""
         self.net.forward_fault, self.net.backward_fault = Fault(), Fault()
         torch.optim.SGD(self.net.parameters(), lr=0.5).step()
         assert_exact(double(state_of(self.net)), double(self.want))
-        outputs, targets = zip(*self.seen, strict=True)
+        outputs, targets = zip(*self.observed, strict=True)
         assert torch.equal(torch.cat(targets), self.y)
         assert [len(o) for o in outputs] == [len(t) for t in targets]
-        self.seen.clear()
+        self.observed.clear()
 
 
 def state_of(net: Net) -> dict[str, Tensor]:
@@ -165,71 +165,71 @@ def double(found: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.double() for name, value in found.items()}
 
 
-def small_whole_numbers(tensors: list[Tensor]) -> None:
+def small_integers(tensors: list[Tensor]) -> None:
     """Make everything exact in bfloat16, so that order and rounding change nothing."""
     with torch.no_grad():
         for tensor in tensors:
             tensor.copy_(torch.randint(-1, 2, tensor.shape))
 
 
-def setting(kind: str, *, apart: bool, net: Net | None = None) -> Setting:
+def setting(variant: str, *, in_accumulator: bool, net: Net | None = None) -> Setting:
     torch.manual_seed(3)
     net = (net or Net()).double()
     x, y = torch.randn(BATCH, 3).double(), torch.randint(0, 2, (BATCH,))
-    if kind == "bfloat16":
+    if variant == "bfloat16":
         net.middle = nn.Identity()
         y = torch.randn(BATCH, 2).double()
-        small_whole_numbers([*net.parameters(), x, y])
-    if kind == "before":
+        small_integers([*net.parameters(), x, y])
+    if variant == "before":
         for p in list(net.parameters())[1:]:
             p.grad = torch.randn_like(p)
     twin = copy.deepcopy(net)
     for p, q in zip(twin.parameters(), net.parameters(), strict=True):
         p.grad = None if q.grad is None else q.grad.clone()
     rows = [range(i, min(i + MICRO, BATCH)) for i in range(0, BATCH, MICRO)]
-    if kind == "algorithm 1":
+    if variant == "algorithm 1":
         for r in rows:
             (F.cross_entropy(twin(x[r]), y[r]) / len(rows)).backward()
     else:
-        ORACLES[kind](twin(x), y).backward()
+        ORACLES[variant](twin(x), y).backward()
     torch.optim.SGD(twin.parameters(), lr=0.5).step()
-    if kind == "bfloat16":
+    if variant == "bfloat16":
         net, x, y = net.bfloat16(), x.bfloat16(), y.bfloat16()
-    engine = Engine(net, LOSSES[kind], micro_batch=MICRO)
-    if apart:
-        sum_apart(engine)
-    return Setting(kind, net, x, y, engine, state_of(twin))
+    engine = Engine(net, LOSSES[variant], micro_batch=MICRO)
+    if in_accumulator:
+        sum_in_accumulator(engine)
+    return Setting(variant, net, x, y, engine, state_of(twin))
 
 
-def sum_apart(engine: Engine) -> None:
+def sum_in_accumulator(engine: Engine) -> None:
     """Sum as a plan would have it that finds room for an accumulator."""
     step = engine._runner.step
 
-    def with_room(*arguments: Any, apart: bool, **others: Any) -> Step:
-        return step(*arguments, apart=True, **others)
+    def with_accumulator(*arguments: Any, accumulator: bool, **others: Any) -> Step:
+        return step(*arguments, accumulator=True, **others)
 
-    engine._runner.step = with_room  # type: ignore[method-assign]
+    engine._runner.step = with_accumulator  # type: ignore[method-assign]
 
 
-def calls(kind: str, place: str, *, apart: bool) -> int:
+def calls(variant: str, place: str, *, in_accumulator: bool) -> int:
     """How often a step without a fault passes the place."""
-    whole = setting(kind, apart=apart)
-    whole.backward()
-    return len(getattr(whole.net, f"{place}_fault").sizes)
+    full = setting(variant, in_accumulator=in_accumulator)
+    full.backward()
+    return len(getattr(full.net, f"{place}_fault").sizes)
 
 
 EXACT = ["known", "coupled", "declared", "lazy", "lazy coupled", "before", "bfloat16"]
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
+@pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("kind", EXACT)
-def test_a_fault_at_every_call(kind: str, place: str, apart: bool) -> None:
+@pytest.mark.parametrize("variant", EXACT)
+def test_a_fault_at_every_call(variant: str, place: str, in_accumulator: bool) -> None:
     """Two forwards look, and one with the backward that is not torch's own; three stream.
 
     That backward is compared in three more. A coupled loss is met in the first that streams.
     """
-    count = calls(kind, place, apart=apart)
+    count = calls(variant, place, in_accumulator=in_accumulator)
     assert (
         count
         == {
@@ -237,27 +237,29 @@ def test_a_fault_at_every_call(kind: str, place: str, apart: bool) -> None:
             ("forward", True): 12,
             ("backward", False): 7,
             ("backward", True): 7,
-        }[place, "coupled" in kind]
+        }[place, "coupled" in variant]
     )
     for call in range(count):
-        got = setting(kind, apart=apart)
+        got = setting(variant, in_accumulator=in_accumulator)
         setattr(got.net, f"{place}_fault", Fault(at(call), ERRORS[call % len(ERRORS)]))
-        dice = torch.get_rng_state()
+        rng_state = torch.get_rng_state()
         loss = got.backward()
         report = got.engine.last
         assert report is not None
         assert report.retries == 1
         assert report.micro_batch == 2
-        assert "lazy" in kind or torch.equal(dice, torch.get_rng_state()), "nothing draws here"
-        fresh = setting(kind, apart=apart).net.double()
+        assert "lazy" in variant or torch.equal(rng_state, torch.get_rng_state()), (
+            "nothing draws here"
+        )
+        fresh = setting(variant, in_accumulator=in_accumulator).net.double()
         targets = got.y.double() if got.y.is_floating_point() else got.y
-        whole = ORACLES[kind](fresh(got.x.double()), targets)
-        assert_exact({"loss": loss}, {"loss": whole.detach()})
+        full = ORACLES[variant](fresh(got.x.double()), targets)
+        assert_exact({"loss": loss}, {"loss": full.detach()})
         got.check()
 
 
 @pytest.mark.parametrize(
-    ("place", "apart", "sizes"),
+    ("place", "in_accumulator", "sizes"),
     [
         ("forward", False, [4, 4, 2, 2, 2]),
         ("forward", True, [4, 4, 2, 2, 2]),
@@ -266,12 +268,12 @@ def test_a_fault_at_every_call(kind: str, place: str, apart: bool) -> None:
     ],
 )
 def test_it_costs_one_micro_batch_or_else_one_step(
-    place: str, apart: bool, sizes: list[int]
+    place: str, in_accumulator: bool, sizes: list[int]
 ) -> None:
-    got = setting("known", apart=apart)
+    got = setting("known", in_accumulator=in_accumulator)
     got.backward()  # the look is over
     got.net.zero_grad()
-    got.seen.clear()
+    got.observed.clear()
     setattr(got.net, f"{place}_fault", Fault(at(1)))
     got.backward()
     fault = getattr(got.net, f"{place}_fault")
@@ -280,31 +282,33 @@ def test_it_costs_one_micro_batch_or_else_one_step(
 
 
 @pytest.mark.parametrize(
-    ("apart", "sizes"), [(False, [5, 1, 3, 1]), (True, [5, 3, 2])], ids=["in place", "apart"]
+    ("in_accumulator", "sizes"),
+    [(False, [5, 1, 3, 1]), (True, [5, 3, 2])],
+    ids=["in place", "apart"],
 )
 def test_rows_that_were_shown_before_a_step_starts_over_are_not_shown_again(
-    apart: bool, sizes: list[int]
+    in_accumulator: bool, sizes: list[int]
 ) -> None:
     """In place, 5 rows are shown when the second backward fails; then come 3, 3, 3 and 1."""
-    got = setting("known", apart=apart)
+    got = setting("known", in_accumulator=in_accumulator)
     got.engine.micro_batch = 5
     got.backward()
     got.net.zero_grad()
-    got.seen.clear()
+    got.observed.clear()
     got.net.backward_fault = Fault(at(1))
     got.backward()
-    assert [len(outputs) for outputs, _ in got.seen] == sizes
-    assert_exact({"": torch.cat([o for o, _ in got.seen])}, {"": got.net(got.x).detach()})
+    assert [len(outputs) for outputs, _ in got.observed] == sizes
+    assert_exact({"": torch.cat([o for o, _ in got.observed])}, {"": got.net(got.x).detach()})
     got.check()
 
 
 @pytest.mark.parametrize("call", [0, 1, 2])
 def test_algorithm1_to_the_letter_starts_over(call: int) -> None:
     """Its micro-batch means do not add up over halves: N_S is counted anew."""
-    got = setting("algorithm 1", apart=True)
+    got = setting("algorithm 1", in_accumulator=True)
     got.net.backward_fault = Fault(at(call))
     got.backward()
-    twin = copy.deepcopy(setting("algorithm 1", apart=True).net)
+    twin = copy.deepcopy(setting("algorithm 1", in_accumulator=True).net)
     for i in range(0, BATCH, 2):
         (F.cross_entropy(twin(got.x[i : i + 2]), got.y[i : i + 2]) / 5).backward()
     torch.optim.SGD(twin.parameters(), lr=0.5).step()
@@ -312,12 +316,14 @@ def test_algorithm1_to_the_letter_starts_over(call: int) -> None:
     got.check()
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
+@pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("most", [2, 3])
-@pytest.mark.parametrize("kind", EXACT)
-def test_a_fault_that_stays_above_a_size(kind: str, most: int, place: str, apart: bool) -> None:
-    got = setting(kind, apart=apart)
+@pytest.mark.parametrize("variant", EXACT)
+def test_a_fault_that_stays_above_a_size(
+    variant: str, most: int, place: str, in_accumulator: bool
+) -> None:
+    got = setting(variant, in_accumulator=in_accumulator)
     setattr(got.net, f"{place}_fault", Fault(above(most)))
     got.backward()
     report, plan = got.engine.last, got.engine.plan
@@ -328,7 +334,7 @@ def test_a_fault_that_stays_above_a_size(kind: str, most: int, place: str, apart
     assert plan.micro_batch == report.micro_batch
     assert f"{report.micro_batch} from here on" in str(plan)
     got.check()
-    again = setting(kind, apart=apart, net=None)
+    again = setting(variant, in_accumulator=in_accumulator, net=None)
     got.net.load_state_dict(again.net.state_dict())
     for p, q in zip(got.net.parameters(), again.net.parameters(), strict=True):
         p.grad = q.grad
@@ -341,11 +347,13 @@ def test_a_fault_that_stays_above_a_size(kind: str, most: int, place: str, apart
     got.check()
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
+@pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("kind", EXACT)
-def test_a_fault_at_every_size_leaves_no_trace(kind: str, place: str, apart: bool) -> None:
-    got = setting(kind, apart=apart)
+@pytest.mark.parametrize("variant", EXACT)
+def test_a_fault_at_every_size_leaves_no_trace(
+    variant: str, place: str, in_accumulator: bool
+) -> None:
+    got = setting(variant, in_accumulator=in_accumulator)
     before = snapshot(got.net)
     for error in ERRORS:
         setattr(got.net, f"{place}_fault", Fault(above(0), error))
@@ -354,25 +362,25 @@ def test_a_fault_at_every_size_leaves_no_trace(kind: str, place: str, apart: boo
         assert raised.value is error
         assert same(before, snapshot(got.net))
     got.net.forward_fault, got.net.backward_fault = Fault(), Fault()
-    got.seen.clear()
+    got.observed.clear()
     got.backward()
     assert got.engine.last is not None
     assert got.engine.last.micro_batch == MICRO, "a step that failed says nothing about size"
     got.check()
 
 
-@pytest.mark.parametrize("kind", ["known", "coupled"])
+@pytest.mark.parametrize("variant", ["known", "coupled"])
 @pytest.mark.parametrize("call", range(8))
-def test_evaluate(kind: str, call: int) -> None:
-    got = setting(kind, apart=False)
+def test_evaluate(variant: str, call: int) -> None:
+    got = setting(variant, in_accumulator=False)
     got.net.forward_fault = Fault(at(call))
-    seen: list[Tensor] = []
-    loss = got.engine.evaluate(got.x, got.y, observe=lambda o, t: seen.append(t))
+    observed: list[Tensor] = []
+    loss = got.engine.evaluate(got.x, got.y, observe=lambda o, t: observed.append(t))
     got.net.forward_fault = Fault()
     with torch.no_grad():
-        want = LOSSES[kind](got.net(got.x), got.y)
+        want = LOSSES[variant](got.net(got.x), got.y)
     assert_exact({"loss": loss}, {"loss": want})
-    assert torch.equal(torch.cat(seen), got.y)
+    assert torch.equal(torch.cat(observed), got.y)
     assert all(p.grad is None for p in got.net.parameters())
 
 
@@ -396,18 +404,18 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("place", "apart", "sizes"),
+    ("place", "in_accumulator", "sizes"),
     [
         ("forward", False, [4, 2, 2, 2]),
         ("backward", True, [4, 2, 2, 2]),
         ("backward", False, [2] * 5),
     ],
 )
-def test_the_dice_are_those_of_the_micro_batches_that_count(
-    place: str, apart: bool, sizes: list[int]
+def test_the_rng_states_are_those_of_the_micro_batches_that_count(
+    place: str, in_accumulator: bool, sizes: list[int]
 ) -> None:
     for normals in (0, 1):
-        got = setting("known", apart=apart, net=Net(Dropping()))
+        got = setting("known", in_accumulator=in_accumulator, net=Net(Dropping()))
         got.backward()
         got.net.zero_grad()
         setattr(got.net, f"{place}_fault", Fault(at(1)))
@@ -436,15 +444,15 @@ class Late(Dropping):
         return super().forward(x) if self.draws else x.tanh()
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
+@pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("draws", [False, True])
-def test_where_nothing_was_drawn_before_dice_are_not_noted(
-    draws: bool, place: str, apart: bool
+def test_where_nothing_was_drawn_before_rng_states_are_not_noted(
+    draws: bool, place: str, in_accumulator: bool
 ) -> None:
     """Where a micro-batch began is then known only if nothing is drawn in this step either."""
     late = Late()
-    got = setting("known", apart=apart, net=Net(late))
+    got = setting("known", in_accumulator=in_accumulator, net=Net(late))
     got.backward()
     got.net.zero_grad()
     setattr(got.net, f"{place}_fault", Fault(at(1)))
@@ -454,7 +462,7 @@ def test_where_nothing_was_drawn_before_dice_are_not_noted(
     found = state_with(got.net, got.engine.backward(got.x, got.y))
     after = torch.rand(()), np.random.randn(), random.gauss(0, 1)
     twin.forward_fault, twin.backward_fault = Fault(), Fault()
-    one = place == "forward" or apart
+    one = place == "forward" or in_accumulator
     sizes = [4, 2, 2, 2] if one and not draws else [2] * 5
     roll()
     assert_exact(found, state_with(twin, by_hand(twin, got.x, got.y, sizes)))
@@ -467,22 +475,24 @@ def state_with(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {"loss": loss, **gradients, **{n: b.clone() for n, b in net.named_buffers()}}
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
+@pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("kind", ["known", "coupled", "lazy", "lazy coupled"])
-def test_a_model_that_draws_survives_every_fault(kind: str, place: str, apart: bool) -> None:
-    for call in range(calls(kind, place, apart=apart)):
-        got = setting(kind, apart=apart, net=Net(nn.Dropout(0.5)))
+@pytest.mark.parametrize("variant", ["known", "coupled", "lazy", "lazy coupled"])
+def test_a_model_that_draws_survives_every_fault(
+    variant: str, place: str, in_accumulator: bool
+) -> None:
+    for call in range(calls(variant, place, in_accumulator=in_accumulator)):
+        got = setting(variant, in_accumulator=in_accumulator, net=Net(nn.Dropout(0.5)))
         setattr(got.net, f"{place}_fault", Fault(at(call)))
         assert got.backward().isfinite()
         assert all(p.grad is not None and p.grad.isfinite().all() for p in got.net.parameters())
-        assert torch.equal(torch.cat([y for _, y in got.seen]), got.y)
+        assert torch.equal(torch.cat([y for _, y in got.observed]), got.y)
 
 
 @pytest.mark.parametrize("call", [5, 6])
 def test_a_coupled_loss_of_a_model_that_draws_is_that_of_one_set_of_draws(call: int) -> None:
     """The last of pass 1, the first of pass 2: there halves would draw other numbers."""
-    got = setting("coupled", apart=True, net=Net(Dropping()))
+    got = setting("coupled", in_accumulator=True, net=Net(Dropping()))
     twin = copy.deepcopy(got.net)
     got.net.forward_fault = Fault(at(call))
     roll()
@@ -545,7 +555,7 @@ def test_buffers_that_forward_moves_are_moved_once(index: int) -> None:
             self.calls = self.calls + 1
             return super().forward(x)
 
-    got = setting("known", apart=False, net=Counting())
+    got = setting("known", in_accumulator=False, net=Counting())
     net, x, y = got.net, got.x, got.y
     for calls in (5, 3):  # the second step knows which buffers move
         twin = copy.deepcopy(net)
@@ -558,7 +568,7 @@ def test_buffers_that_forward_moves_are_moved_once(index: int) -> None:
 
 def test_an_undivided_step_becomes_a_divided_one() -> None:
     for place in ("forward", "backward"):
-        got = setting("known", apart=False)
+        got = setting("known", in_accumulator=False)
         engine = got.engine = Engine(got.net, F.cross_entropy, micro_batch=64)
         setattr(got.net, f"{place}_fault", Fault(above(9)))
         got.backward()
@@ -579,17 +589,19 @@ def test_with_batch_norm_the_step_begins_again_in_smaller_lanes(
     x, y = torch.randn(10, 3).double(), torch.randint(0, 2, (10,))
     engine = Engine(net, loss, micro_batch=micro_batch)
     for _ in range(2):
-        twin, seen = copy.deepcopy(net), list[Tensor]()
-        whole = loss(twin(x), y)
-        whole.backward()
+        twin, observed = copy.deepcopy(net), list[Tensor]()
+        full = loss(twin(x), y)
+        full.backward()
         fault = Fault(when)
         setattr(net, f"{place}_fault", fault)
-        found = engine.backward(x, y, observe=lambda _, targets, seen=seen: seen.append(targets))
+        found = engine.backward(
+            x, y, observe=lambda _, targets, observed=observed: observed.append(targets)
+        )
         setattr(net, f"{place}_fault", Fault())
         assert engine.last is not None
         assert (engine.last.retries > 0) == fault.failed
-        assert_exact(state_with(net, found), state_with(twin, whole.detach()))
-        assert torch.equal(torch.cat(seen), y)
+        assert_exact(state_with(net, found), state_with(twin, full.detach()))
+        assert torch.equal(torch.cat(observed), y)
         net.zero_grad()
 
 
@@ -607,8 +619,8 @@ def test_what_cannot_go_in_lanes_says_what_led_there() -> None:
 
 
 def test_an_observer_that_runs_out_of_memory_is_not_called_again() -> None:
-    for kind in ("known", "coupled"):
-        got = setting(kind, apart=True)
+    for variant in ("known", "coupled"):
+        got = setting(variant, in_accumulator=True)
         before, calls = snapshot(got.net), []
 
         def full(_: Any, targets: Tensor, calls: list[Tensor] = calls) -> None:
@@ -621,7 +633,7 @@ def test_an_observer_that_runs_out_of_memory_is_not_called_again() -> None:
         assert same(before, snapshot(got.net))
 
 
-def test_the_loss_of_the_whole_may_run_out_of_memory(tmp_path: Path) -> None:
+def test_the_loss_of_the_full_batch_may_run_out_of_memory(tmp_path: Path) -> None:
     full = tmp_path / "full"  # what is listed would be restored, and the next try full, too
 
     def first_full(out: Tensor, y: Tensor) -> Tensor:
@@ -630,7 +642,7 @@ def test_the_loss_of_the_whole_may_run_out_of_memory(tmp_path: Path) -> None:
             raise torch.OutOfMemoryError("full")
         return coupled(out, y)
 
-    got = setting("coupled", apart=False)
+    got = setting("coupled", in_accumulator=False)
     got.engine = Engine(got.net, first_full, micro_batch=MICRO)
     got.backward()
     assert got.engine.last is not None
@@ -640,15 +652,15 @@ def test_the_loss_of_the_whole_may_run_out_of_memory(tmp_path: Path) -> None:
 
 def test_an_error_that_the_person_was_handling_is_not_ours() -> None:
     """An out-of-memory error outside must not make a fault in the step look like one."""
-    got = setting("known", apart=False)
+    got = setting("known", in_accumulator=False)
     got.net.forward_fault = Fault(at(0), ValueError("a fault of the model"))
     try:
         raise torch.OutOfMemoryError("outside")
     except torch.OutOfMemoryError:
-        kept = torch.ones(3)
+        retained = torch.ones(3)
         with pytest.raises(ValueError, match="a fault of the model"):
             got.backward()
-        assert kept.sum() == 3
+        assert retained.sum() == 3
     assert got.net.forward_fault.sizes == [4], "it was tried once"
 
 
@@ -685,20 +697,20 @@ def _no_collector() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_no_collector")
-@pytest.mark.parametrize("apart", [False, True], ids=["in place", "apart"])
+@pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("kind", ["known", "coupled", "lazy", "lazy coupled"])
+@pytest.mark.parametrize("variant", ["known", "coupled", "lazy", "lazy coupled"])
 def test_nothing_of_a_failed_attempt_is_in_memory_when_it_is_tried_again(
-    kind: str, place: str, apart: bool
+    variant: str, place: str, in_accumulator: bool
 ) -> None:
-    got = setting(kind, apart=apart, net=Watching())
+    got = setting(variant, in_accumulator=in_accumulator, net=Watching())
     net = got.net
     assert isinstance(net, Watching)
-    for call in range(calls(kind, place, apart=apart)):
+    for call in range(calls(variant, place, in_accumulator=in_accumulator)):
         setattr(net, f"{place}_fault", Fault(at(call), torch.OutOfMemoryError("full")))
         net.made.clear()
         net.left = None
-        got.engine._runner._seen.clear()
+        got.engine._runner._traits.clear()
         got.engine._runner._shrunk.clear()
         got.engine.backward(*got.batch())
         assert net.left == 0, call
@@ -708,11 +720,11 @@ def test_nothing_of_a_failed_attempt_is_in_memory_when_it_is_tried_again(
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("micro_batch", [MICRO, BATCH])
 @pytest.mark.parametrize("place", ["forward", "backward"])
-@pytest.mark.parametrize("kind", ["known", "coupled", "lazy", "lazy coupled"])
+@pytest.mark.parametrize("variant", ["known", "coupled", "lazy", "lazy coupled"])
 def test_the_error_that_goes_out_holds_no_tensor_of_the_step(
-    kind: str, place: str, micro_batch: int
+    variant: str, place: str, micro_batch: int
 ) -> None:
-    got = setting(kind, apart=False, net=Watching())
+    got = setting(variant, in_accumulator=False, net=Watching())
     net = got.net
     assert isinstance(net, Watching)
     got.engine.micro_batch = micro_batch
@@ -730,7 +742,7 @@ def test_the_error_that_goes_out_holds_no_tensor_of_the_step(
 
 def tensors_alive() -> int:
     kinds = Counter(map(type, gc.get_objects()))  # few, of which to ask what they are
-    return sum(count for kind, count in kinds.items() if issubclass(kind, Tensor))
+    return sum(count for variant, count in kinds.items() if issubclass(variant, Tensor))
 
 
 REAL = """
@@ -771,8 +783,8 @@ model.zero_grad()
 engine = Engine(model, F.cross_entropy, micro_batch=int(sys.argv[1]))
 if sys.argv[2] == "apart":
     make = engine._runner.step
-    engine._runner.step = lambda *arguments, apart, **others: make(
-        *arguments, apart=True, **others
+    engine._runner.step = lambda *arguments, accumulator, **others: make(
+        *arguments, accumulator=True, **others
     )
 limit = data_bytes() + 30 * 2**20  # one activation of the whole batch is 32 MiB
 resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
@@ -795,13 +807,13 @@ assert (engine.last.retries, engine.last.micro_batch) == (0, again)
 
 @pytest.mark.large(few=2)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RLIMIT_DATA counts on Linux")
-@pytest.mark.parametrize("apart", ["in place", "apart"])
+@pytest.mark.parametrize("in_accumulator", ["in place", "apart"])
 @pytest.mark.parametrize("micro_batch", [8192, 6000])
-def test_a_real_limit(micro_batch: int, apart: str) -> None:
+def test_a_real_limit(micro_batch: int, in_accumulator: str) -> None:
     """The asked micro-batch cannot be allocated in this process, and the step is exact."""
     environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(
-        [sys.executable, "-c", REAL, str(micro_batch), apart],
+        [sys.executable, "-c", REAL, str(micro_batch), in_accumulator],
         capture_output=True,
         text=True,
         timeout=120,

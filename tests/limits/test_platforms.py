@@ -76,11 +76,11 @@ lock.release()
 
 
 def test_a_step_is_the_same_where_the_system_has_less() -> None:
-    told = subprocess.run(
+    ended = subprocess.run(
         [sys.executable, "-W", "error", "-c", PROGRAM, "win32", MISSING, MODULES],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    assert "memory= must be given where the system does not tell" in told.stdout
+    assert ended.returncode == 0, ended.stderr
+    assert "memory= must be given where the system does not tell" in ended.stdout

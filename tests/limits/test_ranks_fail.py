@@ -30,9 +30,9 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Pool]]:
         yield request.param, found
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(variant: str) -> nn.Module:
     torch.manual_seed(3)
-    norm = nn.BatchNorm1d(5) if kind == "lanes" else nn.LayerNorm(5)
+    norm = nn.BatchNorm1d(5) if variant == "lanes" else nn.LayerNorm(5)
     return nn.Sequential(nn.Linear(6, 5), norm, nn.Tanh(), nn.Linear(5, 3)).double()
 
 
@@ -68,10 +68,10 @@ ERRORS = {"fault": ValueError("a fault"), "memory": RuntimeError("can't allocate
 
 
 def failing(
-    rank: int, size: int, kind: str, loss: str, place: str, at: int, error: str, learned: bool
+    rank: int, size: int, variant: str, loss: str, place: str, at: int, error: str, learned: bool
 ) -> Any:
     """Fail once on the last rank; then take a step, and return gradients and what was said."""
-    model, (x, y) = model_of(kind), rows(rank)
+    model, (x, y) = model_of(variant), rows(rank)
     engine = Engine(model, coupled if loss == "coupled" else F.cross_entropy, micro_batch=4)
     if learned:
         engine.backward(x, y)
@@ -97,8 +97,8 @@ def failing(
     return said, [p.grad.clone() for p in model.parameters()]
 
 
-def well(rank: int, size: int, kind: str, loss: str, learned: bool) -> Any:
-    model, (x, y) = model_of(kind), rows(rank)
+def well(rank: int, size: int, variant: str, loss: str, learned: bool) -> Any:
+    model, (x, y) = model_of(variant), rows(rank)
     engine = Engine(model, coupled if loss == "coupled" else F.cross_entropy, micro_batch=4)
     if learned:
         engine.backward(x, y)
@@ -110,16 +110,16 @@ def well(rank: int, size: int, kind: str, loss: str, learned: bool) -> Any:
 @pytest.mark.large
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("loss", ["parts", "coupled"])
-@pytest.mark.parametrize("kind", ["lanes", "stream"])
+@pytest.mark.parametrize("variant", ["lanes", "stream"])
 @pytest.mark.parametrize(
     ("place", "at"), [("first", 1), ("first", 4), ("forward", 4), ("backward", 2)]
 )
 def test_a_fault_on_one_rank_is_one_on_all_and_the_next_step_is_whole(
-    pool: tuple[int, Pool], kind: str, loss: str, place: str, at: int, learned: bool
+    pool: tuple[int, Pool], variant: str, loss: str, place: str, at: int, learned: bool
 ) -> None:
     size, workers = pool
-    want = workers.run(well, kind, loss, learned)
-    found = workers.run(failing, kind, loss, place, at, "fault", learned)
+    want = workers.run(well, variant, loss, learned)
+    found = workers.run(failing, variant, loss, place, at, "fault", learned)
     for rank, (said, got) in enumerate(found):
         if rank == size - 1:
             assert said == "ValueError: a fault"
@@ -130,15 +130,15 @@ def test_a_fault_on_one_rank_is_one_on_all_and_the_next_step_is_whole(
 
 
 @pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize(("kind", "loss"), [("lanes", "parts"), ("stream", "coupled")])
+@pytest.mark.parametrize(("variant", "loss"), [("lanes", "parts"), ("stream", "coupled")])
 @pytest.mark.parametrize(("place", "at"), [("first", 4), ("forward", 4), ("backward", 2)])
 def test_memory_that_runs_out_on_one_rank_costs_a_smaller_step(
-    pool: tuple[int, Pool], kind: str, loss: str, place: str, at: int, learned: bool
+    pool: tuple[int, Pool], variant: str, loss: str, place: str, at: int, learned: bool
 ) -> None:
     _, workers = pool
-    want = workers.run(well, kind, loss, learned)
+    want = workers.run(well, variant, loss, learned)
     for rank, (said, got) in enumerate(
-        workers.run(failing, kind, loss, place, at, "memory", learned)
+        workers.run(failing, variant, loss, place, at, "memory", learned)
     ):
         assert said == ""
         for a, b in zip(got, want[rank], strict=True):
@@ -198,7 +198,7 @@ def mismatched(rank: int, size: int, what: str) -> str:
         ("samples", "BatchError: .*no rank has any"),
     ],
 )
-def test_ranks_that_do_not_do_the_same_are_told(
+def test_ranks_that_do_not_do_the_same_are_reported(
     pool: tuple[int, Pool], what: str, said: str
 ) -> None:
     _, workers = pool

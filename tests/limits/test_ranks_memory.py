@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.distributed.unison import Unison
+from anybatch.distributed.coordinator import Coordinator
 from anybatch.errors import BudgetError
 
 SHARDS = {2: (9, 4), 4: (5, 2, 1, 7)}
@@ -49,11 +49,11 @@ class Compares(nn.Module):
         return every.tanh().mean((1, 2)).reshape(-1, 1, 1, 1).expand(-1, 3, *x.shape[2:])
 
 
-def model_of(kind: str) -> nn.Module:
+def model_of(variant: str) -> nn.Module:
     torch.manual_seed(0)
-    if kind == "all_gather":
+    if variant == "all_gather":
         return Compares()
-    norm = nn.BatchNorm2d(6) if kind == "lanes" else nn.GroupNorm(2, 6)
+    norm = nn.BatchNorm2d(6) if variant == "lanes" else nn.GroupNorm(2, 6)
     ends = nn.Conv2d(1, 6, 3, padding=1), nn.Conv2d(6, 3, 3, padding=1)
     return nn.Sequential(ends[0], norm, nn.Tanh(), ends[1])
 
@@ -78,9 +78,9 @@ def rows(rank: int, sizes: tuple[int, ...], wide: int = 12) -> tuple[Tensor, Ten
     return x[begin : begin + sizes[rank]], y[begin : begin + sizes[rank]]
 
 
-def held(rank: int, size: int, kind: str, loss: str, memory: Any, how: str = "backward") -> Any:
+def held(rank: int, size: int, variant: str, loss: str, memory: Any, how: str = "backward") -> Any:
     """Return the peak of a first step and what was predicted, or the bytes that are needed."""
-    model, batch = model_of(kind), rows(rank, SHARDS[size])
+    model, batch = model_of(variant), rows(rank, SHARDS[size])
     engine = Engine(model, LOSSES[loss], memory=memory, micro_batch=1)
     before = snapshot(model)
     try:
@@ -93,41 +93,43 @@ def held(rank: int, size: int, kind: str, loss: str, memory: Any, how: str = "ba
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss"), [("stream", "ratio"), ("lanes", "nce"), ("all_gather", "mse")]
+    ("variant", "loss"), [("stream", "ratio"), ("lanes", "nce"), ("all_gather", "mse")]
 )
-def test_what_all_ranks_hold_is_in_the_budget(pool: tuple[int, Pool], kind: str, loss: str) -> None:
+def test_what_all_ranks_hold_is_in_the_budget(
+    pool: tuple[int, Pool], variant: str, loss: str
+) -> None:
     _, workers = pool
-    needed = workers.run(held, kind, loss, 1024)
+    needed = workers.run(held, variant, loss, 1024)
     assert all(isinstance(count, int) for count in needed), needed  # none of them fits
-    for peak, predicted in workers.run(held, kind, loss, max(needed)):
+    for peak, predicted in workers.run(held, variant, loss, max(needed)):
         assert peak <= predicted <= max(needed)
-    for peak, predicted in workers.run(held, kind, loss, ENOUGH, HOW[kind]):
+    for peak, predicted in workers.run(held, variant, loss, ENOUGH, HOW[variant]):
         assert peak <= predicted
-    said = workers.run(held, kind, loss, max(needed) - 1)
+    said = workers.run(held, variant, loss, max(needed) - 1)
     assert [count for count in said if isinstance(count, int)]
     assert all(isinstance(one, int) or "BudgetError" in one for one in said)
 
 
-def towers(kind: str) -> nn.Module:
+def towers(variant: str) -> nn.Module:
     """Return two encoders of [n, 16], whose embeddings are most of what a step holds."""
     torch.manual_seed(0)
 
     def one() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 128))
 
-    if kind == "encoders":
+    if variant == "encoders":
         return anybatch.Encoders({"a": one(), "b": one()}, scale=14.0)
     return anybatch.joint(lambda f, g, a, b: (F.normalize(f(a)), F.normalize(g(b))), one(), one())
 
 
-def compared(rank: int, size: int, kind: str, symmetric: bool, how: str) -> tuple[int, int, int]:
+def compared(rank: int, size: int, variant: str, symmetric: bool, how: str) -> tuple[int, int, int]:
     """Return the peak of a contrastive step, what was predicted, and what of it may be sent."""
     torch.manual_seed(rank)
     count = 30 * SHARDS[size][rank]
     rows = {"a": torch.randn(count, 16), "b": torch.randn(count, 16)}
     loss = anybatch.contrastive(symmetric=symmetric)
-    engine = Engine(towers(kind), loss, memory=ENOUGH, micro_batch=8)
-    getattr(engine, how)(rows if kind == "encoders" else tuple(rows.values()))
+    engine = Engine(towers(variant), loss, memory=ENOUGH, micro_batch=8)
+    getattr(engine, how)(rows if variant == "encoders" else tuple(rows.values()))
     assert engine.plan is not None
     assert engine.plan.memory is not None
     assert engine.last is not None
@@ -140,12 +142,12 @@ def compared(rank: int, size: int, kind: str, symmetric: bool, how: str) -> tupl
 @pytest.mark.large(few=4)
 @pytest.mark.parametrize("how", ["backward", "evaluate"])
 @pytest.mark.parametrize("symmetric", [False, True], ids=["one", "both"])
-@pytest.mark.parametrize("kind", ["joint", "encoders"])
+@pytest.mark.parametrize("variant", ["joint", "encoders"])
 def test_a_contrastive_step_is_foreseen_with_the_rows_of_this_rank(
-    pool: tuple[int, Pool], kind: str, symmetric: bool, how: str
+    pool: tuple[int, Pool], variant: str, symmetric: bool, how: str
 ) -> None:
     _, workers = pool
-    for peak, predicted, sent in workers.run(compared, kind, symmetric, how):
+    for peak, predicted, sent in workers.run(compared, variant, symmetric, how):
         assert peak <= predicted <= 1.05 * peak + sent
 
 
@@ -159,7 +161,9 @@ def counted(rank: int, size: int, totals: list[int]) -> list[tuple[int, int]]:
     found = []
     for total in totals:
         sizes = (5, total - 5 - (size - 2), *[1] * (size - 2))
-        with mock.patch.object(Unison, "begin", autospec=True, side_effect=Unison.begin) as began:
+        with mock.patch.object(
+            Coordinator, "begin", autospec=True, side_effect=Coordinator.begin
+        ) as began:
             engine.backward(*rows(rank, sizes))
         assert engine._planner is not None
         found.append((began.call_count, engine._planner.rehearsed))
@@ -195,13 +199,13 @@ def smaller(rank: int, size: int) -> tuple[int, int, list[dict[str, Tensor]]]:
     return engine.last.predicted_bytes, budget, found
 
 
-def test_what_would_not_fit_beside_the_most_samples_may_fit_beside_these(
+def test_what_would_not_fit_next_to_the_most_samples_may_fit_next_to_these(
     pool: tuple[int, Pool],
 ) -> None:
     size, workers = pool
     few = (3, *[2] * (size - 1))
-    whole = [torch.cat(t).double() for t in zip(*(rows(r, few) for r in range(size)), strict=True)]
-    want = undivided(model_of("stream").double(), ratio, *whole)
+    full = [torch.cat(t).double() for t in zip(*(rows(r, few) for r in range(size)), strict=True)]
+    want = undivided(model_of("stream").double(), ratio, *full)
     for predicted, budget, found in workers.run(smaller):
         assert predicted <= budget
         for got in found:

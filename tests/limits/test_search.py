@@ -1,15 +1,15 @@
 """The search for the fastest candidate against an exhaustive oracle: every size and mechanism.
 
 No model, no clock: what fits is given, and so are the seconds of everything. Those of a micro-batch
-are convex in its samples, as they are where it outgrows a cache; with saved tensors away it takes
-longer, and sizes that do not fit without are doubled until all samples are in one. The search may
-not run what does not fit, and how far from the best of all it may stay follows from what it tries:
+are convex in its samples, as they are where it outgrows a cache; with saved tensors offloaded it
+takes longer, and sizes that do not fit without are doubled until all samples are in one. The search
+may not run what does not fit; how far from the best it may stay follows from what it tries:
 
     tried                 what is chosen takes no longer
     n, above a tried a    ceil(N / a) / floor(N / n) times as long at most: in micro-batches of a
                           samples, of which none takes longer than one of n
     n, below all tried    what the line through the two smallest ones leaves
-    away, not tried       1 / (1 - GAIN) times as long at most; what its last micro-batch is below
+    offloaded, not tried  1 / (1 - GAIN) times as long at most; what its last micro-batch is below
                           the line between two that were timed comes to it
 
 and from tried sizes being so many: half of one, rounded down, is no more than the next smaller one.
@@ -25,21 +25,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from anybatch.core.memory import Candidate, Memory
-from anybatch.core.plan import Away
+from anybatch.core.plan import OffloadPlan
 from anybatch.errors import BudgetError
-from anybatch.execution.kinds import Allowed
+from anybatch.execution.signature import RunPlan
 from anybatch.planner.above import GAIN, above
 from anybatch.planner.choice import START, between, search, step_seconds
 from anybatch.planner.contest import faster
 from anybatch.planner.duel import StepSeconds, chosen, duel
-from anybatch.planner.leaving import Leaving
-from anybatch.planner.narrow import Narrow
-from anybatch.planner.staying import Staying
+from anybatch.planner.offloaded import OffloadedSizes
+from anybatch.planner.paged_lockstep import PagedLockstep
+from anybatch.planner.resident import ResidentSizes
 
 ROUNDED = 1 + 1e-9
 """Sums of seconds in another order."""
 
-AWAY = Away("file", None, (0, 0), saved=1, sent=1, most=1)
+OFFLOAD = OffloadPlan("file", None, (0, 0), saved=1, sent=1, most=1)
 Seconds = dict[int, float]
 
 
@@ -53,7 +53,7 @@ class World:
             such a batch is not divided, and nothing is searched.
         here: seconds of a micro-batch with all in memory.
         cap: the most samples with which these fit.
-        away: seconds with saved tensors away.
+        with_offload: seconds with saved tensors offloaded.
         most: the most samples with which these fit.
         waits: times what they take alone, lanes take.
         meets: seconds that each micro-batch costs in lanes beside that.
@@ -65,7 +65,7 @@ class World:
     lanes: bool
     here: Seconds
     cap: int
-    away: Seconds
+    with_offload: Seconds
     most: int
     waits: float
     meets: float
@@ -74,35 +74,37 @@ class World:
 
     def step(self, n: int) -> float:
         """Seconds of a step with all in memory."""
-        alone = step_seconds(self.here, n, self.size)
+        single = step_seconds(self.here, n, self.size)
         if not self.lanes:
-            return alone
-        return self.waits * alone + self.meets * -(-self.size // n)
+            return single
+        return self.waits * single + self.meets * -(-self.size // n)
 
     def every(self) -> dict[tuple[int, bool], float]:
         """Seconds of a step of every candidate that fits: samples, and whether anything leaves."""
-        alone = {n: step_seconds(self.here, n, self.size) for n in range(1, self.cap + 1)}
+        single = {n: step_seconds(self.here, n, self.size) for n in range(1, self.cap + 1)}
         if not self.lanes:
-            found = {(n, False): alone[n] for n in alone}
+            found = {(n, False): single[n] for n in single}
             sizes = [n for n in above(self.cap, self.size) if n <= self.most]
-            return found | {(n, True): step_seconds(self.away, n, self.size) for n in sizes}
-        found = {(n, False): self.step(n) for n in alone}
+            return found | {(n, True): step_seconds(self.with_offload, n, self.size) for n in sizes}
+        found = {(n, False): self.step(n) for n in single}
         if self.wider:
             found[self.wider, True] = self.wide
         if self.most == self.size:
-            found[self.size, True] = self.away[self.size]
+            found[self.size, True] = self.with_offload[self.size]
         return found
 
 
-def allowed(n: int, seconds: float | None, *, away: bool, lanes: bool) -> Allowed:
-    row = Candidate(n, 1, seconds, away=away)
+def planned(n: int, seconds: float | None, *, with_offload: bool, lanes: bool) -> RunPlan:
+    row = Candidate(n, 1, seconds, offloaded=with_offload)
     memory = Memory(1, "given", 1, (), 1, 1, "told", (row,))
-    return Allowed(n, False, memory, False, "mse", lanes=lanes, away=AWAY if away else None)
+    return RunPlan(
+        n, False, memory, False, "mse", lanes=lanes, offload=OFFLOAD if with_offload else None
+    )
 
 
 @dataclass
 class Stays:
-    """Stands for `Staying`: it asks for the seconds of what fits only."""
+    """Stands for `ResidentSizes`: it asks for the seconds of what fits only."""
 
     world: World
     times: Seconds = field(default_factory=dict)
@@ -126,26 +128,26 @@ class Stays:
     def of_step(self, n: int) -> float:
         return self.world.step(n)
 
-    def allowed(self, n: int) -> Allowed:
+    def planned(self, n: int) -> RunPlan:
         assert n <= self.world.cap
         lanes = self.world.lanes and n < self.world.size
-        return allowed(n, self.times.get(n), away=False, lanes=lanes)
+        return planned(n, self.times.get(n), with_offload=False, lanes=lanes)
 
     def candidates(self, n: int) -> tuple[Candidate, ...]:
-        return self.allowed(n).memory.candidates
+        return self.planned(n).memory.candidates
 
 
 @dataclass
 class Leaves:
-    """Stands for `Leaving`; moving costs nothing that is known before."""
+    """Stands for `OffloadedSizes`; moving costs nothing that is known before."""
 
     world: World
     times: Seconds = field(default_factory=dict)
-    whole: bool = False
+    full_batch: bool = False
     possible: bool = True
 
     def __post_init__(self) -> None:
-        self.whole = self.world.lanes
+        self.full_batch = self.world.lanes
 
     def fits(self, n: int) -> bool:
         return n <= self.world.most
@@ -154,12 +156,12 @@ class Leaves:
         return 0.0
 
     def seconds(self, n: int, enough: float) -> float | None:
-        return self.world.away[n] if self.fits(n) else None
+        return self.world.with_offload[n] if self.fits(n) else None
 
-    def allowed(self, n: int, *, real: bool) -> Allowed:
+    def planned(self, n: int, *, real: bool) -> RunPlan:
         if not self.fits(n):
-            raise BudgetError("too much", needed=2, given=1)
-        return allowed(n, self.times.get(n), away=True, lanes=False)
+            raise BudgetError("too much", needed=2, budget=1)
+        return planned(n, self.times.get(n), with_offload=True, lanes=False)
 
     def candidates(self, n: int = 0) -> tuple[Candidate, ...]:
         return ()
@@ -167,7 +169,7 @@ class Leaves:
 
 @dataclass
 class Wider:
-    """Stands for `Narrow`."""
+    """Stands for `PagedLockstep`."""
 
     world: World
 
@@ -178,9 +180,9 @@ class Wider:
     def best(self) -> int:
         return self.world.wider
 
-    def allowed(self, n: int) -> Allowed:
+    def planned(self, n: int) -> RunPlan:
         assert n == self.world.wider
-        return allowed(n, None, away=True, lanes=True)
+        return planned(n, None, with_offload=True, lanes=True)
 
 
 @dataclass
@@ -204,18 +206,18 @@ def found_by_search(world: World) -> Found:
     """Search."""
     run: set[tuple[int, bool]] = set()
 
-    def time_step(n: int, room: int | None, away: Away | None) -> float:
-        assert away or n <= world.cap
-        run.add((n, away is not None))
-        if away and world.lanes and n < world.size:
+    def time_step(n: int, available: int | None, with_offload: OffloadPlan | None) -> float:
+        assert with_offload or n <= world.cap
+        run.add((n, with_offload is not None))
+        if with_offload and world.lanes and n < world.size:
             return world.wide
-        return step_seconds(world.away, n, world.size) if away else world.step(n)
+        return step_seconds(world.with_offload, n, world.size) if with_offload else world.step(n)
 
     stays = Stays(world)
     n = stays.timed(world.step)
     parts = cast("Any", (stays, (Leaves(world), Wider(world))))
     found = faster(*parts, n, world.size, time_step)
-    return Found((found.micro_batch, found.away is not None), n, stays.times, run)
+    return Found((found.micro_batch, found.offload is not None), n, stays.times, run)
 
 
 def longer(world: World, found: Found, n: int) -> float:
@@ -253,7 +255,7 @@ def worlds(draw: st.DrawFn) -> World:
         lanes=cap < size and draw(st.booleans()),
         here=here,
         cap=cap,
-        away={n: slower * seconds + more for n, seconds in here.items()},
+        with_offload={n: slower * seconds + more for n, seconds in here.items()},
         most=draw(st.integers(cap, size)),
         waits=draw(floats(1.0, 4.0)),
         meets=draw(floats(0.0, 4.0)),
@@ -278,7 +280,7 @@ MOVES = World(
     lanes=False,
     here={n: 1.876 + n for n in range(1, 59)},
     cap=1,
-    away={n: 9.876 + n for n in range(1, 59)},
+    with_offload={n: 9.876 + n for n in range(1, 59)},
     most=43,
     waits=1.0,
     meets=0.0,
@@ -291,8 +293,8 @@ MOVES = World(
 def below_the_line(world: World, found: Found, n: int) -> float:
     """Return the seconds by which the last micro-batch is below the line between its neighbours."""
     rest = world.size % n
-    known = 0 < rest <= max(found.times)
-    return between(found.times, rest) - world.here[rest] if known else 0.0
+    predicted = 0 < rest <= max(found.times)
+    return between(found.times, rest) - world.here[rest] if predicted else 0.0
 
 
 @example(MOVES)
@@ -300,8 +302,8 @@ def below_the_line(world: World, found: Found, n: int) -> float:
 def test_what_was_not_tried_is_not_much_faster(world: World) -> None:
     every, found = world.every(), found_by_search(world)
     seconds = every[found.chosen]
-    for (n, away), other in every.items():
-        if away:
+    for (n, with_offload), other in every.items():
+        if with_offload:
             assert (1 - GAIN) * seconds <= ROUNDED * (other + below_the_line(world, found, n))
         else:
             assert seconds <= ROUNDED * longer(world, found, n) * other
@@ -313,15 +315,15 @@ def test_sizes_in_memory_are_tried_closely(world: World) -> None:
     tried = sorted(found_by_search(world).times)
     assert tried[0] <= START
     assert all(more // 2 <= one for one, more in pairwise(tried))
-    assert tried[-1] == world.cap or 2 * best_alone(world, tried) <= tried[-1]
+    assert tried[-1] == world.cap or 2 * best_in_memory(world, tried) <= tried[-1]
 
 
-def best_alone(world: World, sizes: list[int]) -> int:
+def best_in_memory(world: World, sizes: list[int]) -> int:
     """Return the size whose step takes least, of micro-batches alone."""
     return min(sizes, key=lambda n: (step_seconds(world.here, n, world.size), n))
 
 
 def test_the_types_that_are_stood_for_have_what_the_search_asks_of_them() -> None:
-    for real, stand in ((Staying, Stays), (Leaving, Leaves), (Narrow, Wider)):
-        asked = {name for name in vars(stand) if not name.startswith("_")} - {"world", "times"}
-        assert asked <= {*dir(real), *real.__init__.__code__.co_varnames}
+    for real, stand in ((ResidentSizes, Stays), (OffloadedSizes, Leaves), (PagedLockstep, Wider)):
+        requested = {name for name in vars(stand) if not name.startswith("_")} - {"world", "times"}
+        assert requested <= {*dir(real), *real.__init__.__code__.co_varnames}

@@ -71,15 +71,15 @@ def undivided(net: Net, loss: Any = F.cross_entropy) -> int:
     """What the whole batch holds at once, in bytes."""
     memory = Engine(net, loss, memory="1TiB").foresee(*batch(), timed=False).memory
     assert memory is not None
-    return memory.whole
+    return memory.undivided
 
 
-def held(engine: Engine, *given: Any) -> int:
+def held(engine: Engine, *arguments: Any) -> int:
     """What a step holds at its peak."""
     model = engine.model
     model.zero_grad()
     with Meter(torch.device("cpu"), {"there": [*model.parameters(), *model.buffers()]}) as meter:
-        engine.backward(*given)
+        engine.backward(*arguments)
     return meter.peak
 
 
@@ -101,12 +101,12 @@ def exact(net: Net, loss: Any = F.cross_entropy) -> None:
     got = found(net)
     net.limited.most = EVERY
 
-    def whole(rows: Tensor) -> dict[str, Tensor]:
+    def full(rows: Tensor) -> dict[str, Tensor]:
         net.zero_grad()
         loss(net(x[rows].double()), y[rows]).backward()
         return found(net)
 
-    want, permuted = whole(torch.arange(SIZE)), whole(torch.randperm(SIZE))
+    want, permuted = full(torch.arange(SIZE)), full(torch.randperm(SIZE))
     assert_exact(got, want, error_of(permuted, want))
 
 
@@ -115,17 +115,17 @@ def exact(net: Net, loss: Any = F.cross_entropy) -> None:
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.Identity], ids=["lanes", "streaming"])
 def test_every_step_keeps_to_the_budget(norm: Callable[[int], nn.Module], share: float) -> None:
     """Lanes under the room of an undivided step held 9 % too much: draw 121 of the guide's."""
-    net, given = network(norm), batch()
+    net, inputs = network(norm), batch()
     budget = int(share * undivided(net))
     engine = Engine(net, F.cross_entropy, memory=budget, micro_batch=SIZE)
     where = "auto" if share > 1 else "file"
-    plan = engine.foresee(*given, timed=False, offload=where)
+    plan = engine.foresee(*inputs, timed=False, offload=where)
     assert plan.mechanism == "undivided"
     assert (plan.offload is not None) == (share < 1)
     net.limited.most = SIZE // 2
     peaks, reports = [], []
     for _ in range(3):
-        peaks.append(held(engine, *given))
+        peaks.append(held(engine, *inputs))
         assert engine.last is not None
         reports.append((engine.last.retries, engine.last.micro_batch, engine.last.micro_batches))
     assert reports == [(1, 24, 2), (0, 24, 2), (0, 24, 2)]
@@ -133,22 +133,22 @@ def test_every_step_keeps_to_the_budget(norm: Callable[[int], nn.Module], share:
     assert plan is not None
     assert plan.memory is not None
     assert f"out of memory at {SIZE} samples" in str(plan)
-    assert plan.mechanism == ("lanes" if norm is nn.BatchNorm2d else "streaming")
+    assert plan.mechanism == ("lockstep" if norm is nn.BatchNorm2d else "streaming")
     assert max(peaks[1:]) <= plan.memory.predicted <= budget, "in the first it was undivided, too"
     assert peaks[0] <= budget
     exact(net)
 
 
 @pytest.mark.parametrize(
-    ("loss", "mechanism"), [(coupled, "gathering"), (F.cross_entropy, "streaming")]
+    ("loss", "mechanism"), [(coupled, "two-pass"), (F.cross_entropy, "streaming")]
 )
 def test_the_plan_is_that_of_the_divided_step(loss: Any, mechanism: str) -> None:
-    net, given = network(nn.Identity), batch()
-    whole = undivided(net, loss)
-    engine = Engine(net, loss, memory=2 * whole)
-    engine.foresee(*given, timed=False)
+    net, inputs = network(nn.Identity), batch()
+    full = undivided(net, loss)
+    engine = Engine(net, loss, memory=2 * full)
+    engine.foresee(*inputs, timed=False)
     net.limited.most = SIZE // 4
-    assert held(engine, *given) < whole
+    assert held(engine, *inputs) < full
     plan, report = engine.plan, engine.last
     assert plan is not None
     assert plan.memory is not None
@@ -156,20 +156,20 @@ def test_the_plan_is_that_of_the_divided_step(loss: Any, mechanism: str) -> None
     assert (plan.mechanism, plan.micro_batch) == (mechanism, SIZE // 4)
     assert report.retries == 2, "undivided, and at half"
     assert report.predicted_bytes is not None
-    assert report.predicted_bytes < whole, "of halves, not of the undivided batch"
+    assert report.predicted_bytes < full, "of halves, not of the undivided batch"
     exact(net, loss)
 
 
-def test_a_plan_that_was_given_is_obeyed_until_then() -> None:
-    net, given = network(), batch()
+def test_a_plan_that_was_passed_is_obeyed_until_then() -> None:
+    net, inputs = network(), batch()
     budget = 2 * undivided(net)
-    plan = Engine(net, F.cross_entropy, memory=budget).foresee(*given, timed=False)
+    plan = Engine(net, F.cross_entropy, memory=budget).foresee(*inputs, timed=False)
     engine = Engine(net, F.cross_entropy, plan=plan)
     net.limited.most = SIZE // 2
-    peaks = [held(engine, *given) for _ in range(3)][1:]
+    peaks = [held(engine, *inputs) for _ in range(3)][1:]
     assert engine.plan is not None
     assert engine.plan.memory is not None
-    assert engine.plan.mechanism == "lanes"
+    assert engine.plan.mechanism == "lockstep"
     assert engine.plan.memory.budget == budget
     assert max(peaks) <= engine.plan.memory.predicted <= budget
 
@@ -191,11 +191,11 @@ def test_without_gradients_and_on_demand_too() -> None:
     net.limited.most = EVERY
     engine.evaluate(x, y)
     net.limited.most = SIZE // 2
-    seen: list[Tensor] = []
-    loss = engine.evaluate(x, y, observe=lambda _, targets: seen.append(targets))
+    observed: list[Tensor] = []
+    loss = engine.evaluate(x, y, observe=lambda _, targets: observed.append(targets))
     assert engine.last is not None
     assert engine.last.retries == 1
-    assert torch.equal(torch.cat(seen), y)
+    assert torch.equal(torch.cat(observed), y)
     net.limited.most = EVERY
     with torch.no_grad():
         torch.testing.assert_close(loss, F.cross_entropy(net(x), y))
@@ -208,49 +208,49 @@ def test_without_gradients_and_on_demand_too() -> None:
 
 
 def test_a_step_that_fails_says_nothing_about_size() -> None:
-    net, given = network(), batch()
+    net, inputs = network(), batch()
     engine = Engine(net, F.cross_entropy, memory="1GiB")
-    engine.foresee(*given, timed=False)
+    engine.foresee(*inputs, timed=False)
     before = snapshot(net)
     net.limited.most = 0
     with pytest.raises(torch.OutOfMemoryError):
-        engine.backward(*given)
+        engine.backward(*inputs)
     assert same(before, snapshot(net))
     net.limited.most = EVERY
-    engine.backward(*given)
+    engine.backward(*inputs)
     assert engine.last is not None
     assert (engine.last.micro_batches, engine.last.retries) == (1, 0)
 
 
 def test_what_must_not_be_divided_says_so() -> None:
-    net, given = network(), batch()
+    net, inputs = network(), batch()
     engine = Engine(net, Loss.algorithm1(F.cross_entropy), memory="1GiB")
-    engine.foresee(*given, timed=False)
+    engine.foresee(*inputs, timed=False)
     before = snapshot(net)
     net.limited.most = SIZE // 2
     with pytest.raises(NotExactError, match="BatchNorm") as raised:
-        engine.backward(*given)
+        engine.backward(*inputs)
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
     assert same(before, snapshot(net))
 
 
 def test_where_nothing_smaller_fits_it_says_that_the_batch_was_thought_to() -> None:
-    """Undivided with its saved tensors away it fits; in lanes the least is more than that."""
-    net, given = network(), batch()
+    """Undivided with its saved tensors offloaded it fits; in lanes the least is more than that."""
+    net, inputs = network(), batch()
     engine = Engine(net, F.cross_entropy, memory=undivided(net))
-    engine.foresee(*given, timed=False)
+    engine.foresee(*inputs, timed=False)
     allow = engine._arranger.allow
 
-    def refuse(planner: Any, kind: Any, *others: Any) -> Any:
-        if kind.most:
-            raise BudgetError("a step must fit in memory", needed=2, given=1)
-        return allow(planner, kind, *others)
+    def refuse(planner: Any, signature: Any, *others: Any) -> Any:
+        if signature.most:
+            raise BudgetError("a step must fit in memory", needed=2, budget=1)
+        return allow(planner, signature, *others)
 
     engine._arranger.allow = refuse  # type: ignore[method-assign]
     before = snapshot(net)
     net.limited.most = SIZE // 2
     with pytest.raises(BudgetError, match="must fit in memory") as raised:
-        engine.backward(*given)
+        engine.backward(*inputs)
     assert "undivided, 48 samples were predicted to fit, and memory ran out" in str(
         raised.value.__notes__
     )

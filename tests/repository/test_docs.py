@@ -141,7 +141,7 @@ def test_a_path_of_a_machine_is_found(folder: str) -> None:
     assert not MACHINE.search(f"https://example.org/{folder}/me")
 
 
-def told() -> dict[str, Any]:
+def public_names() -> dict[str, Any]:
     """Every public name and every public method of a public class."""
     found = dict(reference.public())
     for name, value in reference.public().items():
@@ -178,9 +178,9 @@ def untold(value: Callable[..., Any]) -> Iterator[str]:
     yield from ["what is raised"] if raised and "Raises" not in parts else []
 
 
-@pytest.mark.parametrize("name", list(told()))
-def test_every_public_name_is_told(name: str) -> None:
-    assert list(untold(told()[name])) == []
+@pytest.mark.parametrize("name", list(public_names()))
+def test_every_public_name_is_documented(name: str) -> None:
+    assert list(untold(public_names()[name])) == []
 
 
 def test_a_thin_docstring_is_found() -> None:
@@ -198,4 +198,4 @@ def test_a_thin_docstring_is_found() -> None:
 
 def test_the_reference_holds_every_public_name() -> None:
     headings = set(re.findall(r"^###? (\S+)$", reference.reference(), re.MULTILINE))
-    assert headings >= set(told())
+    assert headings >= set(public_names())

@@ -7,7 +7,7 @@ from benchmarks.guide.alexnet import ALEXNET, SAMPLES, TABLE_2, convolutions
 from benchmarks.simulators.fft_memory import ratio
 from benchmarks.simulators.layers import Shape
 
-from anybatch.tools.gpus import efficiency, gpus_for, overhead_allowed, speedup
+from anybatch.tools.gpus import efficiency, gpus_for, overhead_limit, speedup
 from anybatch.tools.servers import Cluster, servers_for
 
 GIGABIT = 1e9 / 8
@@ -18,7 +18,7 @@ def test_four_gpus_at_80_percent_allow_9_percent_of_overhead() -> None:
     """'Given four GPUs and target efficiency 80 %, the ratio must not exceed 9 %.'"""
     assert efficiency(0.09, 4) >= 0.80
     assert efficiency(0.10, 4) < 0.80
-    assert round(100 * overhead_allowed(0.80, 4)) == 9
+    assert round(100 * overhead_limit(0.80, 4)) == 9
 
 
 def test_three_times_as_fast_with_10_percent_of_overhead_takes_four_gpus() -> None:

@@ -23,7 +23,7 @@ def test_every_file_it_runs_is_there() -> None:
     assert [name for name in TESTS if not (ROOT / name).is_file()] == []
 
 
-def test_a_file_of_tests_is_run_and_its_versions_are_told(tmp_path: Path) -> None:
+def test_a_file_of_tests_is_run_and_its_versions_are_reported(tmp_path: Path) -> None:
     (tmp_path / "test_one.py").write_text(
         "import pytest\ndef test_a(): pass\ndef test_b(): assert False\n"
         "@pytest.mark.skip(reason='no')\ndef test_c(): pass\n"

@@ -25,7 +25,8 @@ def test_it_knows_as_many_items_as_the_papers_have() -> None:
     kinds = ("Equation", "Algorithm", "Lemma", "Table", "Figure")
     found = {
         paper["name"]: tuple(
-            sum(kind == one for item in paper["item"] for one, _ in numbers(item)) for kind in kinds
+            sum(numbered == one for item in paper["item"] for one, _ in numbers(item))
+            for numbered in kinds
         )
         for paper in papers()
     }

@@ -89,8 +89,8 @@ def outside() -> dict[str, Any]:
     """Return all that is pinned."""
     names: dict[str, Any] = {}
     for name, public in sorted(reference.public().items()):
-        known = isinstance(public, type)
-        names[name] = [signature(public), members(public)] if known else signature(public)
+        is_class = isinstance(public, type)
+        names[name] = [signature(public), members(public)] if is_class else signature(public)
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
     made = plans()
     return {

@@ -43,7 +43,7 @@ class Page:
         self.names: dict[str, Any] = {"__name__": name, "print": self.tell}
         self.name, self.lines = name, text.splitlines()
         self.blocks = list(blocks(text, "python"))
-        self.told: set[int] = set()
+        self.documented: set[int] = set()
 
     def run(self) -> dict[str, Any]:
         """Run the blocks in order and return their namespace; every promised print must come."""
@@ -52,7 +52,9 @@ class Page:
             promised |= {line + i for i, code in enumerate(block.splitlines(), 1) if SAID(code)}
             # The empty lines give errors the page's own line numbers.
             exec(compile("\n" * line + block, self.name, "exec"), self.names)
-        assert promised <= self.told, f"{self.name}: nothing printed at {promised - self.told}"
+        assert promised <= self.documented, (
+            f"{self.name}: nothing printed at {promised - self.documented}"
+        )
         return self.names
 
     def tell(self, *values: Any) -> None:
@@ -61,7 +63,7 @@ class Page:
         said = SAID(self.lines[number - 1])
         printed = " ".join(map(str, values))
         assert said is None or said[1] == printed, f"{self.name}:{number} printed {printed}"
-        self.told.add(number)
+        self.documented.add(number)
 
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*")  # Lightning calls torch so
@@ -116,9 +118,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 def test_every_command_of_the_pages_is_one() -> None:
     group = typer.main.get_command(app)
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    seen = set()
+    observed = set()
     for page, (program, name, *rest) in commands():
-        seen.add((program, name))
+        observed.add((program, name))
         if program == "make":
             assert name in targets, f"{page}: make {name}"
         else:
@@ -131,7 +133,7 @@ def test_every_command_of_the_pages_is_one() -> None:
         ("anybatch", "train"),
         ("anybatch", "plan"),
         ("anybatch", "check"),
-    } <= seen
+    } <= observed
 
 
 def test_the_newcomers_hour_runs_from_the_first_command_to_the_last(

@@ -50,7 +50,7 @@ def test_tables_are_tables_and_code_has_a_page(site: Path) -> None:
     assert "<h1" in (site / "src" / "anybatch" / "execution" / "stream.py.html").read_text()
 
 
-def test_nothing_is_asked_of_a_network(site: Path) -> None:
+def test_nothing_is_requested_of_a_network(site: Path) -> None:
     found = {
         str(path.relative_to(site)): hits
         for path in site.rglob("*")

@@ -26,24 +26,24 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ran:
     monkeypatch.setattr(soak, "files", lambda: FILES)
 
     def run(*, anew: bool = False, until: str = "", fails: str = "") -> list[str]:
-        seen: list[str] = []
+        observed: list[str] = []
 
         def one(file: str) -> dict[str, Any]:
             if file == until:
                 raise KeyboardInterrupt
-            seen.append(file)
+            observed.append(file)
             counted = {f"{file}::test_ctrl_c_at_every_line[lanes]": 7} if "no_trace" in file else {}
             outcomes = OUTCOMES | {"error": int(file == fails)}
             return {"outcomes": outcomes, "counted": counted, "cases": {}, "examples": 1000}
 
         monkeypatch.setattr(soak, "soaked", one)
         soak.main(anew=anew)
-        return seen
+        return observed
 
     return run
 
 
-def test_an_interrupted_soak_goes_on_and_a_whole_one_begins_anew(ran: Ran) -> None:
+def test_an_interrupted_soak_goes_on_and_a_complete_one_begins_anew(ran: Ran) -> None:
     with pytest.raises(KeyboardInterrupt):
         ran(until=FILES[1])
     assert json.loads(soak.RESULTS.read_text())["whole"] is False
@@ -55,7 +55,7 @@ def test_an_interrupted_soak_goes_on_and_a_whole_one_begins_anew(ran: Ran) -> No
     assert ran(anew=True) == FILES
 
 
-def test_a_failure_is_told_at_the_end_and_in_the_table(ran: Ran) -> None:
+def test_a_failure_is_reported_at_the_end_and_in_the_table(ran: Ran) -> None:
     with pytest.raises(typer.Exit):
         ran(fails=FILES[0])
     text = table(json.loads(soak.RESULTS.read_text()))
@@ -64,7 +64,7 @@ def test_a_failure_is_told_at_the_end_and_in_the_table(ran: Ran) -> None:
     assert "interrupted by a real signal | 7 |" in text
 
 
-def test_a_file_that_did_not_come_to_its_end_has_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_did_not_reach_its_end_has_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "PYTEST", (sys.executable, "-c", "raise SystemExit(2)"))
     with pytest.raises(typer.Exit) as found:
         soak.soaked("tests/a.py")

@@ -27,13 +27,14 @@ AT_ROOT = {"errors": -1, "reports": BELOW_FRONT, "": BELOW_FRONT, "__main__": le
 WITHOUT_TORCH = set(
     (
         "conv.circles conv.convolutions conv.divide conv.network conv.problem conv.rough "
-        "conv.share core.absent core.cards core.divisions core.evidence core.links "
-        "core.memory core.pace core.plan core.scale core.units memory.filling memory.room "
-        "memory.step_timeline memory.timeline offload.again offload.belady offload.best "
+        "conv.share core.absent core.html_cards core.divisions core.evidence core.links "
+        "core.memory core.pace core.plan core.scale core.units memory.filling "
+        "memory.lockstep_budget memory.step_timeline memory.timeline offload.again offload.belady "
+        "offload.best "
         "offload.chain offload.course offload.draft offload.ends offload.fit offload.gaps "
         "offload.hiding offload.recording offload.schedule offload.simulate offload.trace "
         "offload.unroll offload.window planner.above planner.choice planner.duel planner.sharing "
-        "tools.costs tools.given tools.gpus tools.loop tools.profiled "
+        "tools.costs tools.validation tools.gpus tools.loop tools.profiled "
         "tools.remedies tools.scaled tools.servers tools.stages "
     ).split()
 )

@@ -63,12 +63,12 @@ for name in sys.argv[1].split():
 import importlib, pathlib, tempfile, torch, anybatch, anybatch.cli.cli
 from anybatch.cli.curves import refuse_without_matplotlib
 from anybatch.cli.run_folder import ABSENT
-from anybatch.cli.log import Log
+from anybatch.cli.log import RunLog
 from anybatch.cli.sources import digits
 model = torch.nn.Linear(4, 3)
 batch = torch.randn(7, 4), torch.randint(3, (7,))
 assert anybatch.check(model, torch.nn.CrossEntropyLoss(), batch).exact
-assert not Log(pathlib.Path(tempfile.mkdtemp())).start_events()
+assert not RunLog(pathlib.Path(tempfile.mkdtemp())).start_events()
 print(ABSENT.format("tensorboard"))
 for call in (
     digits,
@@ -82,9 +82,9 @@ for call in (
         print(error)
 """
 PAGE = """
-from anybatch.cli.report.known import Known
+from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.page import page_of
-print(page_of(Known("plan", {})))
+print(page_of(RunRecord("plan", {})))
 """
 
 
@@ -150,17 +150,17 @@ def test_the_sdist_holds_what_the_repository_does(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     assert sdist.name == f"anybatch-{anybatch.__version__}.tar.gz"
     found = set(contents(sdist)) - {"PKG-INFO"}
-    told = subprocess.run(
+    completed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
-    if told.returncode:  # the tests of an sdist, which is no repository
+    if completed.returncode:  # the tests of an sdist, which is no repository
         assert {"CHANGELOG.md", "LICENSE", "pyproject.toml", "src/anybatch/py.typed"} <= found
         return
-    there = {name for name in told.stdout.splitlines() if (ROOT / name).is_file()}
+    there = {name for name in completed.stdout.splitlines() if (ROOT / name).is_file()}
     left_out = {name for name in there if name.startswith(".ci/")}
     assert found == there - left_out
 
@@ -223,6 +223,6 @@ def test_a_page_is_made(empty: Path) -> None:
 def test_without_extras_it_works_and_each_says_what_to_type(empty: Path) -> None:
     """A process in which no library of an extra can be imported."""
     hidden = " ".join(name for names in EXTRAS.values() for name in names)
-    told = run([empty / "bin" / "python", "-W", "error", "-c", WITHOUT, hidden], empty)
+    completed = run([empty / "bin" / "python", "-W", "error", "-c", WITHOUT, hidden], empty)
     for extra in EXTRAS:
-        assert f"pip install 'anybatch[{extra}]'" in told, extra
+        assert f"pip install 'anybatch[{extra}]'" in completed, extra

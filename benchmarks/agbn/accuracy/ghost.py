@@ -60,9 +60,9 @@ class GhostBatchNorm2d(nn.Module):
                 f"every device must get as many samples; got {batch} samples for {self.groups} "
                 "devices: take a multiple"
             )
-        seen = x.reshape(batch // self.groups, self.groups * channels, *pixels)
+        grouped = x.reshape(batch // self.groups, self.groups * channels, *pixels)
         normalised = F.batch_norm(
-            seen,
+            grouped,
             self.running_mean.view(-1),
             self.running_var.view(-1),
             self.weight.repeat(self.groups),

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.agbn.accuracy.ghost import ghosted
 from benchmarks.agbn.images import Images, read
-from benchmarks.agbn.training import Outcome, Recipe, alone, initial, train
+from benchmarks.agbn.training import Outcome, Recipe, initial, train, undivided_step
 
 GLOBAL = 1  # devices: BatchNorm over the whole batch is that of one device
 
@@ -68,7 +68,7 @@ def trained(job: Job, folder: Path) -> Outcome:
     if job.devices != GLOBAL:
         model = ghosted(model, job.devices)
     start = time()
-    found = train(model, alone(model), job.recipe, data, job.seed)
+    found = train(model, undivided_step(model), job.recipe, data, job.seed)
     said = {"batch": job.recipe.batch, "devices": job.devices, "seed": job.seed}
     return said | {"from": start, "to": time()} | found
 

@@ -22,7 +22,7 @@ def ends(results: Results, batch: int, devices: int, curve: str) -> list[float]:
 def gains(results: Results, batch: int, devices: int, curve: str) -> list[float]:
     """Global less local of every seed, in points."""
     pairs = (ends(results, batch, each, curve) for each in (1, devices))
-    return [whole - own for whole, own in zip(*pairs, strict=True)]
+    return [shared - own for shared, own in zip(*pairs, strict=True)]
 
 
 def spread(values: list[float], sign: str = "") -> str:
@@ -99,10 +99,10 @@ def _fall(results: Results, devices: int, curve: str, what: str) -> str:
         if abs(fmean(found := gains(results, batch, devices, curve))) > _interval(found)
     ]
     fall = "falls at every doubling" if not rises else f"does not fall from {', '.join(rises)}"
-    apart = f"at batch {', '.join(clear)}" if clear else "at no batch size"
+    where = f"at batch {', '.join(clear)}" if clear else "at no batch size"
     return (
         f"{devices} devices, {what} accuracy: the mean gain {fall} of the batch (the paper: "
-        f"monotonously); its 95 % interval leaves out 0 {apart}."
+        f"monotonously); its 95 % interval leaves out 0 {where}."
     )
 
 

@@ -72,14 +72,14 @@ class Arm:
         self.found: Outcome = {
             name: [] for name in ("seconds", "train_loss", "train_accuracy", "validation_loss")
         } | {"batchnorm": []}
-        kind: Any = {"local": "local", "global": "exact"}.get(name)
-        if kind is None:
+        batchnorm: Any = {"local": "local", "global": "exact"}.get(name)
+        if batchnorm is None:
             # No value of the metric may come of steps: validation alone decides.
-            kind = self.policy = Adaptive(
+            batchnorm = self.policy = Adaptive(
                 criterion=Plateau(patience=job.patience), every=job.recipe.steps + 1
             )
         self.engine = Engine(
-            self.model, F.cross_entropy, micro_batch=job.recipe.batch, batchnorm=kind
+            self.model, F.cross_entropy, micro_batch=job.recipe.batch, batchnorm=batchnorm
         )
         self.optimizer = job.recipe.optimizer(self.model)
         self.steps = 0
@@ -97,15 +97,17 @@ class Arm:
             self.steps += 1
         seconds = torch.tensor([perf_counter() - begin])
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        seen = torch.tensor([count.right, count.seen])
-        dist.all_reduce(seen)
+        counts = torch.tensor([count.right, count.total])
+        dist.all_reduce(counts)
         last = self.engine.last
         assert last is not None
         self._note(seconds=float(seconds), batchnorm=last.batchnorm)
-        self._note(train_loss=sum(losses) / len(losses), train_accuracy=float(seen[0] / seen[1]))
+        self._note(
+            train_loss=sum(losses) / len(losses), train_accuracy=float(counts[0] / counts[1])
+        )
 
-    def look(self, images: Images) -> None:
-        """Let rank 0 look at the validation images, and tell the policy, if there is one."""
+    def validate(self, images: Images) -> None:
+        """Let rank 0 compute the validation loss, and pass it to the policy, if there is one."""
         loss = torch.zeros(1)
         if dist.get_rank() == 0:
             loss[0] = evaluate(self.model, images)[0]
@@ -131,7 +133,7 @@ def train(rank: int, job: Job, meet: str, data: Data) -> dict[str, Outcome]:
         for name in (*ARMS[first:], *ARMS[:first]):
             arms[name].epoch(batches)
         for arm in arms.values():
-            arm.look(data.validation)
+            arm.validate(data.validation)
     for arm in arms.values():
         arm.found["test_accuracy"] = _accuracy(arm.model, data.test)
     dist.barrier()

@@ -39,9 +39,11 @@ def would_change(run: Run, patience: int) -> int:
 def global_speeds(runs: Iterable[Run]) -> list[float]:
     """Global beside local, of every epoch of every seed."""
     return [
-        own / whole
+        own / global_seconds
         for run in runs
-        for own, whole in zip(*(run["arms"][arm]["seconds"] for arm in ARMS[:2]), strict=True)
+        for own, global_seconds in zip(
+            *(run["arms"][arm]["seconds"] for arm in ARMS[:2]), strict=True
+        )
     ]
 
 
@@ -52,15 +54,15 @@ def adaptive_speed_of(run: Run) -> float:
 
 def composed(run: Run, local: int) -> float:
     """Adaptive beside global, from the epochs of local and of global, if it is so long local."""
-    own, whole = (run["arms"][arm]["seconds"] for arm in ARMS[:2])
-    return float(sum(whole) / (sum(own[:local]) + sum(whole[local:])))
+    own, global_seconds = (run["arms"][arm]["seconds"] for arm in ARMS[:2])
+    return float(sum(global_seconds) / (sum(own[:local]) + sum(global_seconds[local:])))
 
 
 def spread(values: list[float], digits: int = 2, scale: float = 1) -> str:
     """Mean and sample deviation."""
-    known = [scale * value for value in values]
-    more = f" ± {stdev(known):.{digits}f}" if len(known) > 1 else ""
-    return f"{fmean(known):.{digits}f}{more}"
+    scaled = [scale * value for value in values]
+    more = f" ± {stdev(scaled):.{digits}f}" if len(scaled) > 1 else ""
+    return f"{fmean(scaled):.{digits}f}{more}"
 
 
 def quartiles(values: list[float]) -> str:

@@ -91,8 +91,8 @@ def trained(job: Job, data: Data) -> Outcome:
         start = time()
         mp.spawn(_serve, args=work, nprocs=job.ranks)  # type: ignore[attr-defined, no-untyped-call]
         arms = json.loads(answer.read_text())
-    whole = round(time() - start, 1)
-    return {"ranks": job.ranks, "seed": job.seed, "arms": arms, "whole_seconds": whole}
+    elapsed = round(time() - start, 1)
+    return {"ranks": job.ranks, "seed": job.seed, "arms": arms, "whole_seconds": elapsed}
 
 
 def _serve(rank: int, job: Job, meet: str, data: Data, answer: str) -> None:

@@ -96,8 +96,8 @@ def trained(name: str, way: str, lanes: int) -> tuple[Results, Callable[[], None
         if index < STEPS - 1:
             step()
             continue
-        known = {"parameters": model.parameters(), "buffers": model.buffers()}
-        with Meter(torch.device("cpu"), known) as meter:
+        existing = {"parameters": model.parameters(), "buffers": model.buffers()}
+        with Meter(torch.device("cpu"), existing) as meter:
             step()
         found["peak"] = meter.peak
     model.zero_grad()

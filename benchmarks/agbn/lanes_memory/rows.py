@@ -39,14 +39,14 @@ def lanes_memory_scan(results: Results) -> str:
     scan = results["scan"]
     if not scan:
         return "*Not run yet.*"
-    whole = scan["1"]["undivided"]["peak"]
+    undivided = scan["1"]["undivided"]["peak"]
     rows = [
         [
             count,
             _mb(ways["plain"]["peak"]),
             _mb(ways["lanes"]["peak"]),
-            f"{ways['plain']['peak'] / whole:.3f}",
-            f"{ways['lanes']['peak'] / whole:.3f}",
+            f"{ways['plain']['peak'] / undivided:.3f}",
+            f"{ways['lanes']['peak'] / undivided:.3f}",
         ]
         for count, ways in sorted(scan.items(), key=lambda item: int(item[0]))
         if "lanes" in ways

@@ -62,16 +62,16 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._heard()
+        self._read()
         before = resident(self._process.pid, "VmRSS")
         self._say("go on")
-        self.found: Results = json.loads(self._heard())
+        self.found: Results = json.loads(self._read())
         self.found["growth"] = resident(self._process.pid, "VmHWM") - before
 
     def step(self) -> float:
         """Take a step more; its seconds."""
         self._say("step")
-        return float(self._heard())
+        return float(self._read())
 
     def close(self) -> None:
         """End the process."""
@@ -81,7 +81,7 @@ class Child:
     def _say(self, word: str) -> None:
         print(word, file=self._process.stdin, flush=True)
 
-    def _heard(self) -> str:
+    def _read(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -108,13 +108,13 @@ def thresholds(names: tuple[str, ...], sizes: tuple[int, ...], rounds: int) -> R
         for size in track(sizes, description=f"{name}, {way}", console=console, auto_refresh=False):
             malloc = settings_of("tight", glibc()) | {"MALLOC_MMAP_THRESHOLD_": str(size)}
             every[size] = Child(name, way, lanes, malloc)
-        taken = []
-        for turn in track(range(rounds), description="in turns", console=console):
-            order = sizes if turn % 2 else sizes[::-1]
-            taken.append({size: every[size].step() for size in order})
+        timings = []
+        for index in track(range(rounds), description="in turns", console=console):
+            order = sizes if index % 2 else sizes[::-1]
+            timings.append({size: every[size].step() for size in order})
         for size, one in every.items():
             one.close()
-            ratio = statistics.median(row[size] / row[sizes[0]] for row in taken)
+            ratio = statistics.median(row[size] / row[sizes[0]] for row in timings)
             cell = {"growth": one.found["growth"], "peak": one.found["peak"], "time": ratio}
             found.setdefault(str(size), {}).setdefault(name, {})[way] = cell
     return found
@@ -131,10 +131,10 @@ def judged(cells: Results) -> Results:
 
     Gradients are taken off the lanes'; parameters and buffers were there before the growth.
     """
-    lanes, whole = cells["lanes"], cells["undivided"]
-    inside = (lanes["peak"] - lanes["gradients"]) / whole["peak"]
+    lanes, undivided = cells["lanes"], cells["undivided"]
+    inside = (lanes["peak"] - lanes["gradients"]) / undivided["peak"]
     grown = lanes["growth"] + lanes["states"] - lanes["gradients"]
-    outside = grown / (whole["growth"] + whole["states"])
+    outside = grown / (undivided["growth"] + undivided["states"])
     share = {"inside": round(inside, 4), "outside": round(outside, 4)}
     return {"ways": cells, "share": share, "kept": inside <= SHARE}
 
@@ -169,8 +169,8 @@ def main(
         results["scan"] = scanned((2,) if quick else COUNTS)
     if "thresholds" in chosen:
         nets = (SMALL,) if quick else tuple(names[::2])
-        taken = thresholds(nets, THRESHOLDS[:2] if quick else THRESHOLDS, 1 if quick else ROUNDS)
-        results["thresholds"] = taken
+        timings = thresholds(nets, THRESHOLDS[:2] if quick else THRESHOLDS, 1 if quick else ROUNDS)
+        results["thresholds"] = timings
     sizes = {n: {"pixels": net.pixels, "batch": net.batch} for n, net in NETS.items()}
     where = environment() | {"malloc": "tight", "threads": 1}
     facts = {"environment": where, "seed": 0, "sizes": sizes, "lanes": LANES}

@@ -35,16 +35,16 @@ def median(step: Callable[[], Any], count: int = REPEATS) -> float:
     return statistics.median(found)
 
 
-def shapes(given: Subject) -> list[Shape]:
-    """What each BatchNorm of the network is given for one micro-batch."""
+def shapes(workload: Subject) -> list[Shape]:
+    """The input of each BatchNorm of the network for one micro-batch."""
     found: list[Shape] = []
-    norms = [m for m in given.model.modules() if isinstance(m, nn.BatchNorm2d)]
+    norms = [m for m in workload.model.modules() if isinstance(m, nn.BatchNorm2d)]
     hooks = [
         m.register_forward_pre_hook(lambda _, inputs: found.append(tuple(inputs[0].shape)))
         for m in norms
     ]
     with torch.no_grad():
-        given.model(given.x[: given.micro_batch])
+        workload.model(workload.x[: workload.micro_batch])
     for hook in hooks:
         hook.remove()
     return found
@@ -85,10 +85,10 @@ def through(norm: Callable[[Tensor, Tensor, Tensor], Tensor], shape: Shape, lane
     return median(step)
 
 
-def normalising(given: Subject, lanes: int) -> dict[str, float]:
+def normalising(workload: Subject, lanes: int) -> dict[str, float]:
     """Seconds of all BatchNorms of a step, forward and backward, as torch does it and as lanes."""
     found = {"native": 0.0, "ours": 0.0}
-    for shape in shapes(given):
+    for shape in shapes(workload):
         found["native"] += through(native, shape, lanes)
         found["ours"] += through(ours, shape, lanes)
     return found

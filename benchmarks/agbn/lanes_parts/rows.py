@@ -60,21 +60,21 @@ def lanes_parts_scans(results: Results) -> str:
 
 def shares(total: Results) -> dict[str, float]:
     """The parts of a step as shares of the plain loop's seconds."""
-    taken, parts = total["seconds"], total["parts"]
+    seconds, parts = total["seconds"], total["parts"]
 
-    def apart(way: str, other: str) -> float:
-        pairs = zip(taken[way], taken[other], taken["plain"], strict=True)
+    def difference(way: str, other: str) -> float:
+        pairs = zip(seconds[way], seconds[other], seconds["plain"], strict=True)
         return float(median((a[0] - b[0]) / plain[0] for a, b, plain in pairs))
 
-    plain = median(one[0] for one in taken["plain"])
+    plain = median(one[0] for one in seconds["plain"])
     norms = parts["BatchNorm"]
     found = {
         "switching": parts["switching"] / plain,
         "BatchNorm beyond torch's": (norms["ours"] - norms["native"]) / plain,
     }
-    found["rest of stays"] = apart("stays", "plain") - sum(found.values())
-    found["mode"] = apart("watched", "stays")
-    found["copies"] = apart("leaves", "watched")
+    found["rest of stays"] = difference("stays", "plain") - sum(found.values())
+    found["mode"] = difference("watched", "stays")
+    found["copies"] = difference("leaves", "watched")
     found["the same bytes by one thread"] = parts["copying"] / plain
     return found
 

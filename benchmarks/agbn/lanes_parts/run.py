@@ -62,29 +62,29 @@ Results = dict[str, Any]
 def total(size: Results) -> Results:
     """All ways of one network, and the parts."""
     n = size["batch"] // size["lanes"]
-    given = subject(size["width"], size["blocks"], size["batch"], n)
-    taken = rounds(given, WAYS, size["rounds"])
-    found: Results = {"seconds": {way: [one[way] for one in taken] for way in WAYS}}
+    workload = subject(size["width"], size["blocks"], size["batch"], n)
+    timings = rounds(workload, WAYS, size["rounds"])
+    found: Results = {"seconds": {way: [one[way] for one in timings] for way in WAYS}}
     for other in ("plain", "undivided"):
         for clock, name in enumerate(("clock", "processor")):
             found[f"to {other}, {name}"] = {
-                way: against(taken, way, other, clock) for way in WAYS if way != other
+                way: against(timings, way, other, clock) for way in WAYS if way != other
             }
-    found["parts"] = parts(given, size["lanes"])
+    found["parts"] = parts(workload, size["lanes"])
     return found
 
 
-def parts(given: Subject, lanes: int) -> Results:
+def parts(workload: Subject, lanes: int) -> Results:
     """The parts by themselves, in seconds of a step."""
-    engine = in_lanes(given, "leaves")
+    engine = in_lanes(workload, "leaves")
     for _ in range(2):
-        engine.backward(given.x, given.y)
+        engine.backward(workload.x, workload.y)
     assert engine.last is not None
-    moved, every = engine.last.moved_bytes, shapes(given)
+    moved, every = engine.last.moved_bytes, shapes(workload)
     sizes = sorted(4 * torch.Size(shape).numel() for shape in every)
     return {
         "switching": switching(lanes, 2 * len(every)),
-        "BatchNorm": normalising(given, lanes),
+        "BatchNorm": normalising(workload, lanes),
         "moved bytes": moved,
         "copying": copying(sizes[len(sizes) // 2], moved),
         "norms": len(every),
@@ -95,9 +95,9 @@ def by_lanes(size: Results) -> Results:
     """Ratios to plain micro-batching for several numbers of micro-batches of one batch."""
     found: Results = {}
     for count in (k for k in COUNTS if k <= size["batch"] // 2):
-        given = subject(size["width"], size["blocks"], size["batch"], size["batch"] // count)
-        taken = rounds(given, ("plain", *ROOMS), size["rounds"])
-        found[str(count)] = {way: against(taken, way, "plain") for way in ROOMS}
+        workload = subject(size["width"], size["blocks"], size["batch"], size["batch"] // count)
+        timings = rounds(workload, ("plain", *ROOMS), size["rounds"])
+        found[str(count)] = {way: against(timings, way, "plain") for way in ROOMS}
     return found
 
 
@@ -106,9 +106,9 @@ def by_layers(size: Results) -> Results:
     found: Results = {}
     n, most = size["batch"] // size["lanes"], 2 * sum(size["blocks"]) + 1
     for count in (k for k in NORMS if k <= most):
-        given = subject(size["width"], size["blocks"], size["batch"], n, count)
-        taken = rounds(given, ("plain", *ROOMS), size["rounds"])
-        found[str(count)] = {way: against(taken, way, "plain") for way in ROOMS}
+        workload = subject(size["width"], size["blocks"], size["batch"], n, count)
+        timings = rounds(workload, ("plain", *ROOMS), size["rounds"])
+        found[str(count)] = {way: against(timings, way, "plain") for way in ROOMS}
     return found
 
 

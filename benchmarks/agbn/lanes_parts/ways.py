@@ -71,9 +71,9 @@ def network(width: int, blocks: tuple[int, ...], norms: int | None = None) -> nn
     model = normalised(ResNet(10, width, blocks))
     named = [name for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)]
     count = len(named) if norms is None else norms
-    kept = {named[index * len(named) // count] for index in range(count)}
+    retained = {named[index * len(named) // count] for index in range(count)}
     for name in named:
-        if name not in kept:
+        if name not in retained:
             owner, _, last = name.rpartition(".")
             setattr(model.get_submodule(owner), last, nn.Identity())
     return model
@@ -88,29 +88,29 @@ def subject(
     return Subject(network(width, blocks, norms), x, y, micro_batch)
 
 
-def in_lanes(given: Subject, way: str) -> Engine:
+def in_lanes(workload: Subject, way: str) -> Engine:
     """An engine that obeys a plan with the room of a way."""
-    model = copy.deepcopy(given.model)
-    planned = Engine(model, F.cross_entropy, memory=AMPLE, micro_batch=given.micro_batch)
-    plan = planned.foresee(given.x, given.y, timed=False)
+    model = copy.deepcopy(workload.model)
+    planned = Engine(model, F.cross_entropy, memory=AMPLE, micro_batch=workload.micro_batch)
+    plan = planned.foresee(workload.x, workload.y, timed=False)
     assert plan.memory is not None
-    plan = replace(plan, memory=replace(plan.memory, room=ROOMS[way]))
+    plan = replace(plan, memory=replace(plan.memory, waiting_capacity=ROOMS[way]))
     return Engine(model, F.cross_entropy, plan=plan)
 
 
-def stepper(given: Subject, way: str) -> Callable[[], None]:
+def stepper(workload: Subject, way: str) -> Callable[[], None]:
     """What takes a step from empty gradients."""
-    x, y = given.x, given.y
+    x, y = workload.x, workload.y
     if way in ROOMS:
-        engine = in_lanes(given, way)
+        engine = in_lanes(workload, way)
 
         def step() -> None:
             engine.model.zero_grad()
             engine.backward(x, y)
 
         return step
-    model = copy.deepcopy(given.model)
-    run: Run = undivided if way == "undivided" else local(given.micro_batch)
+    model = copy.deepcopy(workload.model)
+    run: Run = undivided if way == "undivided" else local(workload.micro_batch)
 
     def by_hand() -> None:
         model.zero_grad()
@@ -127,9 +127,9 @@ def seconds(step: Callable[[], None]) -> list[float]:
     return [perf_counter() - wall, process_time() - cpu]
 
 
-def rounds(given: Subject, ways: Iterable[str], count: int, warm: int = 2) -> Rounds:
+def rounds(workload: Subject, ways: Iterable[str], count: int, warm: int = 2) -> Rounds:
     """Seconds of every way in every round; the order turns around from one to the next."""
-    steps = {way: stepper(given, way) for way in ways}
+    steps = {way: stepper(workload, way) for way in ways}
     for _ in range(warm):
         for step in steps.values():
             step()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from benchmarks.agbn.images import Images, mini_batches
-from benchmarks.agbn.training import Backward, Observe, Recipe, alone, initial
+from benchmarks.agbn.training import Backward, Observe, Recipe, initial, undivided_step
 from benchmarks.mbs.real_limit.compare import DOUBLE
 
 Arm = Literal["undivided", "exact", "local"]
@@ -30,7 +30,7 @@ Weights = dict[str, Tensor]
 def backward_of(arm: Arm, model: nn.Module, micro_batch: int) -> Backward:
     """Return the step of an arm: torch alone, or the engine's with the BatchNorm of its name."""
     if arm == "undivided":
-        return alone(model)
+        return undivided_step(model)
     engine = Engine(model, F.cross_entropy, micro_batch=micro_batch, batchnorm=arm)
 
     def backward(inputs: Tensor, targets: Tensor, observe: Observe) -> Tensor:
@@ -72,7 +72,7 @@ def first_steps(
     return {name: value.clone() for name, value in found.items()}
 
 
-def apart(a: Weights, b: Weights) -> dict[str, float]:
+def difference(a: Weights, b: Weights) -> dict[str, float]:
     """Return ||a - b|| / ||b|| of the tensor where it is largest, and of all as one vector."""
     gaps = torch.stack([(a[name].double() - b[name].double()).norm() for name in b])
     sizes = torch.stack([b[name].double().norm() for name in b])
@@ -94,9 +94,9 @@ def agreement(recipe: Recipe, micro_batch: int, images: Images, steps: int) -> d
         {arm: after(arm, dtype) for arm in ARMS} for dtype in (torch.float64, torch.float32)
     )
     orders = [single["undivided"], *(after("undivided", torch.float32, o) for o in ORDERS)]
-    pairs = [apart(*pair) for pair in combinations(orders, 2)]
+    pairs = [difference(*pair) for pair in combinations(orders, 2)]
     truth = double["undivided"]
-    alone = [apart(one, truth) for one in orders]
+    errors = [difference(one, truth) for one in orders]
     return {
         "steps": steps,
         "batch": recipe.batch,
@@ -104,13 +104,13 @@ def agreement(recipe: Recipe, micro_batch: int, images: Images, steps: int) -> d
         "float64": _from(double) | {"allowed": dict.fromkeys(MEASURES, DOUBLE)},
         "float32": _from(single) | {"allowed": {m: max(p[m] for p in pairs) for m in MEASURES}},
         "to_float64": {
-            "exact": apart(single["exact"], truth),
-            "local": apart(single["local"], truth),
-            "least": {m: min(one[m] for one in alone) for m in MEASURES},
-            "most": {m: max(one[m] for one in alone) for m in MEASURES},
+            "exact": difference(single["exact"], truth),
+            "local": difference(single["local"], truth),
+            "least": {m: min(one[m] for one in errors) for m in MEASURES},
+            "most": {m: max(one[m] for one in errors) for m in MEASURES},
         },
     }
 
 
 def _from(states: dict[Arm, Weights]) -> dict[str, Any]:
-    return {arm: apart(states[arm], states["undivided"]) for arm in ARMS[1:]}
+    return {arm: difference(states[arm], states["undivided"]) for arm in ARMS[1:]}

@@ -34,15 +34,15 @@ def last(results: Results, arm: str, curve: str) -> list[float]:
 
 def spread(values: list[float], scale: float = 100, digits: int = 2) -> str:
     """Mean and sample deviation."""
-    known = [scale * value for value in values]
-    more = f" ± {stdev(known):.{digits}f}" if len(known) > 1 else ""
-    return f"{fmean(known):.{digits}f}{more}"
+    scaled = [scale * value for value in values]
+    more = f" ± {stdev(scaled):.{digits}f}" if len(scaled) > 1 else ""
+    return f"{fmean(scaled):.{digits}f}{more}"
 
 
 def summary(results: Results) -> str:
     """A line for each arm: the last epoch's figures over the seeds, its peak and its time."""
     rows = []
-    whole = results["peaks"]["undivided"]
+    undivided = results["peaks"]["undivided"]
     for arm, name in ARMS.items():
         seconds = [run["step_seconds"] for run in of(results, arm)]
         rows.append(
@@ -52,7 +52,7 @@ def summary(results: Results) -> str:
                 spread(last(results, arm, "test_loss"), 1, 3),
                 spread(last(results, arm, "train_accuracy")),
                 spread(last(results, arm, "train_loss"), 1, 3),
-                f"{results['peaks'][arm] / 1e6:.1f} ({results['peaks'][arm] / whole:.3f})",
+                f"{results['peaks'][arm] / 1e6:.1f} ({results['peaks'][arm] / undivided:.3f})",
                 f"{min(seconds):.2f}",
             ]
         )
@@ -73,9 +73,9 @@ def same(results: Results) -> str:
         for arm in ("exact", "local"):
             cells = []
             for measure in MEASURES:
-                apart, allowed = row[arm][measure], row["allowed"][measure]
-                verdict = "within" if apart <= allowed else "beyond"
-                cells.append(f"{figure(apart)} of {figure(allowed)}: {verdict}")
+                distance, limit = row[arm][measure], row["allowed"][measure]
+                verdict = "within" if distance <= limit else "beyond"
+                cells.append(f"{figure(distance)} of {figure(limit)}: {verdict}")
             rows.append([f"{ARMS[arm]}, {dtype}", *cells])
         if dtype == "float32":
             rows.append(_to_float64(found))
@@ -96,11 +96,11 @@ def ends(results: Results) -> str:
     """Whether each arm's mean at the end lies within the undivided seeds, in words."""
     lines = []
     for curve, (what, scale, digits) in CURVES.items():
-        whole = last(results, "undivided", curve)
-        low, high = min(whole), max(whole)
+        undivided = last(results, "undivided", curve)
+        low, high = min(undivided), max(undivided)
         for arm in ("exact", "local"):
             values = last(results, arm, curve)
-            gaps = [value - other for value, other in zip(values, whole, strict=True)]
+            gaps = [value - other for value, other in zip(values, undivided, strict=True)]
             within = "within" if low <= fmean(values) <= high else "outside"
             lines.append(
                 f"- {ARMS[arm]}, {what}: {spread(gaps, scale, digits)} from undivided, paired by "

@@ -107,8 +107,8 @@ def peak_of(arm: Arm, size: Size, images: Images) -> int:
     inputs, targets = next(mini_batches(images, size.recipe.batch, 0, 0))
     backward(inputs, targets, lambda *_: None)
     model.zero_grad()
-    known = {"parameters": model.parameters(), "buffers": model.buffers()}
-    with Meter(inputs.device, known) as meter:
+    existing = {"parameters": model.parameters(), "buffers": model.buffers()}
+    with Meter(inputs.device, existing) as meter:
         backward(inputs, targets, lambda *_: None)
     return int(meter.peak)
 
@@ -116,7 +116,7 @@ def peak_of(arm: Arm, size: Size, images: Images) -> int:
 def run(size: Size, data: Data, working: Working) -> dict[str, Any]:
     """Run what the working file does not have, and return the results."""
 
-    def kept(job: Training | Agreement | Peaks, do: Callable[[], Outcome]) -> Outcome:
+    def cached(job: Training | Agreement | Peaks, do: Callable[[], Outcome]) -> Outcome:
         found = working.get(job)
         if found is None:
             found = do()
@@ -131,11 +131,11 @@ def run(size: Size, data: Data, working: Working) -> dict[str, Any]:
     first = Agreement(size.steps, micro_batch, len(ORDERS), size.compared)
     compare = partial(agreement, size.compared, micro_batch, data[0], size.steps)
     found: dict[str, Any] = {
-        "agreement": kept(first, compare),
-        "peaks": kept(Peaks(micro_batch, recipe), peaks),
+        "agreement": cached(first, compare),
+        "peaks": cached(Peaks(micro_batch, recipe), peaks),
     }
     jobs = [Training(arm, seed, micro_batch, recipe) for seed in size.seeds for arm in ARMS]
-    found["runs"] = [kept(job, partial(trained, job, data)) for job in jobs]
+    found["runs"] = [cached(job, partial(trained, job, data)) for job in jobs]
     return found | {
         "environment": environment(),
         "seeds": list(size.seeds),

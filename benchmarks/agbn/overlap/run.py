@@ -93,10 +93,10 @@ def main(
     if here:
         print(json.dumps(one_mode([case for case in CASES if only in case], rounds)))
         return
-    kept = (read(out / "results.json") or {}).get("modes", {}) if only else {}
+    saved = (read(out / "results.json") or {}).get("modes", {}) if only else {}
     modes = {mode: child(mode, rounds, only) for mode in MALLOC}
     for mode, found in modes.items():
-        found["cases"] = kept.get(mode, {}).get("cases", {}) | found["cases"]
+        found["cases"] = saved.get(mode, {}).get("cases", {}) | found["cases"]
     write(out / "results.json", {"seed": SEED, "modes": modes})
 
 

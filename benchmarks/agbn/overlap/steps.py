@@ -194,9 +194,9 @@ def _profile(case: Case, engine: anybatch.Engine, rounds: int) -> dict[str, floa
     def clocked(*args: Any) -> Any:
         begin = perf_counter()
         dist.barrier()
-        met = perf_counter()
+        at_barrier = perf_counter()
         sums = summed(*args)
-        spent["waiting"], spent["summing"] = met - begin, perf_counter() - met
+        spent["waiting"], spent["summing"] = at_barrier - begin, perf_counter() - at_barrier
         return sums
 
     def backward(*args: Any, **kwargs: Any) -> None:

@@ -85,8 +85,8 @@ def main(
     for name, way in WAYS.items():
         if quick and "memory" in way:
             continue
-        given = way | {"micro_batch": samples} if name == "undivided" else way
-        found.append({"name": name, **counted(given, samples, pixels)})
+        options = way | {"micro_batch": samples} if name == "undivided" else way
+        found.append({"name": name, **counted(options, samples, pixels)})
         print(name, found[-1]["peak"])
     results = {"environment": environment(), "seed": 0, "ways": found}
     if quick:

@@ -26,11 +26,11 @@ from anybatch.planner.updates import state_tensors
 from benchmarks.guide.draws.draws import Draw, Training
 from benchmarks.mbs.tables.limited import STACK, DataLimit
 
-ROOM = 1.25
+HEADROOM = 1.25
 """Times the budget, the data that the process may map more."""
 
-BESIDE = 256 << 20
-"""Bytes beside that: graphs and caches of rehearsals, heaps of threads, and scratch of kernels."""
+EXTRA = 256 << 20
+"""Further bytes: graphs and caches of rehearsals, heaps of threads, and scratch of kernels."""
 
 STEPS = 3
 Found = dict[str, Any]
@@ -44,9 +44,10 @@ def child(seed: int) -> Found:
     training = draw.make()
     budget = draw.budget(training)
     _warm(draw)
-    limit = DataLimit(round(ROOM * budget) + BESIDE + draw.size * STACK)
+    limit = DataLimit(round(HEADROOM * budget) + EXTRA + draw.size * STACK)
     found: Found = {
-        **{name: getattr(draw, name) for name in ("seed", "network", "optimizer", "size", "asked")},
+        **{name: getattr(draw, name) for name in ("seed", "network", "optimizer", "size")},
+        "asked": draw.requests,
         "budget": budget,
         "ended": "in budget",
     }
@@ -79,7 +80,7 @@ def _trained(training: Training, draw: Draw, budget: int) -> Found:
     """Plan, and take some steps; return what they held."""
     before = _resident()
     with _meter(training) as meter:
-        plan = training.plan(budget, **draw.asked)
+        plan = training.plan(budget, **draw.requests)
     peaks, engine = _steps(training, plan, STEPS)
     assert plan.memory is not None
     assert engine.plan is not None
@@ -118,11 +119,11 @@ def _steps(training: Training, plan: Plan, steps: int) -> tuple[list[int], Engin
 def _meter(training: Training) -> Meter:
     """Return what counts the live bytes of a training, those of its batch not among them."""
     model, optimizer = training.model, training.optimizer
-    known = {
+    existing = {
         "there": [*model.parameters(), *model.buffers()],
         "optimizer": list(state_tensors(optimizer)),
     }
-    return Meter(torch.device("cpu"), known)
+    return Meter(torch.device("cpu"), existing)
 
 
 def _resident() -> int:
@@ -132,20 +133,20 @@ def _resident() -> int:
 
 def _believed(training: Training, draw: Draw, budget: int, needed: int) -> Found:
     """Return the least that any candidate holds when it is tried, and whether it is too much."""
-    size, fixed = draw.size, draw.asked.get("micro_batch")
+    size, fixed = draw.size, draw.requests.get("micro_batch")
     sizes = [fixed] if fixed else [*{*(2**k for k in range(size.bit_length())), size}]
-    offload = draw.asked.get("offload", "auto")
-    tries: list[tuple[int | str, Found]] = [(needed, draw.asked)]
-    alike: Found = {key: draw.asked[key] for key in ("rng", "workspace") if key in draw.asked}
-    told: Found = {"offload": "off", "timed": False, **alike}
-    tries += [("1TiB", {"micro_batch": n, **told}) for n in sizes]
+    offload = draw.requests.get("offload", "auto")
+    tries: list[tuple[int | str, Found]] = [(needed, draw.requests)]
+    alike: Found = {key: draw.requests[key] for key in ("rng", "workspace") if key in draw.requests}
+    settings: Found = {"offload": "off", "timed": False, **alike}
+    tries += [("1TiB", {"micro_batch": n, **settings}) for n in sizes]
     held = {}
-    for memory, asked in tries if offload != "file" else tries[:1]:
+    for memory, options in tries if offload != "file" else tries[:1]:
         try:
-            plan = training.plan(memory, **asked)
+            plan = training.plan(memory, **options)
         except BudgetError as error:
-            held[f"{memory} {asked}"] = error.needed
+            held[f"{memory} {options}"] = error.needed
             continue
-        held[f"{memory} {asked}"] = max(_steps(training, plan, 2)[0])
+        held[f"{memory} {options}"] = max(_steps(training, plan, 2)[0])
     least, enough = min(held.values()), next(iter(held.values())) <= needed
     return {"least": least, "true": least > budget, "as needed": enough}

@@ -83,7 +83,7 @@ NETWORKS: dict[str, Callable[[], Made]] = {
         lambda n: (torch.randn(n, 64), torch.randint(10, (n,))),
     ),
 }
-ASKED: tuple[dict[str, Any], ...] = (
+REQUESTS: tuple[dict[str, Any], ...] = (
     {},
     {},
     {"timed": False},
@@ -111,16 +111,16 @@ class Draw:
     network: str = field(init=False)
     optimizer: str = field(init=False)
     size: int = field(init=False)
-    asked: dict[str, Any] = field(init=False)
+    requests: dict[str, Any] = field(init=False)
     share: float = field(init=False)
 
     def __post_init__(self) -> None:
-        dice_of = random.Random(self.seed)
-        self.network = dice_of.choice([*NETWORKS])
-        self.optimizer = dice_of.choice([*OPTIMIZERS])
-        self.size = dice_of.choice(SIZES) * (8 if self.network == "wide layers" else 1)
-        self.asked = dice_of.choice(ASKED)
-        self.share = dice_of.random()
+        rng = random.Random(self.seed)
+        self.network = rng.choice([*NETWORKS])
+        self.optimizer = rng.choice([*OPTIMIZERS])
+        self.size = rng.choice(SIZES) * (8 if self.network == "wide layers" else 1)
+        self.requests = rng.choice(REQUESTS)
+        self.share = rng.random()
 
     def make(self) -> "Training":
         """Return the training; the same one each time."""
@@ -132,7 +132,7 @@ class Draw:
         """Return the bytes it may hold."""
         memory = training.plan("1TiB", timed=False, offload="off").memory
         assert memory is not None
-        low, high = sorted((memory.floor, memory.whole))
+        low, high = sorted((memory.floor, memory.undivided))
         return round(exp(log(BELOW * low) + self.share * (log(high) - log(BELOW * low))))
 
 
@@ -145,8 +145,8 @@ class Training:
     batch: tuple[Tensor, Tensor]
     optimizer: torch.optim.Optimizer
 
-    def plan(self, memory: int | str, **asked: Any) -> anybatch.Plan:
+    def plan(self, memory: int | str, **options: Any) -> anybatch.Plan:
         """Return the plan of a step within so many bytes."""
         return anybatch.plan(
-            self.model, self.loss_fn, self.batch, memory=memory, optimizer=self.optimizer, **asked
+            self.model, self.loss_fn, self.batch, memory=memory, optimizer=self.optimizer, **options
         )

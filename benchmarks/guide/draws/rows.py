@@ -36,12 +36,12 @@ def guide_draws_summary(results: Results) -> str:
 
 
 def guide_draws_asked(results: Results) -> str:
-    """A line for each thing that was asked of a plan."""
+    """A line for each request to a plan."""
     by: dict[str, list[Results]] = {}
     for one in results["draws"]:
-        asked = one.get("asked", {})
-        words = ", ".join(f"{name}={value!r}" for name, value in asked.items()) or "nothing"
-        by.setdefault(f"`{words}`" if asked else words, []).append(one)
+        requests = one.get("asked", {})
+        words = ", ".join(f"{name}={value!r}" for name, value in requests.items()) or "nothing"
+        by.setdefault(f"`{words}`" if requests else words, []).append(one)
     head = ["asked", "draws", *ENDS, "fullest step"]
     return markdown(head, [_row(name, every) for name, every in sorted(by.items())])
 

@@ -57,8 +57,8 @@ def throughput(sizes: tuple[int, ...], timed: int) -> list[dict[str, Any]]:
         row["torch"] = n / _seconds(model, x, y, timed)
         for name, policy in POLICIES.items():
             with tempfile.TemporaryDirectory() as folder:
-                given: dict[str, Any] = {"cache": Path(folder) / "costs.sqlite", "policy": policy}
-                with anybatch.convolutions(max(space, LEAST), **given):
+                options: dict[str, Any] = {"cache": Path(folder) / "costs.sqlite", "policy": policy}
+                with anybatch.convolutions(max(space, LEAST), **options):
                     row[name] = n / _seconds(model, x, y, timed)
         console.print(f"{n} samples: {row}")
         found.append(row)
@@ -74,18 +74,18 @@ def _peak(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> i
         model, functional.cross_entropy, batch, memory="1TiB", timed=False, offload="off"
     )
     assert plan.memory is not None
-    return plan.memory.whole
+    return plan.memory.undivided
 
 
 def _seconds(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, timed: int) -> float:
     """Return the seconds of a step, after one in which kernels are chosen, and one more."""
-    taken = []
+    timings = []
     for _ in range(2 + timed):
         model.zero_grad()
         start = perf_counter()
         functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
-        taken.append(perf_counter() - start)
-    return median(taken[2:])
+        timings.append(perf_counter() - start)
+    return median(timings[2:])
 
 
 def convergence(batches: tuple[int, ...], epochs: int, seeds: tuple[int, ...]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybatch.tools import gpus as lemma
-from anybatch.tools.costs import Affine, Gradients, Link, Work
+from anybatch.tools.costs import Affine, GradientSum, NetworkLink, Work
 from anybatch.tools.loop import Loop
 from benchmarks.guide.gpus.ranks import Job
 
@@ -36,10 +36,10 @@ class Case:
         parts = (compute, self.serial, sharded, self.hidden, UPDATE, self.gradients)
         return Job(self.name, *parts)
 
-    def loop(self, link: Link) -> Loop:
+    def loop(self, link: NetworkLink) -> Loop:
         """What the refined model is given."""
         work, hidden = Work(self.serial, self.sharded), Work(self.hidden)
-        return Loop(SAMPLES, COMPUTE, work, hidden, UPDATE, Gradients(self.gradients, link))
+        return Loop(SAMPLES, COMPUTE, work, hidden, UPDATE, GradientSum(self.gradients, link))
 
 
 CASES = (
@@ -51,17 +51,17 @@ CASES = (
 )
 
 
-def predicted(case: Case, links: dict[int, Link]) -> dict[str, Any]:
+def predicted(case: Case, links: dict[int, NetworkLink]) -> dict[str, Any]:
     """Seconds of a step by GPUs, by the lemma and by the refined model.
 
     Args:
         case: of the loop.
         links: GPUs -> what each of so many sends over; one GPU sends nothing.
     """
-    alone = case.loop(links[GPUS[-1]])
-    one = alone.seconds(1)
+    loop = case.loop(links[GPUS[-1]])
+    one = loop.seconds(1)
     return {
-        "overhead": alone.overhead,
-        "lemma": {str(g): one / lemma.speedup(alone.overhead, g) for g in GPUS},
+        "overhead": loop.overhead,
+        "lemma": {str(g): one / lemma.speedup(loop.overhead, g) for g in GPUS},
         "refined": {str(g): case.loop(links.get(g, links[GPUS[-1]])).seconds(g) for g in GPUS},
     }

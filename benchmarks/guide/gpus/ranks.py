@@ -46,20 +46,20 @@ class Job:
 def run(jobs: list[Job], gpus: int, steps: int) -> dict[str, list[float]]:
     """Return for each job the seconds of its steps, of rank 0: all wait for each other's sums."""
     with tempfile.TemporaryDirectory() as folder:
-        given = json.dumps([asdict(job) for job in jobs])
-        mp.spawn(_rank, args=(gpus, folder, given, steps), nprocs=gpus)  # type: ignore[attr-defined, no-untyped-call]
+        encoded = json.dumps([asdict(job) for job in jobs])
+        mp.spawn(_rank, args=(gpus, folder, encoded, steps), nprocs=gpus)  # type: ignore[attr-defined, no-untyped-call]
         found: dict[str, list[float]] = json.loads((Path(folder) / "answer.json").read_text())
     return found
 
 
-def _rank(rank: int, gpus: int, folder: str, given: str, steps: int) -> None:
+def _rank(rank: int, gpus: int, folder: str, encoded: str, steps: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     meet = f"file://{folder}/meet"
     dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=gpus)
     try:
         with (Path(folder) / "reader").open("w") as reader:
-            jobs = [Job(**one) for one in json.loads(given)]
+            jobs = [Job(**one) for one in json.loads(encoded)]
             found = {job.name: _loop(job, gpus, steps, reader.fileno()) for job in jobs}
         if rank == 0:
             (Path(folder) / "answer.json").write_text(json.dumps(found))

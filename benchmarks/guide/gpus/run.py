@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from anybatch.tools.costs import Link
+from anybatch.tools.costs import NetworkLink
 from benchmarks.environment import environment
 from benchmarks.guide.gpus.cases import CALIBRATED, CASES, GPUS, SAMPLES, Case, predicted
 from benchmarks.guide.gpus.ranks import Job, run
@@ -32,17 +32,17 @@ def calibrated(gpus: tuple[int, ...], steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for count in (g for g in gpus if g > 1):
         jobs = [Job(str(size), 0.0, gradients=size) for size in CALIBRATED]
-        taken = {name: median(times) for name, times in run(jobs, count, steps).items()}
-        found[str(count)] = {"seconds": taken, **link_of(taken, count)}
+        seconds = {name: median(times) for name, times in run(jobs, count, steps).items()}
+        found[str(count)] = {"seconds": seconds, **link_of(seconds, count)}
         console.print(f"{count} processes: {found[str(count)]}")
     return found
 
 
-def link_of(taken: dict[str, float], gpus: int) -> dict[str, float]:
+def link_of(seconds: dict[str, float], gpus: int) -> dict[str, float]:
     """Return bandwidth and latency by least squares: 2 (G - 1) (size / G / bandwidth + latency)."""
     messages = 2 * (gpus - 1)
-    rows = np.array([[messages * int(size) / gpus, messages] for size in taken])
-    slope, latency = np.linalg.lstsq(rows, np.array([*taken.values()]), rcond=None)[0]
+    rows = np.array([[messages * int(size) / gpus, messages] for size in seconds])
+    slope, latency = np.linalg.lstsq(rows, np.array([*seconds.values()]), rcond=None)[0]
     return {"bandwidth": float(1 / slope), "latency": max(0.0, float(latency))}
 
 
@@ -70,7 +70,7 @@ def main(
     if calibrate:
         return
     links = json.loads((out / INPUTS).read_text())["links"]
-    sent = {int(g): Link(one["bandwidth"], one["latency"]) for g, one in links.items()}
+    sent = {int(g): NetworkLink(one["bandwidth"], one["latency"]) for g, one in links.items()}
     sent |= {GPUS[-1]: sent[max(sent)]}
     foreseen = {case.name: predicted(case, sent) for case in cases}
     found: dict[str, Any] = {case.name: {} for case in cases}

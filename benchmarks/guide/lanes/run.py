@@ -55,7 +55,7 @@ def run(cell: Cell, n: int) -> Found | None:
         )
     except BudgetError:
         return None
-    if plan.mechanism != "lanes":
+    if plan.mechanism != "lockstep":
         return None
     assert plan.memory is not None
     return {

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.tools.gpus import efficiency, gpus_for, overhead_allowed, speedup, speedup_limit
+from anybatch.tools.gpus import efficiency, gpus_for, overhead_limit, speedup, speedup_limit
 from anybatch.tools.servers import Cluster, servers_for
 from benchmarks.environment import environment
 from benchmarks.guide.alexnet import ALEXNET, SAMPLES, TABLE_2
@@ -34,7 +34,7 @@ NEAR = 0.05
 def lemmas() -> dict[str, float | int | None]:
     """What Lemma 3.1 says of the guide's examples."""
     return {
-        "overhead at 80 %, 4 GPUs": overhead_allowed(0.8, 4),
+        "overhead at 80 %, 4 GPUs": overhead_limit(0.8, 4),
         "efficiency at 9 %, 4 GPUs": efficiency(0.09, 4),
         "GPUs for 3x at 10 %": gpus_for(3, 0.1).gpus,
         "speedup of 3 at 10 %": speedup(0.1, 3),

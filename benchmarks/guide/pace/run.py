@@ -48,7 +48,7 @@ def one(words: tuple[str, ...], seconds: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out, start = Path(folder) / "run", perf_counter()
         anybatch("train", *COMMON, *words, "--epochs", str(epochs), "--out", str(out))
-        whole = perf_counter() - start
+        elapsed = perf_counter() - start
         summary = json.loads((out / "summary.json").read_text())
         plan = json.loads((out / "plan.json").read_text())
     return {
@@ -58,7 +58,7 @@ def one(words: tuple[str, ...], seconds: float) -> dict[str, Any]:
         "foreseen": [steps * one for one in (pace["interval"][0], pace["seconds"])]
         + [steps * pace["interval"][1]],
         "trained": summary["train_seconds"],
-        "whole": whole,
+        "whole": elapsed,
         "micro_batch": [found["micro_batch"], plan["micro_batch"]],
     }
 

@@ -83,4 +83,4 @@ def _bounds(problem: Problem) -> tuple[int, int]:
         problem.model, problem.loss_fn, batch, memory="1TiB", timed=False, offload="off"
     ).memory
     assert found is not None
-    return found.floor, found.whole
+    return found.floor, found.undivided

@@ -49,8 +49,8 @@ def guide_plans_foreseen(results: Results) -> str:
     kinds: dict[str, list[tuple[Results, int]]] = {}
     for cell in results["cells"]:
         for one in (c for c in cell["candidates"] if c["planned"]):
-            away = ", saved tensors away" if one["away"] else ""
-            kinds.setdefault(one["mechanism"] + away, []).append((one, cell["budget"]))
+            suffix = ", saved tensors offloaded" if one["away"] else ""
+            kinds.setdefault(one["mechanism"] + suffix, []).append((one, cell["budget"]))
     every = [pair for pairs in kinds.values() for pair in pairs]
     return markdown(head, [_foreseen(n, pairs) for n, pairs in [*kinds.items(), ("all", every)]])
 
@@ -79,8 +79,8 @@ def guide_plans_summary(results: Results) -> str:
             continue
         best = _best(cell)["seconds"]
         shares.setdefault("anybatch", []).append(best / cell["candidates"][0]["seconds"])
-        for name, taken in _peers(cell):
-            shares.setdefault(name, []).append(0.0 if taken is None else best / taken)
+        for name, seconds in _peers(cell):
+            shares.setdefault(name, []).append(0.0 if seconds is None else best / seconds)
     head = ["finder", "reaches 95 % of the fastest", "median share", "worst share"]
     rows = []
     for name, found in shares.items():
@@ -115,5 +115,5 @@ def _best(cell: Results) -> Results:
 
 
 def _words(one: Results) -> str:
-    away = ", away" if one["away"] else ""
-    return f"{one['mechanism']} {one['micro_batch']}{away}"
+    suffix = ", away" if one["away"] else ""
+    return f"{one['mechanism']} {one['micro_batch']}{suffix}"

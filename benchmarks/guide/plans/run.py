@@ -55,7 +55,7 @@ class Candidate:
         assert last is not None
         assert made is not None
         self.micro_batch, self.mechanism = made.micro_batch, made.mechanism
-        self.away = made.offload is not None
+        self.offloaded = made.offload is not None
         self.peak, self.predicted = self._metered(last.peak_bytes or 0), last.predicted_bytes
         self.over = self.peak > cell.budget
         self.seconds: list[float] = []
@@ -81,13 +81,13 @@ class Candidate:
         return {
             "micro_batch": self.micro_batch,
             "mechanism": self.mechanism,
-            "away": self.away,
+            "away": self.offloaded,
             "planned": self.plan is not None,
             "over": self.over,
             "predicted": self.predicted,
             "peak": self.peak,
             "seconds": median(self.seconds),
-            "foreseen": timed.get((self.micro_batch, self.away)),
+            "foreseen": timed.get((self.micro_batch, self.offloaded)),
         }
 
 
@@ -118,11 +118,11 @@ def every(cell: Cell, chosen: Plan | None, sizes: set[int]) -> list[Candidate]:
         plans = [here or planned(cell, micro_batch=n, offload="file", timed=False)]
         if here is None and n in sizes:
             found.append(Candidate(cell, None, n))
-        seen = {(c.micro_batch, c.away) for c in found}
+        tried = {(c.micro_batch, c.offloaded) for c in found}
         found += [
             Candidate(cell, plan)
             for plan in plans
-            if plan is not None and (plan.micro_batch, plan.offload is not None) not in seen
+            if plan is not None and (plan.micro_batch, plan.offload is not None) not in tried
         ]
     return found
 
@@ -147,12 +147,12 @@ def one(cell: Cell, rounds: int) -> Found:
             candidate.seconds.append(candidate.step())
     memory = None if chosen is None else chosen.memory
     timed = {} if memory is None else {
-        (c.micro_batch, c.away): c.seconds for c in memory.candidates if c.seconds is not None
+        (c.micro_batch, c.offloaded): c.seconds for c in memory.candidates if c.seconds is not None
     }  # fmt: skip
     return {
         "name": cell.name,
         "budget": cell.budget,
-        "whole": None if memory is None else memory.whole,
+        "whole": None if memory is None else memory.undivided,
         "planned": chosen is not None,
         "planning": took,
         "candidates": [candidate.row(timed) for candidate in found],

@@ -44,12 +44,12 @@ def serve(address: str, *, duplex: bool) -> None:
 
 
 def _answer(link: socket.socket, locks: dict[bytes, threading.Lock]) -> None:
-    kind = link.recv(1)
+    direction = link.recv(1)
     size = int.from_bytes(link.recv(8, socket.MSG_WAITALL))
     shard = bytes(size)
     while link.recv(1) == GO:
-        with locks[kind]:
-            if kind == PULL:
+        with locks[direction]:
+            if direction == PULL:
                 link.sendall(shard)
             else:
                 link.sendall(GO)
@@ -64,19 +64,19 @@ class Shard:
 
     def __init__(self, address: str, size: int) -> None:
         self._data = bytes(size)
-        self._links = {kind: self._connect(address, kind) for kind in (PULL, PUSH)}
-        self._threads = {kind: ThreadPoolExecutor(1) for kind in (PULL, PUSH)}
+        self._links = {direction: self._connect(address, direction) for direction in (PULL, PUSH)}
+        self._threads = {direction: ThreadPoolExecutor(1) for direction in (PULL, PUSH)}
 
-    def _connect(self, address: str, kind: bytes) -> socket.socket:
+    def _connect(self, address: str, direction: bytes) -> socket.socket:
         link = socket.create_connection((address, PORT), timeout=60)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        link.sendall(kind + len(self._data).to_bytes(8))
+        link.sendall(direction + len(self._data).to_bytes(8))
         return link
 
-    def start(self, kind: bytes) -> "Future[None]":
+    def start(self, direction: bytes) -> "Future[None]":
         """Begin to pull or to push it."""
-        return self._threads[kind].submit(self._pull if kind == PULL else self._push)
+        return self._threads[direction].submit(self._pull if direction == PULL else self._push)
 
     def _pull(self) -> None:
         link = self._links[PULL]
@@ -130,20 +130,20 @@ def main() -> None:
     parser.add_argument("--jitter", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    if given.role == "server":
-        serve(given.at, duplex=given.duplex)
+    arguments = parser.parse_args()
+    if arguments.role == "server":
+        serve(arguments.at, duplex=arguments.duplex)
         return
-    dice = random.Random(given.seed)
-    shards = [Shard(at, size) for at, size in json.loads(given.shards).items()]
+    rng = random.Random(arguments.seed)
+    shards = [Shard(at, size) for at, size in json.loads(arguments.shards).items()]
     print("ready", flush=True)
     sys.stdin.readline()  # all are
-    sleep(dice.uniform(0, given.compute))
+    sleep(rng.uniform(0, arguments.compute))
 
     def compute() -> float:
-        return float(given.compute * dice.uniform(1 - given.jitter, 1 + given.jitter))
+        return float(arguments.compute * rng.uniform(1 - arguments.jitter, 1 + arguments.jitter))
 
-    print(json.dumps(work(shards, compute, given.rounds, waits=given.waits)), flush=True)
+    print(json.dumps(work(shards, compute, arguments.rounds, waits=arguments.waits)), flush=True)
 
 
 if __name__ == "__main__":

@@ -39,8 +39,8 @@ def grid(*, quick: bool) -> list[dict[str, Any]]:
     cells = product(WORKERS[:2] if quick else WORKERS, SERVERS[:1] if quick else SERVERS, JITTERS)
     for workers, servers, jitter in cells:
         cluster = tight(workers, servers)
-        asked = cluster.servers_for().count
-        assert asked == servers
+        recommended = cluster.servers_for().count
+        assert recommended == servers
         row: dict[str, Any] = {"workers": workers, "servers": servers, "jitter": jitter}
         for name, count in (("fewer", servers - 1), ("just", servers), ("more", servers + 1)):
             runs = [simulate(cluster, count, jitter=jitter, seed=seed) for seed in SEEDS]

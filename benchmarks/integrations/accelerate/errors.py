@@ -26,7 +26,7 @@ Way = Callable[[Any, Problem, Rows, Any], None]
 STEPS = BATCH // MICRO_BATCH
 
 
-def whole(accelerator: Any, problem: Problem, rows: Rows, model: Any) -> None:
+def by_engine(accelerator: Any, problem: Problem, rows: Rows, model: Any) -> None:
     """Leave the gradient of a step by an engine."""
     model, loader = accelerator.prepare(model, loader_of(rows, BATCH))
     engine = Engine(model, problem.loss, micro_batch=MICRO_BATCH)
@@ -37,7 +37,7 @@ def whole(accelerator: Any, problem: Problem, rows: Rows, model: Any) -> None:
 WAYS: dict[str, tuple[Way, int]] = {
     "accumulated": (accumulated, STEPS),
     "counted": (counted, STEPS),
-    "anybatch": (whole, 1),
+    "anybatch": (by_engine, 1),
 }
 """The loop, and the steps that accelerate is told to accumulate."""
 

@@ -94,13 +94,13 @@ def real_sized() -> tuple[nn.Module, nn.Module]:
 
 
 def texts(count: int, seed: int = 0, length: int = LENGTH) -> Tensor:
-    dice = torch.Generator().manual_seed(seed)
-    return torch.randint(WORDS, (count, length), generator=dice)
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(WORDS, (count, length), generator=rng)
 
 
 def images(count: int, side: int = 16) -> Tensor:
-    dice = torch.Generator().manual_seed(1)
-    return torch.randn(count, 3, side, side, generator=dice)
+    rng = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, side, side, generator=rng)
 
 
 SUBJECTS = {

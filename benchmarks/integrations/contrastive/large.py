@@ -20,7 +20,7 @@ def large(batches: tuple[int, ...], subject: Subject = REAL) -> Found:
     """Peaks of a step by batch, all within the peak of `SMALL` undivided, and what is foreseen."""
     torch.set_num_threads(1)
     model = pair(*subject.encoders())
-    budget = alone(subject)
+    budget = undivided_peak(subject)
     parameters = sum(p.numel() * p.element_size() for p in model.parameters())
     found: Found = {"small": SMALL, "budget": budget, "parameters": parameters, "rows": []}
     for batch in batches:
@@ -29,7 +29,7 @@ def large(batches: tuple[int, ...], subject: Subject = REAL) -> Found:
     return found
 
 
-def alone(subject: Subject) -> int:
+def undivided_peak(subject: Subject) -> int:
     """Live bytes at the peak of torch's own step of `SMALL` rows, the first or a later one."""
     f, g = subject.encoders()
     rows, run = subject.rows(SMALL), undivided(f, g, SMALL)

@@ -48,10 +48,10 @@ def digits() -> tuple[Pairs, Pairs]:
     return (images[~tests], labels[~tests]), (images[tests], labels[tests])
 
 
-def numbers(of: Pairs, rows: Tensor, dice: torch.Generator) -> Pairs:
+def numbers(of: Pairs, rows: Tensor, rng: torch.Generator) -> Pairs:
     """Images [n, 4, 64] and texts [n, 4] of the digits at `rows`, [n, 4]."""
     images = of[0][rows]
-    return images + 0.2 * torch.randn(images.shape, generator=dice), of[1][rows]
+    return images + 0.2 * torch.randn(images.shape, generator=rng), of[1][rows]
 
 
 class Image(nn.Module):
@@ -105,19 +105,19 @@ def stepper(arm: str, model: nn.Module, n: int) -> Step:
 
 def batches(of: Pairs, recipe: Recipe, seed: int) -> Iterator[Pairs]:
     """Yield the batches of a training."""
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     for _ in range(recipe.steps):
-        rows = torch.randint(len(of[0]), (recipe.batch, DIGITS), generator=dice)
-        yield numbers(of, rows, dice)
+        rows = torch.randint(len(of[0]), (recipe.batch, DIGITS), generator=rng)
+        yield numbers(of, rows, rng)
 
 
 def tested(of: Pairs, count: int) -> Pairs:
     """Return pairs for tests, no number twice."""
-    dice = torch.Generator().manual_seed(1234)
-    rows = torch.randint(len(of[0]), (4 * count, DIGITS), generator=dice)
+    rng = torch.Generator().manual_seed(1234)
+    rows = torch.randint(len(of[0]), (4 * count, DIGITS), generator=rng)
     places = torch.tensor([1000, 100, 10, 1])
     first = {int(n): at for at, n in reversed(list(enumerate((of[1][rows] * places).sum(1))))}
-    return numbers(of, rows[sorted(first.values())[:count]], dice)
+    return numbers(of, rows[sorted(first.values())[:count]], rng)
 
 
 def looked(model: nn.Module, tests: Pairs) -> tuple[float, float]:

@@ -39,7 +39,7 @@ def one_after_the_other(f: nn.Module, g: nn.Module, x: Tensor, y: Tensor, n: int
     return step
 
 
-def _in_turn(pull: Callable[..., None]) -> Callable[..., Step]:
+def _interleaved(pull: Callable[..., None]) -> Callable[..., Step]:
     def make(f: nn.Module, g: nn.Module, x: Tensor, y: Tensor, n: int) -> Step:
         def step() -> None:
             with torch.no_grad():
@@ -73,24 +73,24 @@ def _both(f: nn.Module, g: nn.Module, a: Tensor, b: Tensor, c: Tensor, d: Tensor
 
 ORDERS = {
     "one encoder after the other": one_after_the_other,
-    "in turn, a graph at a time": _in_turn(_each),
-    "in turn, both graphs": _in_turn(_both),
+    "in turn, a graph at a time": _interleaved(_each),
+    "in turn, both graphs": _interleaved(_both),
 }
 
 
 def orders(name: str, batch: int, n: int, count: int) -> dict[str, float]:
     """Seconds of each order as a share of the first's: medians of rounds in turn."""
     subject = SUBJECTS[name]
-    rows, taken = subject.rows(batch), dict[str, list[float]]()
+    rows, seconds = subject.rows(batch), dict[str, list[float]]()
     steps = {order: make(*subject.encoders(), *rows, n) for order, make in ORDERS.items()}
     for index in range(-2, count):
         for order in steps if index % 2 else reversed(steps):
             start = time.perf_counter()
             steps[order]()
             if index >= 0:
-                taken.setdefault(order, []).append(time.perf_counter() - start)
-    first = taken[next(iter(ORDERS))]
+                seconds.setdefault(order, []).append(time.perf_counter() - start)
+    first = seconds[next(iter(ORDERS))]
     return {
         order: round(statistics.median(a / b for a, b in zip(found, first, strict=True)), 4)
-        for order, found in taken.items()
+        for order, found in seconds.items()
     }

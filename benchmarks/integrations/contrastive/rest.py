@@ -60,9 +60,9 @@ def rest(name: str, batch: int, n: int, count: int) -> dict[str, dict[str, float
                 clock.spent.clear()
                 start = time.perf_counter()
                 steps[way](*rows)
-                whole = 1e3 * (time.perf_counter() - start)
+                elapsed = 1e3 * (time.perf_counter() - start)
                 if index >= 0:
-                    found[way].append(clock.spent | {"rest": whole - sum(clock.spent.values())})
+                    found[way].append(clock.spent | {"rest": elapsed - sum(clock.spent.values())})
     return {
         way: {part: round(statistics.median(s[part] for s in runs), 3) for part in runs[0]}
         for way, runs in found.items()

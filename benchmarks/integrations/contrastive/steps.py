@@ -16,7 +16,7 @@ from benchmarks.integrations.contrastive.ways import MODULES, TEMPERATURE, WAYS,
 
 DRAWS = "anybatch, rng batch"
 Encoders = tuple[nn.Module, nn.Module]
-Taken = tuple[float, float]
+Times = tuple[float, float]
 """Seconds of a step, on the wall and of the processor."""
 
 
@@ -86,17 +86,17 @@ def speed(name: str, batch: int, n: int, count: int) -> dict[str, dict[str, floa
     steps = {way: make(*subject.encoders(), n) for way, make in made.items()}
     for step in steps.values():
         step(*rows)
-    taken: dict[str, list[Taken]] = {way: [] for way in steps}
+    times: dict[str, list[Times]] = {way: [] for way in steps}
     for index in range(count):
         order = list(steps) if index % 2 else list(reversed(steps))
         for way in order:
             wall, processor = time.perf_counter(), time.process_time()
             steps[way](*rows)
-            taken[way].append((time.perf_counter() - wall, time.process_time() - processor))
-    return {way: compared(taken["anybatch"], taken[way]) for way in steps if way != "anybatch"}
+            times[way].append((time.perf_counter() - wall, time.process_time() - processor))
+    return {way: compared(times["anybatch"], times[way]) for way in steps if way != "anybatch"}
 
 
-def compared(ours: list[Taken], theirs: list[Taken]) -> dict[str, float]:
+def compared(ours: list[Times], theirs: list[Times]) -> dict[str, float]:
     """Medians of the ratios of the pairs."""
     walls = [a[0] / b[0] for a, b in zip(ours, theirs, strict=True)]
     processors = [a[1] / b[1] for a, b in zip(ours, theirs, strict=True)]

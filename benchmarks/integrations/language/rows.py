@@ -17,15 +17,15 @@ ARMS = {
 def language(results: Results) -> str:
     """A line for each arm: the loss at the end, its distance, and the error of its gradient."""
     rows = []
-    whole = _ends(results, "undivided")
+    undivided = _ends(results, "undivided")
     for arm, name in ARMS.items():
         ends = _ends(results, arm)
-        apart = [a - b for a, b in zip(ends, whole, strict=True)]
+        differences = [a - b for a, b in zip(ends, undivided, strict=True)]
         rows.append(
             [
                 name.format(**results["size"]),
                 _spread(ends),
-                "-" if arm == "undivided" else _spread(apart),
+                "-" if arm == "undivided" else _spread(differences),
                 *(_errors(results, when, arm) for when in ("first", "last")),
             ]
         )

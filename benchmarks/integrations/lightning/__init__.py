@@ -1,1 +1,1 @@
-"""Lightning's own accumulation beside `WholeBatch`."""
+"""Lightning's own accumulation beside `FullBatch`."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anybatch import coupled
-from anybatch.integrations.lightning import WholeBatch
+from anybatch.integrations.lightning import FullBatch
 from anybatch.tools.exactness import error_of
 from benchmarks.integrations.lightning.theirs import Module, fit
 from benchmarks.integrations.problems import (
@@ -46,7 +46,7 @@ def error(problem: Problem, way: str, seed: int) -> float:
         steps = BATCH // MICRO_BATCH
         fit(module, rows, MICRO_BATCH, accumulate_grad_batches=steps, callbacks=[watching])
     else:
-        fit(module, rows, BATCH, callbacks=[WholeBatch(micro_batch=MICRO_BATCH), watching])
+        fit(module, rows, BATCH, callbacks=[FullBatch(micro_batch=MICRO_BATCH), watching])
     return float(max(error_of(watching.gradients, truth(problem, rows)).values()))
 
 

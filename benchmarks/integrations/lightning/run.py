@@ -1,7 +1,7 @@
-"""Lightning's own accumulation compared with `WholeBatch`: errors of a step's gradient, seconds.
+"""Lightning's own accumulation compared with `FullBatch`: errors of a step's gradient, seconds.
 
 The same module and Trainer run in micro-batches of four, on one process and on two over gloo.
-*Accumulated* is `accumulate_grad_batches`, with micro-batches in the loader; with `WholeBatch` the
+*Accumulated* is `accumulate_grad_batches`, with micro-batches in the loader; with `FullBatch` the
 loader yields the full batch. The reference is one forward of all rows of all processes in float64;
 shown is the worst of three seeds. Dice and InfoNCE are marked with `anybatch.coupled`: without it,
 a loss inside `training_step` that is no weighted sum of torch's own is refused.

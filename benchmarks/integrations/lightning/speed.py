@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from anybatch.integrations.lightning import WholeBatch
+from anybatch.integrations.lightning import FullBatch
 from benchmarks.integrations.accelerate.speed import SUBJECTS, Subject, loss, summary
 from benchmarks.integrations.lightning.theirs import Module, fit
 
@@ -27,8 +27,8 @@ class Clock(pl.Callback):  # type: ignore[misc]
         self.ends: list[tuple[float, float]] = []
         self._batches = batches
 
-    def on_train_batch_end(self, *given: Any) -> None:
-        if (given[-1] + 1) % self._batches == 0:
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        if (arguments[-1] + 1) % self._batches == 0:
             self.ends.append((time.perf_counter(), time.process_time()))
 
     def seconds(self) -> tuple[float, float]:
@@ -46,12 +46,12 @@ def seconds(subject: Subject, way: str) -> tuple[float, float]:
     steps = subject.batch // subject.micro_batch
     if way == "theirs":
         clock = Clock(steps)
-        given = {"accumulate_grad_batches": steps, "callbacks": [clock]}
-        fit(module, rows, subject.micro_batch, **given)
+        options = {"accumulate_grad_batches": steps, "callbacks": [clock]}
+        fit(module, rows, subject.micro_batch, **options)
     else:
         clock = Clock(1)
-        whole = WholeBatch(micro_batch=subject.micro_batch)
-        fit(module, rows, subject.batch, callbacks=[whole, clock])
+        full_batch = FullBatch(micro_batch=subject.micro_batch)
+        fit(module, rows, subject.batch, callbacks=[full_batch, clock])
     return clock.seconds()
 
 

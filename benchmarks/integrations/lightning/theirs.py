@@ -48,13 +48,15 @@ class Module(pl.LightningModule):  # type: ignore[misc]
         return torch.optim.SGD(self.parameters(), lr=self.rate)
 
 
-def fit(module: pl.LightningModule, rows: Rows, size: int, **given: Any) -> None:
+def fit(module: pl.LightningModule, rows: Rows, size: int, **options: Any) -> None:
     """Fit a module for an epoch, in this process, or as one of those that were launched."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     several = int(os.environ.get("WORLD_SIZE", "1"))
     if several > 1:
         strategy = DDPStrategy(process_group_backend="gloo")
-        given |= {"strategy": strategy, "devices": several}
+        options |= {"strategy": strategy, "devices": several}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        pl.Trainer(**QUIET, **given).fit(module, DataLoader(TensorDataset(*rows), batch_size=size))
+        pl.Trainer(**QUIET, **options).fit(
+            module, DataLoader(TensorDataset(*rows), batch_size=size)
+        )

@@ -73,11 +73,11 @@ def truth(family: Family, rows: list[Row]) -> dict[str, Tensor]:
 
 def error(family: Family, way: str, seed: int) -> float:
     """The worst error of the gradients of a step, by the measure of Law 1."""
-    kind, given, how = WAYS[way]
+    trainer, arguments, how = WAYS[way]
     watching = Watching()
     with tempfile.TemporaryDirectory() as folder:
-        args = transformers.TrainingArguments(folder, max_steps=1, seed=seed, **QUIET, **given)
-        kind(
+        args = transformers.TrainingArguments(folder, max_steps=1, seed=seed, **QUIET, **arguments)
+        trainer(
             family.model().double(),
             args,
             train_dataset=family.rows(3 * BATCH, seed),

@@ -24,7 +24,7 @@ CALM = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of model: how one is made, and rows of its data by seed."""
+    """A family of models: how one is made, and rows of its data by seed."""
 
     name: str
     model: Callable[[], nn.Module]
@@ -45,9 +45,9 @@ def padded(column: list[Tensor], fill: int) -> Tensor:
 
 def texts(count: int, seed: int) -> list[Tensor]:
     """Token ids of uneven lengths."""
-    dice = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(2, LONGEST + 1, (count,), generator=dice).tolist()
-    return [torch.randint(3, VOCABULARY, (n,), generator=dice) for n in lengths]
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(2, LONGEST + 1, (count,), generator=rng).tolist()
+    return [torch.randint(3, VOCABULARY, (n,), generator=rng) for n in lengths]
 
 
 def language(count: int, seed: int) -> list[Row]:
@@ -68,11 +68,11 @@ def prompt(place: int, text: Tensor) -> int:
 
 def masked(count: int, seed: int) -> list[Row]:
     """A few tokens of each text are to be guessed; of some texts none."""
-    dice = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     rows = language(count, seed)
     for row in rows:
         text = row["input_ids"]
-        hidden = torch.rand(text.shape, generator=dice) < 0.3
+        hidden = torch.rand(text.shape, generator=rng) < 0.3
         row["labels"] = torch.where(hidden, text, -100)
         row["input_ids"] = torch.where(hidden, 1, text)
     return rows
@@ -82,45 +82,45 @@ def with_labels(label: Callable[[Tensor, torch.Generator], Row]) -> Callable[[in
     """Texts with what `label` gives for each."""
 
     def rows(count: int, seed: int) -> list[Row]:
-        dice = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
         return [
-            {"input_ids": text, "attention_mask": torch.ones_like(text), **label(text, dice)}
+            {"input_ids": text, "attention_mask": torch.ones_like(text), **label(text, rng)}
             for text in texts(count, seed)
         ]
 
     return rows
 
 
-def one_class(_text: Tensor, dice: torch.Generator) -> Row:
-    return {"labels": torch.randint(3, (), generator=dice)}
+def one_class(_text: Tensor, rng: torch.Generator) -> Row:
+    return {"labels": torch.randint(3, (), generator=rng)}
 
 
-def one_number(_text: Tensor, dice: torch.Generator) -> Row:
-    return {"labels": torch.randn((), generator=dice)}
+def one_number(_text: Tensor, rng: torch.Generator) -> Row:
+    return {"labels": torch.randn((), generator=rng)}
 
 
-def some_classes(_text: Tensor, dice: torch.Generator) -> Row:
-    return {"labels": torch.rand(1, 3, generator=dice).round().squeeze(0)}
+def some_classes(_text: Tensor, rng: torch.Generator) -> Row:
+    return {"labels": torch.rand(1, 3, generator=rng).round().squeeze(0)}
 
 
-def tags(text: Tensor, _dice: torch.Generator) -> Row:
+def tags(text: Tensor, _rng: torch.Generator) -> Row:
     return {"labels": torch.where(text % 5 == 0, -100, text % 3)}
 
 
-def spans(text: Tensor, dice: torch.Generator) -> Row:
+def spans(text: Tensor, rng: torch.Generator) -> Row:
     """Where an answer begins and ends; beyond the text where there is none."""
-    at = torch.randint(2 * len(text), (2,), generator=dice)
+    at = torch.randint(2 * len(text), (2,), generator=rng)
     at = torch.where(at < len(text), at, 99)
     return {"start_positions": at[0], "end_positions": at[1]}
 
 
 def images(size: int) -> Callable[[int, int], list[Row]]:
     def rows(count: int, seed: int) -> list[Row]:
-        dice = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
         return [
             {
-                "pixel_values": torch.randn(3, size, size, generator=dice),
-                "labels": torch.randint(3, (), generator=dice),
+                "pixel_values": torch.randn(3, size, size, generator=rng),
+                "labels": torch.randint(3, (), generator=rng),
             }
             for _ in range(count)
         ]
@@ -187,11 +187,11 @@ def resnet() -> nn.Module:
     return made(ResNetForImageClassification, config)
 
 
-def made(kind: Any, config: Any) -> nn.Module:
+def made(model_class: Any, config: Any) -> nn.Module:
     """A model with the same random weights each time."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: nn.Module = kind(config)
+        model: nn.Module = model_class(config)
     return model
 
 

@@ -58,9 +58,9 @@ SUBJECTS = {
 
 def rows(count: int, *, uneven: bool) -> list[Row]:
     """Random tokens, all of which are to be predicted."""
-    dice = torch.Generator().manual_seed(0)
-    lengths = torch.randint(LENGTH // 8, LENGTH + 1, (count,), generator=dice).tolist()
-    texts = [torch.randint(3, WORDS, (n if uneven else LENGTH,), generator=dice) for n in lengths]
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.randint(LENGTH // 8, LENGTH + 1, (count,), generator=rng).tolist()
+    texts = [torch.randint(3, WORDS, (n if uneven else LENGTH,), generator=rng) for n in lengths]
     return [
         {"input_ids": text, "attention_mask": torch.ones_like(text), "labels": text}
         for text in texts
@@ -84,13 +84,13 @@ class Clock(transformers.TrainerCallback):  # type: ignore[misc]
         return wall, statistics.median(processor for _, processor in steps)
 
 
-def seconds(kind: Any, subject: Subject) -> tuple[float, float]:
+def seconds(trainer: Any, subject: Subject) -> tuple[float, float]:
     """Seconds of a step of a training."""
-    clock, ours = Clock(), kind is Trainer
+    clock, ours = Clock(), trainer is Trainer
     args = {"per_device_train_batch_size": subject.micro_batch, "max_steps": STEPS}
     args["gradient_accumulation_steps"] = subject.batch // subject.micro_batch
     with tempfile.TemporaryDirectory() as folder:
-        kind(
+        trainer(
             subject.model(),
             transformers.TrainingArguments(folder, **QUIET, **args),
             train_dataset=rows(4 * subject.batch, uneven=subject.uneven),
@@ -106,7 +106,7 @@ def pairs(subject: Subject, count: int) -> dict[str, float]:
     found = []
     for index in range(count):
         order = [transformers.Trainer, Trainer] if index % 2 else [Trainer, transformers.Trainer]
-        one = {kind: seconds(kind, subject) for kind in order}
+        one = {trainer: seconds(trainer, subject) for trainer in order}
         found.append((one[Trainer], one[transformers.Trainer]))
     walls = [ours[0] / theirs[0] for ours, theirs in found]
     return {

@@ -66,7 +66,7 @@ class Place(nn.Module):
     """
 
     weight: Any
-    alone: Any
+    kernel: Any
     one: Any
     two: Any
     gate: Any

@@ -117,13 +117,13 @@ def pooled(p: Place, z: Tensor) -> Any:
 
 
 def _window(p: Place, width: int) -> None:
-    p.weight, p.alone = weights(width, width, 3), weights(1, 1, 3)
+    p.weight, p.kernel = weights(width, width, 3), weights(1, 1, 3)
 
 
 @form("statistics", prepare=_window)
 def convolved(p: Place, z: Tensor) -> Any:
     if p.honest:
-        return F.conv1d(z[:, None], p.alone, padding=1)[:, 0]
+        return F.conv1d(z[:, None], p.kernel, padding=1)[:, 0]
     return F.conv1d(z.T[None], p.weight, padding=1)[0].T
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from benchmarks.mbs.adversary.cases import Case
 from benchmarks.mbs.adversary.forms import FORMS, GLOBAL, Place, drawn
-from benchmarks.mbs.adversary.states import leave
+from benchmarks.mbs.adversary.states import fill_cache
 
 WIDTH, FEATURES, CLASSES, CODES = 8, 6, 3, 5
 CHANNELS, SIDE = 3, 2
@@ -90,7 +90,7 @@ class Net(nn.Module):
         if self.middle is not None:
             rows = self.middle(rows, later)
         if self.stash is not None and FORMS[self.case.coupling].group == "left for the loss":
-            leave(self.stash, rows)
+            fill_cache(self.stash, rows)
         out = self.head(rows)
         return out if plain is None else {"plain": plain, "deep": [{"more": (out, 1.0)}]}
 

@@ -163,8 +163,8 @@ def stash_all(p: Place, out: Tensor) -> Any:
     return _loop(p, out) if p.honest else out / (torch.stack(list(GLOBAL)).sum() + 0.1)
 
 
-def leave(p: Place, z: Tensor) -> None:
-    """What a model leaves for its loss in plain attributes, and in a list of its module."""
+def fill_cache(p: Place, z: Tensor) -> None:
+    """Store what the loss reads in plain attributes, and in a list of the module."""
     spread = z.detach().std(correction=0)
     p.cache = {"tensor": spread, "number": float(spread), "rows": z, "length": float(len(z))}
     GLOBAL.append(spread)

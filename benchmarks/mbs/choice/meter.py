@@ -50,11 +50,11 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise RuntimeError(MESSAGE.format(self.live, self.budget))
 
     def _leaver(self, key: int, size: int) -> Callable[[Any], None]:
-        def leave(_: Any) -> None:
+        def release(_: Any) -> None:
             del self._held[key]
             self.live -= size
 
-        return leave
+        return release
 
     def __torch_dispatch__(
         self,

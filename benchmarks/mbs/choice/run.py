@@ -62,7 +62,7 @@ def row(found: Found, took: float, sweep: Sweep, peaks: dict[int, int], budget: 
     if found.size is None:
         return cells
     fitting = [size for size in sweep.wall if peaks[size] <= budget]
-    worth, known = relative(sweep.wall), {size for size, *_ in found.tried}
+    worth, tried = relative(sweep.wall), {size for size, *_ in found.tried}
     better = [size for size in fitting if worth[size] < GOAL * worth[found.size]]
     return cells | {
         "seconds": round(median(sweep.wall[found.size]), 5),
@@ -70,7 +70,7 @@ def row(found: Found, took: float, sweep: Sweep, peaks: dict[int, int], budget: 
         "share_processor": share(relative(sweep.processor), found.size, fitting),
         "peak_bytes": peaks[found.size],
         "over": peaks[found.size] > budget,
-        "missed": [size for size in better if size not in known],
+        "missed": [size for size in better if size not in tried],
     }
 
 
@@ -81,8 +81,8 @@ def share(worth: dict[int, float], size: int, fitting: list[int]) -> float | Non
 
 def one_problem(problem: Problem, rounds: int, finders: dict[str, Finder]) -> dict[str, Any]:
     """Every finder at every budget, then one sweep over all sizes that matter."""
-    whole = peak(problem, problem.batch)
-    budgets = {share: int(share * whole) for share in SHARES}
+    undivided = peak(problem, problem.batch)
+    budgets = {share: int(share * undivided) for share in SHARES}
     found = {share: search(problem, budget, finders) for share, budget in budgets.items()}
     caps = {share: largest_that_fits(problem, budget).size for share, budget in budgets.items()}
     sizes = {result.size for results in found.values() for result, _ in results.values()}
@@ -90,7 +90,7 @@ def one_problem(problem: Problem, rounds: int, finders: dict[str, Finder]) -> di
     timed = sweep(problem, [size for size in sizes if size], rounds)
     peaks = {size: peak(problem, size) for size in timed.wall}
     return {
-        "undivided_peak_bytes": whole,
+        "undivided_peak_bytes": undivided,
         "sweep": swept(timed, peaks),
         "budgets": {
             str(share): {

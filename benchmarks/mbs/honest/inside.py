@@ -41,8 +41,8 @@ def _tags() -> Problem:
 @subject("masked autoencoder", GROUP)
 def _masked() -> Problem:
     def body(m: Any, x: Tensor, hidden: Tensor) -> Any:
-        seen = torch.where(hidden[..., None] > 0, m.token, x)
-        lost = (m.head(m.stem(seen).tanh()) - x).square().mean(-1)
+        visible = torch.where(hidden[..., None] > 0, m.token, x)
+        lost = (m.head(m.stem(visible).tanh()) - x).square().mean(-1)
         return (lost * hidden).sum() / hidden.sum()
 
     net = Net(body, stem=linear(6), head=linear(D, 6), token=parameter(6))
@@ -53,8 +53,8 @@ def _masked() -> Problem:
 def _masked_by_draws() -> Problem:
     def body(m: Any, x: Tensor) -> Any:
         hidden = (torch.rand(x.shape[:2]) < 0.5).double()
-        seen = torch.where(hidden[..., None] > 0, m.token, x)
-        lost = (m.head(m.stem(seen).tanh()) - x).square().mean(-1)
+        visible = torch.where(hidden[..., None] > 0, m.token, x)
+        lost = (m.head(m.stem(visible).tanh()) - x).square().mean(-1)
         return (lost * hidden).sum() / hidden.sum()
 
     net = Net(body, stem=linear(6), head=linear(D, 6), token=parameter(6))
@@ -169,9 +169,9 @@ def _slopes() -> Problem:
 
 @subject("time to an event", GROUP)
 def _event() -> Problem:
-    def body(m: Any, x: Tensor, time: Tensor, seen: Tensor) -> Any:
+    def body(m: Any, x: Tensor, time: Tensor, observed: Tensor) -> Any:
         rate = F.softplus(m.head(m.stem(x).tanh()))[:, 0]
-        return (rate * time - seen * rate.log()).sum() / len(x)
+        return (rate * time - observed * rate.log()).sum() / len(x)
 
     net = Net(body, stem=linear(6), head=linear(D, 1))
     return returned(net, (rows(6), torch.rand(ROWS), weights()))

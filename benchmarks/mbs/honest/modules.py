@@ -105,10 +105,10 @@ def _usable(info: Any) -> Iterator[tuple[nn.Module, tuple[Tensor, ...], bool]]:
     """Modules and inputs of which the first dimension is the batch, and no option is a tensor's."""
     name, loss = info.module_cls.__name__, info.module_cls.__name__.endswith("Loss")
     for sample in info.module_inputs_func(info, DEVICE, torch.float64, True, True):
-        made, given = sample.constructor_input, sample.forward_input
-        if given is None or given.kwargs or "no_batch_dim" in sample.desc:
+        made, forward_input = sample.constructor_input, sample.forward_input
+        if forward_input is None or forward_input.kwargs or "no_batch_dim" in sample.desc:
             continue
-        inputs = given.args
+        inputs = forward_input.args
         batched = all(isinstance(x, Tensor) and x.dim() for x in inputs) and len(inputs) > 0
         if not batched or len({len(x) for x in inputs}) > 1 or not len(inputs[0]):
             continue

@@ -369,7 +369,7 @@ def _detector() -> Problem:
 
 
 @subject("segmentation with dice", "vision")
-def _dice() -> Problem:
+def _segmentation() -> Problem:
     def dice(out: Tensor, y: Tensor) -> Tensor:
         p = out.sigmoid()
         return 1 - (2 * (p * y).sum() + 1) / (p.sum() + y.sum() + 1)
@@ -597,7 +597,7 @@ def _dropping() -> Problem:
 
 @subject("rotary positions", "language")
 def _rotary() -> Problem:
-    def turn(x: Tensor) -> Tensor:
+    def rotate(x: Tensor) -> Tensor:
         like: Any = {"dtype": x.dtype, "device": x.device}
         angle = torch.arange(T, **like)[:, None] / 10 ** torch.arange(D // 2, **like)
         a, b = x.chunk(2, -1)
@@ -605,7 +605,7 @@ def _rotary() -> Problem:
 
     def body(m: Any, x: Tensor) -> Any:
         q, k, v = m.qkv(m.embed(x)).chunk(3, -1)
-        return m.out(attend(turn(q), turn(k), v, is_causal=True))
+        return m.out(attend(rotate(q), rotate(k), v, is_causal=True))
 
     return _attention(body)
 
@@ -989,11 +989,11 @@ def _reversed() -> Problem:
         def backward(_: Any, *grads: Any) -> Any:
             return -0.5 * grads[0]
 
-    turn: Any = Reverse.apply
+    reverse: Any = Reverse.apply
 
     def body(m: Any, x: Tensor) -> Any:
         h = m.stem(x).tanh()
-        return m.head(h) + m.domain(turn(h))
+        return m.head(h) + m.domain(reverse(h))
 
     return classes(Net(body, stem=linear(6), head=linear(D, C), domain=linear(D, C)), rows(6))
 

@@ -64,8 +64,8 @@ def one(loop: Loop, problem: Problem, micro_batch: int) -> dict[str, float]:
     with timed(problem.model, spent):
         start = thread_time()
         loop(problem, micro_batch)
-        whole = thread_time() - start
-    return {**spent, "rest": whole - spent["forward"] - spent["backward"]}
+        total = thread_time() - start
+    return {**spent, "rest": total - spent["forward"] - spent["backward"]}
 
 
 def parted(problem: Problem, micro_batch: int, count: int) -> dict[str, dict[str, float]]:

@@ -26,14 +26,14 @@ from torch.nn import functional
 
 from anybatch import Engine, Plan
 from anybatch.cli.allocator import Mode, glibc, settings_of
-from benchmarks.mbs.prediction.live import PARTS, ROOM, Ready
+from benchmarks.mbs.prediction.live import AMPLE, PARTS, Ready
 from benchmarks.mbs.prediction.models import OPTIMIZERS, Recurrent, next_token
 
 MODULE = "benchmarks.mbs.prediction.growth"
 MODES: tuple[Mode, ...] = ("default", "fast", "tight")
 STEPS = 5
-RATIO = 1.15  # the goal: growth <= RATIO x predicted + ROOM_BESIDE
-ROOM_BESIDE = 50 * 10**6  # bytes
+RATIO = 1.15  # the goal: growth <= RATIO x predicted + SLACK
+SLACK = 50 * 10**6  # bytes
 STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 Cells = dict[str, Any]
@@ -110,7 +110,7 @@ def grown(name: str, optimizer: str, micro_batch: int, plan: Plan | None) -> Cel
         subject.loss,
         optimizer=ready.optimizer,
         batchnorm="local",
-        memory=ROOM if plan is None else None,
+        memory=AMPLE if plan is None else None,
         micro_batch=micro_batch if plan is None else None,
         plan=plan,
     )
@@ -175,7 +175,7 @@ def in_modes(
 def judged(cell: Cells) -> Cells:
     """The same, with its ratio to what was foreseen and whether it is within the goal."""
     total = cell["growth"] + cell["states"]
-    within = total <= RATIO * cell["predicted"] + ROOM_BESIDE
+    within = total <= RATIO * cell["predicted"] + SLACK
     return cell | {"ratio": round(total / cell["predicted"], 4), "within": within}
 
 

@@ -17,9 +17,9 @@ from anybatch import Engine, Plan
 from anybatch.core.batch import TensorBatch
 from anybatch.core.evidence import FORESEEN
 from anybatch.core.memory import Memory
-from anybatch.engine.given import Given
+from anybatch.engine.inputs import StepInputs
 from anybatch.lockstep.adaptive import Fixed
-from anybatch.loss.watched import Watched
+from anybatch.loss.watched import CallableLoss
 from anybatch.memory.meter import Meter
 from anybatch.planner.forecast import Forecast
 from anybatch.planner.ladder import forecast
@@ -28,7 +28,7 @@ from benchmarks.mbs.prediction.models import OPTIMIZERS, SUBJECTS, Subject
 from benchmarks.mbs.prediction.referee import allocated_peaks
 
 LOCAL = Fixed("local")
-ROOM = 1 << 40  # bytes: more than anything here needs
+AMPLE = 1 << 40  # bytes: more than anything here needs
 PARTS = 3  # micro-batches in a divided batch
 REFEREED = 16  # samples of the step that is counted twice
 SEED = 0
@@ -41,21 +41,21 @@ class Way:
 
     micro_batch: int
     size: int
-    apart: bool = False
+    accumulator: bool = False
 
     @property
     def name(self) -> str:
         """In a word or two."""
         if self.size == self.micro_batch:
             return "undivided"
-        return "accumulator" if self.apart else "in place"
+        return "accumulator" if self.accumulator else "in place"
 
 
-def ways(whole: Iterable[int], divided: Iterable[int], apart: Iterable[int]) -> list[Way]:
+def ways(undivided: Iterable[int], divided: Iterable[int], accumulated: Iterable[int]) -> list[Way]:
     """Some sizes undivided, some divided with gradients in place, some with an accumulator."""
-    found = [Way(n, n) for n in whole]
+    found = [Way(n, n) for n in undivided]
     found += [Way(n, PARTS * n) for n in divided]
-    return found + [Way(n, PARTS * n, apart=True) for n in apart]
+    return found + [Way(n, PARTS * n, accumulator=True) for n in accumulated]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Ready:
             subject.model,
             subject.loss,
             optimizer=self.optimizer,
-            memory=ROOM,
+            memory=AMPLE,
             micro_batch=micro_batch,
             batchnorm="local",
         )
@@ -96,12 +96,12 @@ class Ready:
 
     def forecast(self, size: int) -> Forecast:
         """What is known of every micro-batch of batches of at most `size` samples."""
-        given = Given(
-            self.subject.model, Watched(self.subject.loss), self.optimizer, Fixed("local")
+        inputs = StepInputs(
+            self.subject.model, CallableLoss(self.subject.loss), self.optimizer, Fixed("local")
         )
         batch = TensorBatch.of(*self.subject.rows(size))
-        case = given.case(batch, given.modules(), trains=True)
-        return forecast(case, self.optimizer, room=ROOM, verify=True)
+        case = inputs.case(batch, inputs.modules(), trains=True)
+        return forecast(case, self.optimizer, available=AMPLE, verify=True)
 
     def states(self) -> list[Tensor]:
         """What is there between two steps: parameters, buffers, and the optimizer's state."""
@@ -112,9 +112,9 @@ class Ready:
 def predicted(found: Forecast, way: Way) -> int:
     """The bytes of the peak, as a plan for it says."""
     exact = found.confirm(way.micro_batch, way.size)
-    if not way.apart:
+    if not way.accumulator:
         return exact
-    return max(exact, found.apart(way.micro_batch, way.size, confirmed=True))
+    return max(exact, found.accumulator_peak(way.micro_batch, way.size, confirmed=True))
 
 
 def settled(way: Way, bytes_: int) -> Plan:
@@ -122,11 +122,11 @@ def settled(way: Way, bytes_: int) -> Plan:
     return Plan(
         micro_batch=way.micro_batch,
         mechanism="undivided" if way.name == "undivided" else "streaming",
-        accumulate="accumulator" if way.apart else "in place",
+        accumulate="accumulator" if way.accumulator else "in place",
         loss="",
         exact=FORESEEN,
         reasons=(),
-        memory=Memory(ROOM, "as given", bytes_, (), bytes_, bytes_, "foreseen before"),
+        memory=Memory(AMPLE, "as given", bytes_, (), bytes_, bytes_, "foreseen before"),
     )
 
 
@@ -158,7 +158,7 @@ def one_way(ready: Ready, found: Forecast, way: Way) -> Cells:
     plan = engine.plan
     assert plan is not None
     assert plan.micro_batch == way.micro_batch
-    assert (plan.accumulate == "accumulator") == way.apart
+    assert (plan.accumulate == "accumulator") == way.accumulator
     return {
         "micro_batch": way.micro_batch,
         "batch": way.size,
@@ -186,7 +186,7 @@ def refereed(ready: Ready) -> Cells:
     return {"meter": meter.peak, "allocator": after, "inside": inside}
 
 
-def one_pair(name: str, optimizer: str, device: str, asked: list[Way]) -> Cells:
+def one_pair(name: str, optimizer: str, device: str, requested: list[Way]) -> Cells:
     """Every way of one model with one optimizer.
 
     Where there is one with an accumulator, an engine of its own foresees the first of these too:
@@ -194,14 +194,14 @@ def one_pair(name: str, optimizer: str, device: str, asked: list[Way]) -> Cells:
     """
     ready = Ready.of(name, optimizer, device)
     start = perf_counter()
-    found = ready.forecast(max(way.size for way in asked))
+    found = ready.forecast(max(way.size for way in requested))
     seconds = perf_counter() - start
     agrees = {}
-    for way in [way for way in asked if way.apart][:1]:
+    for way in [way for way in requested if way.accumulator][:1]:
         plan = ready.foresee(way.micro_batch, way.size).memory
         assert plan is not None
         agrees = {"engine": plan.predicted, "here": predicted(found, way)}
     step(ready, ready.engine(settled(Way(2, 2), 0)), ready.subject.rows(2))  # states are made
-    cells = [one_way(ready, found, way) for way in asked]
+    cells = [one_way(ready, found, way) for way in requested]
     pair = {"how": found.how, "seconds": round(seconds, 2), "agrees": agrees, "ways": cells}
     return pair | ({} if device == "cuda" else {"referee": refereed(ready)})

@@ -36,7 +36,7 @@ class Dense(nn.Module):
 
     def __init__(self, channels: int, growth: int) -> None:
         super().__init__()
-        self.narrow = nn.Sequential(
+        self.bottleneck = nn.Sequential(
             nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, 4 * growth, 1, bias=False)
         )
         self.wide = nn.Sequential(
@@ -47,7 +47,7 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, channels, H, W] -> [n, channels + growth, H, W]."""
-        return torch.cat([x, self.wide(self.narrow(x))], 1)
+        return torch.cat([x, self.wide(self.bottleneck(x))], 1)
 
 
 def densenet(

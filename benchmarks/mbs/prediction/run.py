@@ -43,7 +43,7 @@ QUICK = ("transformer",)
 QUICK_SIZES = (2,)
 
 
-def asked(name: str, optimizer: str, *, quick: bool) -> list[Way]:
+def ways_of(name: str, optimizer: str, *, quick: bool) -> list[Way]:
     """What is run of a model with an optimizer."""
     if quick:
         return ways(QUICK_SIZES, QUICK_SIZES, QUICK_SIZES[:1])
@@ -73,7 +73,7 @@ def live(names: list[str], device: str, *, quick: bool) -> dict[str, Any]:
         for optimizer in [ALL_SIZES] if quick else OPTIMIZERS:
             start = perf_counter()
             found[name][optimizer] = one_pair(
-                name, optimizer, device, asked(name, optimizer, quick=quick)
+                name, optimizer, device, ways_of(name, optimizer, quick=quick)
             )
             console.print(f"{name}, {optimizer}: {perf_counter() - start:.0f} s")
     return found

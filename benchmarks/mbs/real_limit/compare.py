@@ -30,7 +30,7 @@ class Comparison:
         return self.distance <= self.allowed
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def _relative_error(a: Tensor, b: Tensor) -> float:
     """||a - b|| / ||b||, in float64."""
     return float((a.double() - b.double()).norm() / b.double().norm())
 
@@ -49,7 +49,7 @@ def distance(a: Trained, b: Trained) -> float:
         )
     vectors = [torch.cat([t.weights[name].flatten() for name in b.weights]) for t in (a, b)]
     losses = [torch.tensor(t.losses, dtype=torch.float64) for t in (a, b)]
-    found = [_apart(*vectors), _apart(*losses)]
+    found = [_relative_error(*vectors), _relative_error(*losses)]
     return float(torch.tensor(found).max())  # a NaN stays one
 
 
@@ -64,12 +64,12 @@ def compare(a: Trained, b: Trained, orders: Sequence[Trained] = ()) -> Compariso
     Raises:
         ValueError: float32 without `orders`, or steps and weights that do not match.
     """
-    apart = distance(a, b)
+    gap = distance(a, b)
     if all(weight.dtype == torch.float64 for weight in b.weights.values()):
-        return Comparison(apart, DOUBLE)
+        return Comparison(gap, DOUBLE)
     if not orders:
         raise ValueError(
             "trainings in float32 are compared with undivided ones whose rows have another "
             "order; got none: pass `orders`, or train in float64"
         )
-    return Comparison(apart, max(distance(*pair) for pair in combinations([b, *orders], 2)))
+    return Comparison(gap, max(distance(*pair) for pair in combinations([b, *orders], 2)))

@@ -105,7 +105,7 @@ def _forget_peak() -> bool:
 def _train(run: Run, make: Make, budget: int | None, weights: str | None) -> Ended:
     torch.set_num_threads(1)
     trained, train = ready(run, make, budget)
-    known, hard = _forget_peak(), resource.getrlimit(resource.RLIMIT_DATA)[1]
+    forgotten, hard = _forget_peak(), resource.getrlimit(resource.RLIMIT_DATA)[1]
     held, resident = status_bytes("VmData"), status_bytes("VmRSS")
     if budget is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (held + budget, hard))
@@ -117,7 +117,7 @@ def _train(run: Run, make: Make, budget: int | None, weights: str | None) -> End
         error = ": ".join([type(raised).__name__, *text[:1]])
     seconds = perf_counter() - start
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-    growth = status_bytes("VmHWM") - resident if known else None
+    growth = status_bytes("VmHWM") - resident if forgotten else None
     if weights and outcome == "finished":
         torch.save(trained.weights, weights)
     digest = trained.digest() if trained.weights else ""

@@ -80,10 +80,10 @@ def _trained(make: str, run: Run, budget: int | None, folder: Path) -> Trained |
     return Trained(ended.losses, torch.load(path, weights_only=True))
 
 
-def _verdict(other: Trained | str, whole: Trained, orders: list[Trained]) -> Results:
+def _verdict(other: Trained | str, undivided: Trained, orders: list[Trained]) -> Results:
     if isinstance(other, str):
         return {"died": other}
-    found = compare(other, whole, orders)
+    found = compare(other, undivided, orders)
     return dataclasses.asdict(found) | {"same": found.same}
 
 
@@ -100,18 +100,18 @@ def comparisons(run: Run, budgets: dict[str, int]) -> Results:
             typed, folder = dataclasses.replace(run, dtype=dtype), Path(name)
             ordered = [dataclasses.replace(typed, order=order) for order in (0, *orders)]
             plain = [_trained(PLAIN, one, None, folder) for one in ordered]
-            whole = [one for one in plain if isinstance(one, Trained)]
-            if len(whole) < len(plain):
+            finished = [one for one in plain if isinstance(one, Trained)]
+            if len(finished) < len(plain):
                 died = [one for one in plain if isinstance(one, str)]
                 raise RuntimeError(
                     "the plain training must finish without a limit to be compared with; it "
                     f"died: {died}: free some memory, or take a smaller run"
                 )
-            rows[dtype] = {"plain, other order": _verdict(whole[1], whole[0], whole[2:])}
+            rows[dtype] = {"plain, other order": _verdict(finished[1], finished[0], finished[2:])}
             for subject, make in SUBJECTS.items():
                 if make != PLAIN:
                     other = _trained(make, typed, budgets[dtype], folder)
-                    rows[dtype][subject] = _verdict(other, whole[0], whole[1:])
+                    rows[dtype][subject] = _verdict(other, finished[0], finished[1:])
     return rows
 
 

@@ -17,7 +17,7 @@ def _bce_sum(outputs: Tensor, targets: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(outputs, targets, reduction="sum")
 
 
-def _bce_dice(outputs: Tensor, targets: Tensor) -> Tensor:
+def bce_dice(outputs: Tensor, targets: Tensor) -> Tensor:
     share = outputs.sigmoid()
     dice = 2 * (share * targets).sum() / (share.sum() + targets.sum())
     return functional.binary_cross_entropy_with_logits(outputs, targets) + 1 - dice
@@ -50,7 +50,7 @@ def unet96() -> Problem:
 
 def unet96_dice() -> Problem:
     """The same U-Net with BCE + Dice over the batch: a loss in which samples meet."""
-    return _unet(_bce_dice)
+    return _unet(bce_dice)
 
 
 def transformer() -> Problem:

@@ -33,11 +33,11 @@ MALLOC = {**MODES, "tight": TIGHT, "mapped": MAPPED}
 
 Way = Literal["undivided", "micro", "norm", "exact"]
 NORMED: tuple[Way, ...] = ("norm", "exact")
-ALONE: tuple[Way, ...] = ("undivided", "norm")
+UNDIVIDED_WAYS: tuple[Way, ...] = ("undivided", "norm")
 
 
 @dataclass(frozen=True)
-class Look:
+class Resolution:
     """How a model sees an image: resized to (height, width), padded, cropped; None: as it is."""
 
     image: tuple[int, int] | None
@@ -64,8 +64,8 @@ class Case:
     task: Task
     model: str
     recipe: RecipeName
-    small: Look | None
-    large: Look
+    small: Resolution | None
+    large: Resolution
     initial: int
     cap: int
     malloc: str = "default"
@@ -97,7 +97,7 @@ class Job:
     case: str
     model: str
     recipe: RecipeName
-    look: Look
+    look: Resolution
     samples: int | None
     batch: int
     micro: int
@@ -132,7 +132,7 @@ class Job:
         )
 
     def __str__(self) -> str:
-        how = "undivided" if self.way in ALONE else f"in micro-batches of {self.micro}"
+        how = "undivided" if self.way in UNDIVIDED_WAYS else f"in micro-batches of {self.micro}"
         how += " with BatchNorm" if self.way in NORMED else ""
         return f"{self.case} at {self.look.pixels} px, batch {self.batch} {how}, seed {self.seed}"
 
@@ -142,8 +142,8 @@ class Job:
         return -(-self.batch // self.micro) if self.way == "exact" else 0
 
 
-def _square(size: int, pad: int = 0) -> Look:
-    return Look((size, size), pad=pad)
+def _square(size: int, pad: int = 0) -> Resolution:
+    return Resolution((size, size), pad=pad)
 
 
 RESNET_20 = Case(
@@ -175,8 +175,8 @@ UNET_16 = Case(
     task="segmentation",
     model="unet:16",
     recipe="mbs-unet",
-    small=Look((256, 256), 32),
-    large=Look((512, 512), 64),
+    small=Resolution((256, 256), 32),
+    large=Resolution((512, 512), 64),
     initial=16,
     cap=275 * MIB,
     malloc="tight",
@@ -197,8 +197,8 @@ UNET_64 = replace(
     UNET_16,
     name="U-Net, width 64",
     model="unet:64",
-    small=Look((160, 240), 96),
-    large=Look((640, 959), 384),
+    small=Resolution((160, 240), 96),
+    large=Resolution((640, 959), 384),
 )
 FULL = Preset(
     cases=tuple(
@@ -211,13 +211,15 @@ FULL = Preset(
 )
 
 
-def undivided(preset: Preset, case: Case, batch: int, seed: int, look: Look | None = None) -> Job:
+def undivided(
+    preset: Preset, case: Case, batch: int, seed: int, resolution: Resolution | None = None
+) -> Job:
     """Return the training without micro-batches."""
     return Job(
         case=case.name,
         model=case.model,
         recipe=case.recipe,
-        look=look or case.large,
+        look=resolution or case.large,
         samples=preset.samples,
         batch=batch,
         micro=batch,
@@ -274,12 +276,14 @@ def of_table(table: str, preset: Preset, initial: Mapping[str, int]) -> list[Job
         ]
     for case in preset.cases:
         if table == "table1" and case.small is not None:
-            looks = (case.small, case.large)
-            rows = [(look, batch) for look in looks for batch in BATCHES_OF_TABLE1]
+            resolutions = (case.small, case.large)
+            rows = [
+                (resolution, batch) for resolution in resolutions for batch in BATCHES_OF_TABLE1
+            ]
             jobs += [
-                undivided(preset, case, batch, seed, look)
+                undivided(preset, case, batch, seed, resolution)
                 for seed in preset.seeds
-                for look, batch in rows
+                for resolution, batch in rows
             ]
         elif OF_TASK.get(table) == case.task and case.name in initial:
             first = initial[case.name]

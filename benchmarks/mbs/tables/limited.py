@@ -23,7 +23,7 @@ from typing import Protocol
 
 import torch
 
-from anybatch.cli.build import Parts
+from anybatch.cli.build import RunParts
 from anybatch.cli.sources import CACHE_BYTES
 
 COPIES = 3  # of a mini-batch on the host
@@ -85,7 +85,7 @@ class CudaLimit:
         torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
-def make_limit(parts: Parts, batch: int, cap: int, lanes: int = 0) -> Limit:
+def make_limit(parts: RunParts, batch: int, cap: int, lanes: int = 0) -> Limit:
     """Return the limit for a training of `parts` in mini-batches of `batch`, not yet begun.
 
     `lanes` are the threads of a step, each with a stack of `STACK` bytes.
@@ -102,7 +102,7 @@ def data_bytes() -> int:
     return int(kib) * 1024
 
 
-def host_bytes(parts: Parts, batch: int) -> int:
+def host_bytes(parts: RunParts, batch: int) -> int:
     """Return the bytes of the decoded images and of `COPIES` mini-batches."""
     sources = (parts.data.train, parts.data.test)
     decoded = sum(min(CACHE_BYTES, len(source) * parts.train.sample_bytes) for source in sources)

@@ -18,7 +18,7 @@ from anybatch.cli.faults import TrainingError
 from anybatch.cli.progress import Silent
 from anybatch.cli.settings import Settings
 from anybatch.cli.train import train
-from benchmarks.mbs.tables.jobs import ALONE, Job, Look
+from benchmarks.mbs.tables.jobs import UNDIVIDED_WAYS, Job, Resolution
 from benchmarks.mbs.tables.limited import STACK, Limit, is_memory_failure, make_limit
 from benchmarks.mbs.tables.plain import Row, train_undivided
 from benchmarks.mbs.training_rows import CURVES
@@ -60,7 +60,7 @@ def outcome(job: Job, settings: Settings) -> Outcome:
     if job.lanes:
         threading.stack_size(STACK)
     try:
-        if job.way in ALONE:
+        if job.way in UNDIVIDED_WAYS:
             rows = train_undivided(settings, limit.begin)
         else:
             rows = in_micro_batches(settings, limit)
@@ -87,7 +87,7 @@ def job_of(record: dict[str, Any]) -> Job:
     """Return the job that `dataclasses.asdict` made `record` of, read back from JSON."""
     image, crop, pad = (record["look"][name] for name in ("image", "crop", "pad"))
     return Job(
-        **{**record, "look": Look(None if image is None else (image[0], image[1]), crop, pad)}
+        **{**record, "look": Resolution(None if image is None else (image[0], image[1]), crop, pad)}
     )
 
 
@@ -102,10 +102,10 @@ def warm_up() -> None:
 def main() -> None:
     """Read {"job", "data", "crops", "out"}; write the outcome."""
     warm_up()
-    asked = json.load(sys.stdin)
-    job = job_of(asked["job"])
+    request = json.load(sys.stdin)
+    job = job_of(request["job"])
     settings = replace(
-        job.settings(asked["data"], asked["crops"]), out=Path(asked["out"]), overwrite=True
+        job.settings(request["data"], request["crops"]), out=Path(request["out"]), overwrite=True
     )
     started = time.time()
     found = outcome(job, settings)

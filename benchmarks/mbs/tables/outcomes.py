@@ -33,36 +33,36 @@ def search_of(preset: Preset, case: Case, working: Working) -> tuple[int | None,
 
     (None, []) when they are not all there.
     """
-    asked: list[Job] = []
+    searched: list[Job] = []
 
-    def look_up(job: Job) -> Outcome:
-        asked.append(job)
+    def outcome_of(job: Job) -> Outcome:
+        searched.append(job)
         found = working.get(job)
         if found is None:
             raise NotRunError
         return found
 
     try:
-        return largest_undivided(preset, case, look_up), asked
+        return largest_undivided(preset, case, outcome_of), searched
     except NotRunError:
         return None, []
 
 
 def finished(preset: Preset, working: Working) -> tuple[dict[str, int], dict[str, list[Job]]]:
-    """Return the initial mini-batches that are known, and the trainings of each whole table."""
+    """Return the initial mini-batches that were found, and the trainings of each complete table."""
     searches = {case.name: search_of(preset, case, working) for case in preset.cases}
     initial = {name: size for name, (size, _) in searches.items() if size is not None}
     jobs = {name: of_table(name, preset, initial) for name in TABLES}
-    jobs["table2"] = [job for _, asked in searches.values() for job in asked]
+    jobs["table2"] = [job for _, searched in searches.values() for job in searched]
     jobs[BATCHNORM] = [job for job in jobs[BATCHNORM] if working.get(job)]
-    whole = {name: of for name, of in jobs.items() if of and all(working.get(job) for job in of)}
-    return initial, whole
+    complete = {name: of for name, of in jobs.items() if of and all(working.get(job) for job in of)}
+    return initial, complete
 
 
 def collected(preset: Preset, working: Working, processes: int) -> Results:
     """Return the content of a results file."""
-    initial, whole = finished(preset, working)
-    jobs = dict.fromkeys(job for of in whole.values() for job in of)
+    initial, complete = finished(preset, working)
+    jobs = dict.fromkeys(job for of in complete.values() for job in of)
     outcomes = {job: found for job in jobs if (found := working.get(job)) is not None}
     return {
         "environment": environment() | {"threads": 1, "malloc": _modes(preset)},
@@ -70,7 +70,7 @@ def collected(preset: Preset, working: Working, processes: int) -> Results:
         "processes": processes,
         "table_seconds": {
             name: round(busy_seconds(outcomes[job] for job in of), 1)
-            for name, of in whole.items()
+            for name, of in complete.items()
             if name != BATCHNORM
         },
         "batches_of_table1": list(BATCHES_OF_TABLE1),
@@ -93,8 +93,8 @@ def added(before: Results, jobs: list[Job], working: Working) -> Results:
     found = [_run(job, one) for job in jobs if (one := working.get(job)) is not None]
     names = ("case", "pixels", "batch", "micro", "way", "seed")
     new = {tuple(run[name] for name in names) for run in found}
-    kept = [run for run in before["runs"] if tuple(run[name] for name in names) not in new]
-    return before | {"runs": kept + found}
+    others = [run for run in before["runs"] if tuple(run[name] for name in names) not in new]
+    return before | {"runs": others + found}
 
 
 def _modes(preset: Preset) -> str:
@@ -102,14 +102,18 @@ def _modes(preset: Preset) -> str:
 
 
 def _case(case: Case, initial: int | None) -> Results:
-    looks = {"small": case.small, "large": case.large}
-    pixels = {size: look.pixels for size, look in looks.items() if look is not None}
+    resolutions = {"small": case.small, "large": case.large}
+    pixels = {
+        size: resolution.pixels
+        for size, resolution in resolutions.items()
+        if resolution is not None
+    }
     found = {"paper": case.paper, "task": case.task, "model": case.model, "recipe": case.recipe}
     return found | {"lr": case.lr, "cap": case.cap, "initial": initial, "pixels": pixels}
 
 
 def _run(job: Job, found: Outcome) -> Results:
-    kept = {name: value for name, value in found.items() if name not in ("from", "to")}
+    figures = {name: value for name, value in found.items() if name not in ("from", "to")}
     of = {"case": job.case, "pixels": job.look.pixels, "batch": job.batch, "micro": job.micro}
     seconds = round(found["to"] - found["from"], 1)
-    return of | {"way": job.way, "seed": job.seed, "whole_seconds": seconds} | kept
+    return of | {"way": job.way, "seed": job.seed, "whole_seconds": seconds} | figures

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from anybatch import Loss
-from anybatch.cli.build import Parts, build, seeded
+from anybatch.cli.build import RunParts, build, seeded
 from anybatch.cli.faults import TrainingError
 from anybatch.cli.metrics import Metric, make_metric
 from anybatch.cli.recipes import make_optimizer, make_schedule
@@ -43,7 +43,7 @@ def train_undivided(settings: Settings, ready: Callable[[], None]) -> list[Row]:
         rows = []
         for epoch in range(1, parts.recipe.epochs + 1):
             model.train()
-            seen = Seen(make_metric(parts.data.task))
+            tally = Tally(make_metric(parts.data.task))
             started = time.perf_counter()
             for batch in train_loader.epoch(epoch):
                 x, y = batch.inputs.to(device), batch.targets.to(device)
@@ -51,17 +51,17 @@ def train_undivided(settings: Settings, ready: Callable[[], None]) -> list[Row]:
                 outputs = model(x)
                 loss = loss_fn(outputs, y)
                 loss.backward()  # type: ignore[no-untyped-call]
-                seen.add(loss, outputs.detach(), y)
+                tally.add(loss, outputs.detach(), y)
                 optimizer.step()
                 schedule.step()
                 del outputs, loss
-            row = seen.row("train") | {"seconds": time.perf_counter() - started}
+            row = tally.row("train") | {"seconds": time.perf_counter() - started}
             rows.append(row | _test(model, loss_fn, parts, settings))
         return rows
 
 
-class Seen:
-    """The mean loss and the metric of what was seen."""
+class Tally:
+    """The mean loss and the metric of all batches that were added."""
 
     def __init__(self, metric: Metric) -> None:
         self.metric = metric
@@ -82,11 +82,11 @@ class Seen:
 
 
 @torch.no_grad()
-def _test(model: nn.Module, loss_fn: LossFn, parts: Parts, settings: Settings) -> Row:
+def _test(model: nn.Module, loss_fn: LossFn, parts: RunParts, settings: Settings) -> Row:
     model.eval()
-    seen = Seen(make_metric(parts.data.task))
+    tally = Tally(make_metric(parts.data.task))
     for batch in parts.loader(settings, shuffle=False).epoch(0):
         x, y = batch.inputs.to(parts.device), batch.targets.to(parts.device)
         outputs = model(x)
-        seen.add(loss_fn(outputs, y), outputs, y)
-    return seen.row("test")
+        tally.add(loss_fn(outputs, y), outputs, y)
+    return tally.row("test")

@@ -218,7 +218,7 @@ def tables_summary(results: Results) -> str:
         first, pixels = case["initial"], case["pixels"]["large"]
         if first is None:
             continue
-        alone, ours = (selected(results, name, way, first, pixels) for way in WAYS)
+        undivided, ours = (selected(results, name, way, first, pixels) for way in WAYS)
         trained = {
             run["batch"]: run["micro"]
             for run in results["runs"]
@@ -231,9 +231,9 @@ def tables_summary(results: Results) -> str:
                 f"{name}, {case['cap'] / 2**20:,.0f} MiB",
                 str(first),
                 f"{largest} in micro-batches of {trained.get(largest, first)}",
-                f"{metric} {cell(alone, best)}",
+                f"{metric} {cell(undivided, best)}",
                 cell(ours, best),
-                seconds(alone),
+                seconds(undivided),
                 seconds(ours),
             ]
         )

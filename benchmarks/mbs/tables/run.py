@@ -114,8 +114,8 @@ def add_batchnorm(before: Results, preset: Preset, runs: Runs, fewer: Fewer) -> 
             f"{sizes}; got {(preset.samples or 'all', caps)}: name another folder with --out"
         )
     preset = fewer.preset(preset)
-    known = {name: case["initial"] for name, case in before["cases"].items() if case["initial"]}
-    jobs = of_table(BATCHNORM, preset, known)
+    initial = {name: case["initial"] for name, case in before["cases"].items() if case["initial"]}
+    jobs = of_table(BATCHNORM, preset, initial)
     chosen = [job for job in jobs if fewer.takes(job, preset)]
     missing = runs.missing(chosen)
     console.print(f"{BATCHNORM}: {len(chosen)} trainings, {missing} of them to be run")

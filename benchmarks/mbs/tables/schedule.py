@@ -47,11 +47,11 @@ def child(job: Job, data: Prepared, out: Path) -> Outcome:
     """
     ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
     chosen = ON_CPU | MALLOC[job.malloc] if job.device == "cpu" else {}
-    asked = {"job": asdict(job), "data": str(data.folder), "crops": data.crops, "out": str(out)}
+    request = {"job": asdict(job), "data": str(data.folder), "crops": data.crops, "out": str(out)}
     started = time.time()
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.mbs.tables.one_run"],
-        input=json.dumps(asked),
+        input=json.dumps(request),
         env={**ours, **chosen},
         cwd=ROOT,
         capture_output=True,

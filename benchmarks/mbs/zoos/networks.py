@@ -54,7 +54,7 @@ TORCHVISION = """
 """.split()
 
 
-class Whole(nn.Module):
+class SingleOutput(nn.Module):
     """A network whose answer is one tensor: the first of a tuple, that named "out" of a mapping.
 
     Its drop rates are set to 0.
@@ -64,8 +64,8 @@ class Whole(nn.Module):
         super().__init__()
         self.inner = inner
         for module in inner.modules():
-            kind = type(module).__name__
-            draws = "Drop" in kind or "StochasticDepth" in kind
+            class_name = type(module).__name__
+            draws = "Drop" in class_name or "StochasticDepth" in class_name
             for rate in ("p", "drop_prob") if draws else ("drop_rate",):
                 if hasattr(module, rate):
                     setattr(module, rate, 0.0)
@@ -131,7 +131,7 @@ def sized(
         clip = (8,) if name in VIDEOS else ()
         images = torch.randn(ROWS, 3, *clip, side, side)
         try:
-            model = Whole(build(name, side))
+            model = SingleOutput(build(name, side))
             with torch.no_grad():
                 shape = model.eval()(images[:1]).shape
             return model.train(), images, shape

@@ -54,8 +54,8 @@ def main(
     networks.register()
     names = [name for name in SUBJECTS if ":" in name and only in name][:: 12 if quick else 1]
     table: dict[str, honest.Row] = {}
-    asked = answers(answer, names, PATIENCE)
-    for name, found in track(asked, "zoos", total=len(names), console=console):
+    answered = answers(answer, names, PATIENCE)
+    for name, found in track(answered, "zoos", total=len(names), console=console):
         table[name] = honest.died(name, found) if isinstance(found, Died) else found
         if show or not honest.is_exact(table[name]):
             console.print(name, table[name], highlight=False)

@@ -42,11 +42,11 @@ def measured(step: Step, ways: Mapping[Name, Way], rounds: int) -> dict[Name, di
     for name, around in ways.items():
         gradients, buffers = map(_same, _outcome(step, around, start), want)
         row = {"peak": step.peak(around), "same gradient": gradients, "same buffers": buffers}
-        found[name] = _told(pairs[name]) | row
+        found[name] = _medians(pairs[name]) | row
     return found
 
 
-def _told(pairs: list[tuple[float, float]]) -> dict[str, Any]:
+def _medians(pairs: list[tuple[float, float]]) -> dict[str, Any]:
     return {
         "wall": [round(cut, 4) for cut in quantiles((b / a for a, b in pairs), n=4)],
         "seconds in memory": round(median(plain for plain, _ in pairs), 5),

@@ -41,8 +41,8 @@ def frontier(results: Results) -> Figure:
         for axes, name in zip(row, names, strict=True):
             _panel(axes, found["networks"][name])
             axes.set_title(f"{NETWORKS[name].title}\nmalloc {mode}", fontsize="small")
-    lines, told = grid[0][0].get_legend_handles_labels()
-    figure.legend(lines, told, loc="outside lower center", ncols=3, fontsize="small")
+    lines, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(lines, labels, loc="outside lower center", ncols=3, fontsize="small")
     return figure
 
 
@@ -51,8 +51,8 @@ def _panel(axes: Axes, one: Results) -> None:
     for line, settings in one["lines"].items():
         points = sorted((r["peak"] / one["in memory"], r["wall"][1]) for r in settings.values())
         color, style, mark = LOOKS[line]
-        look: dict[str, Any] = {"color": color, "linestyle": style, "marker": mark}
-        axes.plot(*zip(*points, strict=True), label=line, markersize=4, **look)
+        options: dict[str, Any] = {"color": color, "linestyle": style, "marker": mark}
+        axes.plot(*zip(*points, strict=True), label=line, markersize=4, **options)
     axes.set_yscale("log", base=2)
     axes.yaxis.set_major_formatter("{x:g}")
     axes.grid(visible=True, alpha=0.3)

@@ -18,12 +18,12 @@ def ours(step: Step, spill: Path | None = None) -> dict[str, Ways]:
 
     A budget below what the step holds with everything away is left out: it is refused.
     """
-    whole, least = step.peak(nullcontext()), floor(step, spill)
-    shares = [share for share in SHARES if share * whole >= least]
+    in_memory, least = step.peak(nullcontext()), floor(step, spill)
+    shares = [share for share in SHARES if share * in_memory >= least]
     return {
         line: {
             f"{share:g} of the peak": anybatch.offload(
-                memory=int(share * whole), store=spill, device=step.device, recompute=again
+                memory=int(share * in_memory), store=spill, device=step.device, recompute=again
             )
             for share in shares
         }
@@ -31,7 +31,7 @@ def ours(step: Step, spill: Path | None = None) -> dict[str, Ways]:
     }
 
 
-def told(around: Any) -> dict[str, Any]:
+def reported(around: Any) -> dict[str, Any]:
     """Return what `anybatch.offload` says of its last step; nothing of other ways."""
     if not isinstance(around, anybatch.reports.Offload):
         return {}
@@ -39,7 +39,7 @@ def told(around: Any) -> dict[str, Any]:
     return {
         "budget": around.memory,
         "predicted": around.last.predicted_bytes,
-        "kind": around.last.kind,
+        "kind": around.last.mode,
         "out": around.last.out_bytes,
         "remade": around.last.remade_bytes,
     }

@@ -111,11 +111,11 @@ def _pack(names: Iterator[Path], weights: frozenset[int], tensor: Tensor) -> Ten
     return _File(next(names), tensor if dense else tensor.contiguous())
 
 
-def _unpack(kept: Tensor | _File) -> Tensor:
-    return kept.tensor() if isinstance(kept, _File) else kept
+def _unpack(packed: Tensor | _File) -> Tensor:
+    return packed.tensor() if isinstance(packed, _File) else packed
 
 
 def _flat(tensor: Tensor) -> memoryview:
     """Return the memory of a tensor without gaps."""
-    whole = tensor.as_strided((tensor.numel(),), (1,))
-    return whole.view(torch.uint8).numpy().data
+    flat = tensor.as_strided((tensor.numel(),), (1,))
+    return flat.view(torch.uint8).numpy().data

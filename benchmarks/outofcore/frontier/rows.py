@@ -15,18 +15,18 @@ def frontier(results: Results) -> str:
     rows = []
     for mode, found in results["modes"].items():
         for name, one in found["networks"].items():
-            whole = one["in memory"]
-            told = f"{NETWORKS[name].title}, {whole / MIB:.1f} MiB in memory"
+            in_memory = one["in memory"]
+            title = f"{NETWORKS[name].title}, {in_memory / MIB:.1f} MiB in memory"
             for line, settings in one["lines"].items():
                 for setting, row in settings.items():
-                    rows.append([told, mode, line, setting, *_cells(row, whole)])
+                    rows.append([title, mode, line, setting, *_cells(row, in_memory)])
     return markdown(list(HEAD), rows)
 
 
-def _cells(row: Results, whole: int) -> list[str]:
+def _cells(row: Results, in_memory: int) -> list[str]:
     low, middle, high = row["wall"]
     return [
-        f"{row['peak'] / MIB:.1f} MiB ({row['peak'] / whole:.2f})",
+        f"{row['peak'] / MIB:.1f} MiB ({row['peak'] / in_memory:.2f})",
         f"{middle:.2f} ({low:.2f} to {high:.2f})",
         "the same" if row["same gradient"] else "another",
         "the same" if row["same buffers"] else "another",

@@ -30,7 +30,7 @@ from benchmarks.modes import in_both_modes
 from benchmarks.outofcore.frontier.clock import measured
 from benchmarks.outofcore.frontier.figure import draw
 from benchmarks.outofcore.frontier.networks import NETWORKS, Network
-from benchmarks.outofcore.frontier.ours import ours, told
+from benchmarks.outofcore.frontier.ours import ours, reported
 from benchmarks.outofcore.frontier.peers import peers
 from benchmarks.outofcore.offload.steps import Step
 from benchmarks.results import console, write
@@ -43,14 +43,14 @@ def one(network: Network, rounds: int, spill: Path | None) -> dict[str, Any]:
     """Every way around the step of one network."""
     torch.manual_seed(SEED)
     step = Step(network.make())
-    whole = step.peak(nullcontext())
+    in_memory = step.peak(nullcontext())
     lines = peers(step.model, network.blocks(step.model), spill) | ours(step, spill)
     flat = {(line, name): way for line, ways in lines.items() for name, way in ways.items()}
     found = measured(step, flat, rounds)
     rows: dict[str, Any] = {line: {} for line in lines}
     for (line, name), row in found.items():
-        rows[line][name] = row | told(flat[line, name])
-    return {"in memory": whole, "lines": rows}
+        rows[line][name] = row | reported(flat[line, name])
+    return {"in memory": in_memory, "lines": rows}
 
 
 def one_mode(names: list[str], rounds: int, spill: Path | None) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def one_step(step: Step, around: Any) -> dict[str, Any]:
     if isinstance(around, anybatch.reports.Offload):
         assert around.last is not None
         found |= {"out": around.last.out_bytes, "waited": around.last.waited}
-        found |= {"kind": around.last.kind, "predicted": around.last.predicted_bytes}
+        found |= {"kind": around.last.mode, "predicted": around.last.predicted_bytes}
     return found
 
 

@@ -37,8 +37,8 @@ from benchmarks.results import console, read, write
 
 HERE = Path(__file__).parent
 SHARE = 0.5
-BESIDE = 160 << 20
-"""Bytes of the limit that are not given as memory=."""
+EXTRA = 160 << 20
+"""Bytes of the limit that are not passed as memory=."""
 CGROUP = 1 << 30
 IN_CGROUP = 384 << 20
 """The budget of live bytes in it."""
@@ -47,7 +47,7 @@ Results = dict[str, Any]
 
 
 class Child:
-    """A process that takes steps when it is told to."""
+    """A process that takes a step on request."""
 
     def __init__(self, order: Results, malloc: dict[str, str], enter: Callable[[], None]) -> None:
         ours = {key: value for key, value in os.environ.items() if not key.startswith("MALLOC_")}
@@ -98,9 +98,9 @@ def nothing() -> None:
 
 
 def ordered(name: str, batch: int, spill: Path | None, **limits: int | None) -> Results:
-    """Return what a child is told first."""
-    told = {"name": name, "batch": batch, "limit": None, "memory": None}
-    return {**told, "spill": None if spill is None else str(spill), **limits}
+    """Return the first order to a child."""
+    fields = {"name": name, "batch": batch, "limit": None, "memory": None}
+    return {**fields, "spill": None if spill is None else str(spill), **limits}
 
 
 def survives(name: str, batch: int, rounds: int, spill: Path | None) -> Results:
@@ -109,16 +109,16 @@ def survives(name: str, batch: int, rounds: int, spill: Path | None) -> Results:
     with Child(plain, TIGHT, nothing) as child:
         live = child.step("peak")["peak"]
         grown = max(child.step()["high"] for _ in range(2)) - child.base["rss"]
-    room = int(SHARE * grown)
-    memory = max(1, room - BESIDE)
-    with Child(plain | {"limit": room}, TIGHT, nothing) as limited:
-        alone = limited.step() if "failed" not in limited.base else limited.base
+    limit = int(SHARE * grown)
+    memory = max(1, limit - EXTRA)
+    with Child(plain | {"limit": limit}, TIGHT, nothing) as limited:
+        outcome = limited.step() if "failed" not in limited.base else limited.base
     with ExitStack() as stack:
         modes = MALLOC | {"tight": TIGHT}
         ways = {m: stack.enter_context(Child(plain, modes[m], nothing)) for m in modes}
-        order = plain | {"limit": room, "memory": memory}
+        order = plain | {"limit": limit, "memory": memory}
         ways["ours"] = stack.enter_context(Child(order, TIGHT, nothing))
-        found = in_turn(ways, rounds)
+        found = interleaved(ways, rounds)
     best = min(MALLOC, key=lambda mode: median(found["seconds"].get(mode, [0])))
     failed = found.pop("failed")
     if failed is None:
@@ -128,10 +128,10 @@ def survives(name: str, batch: int, rounds: int, spill: Path | None) -> Results:
         "batch": batch,
         "live": live,
         "growth": grown,
-        "limit": room,
+        "limit": limit,
         "memory": memory,
         "best": best,
-        "limited": alone.get("failed", "trained"),
+        "limited": outcome.get("failed", "trained"),
         "failed": failed,
     }
 
@@ -142,14 +142,14 @@ def over(seconds: dict[str, list[float]], way: str) -> list[float]:
     return [round(cut, 4) for cut in quantiles((a / b for a, b in pairs), n=4)]
 
 
-def in_turn(ways: dict[str, Child], rounds: int) -> Results:
+def interleaved(ways: dict[str, Child], rounds: int) -> Results:
     """Let all take a step in each round; two rounds come before those that count."""
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     digests, last = set[str](), dict[str, Results]()
     for index in range(-2, rounds):
         names = list(ways)
-        turn = index % len(names)
-        for way in names[turn:] + names[:turn]:
+        first = index % len(names)
+        for way in names[first:] + names[:first]:
             last[way] = ways[way].step()
             if "failed" in last[way]:
                 return {"seconds": {}, "failed": f"{way}: {last[way]['failed']}", "exact": False}
@@ -191,8 +191,8 @@ def in_group(order: Results, made: Group) -> Results:
         steps: list[Results] = [child.base]
         while len(steps) < 4 and "failed" not in steps[-1]:
             steps.append(child.step())
-    told = {key: value for key, value in steps[-1].items() if key != "high"}
-    return told | {"steps": len(steps) - 1, "peak": made.peak()}
+    figures = {key: value for key, value in steps[-1].items() if key != "high"}
+    return figures | {"steps": len(steps) - 1, "peak": made.peak()}
 
 
 def main(

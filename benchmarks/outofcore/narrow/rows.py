@@ -20,9 +20,9 @@ def narrow_floors(results: Results) -> str:
     found = next(iter(results["modes"].values()))["networks"]
     rows = []
     for name, one in found.items():
-        whole = one["floors"]["undivided"]
+        undivided = one["floors"]["undivided"]
         cells = (one["floors"][key] for key in FLOORS)
-        rows.append([_title(name), *(f"{b / MIB:.1f} MiB ({b / whole:.2f})" for b in cells)])
+        rows.append([_title(name), *(f"{b / MIB:.1f} MiB ({b / undivided:.2f})" for b in cells)])
     return markdown(["network", *FLOORS.values()], rows)
 
 
@@ -33,9 +33,9 @@ def narrow(results: Results) -> str:
     for mode, found in results["modes"].items():
         for name, one in found["networks"].items():
             for budget in one["budgets"].values():
-                told = f"{budget['budget'] / MIB:.1f} MiB"
+                label = f"{budget['budget'] / MIB:.1f} MiB"
                 for way in budget["ways"]:
-                    rows.append([_title(name), mode, told, *_cells(way, one["batch"])])
+                    rows.append([_title(name), mode, label, *_cells(way, one["batch"])])
     return markdown(head, rows)
 
 
@@ -46,7 +46,9 @@ def _title(name: str) -> str:
 
 def _cells(way: Results, batch: int) -> list[str]:
     low, middle, high = way["wall"]
-    lanes = "undivided, saved tensors away" if way["micro_batch"] == batch else "lanes that leave"
+    lanes = (
+        "undivided, saved tensors offloaded" if way["micro_batch"] == batch else "lanes that leave"
+    )
     return [
         "lanes in memory" if way["way"] == "in memory" else lanes,
         str(way["micro_batch"]),

@@ -51,15 +51,15 @@ class Case:
         self.rows = net.rows()
         self.truth = self._truth()
 
-    def plan(self, **given: Any) -> anybatch.Plan:
+    def plan(self, **options: Any) -> anybatch.Plan:
         """Return a plan that times nothing."""
         self.model.zero_grad()
-        return anybatch.plan(self.model, self.loss, self.rows, timed=False, **given)
+        return anybatch.plan(self.model, self.loss, self.rows, timed=False, **options)
 
-    def needs(self, **given: Any) -> int:
+    def needs(self, **options: Any) -> int:
         """Return the bytes that a refusal names."""
         try:
-            self.plan(memory=1024, **given)
+            self.plan(memory=1024, **options)
         except BudgetError as error:
             return error.needed
         raise AssertionError("a kilobyte is enough")
@@ -69,13 +69,13 @@ class Case:
         memory = self.plan(memory=LOTS).memory
         assert memory is not None
         return {
-            "undivided": memory.whole,
+            "undivided": memory.undivided,
             "lanes": self.needs(offload="off"),
             "undivided, away": self.needs(offload="file", micro_batch=self.size),
             "narrow lanes": self.needs(micro_batch=1),
         }
 
-    def alone(self) -> float:
+    def torch_step(self) -> float:
         """Return the seconds of torch's own step."""
         self.model.zero_grad()
         start = perf_counter()
@@ -115,9 +115,9 @@ def ways(case: Case, budget: int) -> dict[tuple[str, int], Engine]:
     """Return what fits: name and samples of a micro-batch -> its engine."""
     found: dict[tuple[str, int], Engine] = {}
     sizes = [1 << k for k in range(case.size.bit_length()) if 1 << k < case.size]
-    given = [("in memory", n, "off") for n in sizes]
-    given += [("leave", n, "file") for n in [*sizes, case.size]]
-    for name, n, offload in given:
+    settings = [("in memory", n, "off") for n in sizes]
+    settings += [("leave", n, "file") for n in [*sizes, case.size]]
+    for name, n, offload in settings:
         try:
             plan = case.plan(memory=budget, micro_batch=n, offload=offload)
         except BudgetError:
@@ -132,10 +132,10 @@ def measured(case: Case, budget: int, rounds: int) -> list[Results]:
     pairs: dict[Any, list[tuple[float, float]]] = {name: [] for name in every}
     for engine in every.values():
         case.step(engine)
-    case.alone()
+    case.torch_step()
     for index in range(rounds):
         for way in list(every) if index % 2 else list(every)[::-1]:
-            plain = case.alone()
+            plain = case.torch_step()
             pairs[way].append((plain, case.step(every[way])))
     rows = []
     for (name, n), engine in every.items():
@@ -166,7 +166,7 @@ def one(net: Net, rounds: int) -> Results:
         name: {"budget": budget, "ways": measured(case, budget, rounds)}
         for name, budget in budgets.items()
     }
-    case.alone()
+    case.torch_step()
     return {"batch": net.batch, "floors": floors, "error": case.error(), "budgets": rows}
 
 

@@ -14,17 +14,17 @@ def offload(results: Results) -> str:
     rows = []
     for mode, found in results["modes"].items():
         for name, one in found["steps"].items():
-            whole = one["in memory"]
+            in_memory = one["in memory"]
             for way, row in one["ways"].items():
                 low, middle, high = row["wall"]
-                told = row.get("predicted")
+                predicted = row.get("predicted")
                 rows.append(
                     [
-                        f"{name}, {whole / MIB:.1f} MiB in memory",
+                        f"{name}, {in_memory / MIB:.1f} MiB in memory",
                         mode,
                         way,
-                        f"{row['peak'] / MIB:.1f} MiB ({row['peak'] / whole:.2f})",
-                        "" if told is None else f"{told / MIB:.1f} MiB",
+                        f"{row['peak'] / MIB:.1f} MiB ({row['peak'] / in_memory:.2f})",
+                        "" if predicted is None else f"{predicted / MIB:.1f} MiB",
                         f"{row['out'] / MIB:.1f} MiB" if "out" in row else "",
                         f"{middle:.2f} ({low:.2f} to {high:.2f})",
                         "yes" if row["exact"] else "no",

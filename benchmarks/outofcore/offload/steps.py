@@ -75,13 +75,13 @@ def ways(step: Step, shares: tuple[float, ...], spill: Path | None) -> dict[str,
 
     A share is of the live peak in memory; one that is below the floor is left out.
     """
-    whole, least = step.peak(nullcontext()), floor(step, spill)
+    in_memory, least = step.peak(nullcontext()), floor(step, spill)
     found: dict[str, Any] = {
         f"{share:g} of the peak": anybatch.offload(
-            memory=int(share * whole), store=spill, device=step.device
+            memory=int(share * in_memory), store=spill, device=step.device
         )
         for share in shares
-        if share * whole >= least
+        if share * in_memory >= least
     }
     found["all that may leave"] = anybatch.offload(memory=least, store=spill, device=step.device)
     if step.device.type == "cuda":
@@ -128,7 +128,7 @@ def measured(step: Step, around: Any, rounds: int) -> dict[str, Any]:
         found |= {
             "budget": around.memory,
             "predicted": around.last.predicted_bytes,
-            "kind": around.last.kind,
+            "kind": around.last.mode,
             "out": around.last.out_bytes,
             "waited": round(around.last.waited, 5),
         }

@@ -10,10 +10,10 @@ from anybatch.core.links import Link
 from anybatch.memory.stores import FileStore
 from anybatch.offload.again import choices, remade
 from anybatch.offload.course import Course, set_course
-from anybatch.offload.execute import Step as Hooks
+from anybatch.offload.execute import StepHooks as Hooks
 from anybatch.offload.mover import Mover
 from anybatch.offload.recording import Recording, Remake
-from anybatch.offload.watch import Watch
+from anybatch.offload.watch import StepRecorder
 from benchmarks.outofcore.offload.steps import LOTS, Step
 
 SLOW = Link(1.0, 1.0)
@@ -22,7 +22,7 @@ SLOW = Link(1.0, 1.0)
 
 def recorded(step: Step) -> Recording:
     """Return the recording of a step, in which every recipe was tried."""
-    watch = Watch(step.device, LOTS)
+    watch = StepRecorder(step.device, LOTS)
     with Again(step.device, watch), watch:
         step.run(ExitStack())
     return watch.recording()
@@ -56,7 +56,7 @@ class Again:
     """
 
     def __init__(
-        self, device: torch.device, watch: Watch | None = None, course: Course | None = None
+        self, device: torch.device, watch: StepRecorder | None = None, course: Course | None = None
     ) -> None:
         self.remade = 0
         self._device, self._watch = device, watch

@@ -42,8 +42,10 @@ def budgets(results: Results) -> Figure | None:
     name = MEASURED[0]
     sizes = dict(networks(results)).get(name, {})
     figure, grid = _grid(len(PLANNED), len(LIMITED), height=2.3)
-    for axes, (policy, kind) in zip(grid, product(PLANNED, LIMITED), strict=True):
-        found = {n: one["budgets"][policy][kind] for n, one in sizes.items() if "budgets" in one}
+    for axes, (policy, allocator) in zip(grid, product(PLANNED, LIMITED), strict=True):
+        found = {
+            n: one["budgets"][policy][allocator] for n, one in sizes.items() if "budgets" in one
+        }
         there = {int(n): one for n, one in found.items() if one}
         for key, label, color, mark in (
             ("reserved", "reserved", "#009e73", "s"),
@@ -52,8 +54,8 @@ def budgets(results: Results) -> Figure | None:
             values = [one[key] / GIB for one in there.values()]
             axes.plot(list(there), values, marker=mark, color=color, label=label, markersize=4)
         axes.axhline(results["budget"] / GIB, label="memory", **PHYSICAL)
-        paper = f" ({PAPERS[kind]})" if kind in PAPERS else ""
-        axes.set_title(f"{POLICIES[policy]}\n{kind}{paper}", fontsize="small")
+        paper = f" ({PAPERS[allocator]})" if allocator in PAPERS else ""
+        axes.set_title(f"{POLICIES[policy]}\n{allocator}{paper}", fontsize="small")
         axes.set_ylim(0, 1.1 * results["budget"] / GIB)
         axes.set_xlim(0, 1.05 * max(map(int, sizes), default=1))
         axes.set(xlabel="batch", ylabel="GiB")
@@ -70,13 +72,13 @@ def speeds(results: Results) -> Figure | None:
     for axes, (name, machine) in zip(grid, product(names, there), strict=True):
         for key, (label, color, style, mark) in SPEEDS.items():
             x, y = _speeds(sizes[name], machine, key, results["budget"])
-            look: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "color": color,
                 "linestyle": style,
                 "marker": mark,
                 "markersize": 4,
             }
-            axes.plot(x, y, label=label, **look)
+            axes.plot(x, y, label=label, **options)
         axes.set_title(f"{_short(name)}; {machine}", fontsize="small")
         axes.set_ylim(bottom=0)
         axes.set(xlabel="batch", ylabel="images/s")
@@ -103,13 +105,15 @@ def memory(results: Results) -> Figure | None:
     for axes, (name, sizes) in zip(grid, networks(results), strict=False):
         every = {int(n): found["peak"] / GIB for n, found in sizes.items()}
         axes.plot(list(every), list(every.values()), ":k", marker=".", label="without a schedule")
-        for kind, (color, mark) in KINDS.items():
+        for allocator, (color, mark) in KINDS.items():
             found = {
-                n: one["budgets"]["default"][kind] for n, one in sizes.items() if "budgets" in one
+                n: one["budgets"]["default"][allocator]
+                for n, one in sizes.items()
+                if "budgets" in one
             }
             there = {int(n): one["reserved"] / GIB for n, one in found.items() if one}
-            look: dict[str, Any] = {"color": color, "marker": mark, "markersize": 4}
-            axes.plot(list(there), list(there.values()), label=f"default, {kind}", **look)
+            options: dict[str, Any] = {"color": color, "marker": mark, "markersize": 4}
+            axes.plot(list(there), list(there.values()), label=f"default, {allocator}", **options)
         axes.axhline(results["budget"] / GIB, label="memory", **PHYSICAL)
         axes.set_title(NETWORKS[name].title, fontsize="small")
         axes.set_ylim(0, 2 * results["budget"] / GIB)

@@ -98,11 +98,11 @@ def recomputing(timed: Trace, budget: int, machine: Machine) -> Found:
     assert again is not None
     again["again"] = sum(f.seconds for f in joint.functions if f.again)
     fewer = cheap(timed)
-    alone = [step.seconds for k in STRETCHES if (step := sublinear(timed, k)).peak <= budget]
+    stretched = [step.seconds for k in STRETCHES if (step := sublinear(timed, k)).peak <= budget]
     return {
         "with cheap": _best(fewer, machine, [plan(fewer, budget, machine.link)]),
         "with recomputation": again,
-        "stretches alone": {"seconds": min(alone)} if alone else None,
+        "stretches alone": {"seconds": min(stretched)} if stretched else None,
     }
 
 

@@ -76,13 +76,15 @@ def largest_budgets(trace: Trace, machine: Machine, memory: int) -> dict[str, An
         return fastest(timed, machine.link, found or [window(timed, budget, 0)])
 
     return {
-        name: {kind: _largest(timed, machine, memory, policy, kind) for kind in LIMITED}
+        name: {
+            allocator: _largest(timed, machine, memory, policy, allocator) for allocator in LIMITED
+        }
         for name, policy in (("window", papers), ("default", ours))
     }
 
 
 def _largest(
-    timed: Trace, machine: Machine, memory: int, policy: Callable[[int], Schedule], kind: str
+    timed: Trace, machine: Machine, memory: int, policy: Callable[[int], Schedule], allocator: str
 ) -> dict[str, float] | None:
     for step in range(STEPS, 0, -1):
         budget = memory * step // STEPS
@@ -90,7 +92,7 @@ def _largest(
             return None
         try:
             schedule = policy(budget)
-            found = footprint(events(timed, schedule), LIMITED[kind](memory))
+            found = footprint(events(timed, schedule), LIMITED[allocator](memory))
         except (MemoryError, BudgetError):
             continue
         seconds = simulate(timed, schedule, machine.link).seconds

@@ -171,11 +171,11 @@ def _figure_3(results: Results) -> str:
     for name, n, found in _cells(results):
         budgets = found["budgets"]
         row = [f"{NETWORKS[name].title}, {n}"]
-        for policy, kind in product(PLANNED, LIMITED):
-            one = budgets[policy][kind]
+        for policy, allocator in product(PLANNED, LIMITED):
+            one = budgets[policy][allocator]
             row.append(f"{one['budget'] / GIB:.1f}" if one else "none")
         rows.append(row)
-    head = [f"{policy}: {kind}" for policy, kind in product(PLANNED, LIMITED)]
+    head = [f"{policy}: {allocator}" for policy, allocator in product(PLANNED, LIMITED)]
     text = (
         "### Budgets that fit in 16 GiB (Figure 3)\n\nThe largest budget, in GiB and in steps of "
         "half a GiB, whose schedule the allocator serves in 16 GiB of memory."
@@ -189,7 +189,7 @@ def _wastes(results: Results) -> str:
     for name, n, found in _cells(results):
         for policy in PLANNED:
             what, wastes = f"{NETWORKS[name].title}, {n}, {policy}", found["waste"][policy]
-            rows.append([what, *(f"{wastes[kind]:.1%}" for kind in ALLOCATORS)])
+            rows.append([what, *(f"{wastes[allocator]:.1%}" for allocator in ALLOCATORS)])
     text = (
         "### Fragmentation\n\nBytes reserved beside those held at most, at a budget of 14 GiB. "
         "Nothing is given back to the device here; the pool is for requests below 1 MiB."

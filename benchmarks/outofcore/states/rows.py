@@ -11,7 +11,7 @@ MIB = 1 << 20
 
 def states(results: Results) -> str:
     """A line for each way; wall is over the training in memory."""
-    rows, whole = [], results["states"]
+    rows, total = [], results["states"]
     plain = results["ways"][0]["free"]
     for one in results["ways"]:
         free, limited = one["free"], one["limited"]
@@ -27,7 +27,7 @@ def states(results: Results) -> str:
             ]
         )
     head = (
-        f"{whole / MIB:.0f} MiB of parameters, gradients and AdamW's state; the limit is "
+        f"{total / MIB:.0f} MiB of parameters, gradients and AdamW's state; the limit is "
         f"{results['limit'] / MIB:.0f} MiB."
     )
     return f"{head}\n\n{markdown(list(HEAD), rows)}"

@@ -23,14 +23,14 @@ from benchmarks.outofcore.states.trial import LAYER, STATES
 from benchmarks.results import console, write
 
 HERE = Path(__file__).parent
-BESIDE = 64 << 20
+EXTRA = 64 << 20
 """Bytes of the stacks of threads, of their buffers, and of what kernels allocate for themselves."""
 
 
-def trial(given: dict[str, Any]) -> dict[str, Any]:
+def trial(settings: dict[str, Any]) -> dict[str, Any]:
     """Run one training in a new process."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.outofcore.states.trial", json.dumps(given)],
+        [sys.executable, "-m", "benchmarks.outofcore.states.trial", json.dumps(settings)],
         env={**os.environ, **settings_of("tight", glibc()), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         check=True,
@@ -50,26 +50,26 @@ def main(
 ) -> None:
     """Train in every way, free and limited, and write results.json."""
     depth, steps = (8, 1) if quick else (depth, steps)
-    whole = STATES * depth * LAYER
+    total = STATES * depth * LAYER
     ways: list[tuple[str, int | None]] = [
         ("in memory", None),
-        ("optimizer's state away", whole // 8),
-        ("all away", whole // 2),
-        ("all away", whole // 4),
-        ("all away", whole // 8),
+        ("optimizer's state away", total // 8),
+        ("all away", total // 2),
+        ("all away", total // 4),
+        ("all away", total // 8),
     ]
     ways = [ways[0], ways[3]] if quick else ways
-    limit, rows, environment = whole // 2 + BESIDE, [], None
+    limit, rows, environment = total // 2 + EXTRA, [], None
     for way, memory in ways:
         console.print(f"{way}, {memory}")
-        given = {"depth": depth, "way": way, "memory": memory, "steps": steps}
-        given |= {"spill": None if spill is None else str(spill)}
-        free = trial(given | {"limit": None})
+        settings = {"depth": depth, "way": way, "memory": memory, "steps": steps}
+        settings |= {"spill": None if spill is None else str(spill)}
+        free = trial(settings | {"limit": None})
         environment = free.pop("environment")
-        limited = trial(given | {"limit": limit})
+        limited = trial(settings | {"limit": limit})
         del limited["environment"]
         rows.append({"way": way, "memory": memory, "free": free, "limited": limited})
-    found = {"environment": environment, "states": whole, "limit": limit, "ways": rows}
+    found = {"environment": environment, "states": total, "limit": limit, "ways": rows}
     write(out / "results.json", found | {"steps": steps, "seed": 0})
 
 

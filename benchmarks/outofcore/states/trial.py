@@ -71,16 +71,16 @@ def trained(depth: int, way: str, memory: int, steps: int, spill: str | None) ->
 
 def main() -> None:
     """Read what is to be done, and print what has come of it as JSON."""
-    given = json.loads(sys.argv[1])
+    settings = json.loads(sys.argv[1])
     torch.set_num_threads(1)
-    limit = given.pop("limit")
-    trained(1, given["way"], 1 << 30, 1, given["spill"])  # what torch imports and keeps
+    limit = settings.pop("limit")
+    trained(1, settings["way"], 1 << 30, 1, settings["spill"])  # what torch imports and keeps
     if limit is not None:
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
         resource.setrlimit(resource.RLIMIT_DATA, (data_bytes() + limit, hard))
     before = data_bytes()
     try:
-        found = trained(**given)
+        found = trained(**settings)
     except (RuntimeError, MemoryError) as error:
         found = {"failed": str(error).splitlines()[0][:80]}
     print(json.dumps(found | {"limit": limit, "base": before, "environment": environment()}))

@@ -121,7 +121,7 @@ def _run(job: Job) -> Found:
     found: Found = {"seconds": round(median(seconds), 5), "steps": [round(s, 5) for s in seconds]}
     if off is not None and off.last is not None:
         moved = {"out": off.last.out_bytes, "back": off.last.back_bytes}
-        found |= moved | {"budget": budget, "kind": off.last.kind, "waited": off.last.waited}
+        found |= moved | {"budget": budget, "kind": off.last.mode, "waited": off.last.waited}
     return found | _held(job, training, off)
 
 
@@ -141,7 +141,7 @@ def _held(job: Job, training: Training, off: anybatch.reports.Offload | None) ->
     return {"peak": meter.peak}
 
 
-def apart(job: Job) -> Found:
+def run_in_process(job: Job) -> Found:
     """Run a job in a process of its own, whose allocator was chosen before it began."""
     environment = {key: value for key, value in os.environ.items() if key != SEGMENTS}
     if job.way != CACHING:

@@ -15,15 +15,15 @@ RATE = 581.0
 
 def table1(results: Results) -> str:
     """A row for each batch; speeds in images a second, and over those in memory."""
-    whole = _in_memory(results)
+    in_memory = _in_memory(results)
     ways, quick = results["setting"]["ways"], results["setting"]["depth"] != 50
     rows, shares = [], []
     for n, found in results["sizes"].items():
         bound = results["bounds"].get(n)
         share = _share(found, bound)
         shares.append(share)
-        row = [n, *(_speed(int(n), found[way], whole) for way in ways)]
-        row += [_images(int(n), bound, whole), "x" if share is None else f"{share:.2f}"]
+        row = [n, *(_speed(int(n), found[way], in_memory) for way in ways)]
+        row += [_images(int(n), bound, in_memory), "x" if share is None else f"{share:.2f}"]
         one = found[EXPANDABLE]
         row.append(f"{one['budget'] / results['setting']['cap']:.3f}" if _ran(one) else "x")
         rows.append(row if quick else [*row, _paper(int(n))])
@@ -36,8 +36,8 @@ def table1(results: Results) -> str:
         "Images a second, and as a share of the largest batch in memory; x does not run."
     )
     reached = sum(share is not None and share >= GOAL for share in shares)
-    told = f"{reached} of {len(shares)} batches reach {GOAL} of the bound."
-    return "\n\n".join([text, markdown(head if quick else [*head, "paper"], rows), told])
+    verdict = f"{reached} of {len(shares)} batches reach {GOAL} of the bound."
+    return "\n\n".join([text, markdown(head if quick else [*head, "paper"], rows), verdict])
 
 
 def _in_memory(results: Results) -> float | None:
@@ -57,18 +57,18 @@ def _share(found: Results, bound: float | None) -> float | None:
     return bound / one["seconds"] if bound is not None and _ran(one) else None
 
 
-def _speed(n: int, one: Results, whole: float | None) -> str:
-    return _images(n, one["seconds"] if _ran(one) else None, whole)
+def _speed(n: int, one: Results, in_memory: float | None) -> str:
+    return _images(n, one["seconds"] if _ran(one) else None, in_memory)
 
 
-def _images(n: int, seconds: float | None, whole: float | None) -> str:
+def _images(n: int, seconds: float | None, in_memory: float | None) -> str:
     if seconds is None:
         return "x"
     rate = n / seconds
-    return f"{rate:.1f}" if whole is None else f"{rate:.1f} ({rate / whole:.2f})"
+    return f"{rate:.1f}" if in_memory is None else f"{rate:.1f} ({rate / in_memory:.2f})"
 
 
 def _paper(n: int) -> str:
     """The paper's speeds: scheduled, and with virtual addressing."""
-    told = [TABLE_1[key].get(n) for key in ("schedule", "schedule + virtual addressing")]
-    return ", ".join(f"{ips} ({ips / RATE:.2f})" if ips else "x" for ips in told)
+    speeds = [TABLE_1[key].get(n) for key in ("schedule", "schedule + virtual addressing")]
+    return ", ".join(f"{ips} ({ips / RATE:.2f})" if ips else "x" for ips in speeds)

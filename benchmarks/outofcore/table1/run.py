@@ -26,7 +26,7 @@ from anybatch.core.units import parse_bytes
 from benchmarks.environment import environment
 from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.outofcore.table1.clocks import machine_of
-from benchmarks.outofcore.table1.one import Found, Job, apart, run
+from benchmarks.outofcore.table1.one import Found, Job, run, run_in_process
 from benchmarks.outofcore.table1.settings import (
     CACHING,
     EXPANDABLE,
@@ -45,7 +45,7 @@ LEAST = 14
 
 def one_size(name: str, setting: Setting, device: str, n: int, rounds: int) -> dict[str, Found]:
     """Every way of one batch; on the CPU in this process."""
-    do = apart if device == "cuda" else run
+    do = run_in_process if device == "cuda" else run
     found: dict[str, Found] = {}
     for way in setting.ways:
         job = Job(name, device, way, n, setting.cap, rounds)
@@ -54,8 +54,8 @@ def one_size(name: str, setting: Setting, device: str, n: int, rounds: int) -> d
             found[way] = do(replace(job, share=share))
             if "failed" not in found[way]:
                 break
-        told = found[way].get("failed") or f"{n / found[way]['seconds']:.1f} images a second"
-        console.print(f"{n}, {way}: {told}")
+        result = found[way].get("failed") or f"{n / found[way]['seconds']:.1f} images a second"
+        console.print(f"{n}, {way}: {result}")
     return found
 
 
@@ -69,15 +69,15 @@ def bounds(setting: Setting, machine: Machine, found: dict[str, dict[str, Found]
         return {}
     n = ran[-1]
     scaled = machine.scaled_to(setting.trace(n), found[str(n)][MEMORY]["seconds"])
-    told: Found = {}
+    lowest: Found = {}
     for size in setting.sizes:
         timed = scaled.timed(setting.trace(size))
         fits = timed.floor <= setting.cap
         least = setting.cap >> LEAST
         seconds = lower_bound(timed, setting.cap, machine.link, looks=LOOKS, least=least)
-        told[str(size)] = seconds if fits else None
-        console.print(f"{size}: bound {told[str(size)]}")
-    return told
+        lowest[str(size)] = seconds if fits else None
+        console.print(f"{size}: bound {lowest[str(size)]}")
+    return lowest
 
 
 def measured(name: str, setting: Setting, device: str, rounds: int) -> dict[str, Any]:

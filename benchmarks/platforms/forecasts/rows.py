@@ -6,14 +6,14 @@ from typing import Any
 from benchmarks.mbs.rows import Results, markdown
 
 
-def _kind(row: dict[str, Any]) -> tuple[str, str, str]:
+def _group(row: dict[str, Any]) -> tuple[str, str, str]:
     return row["model"], row["precision"], row.get("mechanism", "")
 
 
 def forecasts(results: Results) -> str:
     """A row for each model, precision and mechanism, and the device."""
     where, rows = results["environment"], []
-    for (model, precision, mechanism), same in groupby(sorted(results["rows"], key=_kind), _kind):
+    for (model, precision, mechanism), same in groupby(sorted(results["rows"], key=_group), _group):
         found = list(same)
         if not mechanism:
             rows.append([model, precision, "refused", str(len(found)), "", ""])

@@ -126,7 +126,7 @@ def one(name: str, place: str, share: float, device: torch.device, *, half: bool
         try:
             found = anybatch.plan(model, F.cross_entropy, batch, memory="60GiB", timed=False).memory
             assert found is not None
-            budget = int(found.floor + share * (found.whole - found.floor))
+            budget = int(found.floor + share * (found.undivided - found.floor))
             plan = anybatch.plan(model, F.cross_entropy, batch, memory=budget, timed=False)
             engine, peaks = anybatch.Engine(model, F.cross_entropy, plan=plan), []
             for _ in range(STEPS):
@@ -138,8 +138,8 @@ def one(name: str, place: str, share: float, device: torch.device, *, half: bool
         except BudgetError as error:
             return row | {"refused": str(error)}
     assert plan.memory is not None
-    told = {"mechanism": plan.mechanism, "micro_batch": plan.micro_batch, "budget": budget}
-    return row | told | {"predicted": plan.memory.predicted, "peak": max(peaks)}
+    planned = {"mechanism": plan.mechanism, "micro_batch": plan.micro_batch, "budget": budget}
+    return row | planned | {"predicted": plan.memory.predicted, "peak": max(peaks)}
 
 
 def main(

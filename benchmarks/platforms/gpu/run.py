@@ -66,8 +66,8 @@ def of_networks(results: Results) -> Results:
 
 def of_cases(results: Results) -> Results:
     """Cases by outcome, and each that must not be."""
-    kept = ("coupled", "twins", "silently wrong", "crashes", "twins refused", "named", "seed")
-    return {key: results[key] for key in kept}
+    keys = ("coupled", "twins", "silently wrong", "crashes", "twins refused", "named", "seed")
+    return {key: results[key] for key in keys}
 
 
 def main(

@@ -4,7 +4,7 @@ from benchmarks.mbs.rows import Results, markdown
 
 
 def matrix(results: Results) -> str:
-    """A row for each pair of versions that was asked for."""
+    """A row for each pair of versions that was requested."""
     head = ["Python", "torch", "passed", "failed", "skipped", "files", "system"]
     rows = []
     for cell in results["cells"]:

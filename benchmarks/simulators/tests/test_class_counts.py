@@ -75,9 +75,9 @@ def test_classes_alike_are_a_coupon_collectors(classes_: int) -> None:
 def test_bounds_of_uneven_classes_hold_what_is_drawn() -> None:
     shares = np.arange(1, 31) / np.arange(1, 31).sum()
     drawn = np.random.default_rng(0).multinomial(1200, shares, size=20_000)
-    seen = float((drawn > 0).all(1).mean())
+    observed = float((drawn > 0).all(1).mean())
     found = every_class(shares.tolist(), 1200)
-    assert found.least - 0.01 <= seen <= found.most + 0.01
+    assert found.least - 0.01 <= observed <= found.most + 0.01
 
 
 @given(weights, st.floats(0, 0.999))

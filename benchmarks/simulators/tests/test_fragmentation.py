@@ -58,13 +58,13 @@ def test_virtual_addressing_keeps_to_equations_1_and_2(chunk: int) -> None:
         row = requests(seed)
         for event in row:
             if event.size:
-                alone = footprint([event], Chunks(chunk))
-                assert 0 <= alone.reserved - event.size < chunk  # Eq. 1
+                single = footprint([event], Chunks(chunk))
+                assert 0 <= single.reserved - event.size < chunk  # Eq. 1
         found = footprint(row, Chunks(chunk))
         assert found.reserved - found.requested < found.together * chunk  # Eq. 2
 
 
-def test_no_byte_is_given_twice_and_what_is_free_is_one_piece_again() -> None:
+def test_no_byte_is_handed_out_twice_and_free_bytes_are_one_piece_again() -> None:
     for seed in range(5):
         for best in (True, False):
             arena = Arena(best=best)
@@ -95,12 +95,12 @@ def test_where_small_things_lie_between_large_ones_best_fit_wastes_and_pages_do_
     assert footprint(row, Chunks(2 * MIB)).waste < 0.02
 
 
-def test_an_allocator_is_asked_for_what_a_schedule_holds() -> None:
+def test_an_allocator_serves_what_a_schedule_holds() -> None:
     for seed in range(10):
         rng = Random(seed)
         trace = network(rng.randint(2, 12), rng) if seed % 2 else anything(rng)
-        whole = Schedule("", trace.peak, (Stage(),) * (len(trace.functions) + 1))
-        assert footprint(events(trace, whole), Chunks(1)).requested == trace.peak
+        resident = Schedule("", trace.peak, (Stage(),) * (len(trace.functions) + 1))
+        assert footprint(events(trace, resident), Chunks(1)).requested == trace.peak
         schedule = belady(trace, trace.floor)
         found = footprint(events(trace, schedule), Chunks(1))
         assert found.requested == found.reserved <= trace.floor

@@ -11,23 +11,26 @@ from benchmarks.simulators.layer_to_change import adjustments
 from benchmarks.simulators.layers import Convolution
 from benchmarks.simulators.tests.test_minibatch import every
 
-from anybatch.conv.divide import Part
+from anybatch.conv.divide import KernelPart
 
 SAMPLES = 128
 MB = 10**6
 MEASURED = {
-    "conv1": [Part(SAMPLES, "gemm", 0.10, 0), Part(SAMPLES, "fft", 0.09, 1500 * MB)],
-    "conv2": [Part(SAMPLES, "gemm", 0.40, 0), Part(SAMPLES, "fft", 0.04, 250 * MB)],
-    "conv3": [Part(SAMPLES, "gemm", 0.20, 10 * MB), Part(SAMPLES, "fft", 0.10, 150 * MB)],
+    "conv1": [KernelPart(SAMPLES, "gemm", 0.10, 0), KernelPart(SAMPLES, "fft", 0.09, 1500 * MB)],
+    "conv2": [KernelPart(SAMPLES, "gemm", 0.40, 0), KernelPart(SAMPLES, "fft", 0.04, 250 * MB)],
+    "conv3": [
+        KernelPart(SAMPLES, "gemm", 0.20, 10 * MB),
+        KernelPart(SAMPLES, "fft", 0.10, 150 * MB),
+    ],
 }
 
 
-@pytest.mark.parametrize("room", [5, 20, 100, 240, 300, 500])
+@pytest.mark.parametrize("headroom", [5, 20, 100, 240, 300, 500])
 @pytest.mark.parametrize("adds", [True, False])
-def test_every_change_is_worth_what_its_bytes_buy(room: int, adds: bool) -> None:
-    device = ALEXNET.memory(SAMPLES).total + room * MB
+def test_every_change_is_worth_what_its_bytes_buy(headroom: int, adds: bool) -> None:
+    device = ALEXNET.memory(SAMPLES).total + headroom * MB
     found = adjustments(ALEXNET, MEASURED, SAMPLES, device, adds=adds)
-    before = every(MEASURED, SAMPLES, room * MB, adds=adds)
+    before = every(MEASURED, SAMPLES, headroom * MB, adds=adds)
     assert {one.place for one in found} == set(range(len(ALEXNET.extraction)))
     for one in found:
         layer = ALEXNET.extraction[one.place]
@@ -42,9 +45,9 @@ def test_every_change_is_worth_what_its_bytes_buy(room: int, adds: bool) -> None
         layers = list(ALEXNET.extraction)
         layers[one.place] = changed
         other = replace(ALEXNET, extraction=tuple(layers))
-        assert one.frees == device - room * MB - other.memory(SAMPLES).total
+        assert one.frees == device - headroom * MB - other.memory(SAMPLES).total
         assert one.before == pytest.approx(before)
-        after = every(MEASURED, SAMPLES, room * MB + one.frees, adds=adds)
+        after = every(MEASURED, SAMPLES, headroom * MB + one.frees, adds=adds)
         assert one.after == pytest.approx(after)
     gains = [one.gains for one in found]
     assert gains == sorted(gains, reverse=True)

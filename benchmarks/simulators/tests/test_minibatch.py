@@ -11,15 +11,15 @@ import pytest
 from benchmarks.simulators.minibatch import Measured, choose, sweep
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from anybatch.conv.divide import Part
+from anybatch.conv.divide import KernelPart
 from anybatch.errors import BudgetError
 
 
-def drawn(rng: random.Random, sizes: list[int], layers: int) -> dict[str, list[Part]]:
+def drawn(rng: random.Random, sizes: list[int], layers: int) -> dict[str, list[KernelPart]]:
     """Layers with a slow algorithm that needs little and faster ones that need more, or not."""
     return {
         f"conv{k}": [
-            Part(n, f"a{a}", rng.uniform(0.1, 3) * n**0.8, rng.randint(0, 30) * n)
+            KernelPart(n, f"a{a}", rng.uniform(0.1, 3) * n**0.8, rng.randint(0, 30) * n)
             for n in sizes
             for a in range(rng.randint(1, 4))
         ]
@@ -48,8 +48,8 @@ def by_highs(measured: Measured, n: int, bound: int) -> float:
     bytes_ = np.array([p.workspace for _, p in parts], float)
     rules = [LinearConstraint(ones, 1, 1), LinearConstraint(bytes_ / bound, -np.inf, 1)]
     seconds = np.array([p.seconds for _, p in parts])
-    given = {"mip_rel_gap": 0.0}
-    found = milp(seconds, constraints=rules, integrality=1, bounds=Bounds(0, 1), options=given)
+    options = {"mip_rel_gap": 0.0}
+    found = milp(seconds, constraints=rules, integrality=1, bounds=Bounds(0, 1), options=options)
     return float(found.fun) if found.success else float("inf")
 
 
@@ -114,8 +114,8 @@ def test_a_smaller_mini_batch_buys_a_faster_algorithm() -> None:
             part
             for n in (32, 64, 128)
             for part in (
-                Part(n, "gemm", 0.010 * n + 0.02, 0),
-                Part(n, "fft", 0.004 * n + 0.04, 900),
+                KernelPart(n, "gemm", 0.010 * n + 0.02, 0),
+                KernelPart(n, "fft", 0.004 * n + 0.04, 900),
             )
         ]
         for name in ("conv1", "conv2")
@@ -132,9 +132,13 @@ def test_a_smaller_mini_batch_buys_a_faster_algorithm() -> None:
     assert [str(c) for c in shared.best.layers.values()] == ["fft@64", "fft@64"]
 
 
-def test_a_division_is_taken_where_that_is_allowed() -> None:
+def test_a_division_is_chosen_where_it_is_permitted() -> None:
     measured = {
-        "conv": [Part(8, "slow", 9.0, 0), Part(4, "fast", 1.0, 10), Part(8, "fast", 1.5, 20)]
+        "conv": [
+            KernelPart(8, "slow", 9.0, 0),
+            KernelPart(4, "fast", 1.0, 10),
+            KernelPart(8, "fast", 1.5, 20),
+        ]
     }
     assert choose(measured, 8, 15).seconds == 9.0
     assert choose(measured, 8, 15, divided=True).seconds == 2.0
@@ -142,7 +146,10 @@ def test_a_division_is_taken_where_that_is_allowed() -> None:
 
 
 def test_a_choice_reads_as_a_list() -> None:
-    measured = {"conv1": [Part(2, "fft", 0.5, 1024)], "conv2": [Part(2, "gemm", 0.25, 2048)]}
+    measured = {
+        "conv1": [KernelPart(2, "fft", 0.5, 1024)],
+        "conv2": [KernelPart(2, "gemm", 0.25, 2048)],
+    }
     assert str(choose(measured, 2, 4096)).splitlines() == [
         "2 samples in 0.75 s, workspaces of their own: 3.0 KiB of 4.0 KiB",
         "  conv1: fft@2",
@@ -155,6 +162,6 @@ def test_a_choice_reads_as_a_list() -> None:
 
 def test_what_was_not_measured_is_said() -> None:
     with pytest.raises(ValueError, match=r"'conv' was at \[4\], not at 8: measure it"):
-        choose({"conv": [Part(4, "gemm", 1.0, 0)]}, 8, 100)
+        choose({"conv": [KernelPart(4, "gemm", 1.0, 0)]}, 8, 100)
     with pytest.raises(ValueError, match="sizes must hold at least one mini-batch"):
         sweep({}, [], lambda n: n)

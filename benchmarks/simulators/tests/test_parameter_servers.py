@@ -13,7 +13,7 @@ ONE = Cluster(1, 2.0, 1000, 1000.0)
 """A pull and a push of one second each, while a worker computes for two."""
 
 
-def test_a_worker_alone_waits_only_for_what_does_not_fit_behind_computing() -> None:
+def test_a_single_worker_waits_only_for_what_does_not_fit_behind_computing() -> None:
     assert simulate(ONE, 1, jitter=0).utilisation == pytest.approx(1)
     short = replace(ONE, compute=1.0)  # two seconds of traffic behind one of computing
     assert simulate(short, 1, jitter=0).seconds == pytest.approx(2, rel=0.03)
@@ -22,21 +22,21 @@ def test_a_worker_alone_waits_only_for_what_does_not_fit_behind_computing() -> N
 
 def test_a_worker_that_does_not_pull_ahead_waits_for_all_of_it() -> None:
     for servers in (1, 2, 5):
-        alone = replace(ONE, pipelined=False)
-        wanted = alone.round_seconds(servers)
-        assert simulate(alone, servers, jitter=0).seconds == pytest.approx(wanted)
+        single = replace(ONE, pipelined=False)
+        wanted = single.round_seconds(servers)
+        assert simulate(single, servers, jitter=0).seconds == pytest.approx(wanted)
 
 
 def test_a_piece_crosses_one_link_before_it_enters_the_other() -> None:
     """The last piece leaves the first link after one second, and takes its part of another."""
-    alone = replace(ONE, pipelined=False, worker=1000.0)
+    single = replace(ONE, pipelined=False, worker=1000.0)
     wanted = 2 + 2 * (1 + 1 / PIECES)
-    assert simulate(alone, 1, jitter=0).seconds == pytest.approx(wanted)
+    assert simulate(single, 1, jitter=0).seconds == pytest.approx(wanted)
 
 
 def test_a_workers_own_link_is_the_limit_where_it_is_slowest() -> None:
-    narrow = replace(ONE, compute=1.0, server=1e9, worker=1000.0)
-    assert simulate(narrow, 3, jitter=0).seconds == pytest.approx(2, rel=0.03)
+    slow = replace(ONE, compute=1.0, server=1e9, worker=1000.0)
+    assert simulate(slow, 3, jitter=0).seconds == pytest.approx(2, rel=0.03)
 
 
 def test_the_hottest_server_is_the_limit_however_many_there_are() -> None:

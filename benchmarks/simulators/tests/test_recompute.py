@@ -40,8 +40,8 @@ class Net:
         self.run("loss", (states[-1],), backward=True)
         gradients = {states[-1]: len(self.variables) - 1}
         for name, reads, made, source in reversed(self.backwards):
-            known = gradients.get(made, len(self.variables) - 1)
-            gradients[source] = self.run(name, (known, *reads), backward=True)
+            gradient = gradients.get(made, len(self.variables) - 1)
+            gradients[source] = self.run(name, (gradient, *reads), backward=True)
 
     def new(self, name: str, *, before: bool = False, after: bool = False, size: int = 0) -> int:
         self.variables.append(Variable(name, size or self.rng.randint(2, 20), before, after))
@@ -94,10 +94,10 @@ def values(trace: Trace) -> list[tuple[str, tuple[int, ...]]]:
     at: dict[int, int] = {v: hash(("before", v)) for v in trace.before}
     found = []
     for function in trace.functions:
-        given = tuple(at[v] for v in function.reads)
+        inputs = tuple(at[v] for v in function.reads)
         pure = tuple(at[v] for v in function.reads if v not in function.writes)
         if not function.again:
-            found.append((function.name, given))
+            found.append((function.name, inputs))
         for v in function.writes:
             at[v] = hash((function.name, "writes", at[v], pure))
         for v in function.makes:
@@ -123,12 +123,12 @@ def any_step(seed: int) -> Trace:
     """A step of functions that read, write and make at random, some heavy, some with dice."""
     rng = Random(seed)
     trace = anything(rng, rng.randint(1, 16))
-    turn = rng.randint(0, len(trace.functions))
+    first_backward = rng.randint(0, len(trace.functions))
     row = [
         replace(
             function,
             name=f"f{i}",
-            backward=i >= turn,
+            backward=i >= first_backward,
             flops=float(rng.random() < 0.3),
             draws=rng.random() < 0.1,
         )
@@ -137,7 +137,7 @@ def any_step(seed: int) -> Trace:
     return Trace(trace.variables, tuple(row))
 
 
-def test_steps_of_any_kind_keep_their_values() -> None:
+def test_steps_of_any_sort_keep_their_values() -> None:
     """Seeds by name have failed: a buffer written later, a result made again on the way to one."""
     again = 0
     for seed in (*range(60), 63, 75, 84, 1143, 1457, 1491):
@@ -219,7 +219,7 @@ def test_a_source_that_was_written_to_since_is_no_source() -> None:
     assert {v: set(found.functions) for v, found in cheap_recipes(unchanged).items()} == {1: {1}}
 
 
-def test_what_a_row_of_joins_begins_with_is_kept_and_not_made_for_each() -> None:
+def test_what_a_row_of_joins_begins_with_is_retained_and_not_made_for_each() -> None:
     """A dense block behind a transition: every join reads what was pooled, and three states."""
     sizes = {"x": 40, "pooled": 10, "a": 4, "b": 4, "c": 4, "j1": 14, "j2": 18, "j3": 22, "g": 1}
     names = list(sizes)
@@ -244,7 +244,7 @@ def test_what_a_row_of_joins_begins_with_is_kept_and_not_made_for_each() -> None
     }
 
 
-def test_what_needs_as_much_kept_in_its_place_is_not_made_again() -> None:
+def test_what_needs_as_much_retained_in_its_place_is_not_made_again() -> None:
     """A ReLU of a sum whose parts are gone: to keep the sum instead frees nothing."""
     names = ("a", "b", "sum", "relu", "g")
     variables = tuple(Variable(name, 4) for name in names)
@@ -274,11 +274,11 @@ def test_a_share_takes_first_what_costs_least_a_byte() -> None:
 def test_a_rewriter_calls_for_each_variable_once() -> None:
     trace = Net(5, Random(1)).trace()
     recipes = cheap_recipes(trace)
-    asked: list[int] = []
+    requested: list[int] = []
 
     def remake(rewriter: Rewriter, v: int) -> None:
-        asked.append(v)
+        requested.append(v)
         rewriter.now[v] = v
 
     assert rewrite(trace, recipes, remake).functions == trace.functions
-    assert sorted(asked) == sorted(recipes)
+    assert sorted(requested) == sorted(recipes)

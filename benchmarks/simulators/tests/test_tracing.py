@@ -81,14 +81,14 @@ def test_who_reads_and_writes_what() -> None:
     assert set(norm.writes) == {named["norm.running_mean"], named["norm.running_var"]}
     assert relu.writes == relu.reads == norm.makes[:1]
     assert not any("view" in f.name for f in trace.functions)
-    turn = next(i for i, f in enumerate(trace.functions) if f.backward)
-    assert trace.functions[turn - 1].name == "nll_loss_forward"
-    kept = {v.name for v in trace.variables if v.after}
-    assert kept >= {"head.weight", "momentum head.weight", "norm.running_var"}
+    first_backward = next(i for i, f in enumerate(trace.functions) if f.backward)
+    assert trace.functions[first_backward - 1].name == "nll_loss_forward"
+    persistent = {v.name for v in trace.variables if v.after}
+    assert persistent >= {"head.weight", "momentum head.weight", "norm.running_var"}
     assert {v.name for v in trace.variables if v.before and not v.after} == {"inputs", "targets"}
 
 
-def test_random_functions_are_marked_and_small_variables_stay() -> None:
+def test_random_functions_are_marked_and_small_variables_remain() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     trace = trace_step(model, LOSS, (8, 4), (8,), momentum=False)
     assert sum(f.draws for f in trace.functions) == 1

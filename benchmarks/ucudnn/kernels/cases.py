@@ -29,10 +29,10 @@ class Layer:
 
     def make(self) -> nn.Module:
         """Return it, with random filters."""
-        kind: Callable[..., nn.Module] = nn.Conv1d if len(self.image) == 1 else nn.Conv2d
+        layer_class: Callable[..., nn.Module] = nn.Conv1d if len(self.image) == 1 else nn.Conv2d
         padding = tuple(k // 2 for k in self.window)
-        given = {"padding": padding, "groups": self.groups, "bias": False}
-        return kind(self.channels, self.channels, self.window, **given)
+        options = {"padding": padding, "groups": self.groups, "bias": False}
+        return layer_class(self.channels, self.channels, self.window, **options)
 
     def rows(self) -> Tensor:
         """Return a random mini-batch."""

@@ -76,8 +76,8 @@ def inside(work: Work, cache: Path) -> float:
 def chosen(work: Work, cache: Path) -> tuple[anybatch.reports.Convolutions, float]:
     """Return what is chosen for a run, and the seconds in which that was measured."""
     with anybatch.convolutions(WORKSPACE, cache=cache) as found:
-        taken = seconds(work)
-    return found, taken
+        elapsed = seconds(work)
+    return found, elapsed
 
 
 def problem_of(layer: Layer, kernel: Kernel) -> Problem:
@@ -94,13 +94,13 @@ def best_of_torch(problem: Problem, operands: tuple[Tensor, Tensor]) -> tuple[st
     if len(problem.image) == 2:
         last = (t.contiguous(memory_format=torch.channels_last) for t in operands)
         ways["channels last"] = (next(last), next(last))
-    taken, size = {}, len(operands[0])
+    times, size = {}, len(operands[0])
     for name, (one, other) in ways.items():
         few = other if problem.kernel != "filter" else other[:1]
-        alone = seconds(partial(native, problem, one[:1], few))
-        whole = partial(native, problem, one, other)
-        taken[name] = alone * size if alone > LONG else seconds(whole)
-    name = min(taken, key=lambda name: taken[name])
+        one_image = seconds(partial(native, problem, one[:1], few))
+        work = partial(native, problem, one, other)
+        times[name] = one_image * size if one_image > LONG else seconds(work)
+    name = min(times, key=lambda name: times[name])
     return name, partial(native, problem, *ways[name])
 
 
@@ -113,13 +113,13 @@ def kernels(layer: Layer, cache: Path, rounds: int) -> Results:
         operands = torch.randn(one), torch.randn(other)
         layout, torchs = best_of_torch(problem, operands)
         work = partial(native, problem, *operands)
-        choice, taken = chosen(work, cache)
+        choice, elapsed = chosen(work, cache)
         (configuration,) = choice.configurations
         found[kernel] = {
             "layout": layout,
             "chosen": str(configuration),
             "workspace": configuration.workspace,
-            "choosing": round(taken, 2),
+            "choosing": round(elapsed, 2),
             **paired(torchs, work, cache, rounds),
         }
     return found
@@ -140,7 +140,7 @@ def step(cache: Path, rounds: int) -> Results:
     lasts = partial(train, last, x.contiguous(memory_format=torch.channels_last))
     work()
     lasts()
-    choice, taken = chosen(work, cache)
+    choice, elapsed = chosen(work, cache)
     works = {"contiguous": work, "channels last": lasts}
     against = {name: paired(torchs, work, cache, rounds) for name, torchs in works.items()}
     work()
@@ -149,8 +149,8 @@ def step(cache: Path, rounds: int) -> Results:
         work()
     ours = [p.grad for p in model.parameters() if p.grad is not None]
     gap = sum(float((a - b).square().sum()) for a, b in zip(ours, true, strict=True))
-    whole = sum(float(b.square().sum()) for b in true)
-    return {"against": against, "choosing": round(taken, 2), "error": (gap / whole) ** 0.5} | {
+    norm = sum(float(b.square().sum()) for b in true)
+    return {"against": against, "choosing": round(elapsed, 2), "error": (gap / norm) ** 0.5} | {
         "chosen": sum(str(c) != f"native@{c.size}" for c in choice.configurations),
         "kernels": len(choice.chosen),
     }

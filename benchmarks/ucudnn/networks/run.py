@@ -86,15 +86,17 @@ def compared(step: Step, cache: Path, rounds: int) -> Found:
     pairs = list[tuple[float, float]]()
     for index in range(rounds):
         sides = [partial(several, step), partial(inside, step, cache)]
-        taken = [side() for side in sides] if index % 2 else [side() for side in sides[::-1]][::-1]
-        pairs += zip(*taken, strict=True)
+        timings = (
+            [side() for side in sides] if index % 2 else [side() for side in sides[::-1]][::-1]
+        )
+        pairs += zip(*timings, strict=True)
     gap = sum(float((a - b).square().sum()) for a, b in zip(ours, true, strict=True))
-    whole = sum(float(b.square().sum()) for b in true)
+    norm = sum(float(b.square().sum()) for b in true)
     return {
         "ratio": quantiles([a / b for a, b in pairs]),
         "seconds": [median(side) for side in zip(*pairs, strict=True)],
         "choosing": choosing,
-        "error": (gap / whole) ** 0.5,
+        "error": (gap / norm) ** 0.5,
         "kernels": len(found.chosen),
         "divided": sum(map(divided, found.configurations)),
     }
@@ -118,8 +120,8 @@ def one_mode(names: list[str], device: str, rounds: int) -> Found:
     found: Found = {name: {} for name in names}
     with TemporaryDirectory() as folder:
         for name in names:
-            for layout, kind in LAYOUTS.items():
-                start, step = perf_counter(), Step(NETWORKS[name], kind, device)
+            for layout, memory_format in LAYOUTS.items():
+                start, step = perf_counter(), Step(NETWORKS[name], memory_format, device)
                 found[name][layout] = compared(step, Path(folder) / "costs.sqlite", rounds)
                 console.print(f"{name}, {layout}: {perf_counter() - start:.0f} s")
     return {"environment": environment(), "networks": found}

@@ -30,24 +30,24 @@ def check(
 
 
 def _one(kernel: Kernel, size: int, workspace: int, cache: Path, rounds: int) -> Found:
-    problem, chosen = kernel.heard.problem, kernel.within(POWERS, workspace)
+    problem, chosen = kernel.recorded.problem, kernel.within(POWERS, workspace)
     operands = (torch.randn(shape, device=problem.device) for shape in problem.operands(size))
     work = partial(native, problem, *operands)
-    pairs, told = [], ""
+    pairs, described = [], ""
     for index in range(rounds):
         if index % 2:
-            after, told = _inside(work, problem.device, workspace, cache)
+            after, described = _inside(work, problem.device, workspace, cache)
             before = seconds(work, problem.device)
         else:
             before = seconds(work, problem.device)
-            after, told = _inside(work, problem.device, workspace, cache)
+            after, described = _inside(work, problem.device, workspace, cache)
         pairs.append((before, after))
     torchs, ours = (median(side) for side in zip(*pairs, strict=True))
     return {
-        "layer": kernel.heard.layer,
+        "layer": kernel.recorded.layer,
         "kernel": problem.kernel,
-        "chosen": told,
-        "same": told == str(chosen),
+        "chosen": described,
+        "same": described == str(chosen),
         "predicted": [kernel.own.seconds, chosen.seconds],
         "seconds": [torchs, ours],
         "times": quantiles([a / b for a, b in pairs]),
@@ -58,5 +58,5 @@ def _inside(work: Work, device: str, workspace: int, cache: Path) -> tuple[float
     """Return what a run takes inside the context, and what was chosen."""
     with anybatch.convolutions(workspace, policy=POWERS, cache=cache) as found:
         work()
-        taken = seconds(work, device)
-    return taken, ", ".join(map(str, found.configurations))
+        elapsed = seconds(work, device)
+    return elapsed, ", ".join(map(str, found.configurations))

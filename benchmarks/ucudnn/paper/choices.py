@@ -22,7 +22,7 @@ from anybatch.conv.convolutions import Policy
 from anybatch.conv.costs import Costs
 from anybatch.conv.divide import Configuration
 from anybatch.conv.share import share
-from benchmarks.ucudnn.listen import Heard
+from benchmarks.ucudnn.listen import RecordedKernel
 
 MIB = 1 << 20
 WORKSPACES = (8 * MIB, 64 * MIB, 512 * MIB)
@@ -40,11 +40,11 @@ class Kernel:
     """A kernel of a network with what it may be.
 
     Attributes:
-        heard: which.
+        recorded: the kernel, as it was recorded.
         fronts: policy -> its configurations in the order of their workspace; torch's own is first.
     """
 
-    heard: Heard
+    recorded: RecordedKernel
     fronts: Fronts = field(default_factory=dict)
 
     @property
@@ -66,20 +66,22 @@ class Took:
     parts: int
 
 
-def look(costs: Costs, kernels: Sequence[Kernel], size: int, policy: str, limit: int) -> Took:
+def make_fronts(
+    costs: Costs, kernels: Sequence[Kernel], size: int, policy: str, limit: int
+) -> Took:
     """Measure what a policy asks for, and give every kernel its front; `undivided` comes of it."""
     measuring, solving, count = 0.0, 0.0, 0
     for kernel in kernels:
         start = perf_counter()
-        parts = costs.parts(kernel.heard.problem, size, policy, limit)
+        parts = costs.parts(kernel.recorded.problem, size, policy, limit)
         measured = perf_counter()
         found = worthwhile(parts, size, limit)
         solved = perf_counter()
-        problem = kernel.heard.problem
+        problem = kernel.recorded.problem
         kernel.fronts[policy] = certain(costs, problem, found)
         dueled = perf_counter()
-        whole = worthwhile([part for part in parts if part.size == size], size, limit)
-        kernel.fronts.setdefault(UNDIVIDED, certain(costs, problem, whole))
+        undivided = worthwhile([part for part in parts if part.size == size], size, limit)
+        kernel.fronts.setdefault(UNDIVIDED, certain(costs, problem, undivided))
         measuring, solving = measuring + measured - start, solving + solved - measured
         measuring, count = measuring + dueled - solved, count + len(parts)
     return Took(measuring, solving, count)
@@ -87,7 +89,7 @@ def look(costs: Costs, kernels: Sequence[Kernel], size: int, policy: str, limit:
 
 def each_within(kernels: Sequence[Kernel], policy: str, workspace: int) -> list[Configuration]:
     """Return a configuration for every kernel, as often as it comes: WR."""
-    return [k.within(policy, workspace) for k in kernels for _ in range(k.heard.count)]
+    return [k.within(policy, workspace) for k in kernels for _ in range(k.recorded.count)]
 
 
 @dataclass(frozen=True)
@@ -107,13 +109,13 @@ class Shared:
 
 def all_within(kernels: Sequence[Kernel], policy: str, total: int) -> Shared:
     """Divide a total among the kernels of a network: WD."""
-    fronts = [k.fronts[policy] for k in kernels for _ in range(k.heard.count)]
-    taken = []
+    fronts = [k.fronts[policy] for k in kernels for _ in range(k.recorded.count)]
+    timings = []
     for _ in range(SOLVED):
         start = perf_counter()
         chosen = share(fronts, total)
-        taken.append(perf_counter() - start)
-    return Shared(chosen, sum(map(len, fronts)), median(taken))
+        timings.append(perf_counter() - start)
+    return Shared(chosen, sum(map(len, fronts)), median(timings))
 
 
 def seconds_of(chosen: Sequence[Configuration]) -> float:

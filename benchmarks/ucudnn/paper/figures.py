@@ -63,9 +63,9 @@ def networks(results: Results, table: str, kinds: Sequence[str]) -> Figure | Non
     for axes, (name, one) in zip(grid, in_order(there, list(NETWORKS)), strict=True):
         found = by_size(one[table])
         labels = [f"{int(w) // MIB} MiB" for w, _ in found]
-        for at, kind in enumerate(kinds):
-            heights = [each[kind]["seconds"] if kind in each else 0.0 for _, each in found]
-            _bars(axes, at, len(kinds), heights, kind)
+        for at, choice in enumerate(kinds):
+            heights = [each[choice]["seconds"] if choice in each else 0.0 for _, each in found]
+            _bars(axes, at, len(kinds), heights, choice)
         _ticks(axes, labels, NETWORKS[name].title)
         axes.set_ylabel("seconds of all kernels")
     _legend(figure, grid[0])
@@ -132,9 +132,9 @@ def memory(results: Results) -> Figure | None:
     figure, grid = panels
     for axes, (name, one) in zip(grid, in_order(there, list(NETWORKS)), strict=True):
         rows = one["memory"]
-        for at, kind in enumerate((UNDIVIDED, "divided")):
+        for at, choice in enumerate((UNDIVIDED, "divided")):
             below = [0.0] * len(rows)
-            for shade, key in enumerate(("data", "filters", kind)):
+            for shade, key in enumerate(("data", "filters", choice)):
                 heights = [row[key] / MIB for row in rows]
                 places = [place + 0.4 * at for place in range(len(rows))]
                 label = LABELS[key] if at == 0 or shade == 2 else None
@@ -207,10 +207,10 @@ def _ticks(axes: Axes, labels: Sequence[str], title: str) -> None:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    lines, told = axes.get_legend_handles_labels()
+    lines, labels = axes.get_legend_handles_labels()
     figure.legend(
         lines,
-        told,
+        labels,
         loc="outside lower center",
         ncols=2 + 2 * (figure.get_figwidth() > 9),
         fontsize="small",

@@ -95,7 +95,7 @@ def conv_paper_shared(results: Results) -> str:
         for w, found in by_size(one["against"]):
             least = found[kinds[0]]["seconds"]
             row = [NETWORKS[name].title, _mib(int(w)), _mib(found["total"])]
-            row += [_shared(found[kind], least) for kind in kinds]
+            row += [_shared(found[choice], least) for choice in kinds]
             row += [str(found["variables"]), str(found["WD"]["kernels"])]
             rows.append([*row, f"{1000 * found['solving']:.2f}"])
     head = ["network", "each in WR", "total", *kinds, "variables", "kernels", "solving, ms"]
@@ -113,17 +113,17 @@ def _shared(one: Results, least: float) -> str:
 
 def conv_paper_shares(results: Results) -> str:
     """Every kernel's share of the total (Fig. 14)."""
-    rows, told = [], []
+    rows, lines = [], []
     for name, one in _networks(results):
-        whole = sum(share["workspace"] for share in one["shares"])
-        if not whole:
-            told.append(f"{NETWORKS[name].title}: every kernel stays torch's, and has no share.")
+        total = sum(share["workspace"] for share in one["shares"])
+        if not total:
+            lines.append(f"{NETWORKS[name].title}: every kernel stays torch's, and has no share.")
             continue
         for share in one["shares"]:
             if not share["workspace"]:
                 continue
             row = [f"{NETWORKS[name].title}, {share['layer']} {share['kernel']}", share["chosen"]]
-            row += [_mib(share["workspace"]), f"{share['workspace'] / whole:.1%}"]
+            row += [_mib(share["workspace"]), f"{share['workspace'] / total:.1%}"]
             rows.append([*row, f"{share['own']:.3g}", f"{share['seconds']:.3g}"])
     head = ["kernel", "chosen", "share", "of all", "torch, s", "seconds"]
     text = (
@@ -131,7 +131,7 @@ def conv_paper_shares(results: Results) -> str:
         "none are left out."
     )
     table = [markdown(head, rows)] if rows else []
-    return "\n\n".join([text, *table, *(f"- {line}" for line in told)])
+    return "\n\n".join([text, *table, *(f"- {line}" for line in lines)])
 
 
 def conv_paper_branches(results: Results) -> str:
@@ -142,7 +142,7 @@ def conv_paper_branches(results: Results) -> str:
             row = [MODULES[name].title, str(one["batch"]), str(one["kernels"]), _mib(int(total))]
             row.append(f"{found['torch']:.3g}")
             kinds = ("equal, undivided", "equal", "WD")
-            rows.append(row + [_shared(found[kind], found["torch"]) for kind in kinds])
+            rows.append(row + [_shared(found[choice], found["torch"]) for choice in kinds])
     head = ["module", "samples", "kernels", "total", "torch, s"]
     head += ["equal shares, undivided", "equal shares", "WD"]
     text = (
@@ -154,11 +154,11 @@ def conv_paper_branches(results: Results) -> str:
 
 def conv_paper_cliff(results: Results) -> str:
     """The best algorithm's workspace, and one byte less (Fig. 1)."""
-    rows, told = [], []
+    rows, lines = [], []
     for name, one in _networks(results):
         steps = [row for row in one["cliff"] if "less" in row]
-        kept = len(one["cliff"]) - len(steps)
-        told.append(f"- {NETWORKS[name].title}: {kept} of {len(one['cliff'])} have none.")
+        without = len(one["cliff"]) - len(steps)
+        lines.append(f"- {NETWORKS[name].title}: {without} of {len(one['cliff'])} have none.")
         for row in steps:
             best, less, parts = row["best"], row["less"], row["divided"]
             cells = [f"{NETWORKS[name].title}, {row['layer']} {row['kernel']}", best["chosen"]]
@@ -172,7 +172,7 @@ def conv_paper_cliff(results: Results) -> str:
         "brackets, over the best. Kernels whose best is torch's own need no workspace:"
     )
     table = [markdown([*head, "a byte less, divided", "by"], rows)] if rows else []
-    return "\n\n".join([text, "\n".join(told), *table])
+    return "\n\n".join([text, "\n".join(lines), *table])
 
 
 def conv_paper_checks(results: Results) -> str:

@@ -37,7 +37,7 @@ from benchmarks.ucudnn.listen import listen
 from benchmarks.ucudnn.models import LARGE, MODULES, NETWORKS, Network
 from benchmarks.ucudnn.paper import sections
 from benchmarks.ucudnn.paper.checks import check
-from benchmarks.ucudnn.paper.choices import ALL, POWERS, WORKSPACES, Kernel, look
+from benchmarks.ucudnn.paper.choices import ALL, POWERS, WORKSPACES, Kernel, make_fronts
 from benchmarks.ucudnn.paper.figures import draw
 
 HERE = Path(__file__).parent
@@ -62,8 +62,8 @@ class Bench:
 
     def kernels(self, network: Network) -> tuple[list[Kernel], Found]:
         """Return a network's kernels with their fronts, and what choosing took."""
-        found = [Kernel(heard) for heard in listen(network, self._device)]
-        took = look(self._costs, found, network.batch, POWERS, WORKSPACES[-1])
+        found = [Kernel(recorded) for recorded in listen(network, self._device)]
+        took = make_fronts(self._costs, found, network.batch, POWERS, WORKSPACES[-1])
         return found, {POWERS: asdict(took)}
 
     def network(self, name: str) -> Found:
@@ -71,28 +71,28 @@ class Bench:
         network = NETWORKS[name]
         kernels, took = self.kernels(network)
         if name == PAPERS:
-            more = look(self._costs, kernels, network.batch, ALL, sections.MIDDLE)
+            more = make_fronts(self._costs, kernels, network.batch, ALL, sections.MIDDLE)
             took[ALL] = asdict(more)
             took[ALL]["measuring"] += took[POWERS]["measuring"]  # whose parts it found in the file
-        count = sum(kernel.heard.count for kernel in kernels)
-        told: Found = {"batch": network.batch, "took": took, "each": sections.each(kernels)}
-        told |= {"unique": len(kernels), "kernels": count}
-        told |= {"memory": sections.memory(kernels, network.batch)}
-        told |= {"against": sections.against(kernels)}
-        told |= {"shares": sections.shares(kernels, WORKSPACES[0] * count)}
-        told |= {"cliff": sections.cliff(kernels)}
+        count = sum(kernel.recorded.count for kernel in kernels)
+        result: Found = {"batch": network.batch, "took": took, "each": sections.each(kernels)}
+        result |= {"unique": len(kernels), "kernels": count}
+        result |= {"memory": sections.memory(kernels, network.batch)}
+        result |= {"against": sections.against(kernels)}
+        result |= {"shares": sections.shares(kernels, WORKSPACES[0] * count)}
+        result |= {"cliff": sections.cliff(kernels)}
         if name == PAPERS:
-            told["conv2"] = sections.layer(kernels, CONV2)
+            result["conv2"] = sections.layer(kernels, CONV2)
         if name in (PAPERS, LARGE):
-            run = [k for k in kernels if name == LARGE or k.heard.layer == CONV2]
-            told["checks"] = check(run, network.batch, sections.MIDDLE, self._cache, self._rounds)
-        return told
+            run = [k for k in kernels if name == LARGE or k.recorded.layer == CONV2]
+            result["checks"] = check(run, network.batch, sections.MIDDLE, self._cache, self._rounds)
+        return result
 
     def module(self, name: str) -> Found:
         """Return what is said of a module of parallel branches."""
         network = MODULES[name]
         kernels, took = self.kernels(network)
-        count = sum(kernel.heard.count for kernel in kernels)
+        count = sum(kernel.recorded.count for kernel in kernels)
         return {"batch": network.batch, "took": took, "kernels": count} | {
             "totals": sections.branches(kernels)
         }
@@ -105,14 +105,14 @@ def measured(names: list[str], device: str, rounds: int) -> Found:
     found: Found = {"environment": environment(), "device": device, "seed": SEED, "rounds": rounds}
     with TemporaryDirectory() as folder:
         bench = Bench(device, Path(folder) / "costs.sqlite", rounds)
-        for kind, known, do in (
+        for part, subjects, do in (
             ("networks", NETWORKS, bench.network),
             ("modules", MODULES, bench.module),
         ):
-            found[kind] = {}
-            for name in (name for name in known if name in names):
+            found[part] = {}
+            for name in (name for name in subjects if name in names):
                 start = perf_counter()
-                found[kind][name] = do(name)
+                found[part][name] = do(name)
                 console.print(f"{name}: {perf_counter() - start:.0f} s")
     return found
 

@@ -34,32 +34,32 @@ TOTALS = (2 * MIB, 8 * MIB, 32 * MIB)
 
 def one(configuration: Configuration) -> Found:
     """Return a configuration as it goes into the results."""
-    told: Found = {"chosen": str(configuration), "seconds": configuration.seconds}
-    told["workspace"] = configuration.workspace
-    return told | {
+    result: Found = {"chosen": str(configuration), "seconds": configuration.seconds}
+    result["workspace"] = configuration.workspace
+    return result | {
         "parts": [[part.size, part.algorithm, part.seconds] for part in configuration.parts]
     }
 
 
 def summed(chosen: Sequence[Configuration]) -> Found:
     """Return what several configurations take together."""
-    told: Found = {"seconds": seconds_of(chosen), "workspace": bytes_of(chosen)}
-    return told | {"divided": sum(map(divided, chosen)), "kernels": len(chosen)}
+    result: Found = {"seconds": seconds_of(chosen), "workspace": bytes_of(chosen)}
+    return result | {"divided": sum(map(divided, chosen)), "kernels": len(chosen)}
 
 
 def policies(kernels: Sequence[Kernel], workspace: int) -> list[Policy]:
     """Return the policies that were measured; `all` only was within the middle workspace."""
-    known: list[Policy] = [UNDIVIDED, POWERS]
+    always: list[Policy] = [UNDIVIDED, POWERS]
     every = all(ALL in kernel.fronts for kernel in kernels) and workspace <= MIDDLE
-    return [*known, ALL] if every else known
+    return [*always, ALL] if every else always
 
 
 def layer(kernels: Sequence[Kernel], name: str) -> Found:
     """Return the kernels of a layer within the middle workspace (Fig. 9): kernel -> policy."""
     return {
-        k.heard.problem.kernel: {p: one(k.within(p, MIDDLE)) for p in policies([k], MIDDLE)}
+        k.recorded.problem.kernel: {p: one(k.within(p, MIDDLE)) for p in policies([k], MIDDLE)}
         for k in kernels
-        if k.heard.layer == name
+        if k.recorded.layer == name
     }
 
 
@@ -74,10 +74,10 @@ def each(kernels: Sequence[Kernel]) -> Found:
 def memory(kernels: Sequence[Kernel], size: int) -> list[Found]:
     """Return the bytes of every layer (Fig. 12): 512 MiB undivided, and 64 MiB divided."""
     rows = []
-    for name, found in groupby(kernels, key=lambda k: k.heard.layer):
+    for name, found in groupby(kernels, key=lambda k: k.recorded.layer):
         own = list(found)
-        problem = own[0].heard.problem
-        row: Found = {"layer": name, "count": own[0].heard.count}
+        problem = own[0].recorded.problem
+        row: Found = {"layer": name, "count": own[0].recorded.count}
         row["data"] = _bytes(problem, problem.operands(size)[0], problem.result(size))
         row["filters"] = _bytes(problem, problem.weight)
         row["undivided"] = max(k.within(UNDIVIDED, WORKSPACES[-1]).workspace for k in own)
@@ -92,7 +92,7 @@ def _bytes(problem: Problem, *shapes: Sequence[int]) -> int:
 
 def against(kernels: Sequence[Kernel]) -> Found:
     """Return WD beside WR at equal totals (Fig. 13): workspace of each in WR -> both."""
-    count = sum(k.heard.count for k in kernels)
+    count = sum(k.recorded.count for k in kernels)
     found: Found = {}
     for w in WORKSPACES:
         shared = all_within(kernels, POWERS, w * count)
@@ -113,8 +113,8 @@ def shares(kernels: Sequence[Kernel], total: int) -> list[Found]:
     chosen = iter(all_within(kernels, POWERS, total).chosen)
     rows = []
     for kernel in kernels:
-        mine = [next(chosen) for _ in range(kernel.heard.count)]
-        row: Found = {"layer": kernel.heard.layer, "kernel": kernel.heard.problem.kernel}
+        mine = [next(chosen) for _ in range(kernel.recorded.count)]
+        row: Found = {"layer": kernel.recorded.layer, "kernel": kernel.recorded.problem.kernel}
         row |= {"own": kernel.own.seconds * len(mine), "seconds": seconds_of(mine)}
         rows.append(row | {"workspace": bytes_of(mine), "chosen": str(mine[0])})
     return rows
@@ -122,10 +122,10 @@ def shares(kernels: Sequence[Kernel], total: int) -> list[Found]:
 
 def branches(kernels: Sequence[Kernel]) -> Found:
     """Return parallel branches within a total: equal shares, and WD."""
-    count = sum(k.heard.count for k in kernels)
+    count = sum(k.recorded.count for k in kernels)
     return {
         str(total): {
-            "torch": seconds_of([k.own for k in kernels for _ in range(k.heard.count)]),
+            "torch": seconds_of([k.own for k in kernels for _ in range(k.recorded.count)]),
             "equal, undivided": summed(each_within(kernels, UNDIVIDED, total // count)),
             "equal": summed(each_within(kernels, POWERS, total // count)),
             "WD": summed(all_within(kernels, POWERS, total).chosen),
@@ -139,7 +139,7 @@ def cliff(kernels: Sequence[Kernel]) -> list[Found]:
     rows = []
     for kernel in kernels:
         best = kernel.fronts[UNDIVIDED][-1]
-        row: Found = {"layer": kernel.heard.layer, "kernel": kernel.heard.problem.kernel}
+        row: Found = {"layer": kernel.recorded.layer, "kernel": kernel.recorded.problem.kernel}
         row |= {"best": one(best)}
         if best.workspace:
             less = best.workspace - 1

@@ -18,7 +18,7 @@ import torch
 import typer
 
 from anybatch.conv.chooser import worthwhile
-from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.network import Key
 from anybatch.conv.warm import Warming, warm
 from benchmarks.environment import environment
@@ -31,7 +31,7 @@ SEED = 0
 WORKSPACE = 64 << 20
 SAMPLES = 8
 NAMES = ("resnet18", LARGE)
-Parts = dict[Key, list[Part]]
+Parts = dict[Key, list[KernelPart]]
 
 
 def measured(keys: list[Key], processes: int, folder: Path) -> tuple[Parts, float]:
@@ -42,22 +42,22 @@ def measured(keys: list[Key], processes: int, folder: Path) -> tuple[Parts, floa
     return found, perf_counter() - start
 
 
-def compared(found: Parts, first: Parts, seconds: float, alone: float, processes: int) -> Any:
+def compared(found: Parts, first: Parts, seconds: float, single: float, processes: int) -> Any:
     """Return how a run's figures, and what is chosen by them, differ from those of the first."""
     ratios, differ, takes, least = [], 0, 0.0, 0.0
     for key, parts in found.items():
-        known = {(p.size, p.algorithm): p.seconds + p.setup for p in first[key]}
-        there = [p for p in parts if (p.size, p.algorithm) in known]
-        ratios += [(p.seconds + p.setup) / known[p.size, p.algorithm] for p in there]
+        by_part = {(p.size, p.algorithm): p.seconds + p.setup for p in first[key]}
+        there = [p for p in parts if (p.size, p.algorithm) in by_part]
+        ratios += [(p.seconds + p.setup) / by_part[p.size, p.algorithm] for p in there]
         best = worthwhile(first[key], key[1], WORKSPACE)[-1]
         mine = worthwhile(there, key[1], WORKSPACE)[-1]
         differ += str(mine) != str(best)
-        takes, least = takes + _by(mine, known), least + _by(best, known)
+        takes, least = takes + _by(mine, by_part), least + _by(best, by_part)
     tenths = quantiles(ratios, n=20)
     return {
         "processes": processes,
         "seconds": round(seconds, 2),
-        "share": round(seconds / alone, 3),
+        "share": round(seconds / single, 3),
         "ratios": [round(cut, 3) for cut in (tenths[0], tenths[9], tenths[18])],
         "differ": differ,
         "kernels": len(found),
@@ -65,9 +65,9 @@ def compared(found: Parts, first: Parts, seconds: float, alone: float, processes
     }
 
 
-def _by(configuration: Configuration, known: dict[tuple[int, str], float]) -> float:
+def _by(configuration: Configuration, by_part: dict[tuple[int, str], float]) -> float:
     """Return what a configuration takes by the figures of the first run."""
-    return sum(known[part.size, part.algorithm] for part in configuration.parts)
+    return sum(by_part[part.size, part.algorithm] for part in configuration.parts)
 
 
 def main(
@@ -80,8 +80,8 @@ def main(
     torch.manual_seed(SEED)
     torch.set_num_threads(1)
     names = NAMES[1:] if quick else NAMES
-    heard = [one for name in names for one in listen(NETWORKS[name])]
-    keys = list(dict.fromkeys((one.problem, SAMPLES) for one in heard))
+    recorded = [one for name in names for one in listen(NETWORKS[name])]
+    keys = list(dict.fromkeys((one.problem, SAMPLES) for one in recorded))
     keys = keys[:2] if quick else keys
     found: list[tuple[int, Parts, float]] = []
     with TemporaryDirectory() as folder:
@@ -89,8 +89,8 @@ def main(
             parts, seconds = measured(keys, count, Path(folder) / str(number))
             console.print(f"{count} processes: {seconds:.0f} s")
             found.append((count, parts, seconds))
-    (_, first, alone), *others = found
-    runs = [compared(parts, first, seconds, alone, n) for n, parts, seconds in others]
+    (_, first, single), *others = found
+    runs = [compared(parts, first, seconds, single, n) for n, parts, seconds in others]
     sizes = {"networks": ", ".join(names), "samples": SAMPLES, "kernels": len(keys)}
     results = {"environment": environment(), "seed": SEED, "sizes": sizes, "runs": runs}
     write(out / "results.json", results)

@@ -16,7 +16,7 @@ import numpy as np
 import typer
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.share import share
 from benchmarks.environment import environment
 from benchmarks.results import console, write
@@ -37,7 +37,7 @@ def drawn(rng: random.Random) -> Fronts:
         spaces = [0, *sorted(rng.sample(range(1, SCALE), rng.randint(0, POINTS - 1)))]
         seconds = sorted((rng.uniform(0.1, 1) * rng.choice([1, 10]) for _ in spaces), reverse=True)
         parts = zip(seconds, spaces, strict=True)
-        found.append([Configuration((Part(1, "any", t, w),)) for t, w in parts])
+        found.append([Configuration((KernelPart(1, "any", t, w),)) for t, w in parts])
     return found
 
 
@@ -49,8 +49,8 @@ def by_highs(fronts: Fronts, total: int) -> float:
     ones = np.zeros((len(fronts), len(t)))
     ones[owners, range(len(t))] = 1
     rules = [LinearConstraint(ones, 1, 1), LinearConstraint(w / total, -np.inf, 1)]
-    given = {"mip_rel_gap": 0.0}
-    found = milp(t, constraints=rules, integrality=1, bounds=Bounds(0, 1), options=given)
+    options = {"mip_rel_gap": 0.0}
+    found = milp(t, constraints=rules, integrality=1, bounds=Bounds(0, 1), options=options)
     assert found.success
     return float(found.fun)
 
@@ -64,8 +64,8 @@ def main(
     """Solve random instances by both, and write results.json."""
     instances = 2 if quick else instances
     rng = random.Random(SEED)
-    taken: dict[str, list[float]] = {"ours": [], "HiGHS": []}
-    optimal, variables = dict.fromkeys(taken, 0), []
+    seconds: dict[str, list[float]] = {"ours": [], "HiGHS": []}
+    optimal, variables = dict.fromkeys(seconds, 0), []
     for number in range(instances):
         fronts = drawn(rng)
         total = int(sum(front[-1].workspace for front in fronts) * rng.uniform(0.02, 0.9))
@@ -74,14 +74,14 @@ def main(
         ours = sum(c.seconds for c in share(fronts, total))
         between = perf_counter()
         highs = by_highs(fronts, total)
-        taken["ours"].append(between - begin)
-        taken["HiGHS"].append(perf_counter() - between)
+        seconds["ours"].append(between - begin)
+        seconds["HiGHS"].append(perf_counter() - between)
         optimal["ours"] += ours <= highs * (1 + 1e-9)
         optimal["HiGHS"] += highs <= ours * (1 + 1e-9)
         console.print(f"{number + 1} of {instances}")
     solvers = {
         name: {"median": median(times), "worst": max(times), "optimal": optimal[name]}
-        for name, times in taken.items()
+        for name, times in seconds.items()
     }
     sizes = {"instances": instances, "kernels": KERNELS}
     found = {"variables": round(median(variables)), "solvers": solvers}

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.conv.chooser import divided
-from benchmarks.agbn.learns.arms import MEASURES, Weights, apart
+from benchmarks.agbn.learns.arms import MEASURES, Weights, difference
 from benchmarks.mbs.real_limit.compare import DOUBLE
 from benchmarks.ucudnn.training.tasks import Task
 
@@ -64,20 +64,20 @@ def train(task: Task, arm: Arm, seed: int, cache: Path, device: str) -> Found:
     """Train once, and return its curves and its seconds."""
     model, optimizer = begun(task, seed, torch.float32, device)
     found: Found = {"arm": arm, "seed": seed, "loss": [], "test_loss": [], "test_accuracy": []}
-    taken, start = list[float](), perf_counter()
+    times, start = list[float](), perf_counter()
     with computed(arm, cache) as convolutions:
         for epoch in range(task.size.epochs):
             for inputs, targets in task.batches(task.size.batch, seed, epoch):
                 begin = perf_counter()
                 loss = step(model, optimizer, inputs.to(device), targets.to(device))
                 found["loss"].append(loss)
-                taken.append(perf_counter() - begin)
+                times.append(perf_counter() - begin)
             for name, figure in zip(
                 ("test_loss", "test_accuracy"), tested(model, task, device), strict=True
             ):
                 found[name].append(figure)
     found["wall"] = perf_counter() - start
-    found |= {"first": taken[0], "step": median(taken)}
+    found |= {"first": times[0], "step": median(times)}
     return found | {"divided": not_torchs(convolutions)}
 
 
@@ -136,25 +136,25 @@ def agreement(task: Task, steps: int, cache: Path, device: str) -> Found:
     (truth, _), (double, count) = after("torch", torch.float64), after("ours", torch.float64)
     ours, singles = after("ours", torch.float32)
     orders = [after("torch", torch.float32, order)[0] for order in ORDERS]
-    pairs = [apart(*pair) for pair in combinations(orders, 2)]
-    alone = [apart(one, truth) for one in orders]
+    pairs = [difference(*pair) for pair in combinations(orders, 2)]
+    errors = [difference(one, truth) for one in orders]
     return {
         "steps": steps,
         "batch": task.size.compared,
         "orders": len(ORDERS),
         "float64": {
-            "apart": apart(double, truth),
+            "apart": difference(double, truth),
             "divided": count,
             "allowed": dict.fromkeys(MEASURES, DOUBLE),
         },
         "float32": {
-            "apart": apart(ours, orders[0]),
+            "apart": difference(ours, orders[0]),
             "divided": singles,
             "allowed": {m: max(pair[m] for pair in pairs) for m in MEASURES},
         },
         "to_float64": {
-            "ours": apart(ours, truth),
-            "least": {m: min(one[m] for one in alone) for m in MEASURES},
-            "most": {m: max(one[m] for one in alone) for m in MEASURES},
+            "ours": difference(ours, truth),
+            "least": {m: min(one[m] for one in errors) for m in MEASURES},
+            "most": {m: max(one[m] for one in errors) for m in MEASURES},
         },
     }

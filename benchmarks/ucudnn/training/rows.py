@@ -30,7 +30,7 @@ def conv_training(results: Results) -> str:
                 row.append(spread([run[end][-1] for run in runs], scale, digits))
             rows.append(row)
     head = ["training", "convolutions", "wall of each seed, s", "a step, s", "the first, s"]
-    head += ["times as fast: a step (wall)", *(told for told, _, _ in ENDS.values())]
+    head += ["times as fast: a step (wall)", *(label for label, _, _ in ENDS.values())]
     return markdown(head, rows)
 
 
@@ -54,9 +54,9 @@ def conv_training_same(results: Results) -> str:
         for dtype in ("float64", "float32"):
             row = [f"{found['title']}, {dtype}", str(same[dtype]["divided"])]
             for measure in MEASURES:
-                apart, allowed = same[dtype]["apart"][measure], same[dtype]["allowed"][measure]
-                verdict = "within" if apart <= allowed else "beyond"
-                row.append(f"{figure(apart)} of {figure(allowed)}: {verdict}")
+                distance, limit = same[dtype]["apart"][measure], same[dtype]["allowed"][measure]
+                verdict = "within" if distance <= limit else "beyond"
+                row.append(f"{figure(distance)} of {figure(limit)}: {verdict}")
             rows.append(row)
         rows.append(_to_float64(found))
         lines += ends(found)
@@ -70,8 +70,8 @@ def _to_float64(found: Results) -> list[str]:
     same, cells = found["agreement"], list[str]()
     for measure in MEASURES:
         ours, low, high = (same["to_float64"][key][measure] for key in ("ours", "least", "most"))
-        told = f"torch in {same['orders']} orders {figure(low)} to {figure(high)}"
-        cells.append(f"{figure(ours)}; {told}")
+        label = f"torch in {same['orders']} orders {figure(low)} to {figure(high)}"
+        cells.append(f"{figure(ours)}; {label}")
     title = f"{found['title']}, float32, from torch in float64"
     return [title, str(same["float32"]["divided"]), *cells]
 
@@ -79,13 +79,13 @@ def _to_float64(found: Results) -> list[str]:
 def ends(found: Results) -> list[str]:
     """Whether our mean at the end lies within torch's seeds, in words."""
     lines = []
-    for end, (told, scale, digits) in ENDS.items():
+    for end, (label, scale, digits) in ENDS.items():
         torchs, ours = ([run[end][-1] for run in of(found, arm)] for arm in ("torch", "ours"))
         gaps = [a - b for a, b in zip(ours, torchs, strict=True)]
         low, high = min(torchs), max(torchs)
         within = "within" if low <= fmean(ours) <= high else "outside"
         lines.append(
-            f"- {found['title']}, {told}: {spread(gaps, scale, digits)} from torch, paired by "
+            f"- {found['title']}, {label}: {spread(gaps, scale, digits)} from torch, paired by "
             f"seed; the mean is {within} torch's seeds' {scale * low:.{digits}f} to "
             f"{scale * high:.{digits}f}."
         )

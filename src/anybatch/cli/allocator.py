@@ -11,7 +11,7 @@ torch cannot choose: glibc reads them from the environment before the first line
 the command starts itself again, once, with the environment of the mode. Only the command does, and
 not where a person has set glibc's variables; a library must not change a process behind its back.
 
-Source: design, section 5.10; glibc manual, "Malloc Tunable Parameters" and "Memory Allocation
+Source: glibc manual, "Malloc Tunable Parameters" and "Memory Allocation
 Tunables".
 """
 
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Mode = Literal["default", "fast", "tight"]
-Asked = Literal["auto", "default", "fast", "tight"]
+RequestedMode = Literal["auto", "default", "fast", "tight"]
 
 LARGE = str(2**30)  # bytes; a larger block is still mapped anew
 SMALL = str(2**19)  # bytes; a smaller block stays with the process when it is freed
@@ -34,7 +34,7 @@ HUGE_PAGES_SINCE = (2, 35)  # the glibc from which malloc asks for huge pages
 
 
 @dataclass(frozen=True)
-class Decision:
+class AllocatorChoice:
     """Which mode a process is to run in, and why.
 
     `environment` is what to start it again with; None leaves it as it is.
@@ -73,20 +73,20 @@ def running(environment: Mapping[str, str]) -> str:
 
 
 def decide(
-    asked: Asked, device: str, *, budgeted: bool, environment: Mapping[str, str]
-) -> Decision:
+    requested: RequestedMode, device: str, *, budgeted: bool, environment: Mapping[str, str]
+) -> AllocatorChoice:
     """Decide which mode the command runs in, and whether it must start again for it."""
     now = running(environment)
-    wanted = choose(device, budgeted=budgeted) if asked == "auto" else asked
+    wanted = choose(device, budgeted=budgeted) if requested == "auto" else requested
     if not glibc():
-        return Decision(now, "the modes are of glibc, which this system does not use")
+        return AllocatorChoice(now, "the modes are of glibc, which this system does not use")
     if now == wanted:
-        return Decision(now, _reason(asked, device, budgeted=budgeted))
+        return AllocatorChoice(now, _reason(requested, device, budgeted=budgeted))
     found = _set(environment)
     if found:
-        return Decision(now, f"left as the environment says: {', '.join(sorted(found))}")
+        return AllocatorChoice(now, f"left as the environment says: {', '.join(sorted(found))}")
     new = {**environment, **settings_of(wanted, glibc())}
-    return Decision(wanted, _reason(asked, device, budgeted=budgeted), new)
+    return AllocatorChoice(wanted, _reason(requested, device, budgeted=budgeted), new)
 
 
 def restart(environment: Mapping[str, str]) -> None:
@@ -102,8 +102,8 @@ def glibc() -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")) if name == "glibc" else ()
 
 
-def _reason(asked: Asked, device: str, *, budgeted: bool) -> str:
-    if asked != "auto":
+def _reason(requested: RequestedMode, device: str, *, budgeted: bool) -> str:
+    if requested != "auto":
         return "as --malloc says"
     if choose(device, budgeted=budgeted) == "tight":
         return "a budget of the host's memory: what is freed goes back at once"

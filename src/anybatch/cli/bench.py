@@ -54,7 +54,7 @@ from anybatch.cli.settings import Settings, parse_image_size
 from anybatch.cli.team import Team
 from anybatch.conv.convolutions import WORKSPACE, cache_file
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Part
+from anybatch.conv.divide import KernelPart
 from anybatch.conv.network import Key
 from anybatch.conv.warm import Warming, warm
 from anybatch.core.units import parse_bytes
@@ -117,9 +117,9 @@ def bench(
         with seeded(seed, threads):
             parts, batch = first_batch(settings)
             refuse_without_rows(batch.inputs)
-            hearing = kernels_of(parts.model, batch.inputs)
-            heard = min(ROWS, len(batch.inputs))
-            keys = at_size(hearing, heard, min(micro_batch or batch_size, batch_size))
+            recorder = kernels_of(parts.model, batch.inputs)
+            recorded_samples = min(ROWS, len(batch.inputs))
+            keys = at_size(recorder, recorded_samples, min(micro_batch or batch_size, batch_size))
             path = cache_file(True if cache is None else cache)
             assert path is not None
             costs = Costs(path)  # refuses a file that cannot be written, before all else
@@ -128,14 +128,14 @@ def bench(
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 found = _measured(keys, how, errors)
-                rows = rows_of({key: found[key] for key in keys}, hearing, costs, limit)
+                rows = rows_of({key: found[key] for key in keys}, recorder, costs, limit)
         console.print(table_of(rows))
         console.print(summary_of(rows), highlight=False, soft_wrap=True)
-        told = [str(one.message) for one in caught] or [f"Measurements are kept in {path}"]
-        console.print(f"{told[0]}.", highlight=False, markup=False, soft_wrap=True)
+        notes = [str(one.message) for one in caught] or [f"Measurements are kept in {path}"]
+        console.print(f"{notes[0]}.", highlight=False, markup=False, soft_wrap=True)
 
 
-def _measured(keys: list[Key], how: Warming, errors: Console) -> dict[Key, list[Part]]:
+def _measured(keys: list[Key], how: Warming, errors: Console) -> dict[Key, list[KernelPart]]:
     """Measure kernels, and move a bar."""
     columns = (
         TextColumn("measuring convolutions"),

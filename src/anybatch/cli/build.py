@@ -21,10 +21,10 @@ from anybatch.cli.devices import find_device
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.losses import make_loss
 from anybatch.cli.models.find import find_model
-from anybatch.cli.recipes import Recipe, choose, chosen_image_size
+from anybatch.cli.recipes import TrainingRecipe, choose, chosen_image_size
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import versions
-from anybatch.cli.team import ALONE, Team
+from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.views import Loader, Share, Views, make_views
 from anybatch.conv.convolutions import devices as divides_on
 from anybatch.core.absent import absent, type_of
@@ -34,10 +34,10 @@ from anybatch.tools.question import AUTO
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RunParts:
     """Parts of a run: recipe, data, views, loss, and the model on its device."""
 
-    recipe: Recipe
+    recipe: TrainingRecipe
     data: Data
     train: Views
     test: Views
@@ -45,7 +45,7 @@ class Parts:
     loss: Callable[..., Tensor] | Loss
     device: torch.device
 
-    def loader(self, settings: Settings, *, shuffle: bool, team: Team = ALONE) -> Loader:
+    def loader(self, settings: Settings, *, shuffle: bool, team: Team = SINGLE_PROCESS) -> Loader:
         """Return the mini-batches of the training views, shuffled, or of the test views."""
         return Loader(
             self.train if shuffle else self.test,
@@ -57,7 +57,7 @@ class Parts:
         )
 
 
-def build(settings: Settings, team: Team = ALONE) -> Parts:
+def build(settings: Settings, team: Team = SINGLE_PROCESS) -> RunParts:
     """Open the data and make everything that `settings` name, for one rank of the `team`.
 
     Raises:
@@ -66,9 +66,9 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
     settings.checked()
     device = find_device(team.device(settings.device))
     if settings.states not in (None, AUTO, *takes(device)):
-        allowed = " or ".join([*takes(device), AUTO])
+        permitted = " or ".join([*takes(device), AUTO])
         raise SettingsError(
-            f"states must be {allowed} on {type_of(device)}; got {settings.states}."
+            f"states must be {permitted} on {type_of(device)}; got {settings.states}."
         )
     if settings.workspace is not None and device.type not in divides_on():
         raise SettingsError(
@@ -94,7 +94,7 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
         image_size=train.crop,
         norm=settings.norm,
     )
-    return Parts(
+    return RunParts(
         recipe=recipe,
         data=data,
         train=train,
@@ -105,7 +105,7 @@ def build(settings: Settings, team: Team = ALONE) -> Parts:
     )
 
 
-def describe(settings: Settings, parts: Parts, team: Team = ALONE) -> dict[str, Any]:
+def describe(settings: Settings, parts: RunParts, team: Team = SINGLE_PROCESS) -> dict[str, Any]:
     """Return the contents of config.json: all settings, and all decisions that follow from them."""
     data = parts.data
     return {
@@ -137,7 +137,7 @@ def describe(settings: Settings, parts: Parts, team: Team = ALONE) -> dict[str, 
     }
 
 
-def circumstances(settings: Settings, parts: Parts, team: Team) -> dict[str, Any]:
+def circumstances(settings: Settings, parts: RunParts, team: Team) -> dict[str, Any]:
     """Return the entries of a run's summary on its settings, parts and process."""
     return {
         "batch_size": settings.batch_size,

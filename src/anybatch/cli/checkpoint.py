@@ -3,13 +3,13 @@
 The usual model, optimizer and schedule are not enough: after a restart dropout draws from the
 beginning again, an epoch starts over, its mean loss counts half of it. So a checkpoint also holds
 
-    dice     the states of torch's, Python's and numpy's generators
+    rng      the states of torch's, Python's and numpy's generators
     part     how far the present epoch is: mini-batches done, and the sums its figures are made of
 
 The order of the images and what is drawn for each is a function of seed and epoch (`views`), so
 mini-batches that are done are skipped without being read.
 
-A checkpoint may be asked for at any time, but is only right between two steps. `WholeStep` makes
+A checkpoint may be requested at any time, but is right only between two steps. `AtomicStep` makes
 every time such a time: a step that does not come to its end leaves nothing behind.
 """
 
@@ -29,16 +29,16 @@ from anybatch.cli.faults import RunFolderError
 from anybatch.cli.interrupts import unbroken
 from anybatch.cli.metrics import Metric
 from anybatch.core import accelerator
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 
-FORMAT = 2  # raised when what a checkpoint holds changes its meaning
+FORMAT = 3  # raised when what a checkpoint holds changes its meaning
 
 State = dict[str, Any]  # tensors, numbers, texts, and lists and dicts of them
 
 
 @dataclass
-class Part:
-    """The training half of an epoch, as far as it is done.
+class EpochProgress:
+    """Progress of an epoch: its training half, as far as it is done.
 
     `batches` counts mini-batches of the loader; `loss` is the sum over `images`.
     """
@@ -72,10 +72,10 @@ class Part:
 
 
 @dataclass
-class Counts:
+class RunCounters:
     """Progress of a run: complete epochs, steps, images, seconds; and number of resumptions.
 
-    `seconds` are those of the parts before this one, `train_seconds` those of all whole epochs.
+    `seconds` are those of the parts before this one, `train_seconds` those of all complete epochs.
     """
 
     epoch: int = 0
@@ -139,30 +139,30 @@ def checked(state: State) -> State:
     return state
 
 
-def dice() -> State:
+def rng_state() -> State:
     """Return the states of every generator that a model or a loss may draw from."""
-    now = Dice.now()
-    kind, keys, position, has_normal, normal = now.numpy
+    now = RNGState.now()
+    algorithm, keys, position, has_normal, normal = now.numpy
     words = torch.from_numpy(np.asarray(keys, np.int64))
     return {
         "torch": now.cpu,
         "devices": list(now.devices),
         "python": now.python,
-        "numpy": (str(kind), words, int(position), int(has_normal), float(normal)),
+        "numpy": (str(algorithm), words, int(position), int(has_normal), float(normal)),
     }
 
 
-def put_dice_back(state: State) -> None:
+def restore_rng(state: State) -> None:
     """Restore the RNG state; that of accelerators only where there are as many of them."""
     states = [(name, found) for name, found in state["devices"]]
     number = Counter(accelerator.of(name).type for name, _ in states)
     version, words, normal = state["python"]
-    kind, keys, *rest = state["numpy"]
-    Dice(
+    algorithm, keys, *rest = state["numpy"]
+    RNGState(
         cpu=state["torch"],
         devices=tuple(one for one in states if _as_many(one[0], number)),
         python=(version, tuple(words), normal),
-        numpy=(kind, keys.numpy().astype(np.uint32), *rest),
+        numpy=(algorithm, keys.numpy().astype(np.uint32), *rest),
     ).put_back()
 
 
@@ -171,21 +171,21 @@ def _as_many(name: str, number: Counter[str]) -> bool:
     return number[there.type] == there.count
 
 
-class WholeStep:
+class AtomicStep:
     """A step that either is `done` or has not happened: a context manager.
 
-    When the block ends in an error or an interrupt before `done` was called, the dice, the model's
-    buffers and the counts of the metric are put back to where it began. Parameters need no copy:
-    the optimizer moves them at the end, where no interrupt comes through. Those of the buffers are
-    on the host, not among the bytes of the device.
+    When the block ends in an error or an interrupt before `done` was called, the RNG state, the
+    model's buffers and the counts of the metric are put back to where it began. Parameters need no
+    copy: the optimizer moves them at the end, where no interrupt comes through. Those of the
+    buffers are on the host, not among the bytes of the device.
     """
 
     def __init__(self, model: nn.Module, metric: Metric | None = None) -> None:
         self.model, self.metric = model, metric
         self._done = False
 
-    def __enter__(self) -> WholeStep:
-        self._dice = Dice.now()
+    def __enter__(self) -> AtomicStep:
+        self._rng = RNGState.now()
         self._buffers = {n: b.to("cpu", copy=True) for n, b in self.model.named_buffers()}
         self._counts = dict(vars(self.metric)) if self.metric is not None else {}
         return self
@@ -196,14 +196,14 @@ class WholeStep:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None or self._done:
+        if error_type is None or self._done:
             return
         with unbroken(), torch.no_grad():
-            self._dice.put_back()
+            self._rng.put_back()
             if self.metric is not None:
                 vars(self.metric).update(self._counts)
             for name, buffer in self.model.named_buffers():

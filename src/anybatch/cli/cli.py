@@ -207,8 +207,8 @@ def train(
         if resume is None:
             summary = run_training(settings, progress, team=team)
         else:
-            given = _given(context, settings)
-            summary = resume_training(resume, given, progress, replan=replan, team=team)
+            named = _named_settings(context, settings)
+            summary = resume_training(resume, named, progress, replan=replan, team=team)
         console.print(summary_table(summary))
         if summary.skipped:
             plural = ("file", "was") if summary.skipped == 1 else ("files", "were")
@@ -242,8 +242,8 @@ def _refuse_leaving(offload: str, states: str | None, spill: str | None) -> None
     Raises:
         SettingsError: something is to.
     """
-    asked = (("offload", offload, "auto"), ("states", states, None), ("spill", spill, None))
-    left = [f"--{name} {value}" for name, value, default in asked if value != default]
+    options = (("offload", offload, "auto"), ("states", states, None), ("spill", spill, None))
+    left = [f"--{name} {value}" for name, value, default in options if value != default]
     if left:
         raise SettingsError(
             "compare trains with everything in memory, as a loop by hand does; "
@@ -251,7 +251,7 @@ def _refuse_leaving(offload: str, states: str | None, spill: str | None) -> None
         )
 
 
-def _given(context: typer.Context, settings: Settings) -> dict[str, Any]:
+def _named_settings(context: typer.Context, settings: Settings) -> dict[str, Any]:
     """Return the settings that were named on the command line."""
     names = {field.name for field in dataclasses.fields(Settings)}
     return {

@@ -47,12 +47,14 @@ def compare(settings: Settings, steps: int) -> Group:
         device = build(settings).device  # what does not fit together is said once, before both
     _refuse_device(device)
     budget = parse_bytes(settings.memory)
-    rows = {name: train_apart(settings, steps, plain=name == PLAIN) for name in (PLAIN, OURS)}
+    rows = {
+        name: train_in_subprocess(settings, steps, plain=name == PLAIN) for name in (PLAIN, OURS)
+    }
     errors = [Text(f"{name}: {ended.error}") for name, ended in rows.items() if ended.error]
     return Group(table(rows, settings.batch_size, budget), *errors)
 
 
-def train_apart(settings: Settings, steps: int, *, plain: bool) -> Ended:
+def train_in_subprocess(settings: Settings, steps: int, *, plain: bool) -> Ended:
     """Train in a process of its own; one that the system ends has failed.
 
     Raises:

@@ -67,7 +67,7 @@ def refuse_measured(device: AbsentDevice | None, *, measure: bool, workspace: bo
         SettingsError: naming it.
     """
     named = {"measure or a goal": measure, "workspace or convolutions": workspace}
-    found = [name for name, given in named.items() if given]
+    found = [name for name, requested in named.items() if requested]
     if device is not None and found:
         raise SettingsError(
             f"{' and '.join(found)} must be measured on the device; a CUDA device of {device.size} "

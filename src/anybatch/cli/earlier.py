@@ -5,7 +5,7 @@ old files removed at the start, a mistyped word would cost a trained model. They
 folder beside them, which costs nothing and loses nothing, and either removed or renamed back.
 
     RUN/.earlier.moving     on its way in or out: what lies here and in RUN is one run
-    RUN/.earlier            whole; what lies in RUN has not taken a step
+    RUN/.earlier            complete; what lies in RUN has not taken a step
     RUN/.earlier.removing   of no more use
 
 A folder's own name changes in one step (os.replace), so a process that is killed at any point
@@ -24,7 +24,7 @@ class Earlier:
 
     def __init__(self, path: Path, ours: Callable[[str], bool]) -> None:
         self.path, self.ours = path, ours
-        self._whole = path / ".earlier"
+        self._complete = path / ".earlier"
         self._moving = path / ".earlier.moving"
         self._removing = path / ".earlier.removing"
 
@@ -33,30 +33,30 @@ class Earlier:
         shutil.rmtree(self._removing, ignore_errors=True)
         if self._moving.exists():
             self._move_back()
-        if self._whole.exists():
+        if self._complete.exists():
             self.remove_new()
         elif any(self.found()):
             self._moving.mkdir()
             for file in list(self.found()):
                 file.replace(self._moving / file.name)
-            self._moving.replace(self._whole)
+            self._moving.replace(self._complete)
 
     def restore(self) -> None:
         """Put the earlier run, if there is one, in the place of the new one."""
-        if self._whole.exists():
+        if self._complete.exists():
             self.remove_new()
-            self._whole.replace(self._moving)
+            self._complete.replace(self._moving)
             self._move_back()
 
     def drop(self) -> None:
         """Remove the earlier run for good."""
-        if self._whole.exists():
-            self._whole.replace(self._removing)
+        if self._complete.exists():
+            self._complete.replace(self._removing)
             shutil.rmtree(self._removing)
 
     def waits(self) -> bool:
         """Return whether an earlier run is set aside."""
-        return self._whole.exists()
+        return self._complete.exists()
 
     def remove_new(self) -> None:
         """Remove the files of the run in the folder."""

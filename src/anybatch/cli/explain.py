@@ -15,10 +15,10 @@ from rich.console import Console
 
 from anybatch import Plan
 from anybatch import check as check_gradients
-from anybatch.cli.build import Parts, build, describe, seeded
+from anybatch.cli.build import RunParts, build, describe, seeded
 from anybatch.cli.devices import absent_device, refuse_measured
 from anybatch.cli.explained import Explained
-from anybatch.cli.norms import Norms
+from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.options import (
     BatchNormOption,
     BatchSizeOption,
@@ -66,13 +66,13 @@ from anybatch.cli.progress import Silent
 from anybatch.cli.reading import Reading
 from anybatch.cli.recipes import make_optimizer
 from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.known import Known
 from anybatch.cli.report.page import page_of
+from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.write import refuse_page, write_page
 from anybatch.cli.settings import Settings, parse_image_size
 from anybatch.cli.team import Team
 from anybatch.cli.timeline import NONE, colored, refuse_picture, write_picture
-from anybatch.cli.views import Batch
+from anybatch.cli.views import LoadedBatch
 from anybatch.cli.wanted import Wanted
 from anybatch.core.absent import planned_for
 from anybatch.reports import StepTimeline
@@ -175,12 +175,14 @@ def plan(
             parts, batch = first_batch(settings)
             refuse_to_plan(settings, parts.device)
             stepped = make_optimizer(parts.recipe, parts.model.parameters())
-            asked = question_of(settings, parts, stepped, Norms(settings, batch_size), batch)
+            question = question_of(
+                settings, parts, stepped, BatchNormPolicy(settings, batch_size), batch
+            )
             with explained.context():
-                found = asked.answer(explained.share, states, timed=measure)
-            step, told = asked.engine_of(found).timeline(), describe(settings, parts)
+                found = question.answer(explained.share, states, timed=measure)
+            step, config = question.engine_of(found).timeline(), describe(settings, parts)
             if measure and found.states is None:
-                found = wanted.measured(found, settings, parts, asked.make(plan=found), stepped)
+                found = wanted.measured(found, settings, parts, question.make(plan=found), stepped)
             elif measure:
                 found = replace(found, reasons=(*found.reasons, NOT_MEASURED))
             rows = explained.rows(found, parts, batch)
@@ -196,7 +198,7 @@ def plan(
             _draw(step, picture, chart=not json)
         if html is not None:
             shown = None if step is None else Envelope.of(step)
-            write_page(page_of(Known("plan", told, plan=found, step=shown)), html)
+            write_page(page_of(RunRecord("plan", config, plan=found, step=shown)), html)
             typer.echo(f"The plan is explained in {html}.", err=json)
 
 
@@ -268,7 +270,7 @@ def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:
     return NO_CHOICE if measured or fixed else UNTIMED
 
 
-def first_batch(settings: Settings) -> tuple[Parts, Batch]:
+def first_batch(settings: Settings) -> tuple[RunParts, LoadedBatch]:
     """Return the parts of a run, its model in training mode, and its first mini-batch."""
     parts = build(settings)
     reading = Reading(Silent(), skip_corrupt=settings.skip_corrupt)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from anybatch import Plan
 from anybatch import convolutions as divided
-from anybatch.cli.build import Parts
+from anybatch.cli.build import RunParts
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.fronts import draw_fronts
 from anybatch.cli.kernels import (
@@ -26,7 +26,7 @@ from anybatch.cli.kernels import (
     table_of,
 )
 from anybatch.cli.timeline import write
-from anybatch.cli.views import Batch
+from anybatch.cli.views import LoadedBatch
 from anybatch.conv.convolutions import WORKSPACE, cache_file
 from anybatch.conv.costs import Costs
 from anybatch.conv.problem import Problem
@@ -82,14 +82,14 @@ class Explained:
                 "them out."
             )
         try:
-            whole = None if total is None else parse_bytes(total, "workspace-total")
+            total_bytes = None if total is None else parse_bytes(total, "workspace-total")
             if convolutions and workspace is None:
-                workspace = whole or _default(memory)
+                workspace = total_bytes or _default(memory)
             if workspace not in (None, AUTO):
                 parse_bytes(workspace, "workspace", word=AUTO)
         except ValueError as error:
             raise SettingsError(f"{error}.") from error
-        return cls(workspace, whole, cache, convolutions, not json)
+        return cls(workspace, total_bytes, cache, convolutions, not json)
 
     @property
     def share(self) -> str | None:
@@ -105,18 +105,18 @@ class Explained:
         with divided(self.workspace, cache=True if self.cache is None else self.cache):
             yield
 
-    def rows(self, plan: Plan, parts: Parts, batch: Batch) -> list[Row]:
+    def rows(self, plan: Plan, parts: RunParts, batch: LoadedBatch) -> list[Row]:
         """Return the kernels of a plan; none where no table is requested."""
         if not self.wanted or plan.convolutions is None:
             return []
         refuse_without_rows(batch.inputs)
         parts.model.train()
-        hearing = kernels_of(parts.model, batch.inputs)
+        recorder = kernels_of(parts.model, batch.inputs)
         limit = plan.convolutions.workspace
         costs = Costs(cache_file(True if self.cache is None else self.cache), seconds=0)
         keys = [(Problem(**dict(one.kernel)), one.samples) for one in plan.convolutions.kernels]
         found = {key: costs.parts(*key, plan.convolutions.policy, limit) for key in keys}
-        return rows_of(found, hearing, costs, limit, self.total)
+        return rows_of(found, recorder, costs, limit, self.total)
 
     def show(self, rows: list[Row], picture: Path | None) -> None:
         """Print the table, and draw the picture if a file was named."""

@@ -1,8 +1,8 @@
 """Files of a run, each complete or absent, and the error where one cannot be written.
 
 `torch.save` to the final name leaves half a file when the disk is full or the process dies. Here a
-file is written beside its place, forced to the disk, and then takes the old one's name in one step
-(os.replace), so the old one is whole until the new one is.
+file is written next to its place, forced to the disk, and then takes the old one's name in one step
+(os.replace), so the old one is complete until the new one is.
 
     .NAME.part ──written, forced to the disk──> NAME
 """
@@ -33,17 +33,17 @@ class Files:
         Raises:
             RunFolderError: it cannot be written; the one that was there is whole.
         """
-        beside = self.path / f".{name}.part"
+        temporary = self.path / f".{name}.part"
         try:
             with self.failing(name):
-                with beside.open("wb") as file:
+                with temporary.open("wb") as file:
                     write(file)
                     file.flush()
                     os.fsync(file.fileno())
-                beside.replace(self.path / name)
+                temporary.replace(self.path / name)
                 _sync_folder(self.path)
         finally:
-            beside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def failing(self, name: str) -> Iterator[None]:

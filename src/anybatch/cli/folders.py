@@ -136,13 +136,13 @@ def hold_out(items: Sequence[T], classes: Sequence[int]) -> tuple[list[T], list[
     wanted = math.ceil(HELD_OUT * len(items))
     names, counts = np.unique(labels, return_counts=True)
     shares = HELD_OUT * counts
-    taken = np.minimum(np.floor(shares).astype(int), counts - 1)
+    held_out = np.minimum(np.floor(shares).astype(int), counts - 1)
     for most in np.argsort(-(shares - np.floor(shares)), kind="stable"):
-        if taken.sum() < wanted and taken[most] < counts[most] - 1:
-            taken[most] += 1
+        if held_out.sum() < wanted and held_out[most] < counts[most] - 1:
+            held_out[most] += 1
     draw = np.random.default_rng(SPLIT_SEED)
     test: set[int] = set()
-    for name, take in zip(names, taken, strict=True):
+    for name, take in zip(names, held_out, strict=True):
         test.update(draw.permutation(np.flatnonzero(labels == name))[:take].tolist())
     if not test:  # no class has two samples
         test.add(int(draw.integers(len(items))))

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from anybatch.cli.faults import SettingsError
 from anybatch.conv.chooser import certain, divided, own_of, worthwhile
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, Part
-from anybatch.conv.heard import Hearing
+from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.network import Key
+from anybatch.conv.recorder import KernelRecorder
 from anybatch.conv.share import share
 from anybatch.core.tree import tensors
 from anybatch.core.units import show_bytes
@@ -30,7 +30,7 @@ WIDE = 110
 """Columns of a table that nobody reads on a terminal."""
 
 ROWS = 2
-"""Samples with which a model is listened to: one may be laid out in another way."""
+"""Samples with which a model's kernels are recorded: one may be laid out in another way."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Row:
         return f"{self.layers[0]}{more}" if self.layers else "-"
 
 
-def kernels_of(model: nn.Module, inputs: Tensor) -> Hearing:
+def kernels_of(model: nn.Module, inputs: Tensor) -> KernelRecorder:
     """Record the kernels of a forward and a backward on a few samples; restore all state.
 
     Args:
@@ -68,24 +68,24 @@ def kernels_of(model: nn.Module, inputs: Tensor) -> Hearing:
     x = inputs[:ROWS].to(next(model.parameters()).device)
     buffers = [buffer.clone() for buffer in model.buffers()]
     gradients = [p.grad for p in model.parameters()]
-    with torch.random.fork_rng(), Hearing(model) as hearing:
+    with torch.random.fork_rng(), KernelRecorder(model) as recorder:
         torch.stack([t.sum() for _, t in tensors(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for buffer, before in zip(model.buffers(), buffers, strict=True):
             buffer.copy_(before)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         parameter.grad = gradient
-    return hearing
+    return recorder
 
 
-def at_size(hearing: Hearing, heard: int, size: int) -> list[Key]:
+def at_size(recorder: KernelRecorder, recorded_samples: int, size: int) -> list[Key]:
     """Return the recorded kernels with their samples scaled to `size`."""
-    return [(problem, max(1, n * size // heard)) for problem, n in hearing.keys]
+    return [(problem, max(1, n * size // recorded_samples)) for problem, n in recorder.keys]
 
 
 def rows_of(
-    found: Mapping[Key, Sequence[Part]],
-    hearing: Hearing,
+    found: Mapping[Key, Sequence[KernelPart]],
+    recorder: KernelRecorder,
     costs: Costs,
     limit: int,
     total: int | None = None,
@@ -94,7 +94,7 @@ def rows_of(
 
     Args:
         found: what was measured of them.
-        hearing: knows their layers.
+        recorder: knows their layers.
         costs: knows duels, or fights them, as when kernels are run.
         limit: bytes of workspace for each.
         total: bytes for all of them together, divided so that all together are fastest. Default
@@ -109,7 +109,7 @@ def rows_of(
         chosen = share(list(fronts.values()), total)
     return [
         Row(
-            tuple(hearing.layers(key[0])),
+            tuple(recorder.layers(key[0])),
             key,
             own_of(found[key], key[1]).seconds,
             tuple(fronts[key]),
@@ -130,10 +130,10 @@ def table_of(rows: Iterable[Row]) -> Table:
         )
     for row in rows:
         problem, size = row.key
-        taken = row.chosen
-        best = [str(taken), _ms(taken.seconds), show_bytes(taken.workspace)]
-        gain = f"{row.seconds / taken.seconds:.1f}"
-        ours = [*best, gain] if divided(taken) else ["torch's own", "", "", ""]
+        chosen = row.chosen
+        best = [str(chosen), _ms(chosen.seconds), show_bytes(chosen.workspace)]
+        gain = f"{row.seconds / chosen.seconds:.1f}"
+        ours = [*best, gain] if divided(chosen) else ["torch's own", "", "", ""]
         cells = [row.name, problem.kernel, str(size), _ms(row.seconds), *ours]
         table.add_row(*map(Text, cells))
     return table
@@ -159,14 +159,14 @@ def summary_of(rows: Sequence[Row]) -> str:
 
 
 def refuse_without_rows(inputs: Tensor) -> None:
-    """Refuse to listen to a model without samples.
+    """Refuse to record a model without samples.
 
     Raises:
         SettingsError: there are none.
     """
     if not len(inputs):
         raise SettingsError(
-            "convolutions are heard with a sample or more; the data have none that can be read."
+            "convolutions are recorded with a sample or more; the data have none that can be read."
         )
 
 

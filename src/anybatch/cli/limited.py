@@ -29,14 +29,14 @@ from torch import Tensor
 
 from anybatch import Engine, Plan
 from anybatch import plan as foresee
-from anybatch.cli.build import Parts, build, seeded
-from anybatch.cli.checkpoint import dice, put_dice_back
+from anybatch.cli.build import RunParts, build, seeded
+from anybatch.cli.checkpoint import restore_rng, rng_state
 from anybatch.cli.losses import plain_loss
 from anybatch.cli.progress import Silent
 from anybatch.cli.reading import Reading
 from anybatch.cli.recipes import make_optimizer, make_schedule
 from anybatch.cli.settings import Settings
-from anybatch.cli.views import Batch
+from anybatch.cli.views import LoadedBatch
 from anybatch.core import accelerator
 from anybatch.core.units import parse_bytes
 from anybatch.errors import AnybatchError
@@ -47,7 +47,7 @@ if sys.platform != "win32":
 
 READY = "ready"
 SHARE, OFFSET = 0.15, 50 * 10**6  # of the budget, and bytes
-Take = Callable[[Batch], Tensor]
+Take = Callable[[LoadedBatch], Tensor]
 Step = tuple[Take, Callable[[], int | None]]  # and its peak of live bytes
 Limited = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -56,9 +56,9 @@ Limited = Callable[[], contextlib.AbstractContextManager[None]]
 class Ended:
     """How a training ended.
 
-    `error` is empty where it fitted. `steps` are whole; `seconds` are those of one on a mini-batch
-    of full size, the median; `peak` is bytes of live tensors in the first step, `growth` how far
-    the process grew; `loss` is the last step's.
+    `error` is empty where it fitted. `steps` are complete; `seconds` are those of one on a
+    mini-batch of full size, the median; `peak` is bytes of live tensors in the first step, `growth`
+    how far the process grew; `loss` is the last step's.
     """
 
     error: str = ""
@@ -94,11 +94,13 @@ def train_limited(settings: Settings, steps: int, *, plain: bool) -> Ended:
         return _steps(_streamed(settings, parts, plan), batch, batches, limited)
 
 
-def _steps(step: Step, batch: Batch | None, batches: Iterator[Batch], limited: Limited) -> Ended:
+def _steps(
+    step: Step, batch: LoadedBatch | None, batches: Iterator[LoadedBatch], limited: Limited
+) -> Ended:
     """Take the steps, until one fails."""
     take, peak = step
-    before, loss, error, taken = _resident(), None, "", 0
-    whole, seconds = len(batch.inputs) if batch is not None else 0, []
+    before, loss, error, done = _resident(), None, "", 0
+    full_size, seconds = len(batch.inputs) if batch is not None else 0, []
     while batch is not None:
         started = time.perf_counter()
         try:
@@ -107,14 +109,14 @@ def _steps(step: Step, batch: Batch | None, batches: Iterator[Batch], limited: L
         except Exception as raised:
             error = _first_line(raised)
             break
-        taken += 1
-        if len(batch.inputs) == whole:
+        done += 1
+        if len(batch.inputs) == full_size:
             seconds.append(time.perf_counter() - started)
-        batch = None  # one at a time, beside the next
+        batch = None  # one at a time, not with the next
         batch = next(batches, None)
     return Ended(
         error=error,
-        steps=taken,
+        steps=done,
         seconds=statistics.median(seconds[1:] or seconds) if seconds else None,
         peak=peak(),
         growth=_grown(before),
@@ -122,13 +124,13 @@ def _steps(step: Step, batch: Batch | None, batches: Iterator[Batch], limited: L
     )
 
 
-def _plan(settings: Settings, parts: Parts, batch: Batch) -> Plan | AnybatchError:
+def _plan(settings: Settings, parts: RunParts, batch: LoadedBatch) -> Plan | AnybatchError:
     """Return the plan, or the error that prevents it; the RNG state is restored.
 
     The plain training makes it too, and makes nothing of it: so both begin alike, with kernels
     and modules loaded.
     """
-    state = dice()
+    state = rng_state()
     parts.model.train()
     try:
         return foresee(
@@ -144,17 +146,17 @@ def _plan(settings: Settings, parts: Parts, batch: Batch) -> Plan | AnybatchErro
     except AnybatchError as error:
         return error.with_traceback(None)
     finally:
-        put_dice_back(state)
+        restore_rng(state)
 
 
-def _plain(settings: Settings, parts: Parts) -> Step:
+def _plain(settings: Settings, parts: RunParts) -> Step:
     """Return the step of a loop without the engine: the full batch at once."""
     model, loss_fn = parts.model, plain_loss(parts.recipe.loss)
     update = _update(settings, parts, make_optimizer(parts.recipe, model.parameters()))
     meter = Meter(parts.device, {"parameters": model.parameters(), "buffers": model.buffers()})
     counts = [contextlib.nullcontext() if accelerator.of(parts.device).peaks else meter]
 
-    def take(batch: Batch) -> Tensor:
+    def take(batch: LoadedBatch) -> Tensor:
         with counts.pop() if counts else contextlib.nullcontext():
             inputs, targets = batch.inputs.to(parts.device), batch.targets.to(parts.device)
             loss: Tensor = loss_fn(model(inputs), targets)
@@ -165,7 +167,7 @@ def _plain(settings: Settings, parts: Parts) -> Step:
     return take, lambda: _most_there(parts.device) or meter.peak
 
 
-def _streamed(settings: Settings, parts: Parts, plan: Plan) -> Step:
+def _streamed(settings: Settings, parts: RunParts, plan: Plan) -> Step:
     """Return the step with the engine."""
     optimizer = make_optimizer(parts.recipe, parts.model.parameters())
     update = _update(settings, parts, optimizer)
@@ -174,7 +176,7 @@ def _streamed(settings: Settings, parts: Parts, plan: Plan) -> Step:
     )
     peaks: list[int | None] = []
 
-    def take(batch: Batch) -> Tensor:
+    def take(batch: LoadedBatch) -> Tensor:
         loss = engine.backward(batch.inputs, batch.targets)
         assert engine.last is not None
         peaks.append(engine.last.peak_bytes)
@@ -185,7 +187,7 @@ def _streamed(settings: Settings, parts: Parts, plan: Plan) -> Step:
 
 
 def _update(
-    settings: Settings, parts: Parts, optimizer: torch.optim.Optimizer
+    settings: Settings, parts: RunParts, optimizer: torch.optim.Optimizer
 ) -> Callable[[], None]:
     """Return the function that updates the parameters after a gradient, as the run would."""
     steps = parts.recipe.epochs * len(parts.loader(settings, shuffle=True))
@@ -199,14 +201,14 @@ def _update(
     return update
 
 
-def _batches(settings: Settings, parts: Parts, steps: int) -> Iterator[Batch]:
-    loader, taken = parts.loader(settings, shuffle=True), 0
+def _batches(settings: Settings, parts: RunParts, steps: int) -> Iterator[LoadedBatch]:
+    loader, done = parts.loader(settings, shuffle=True), 0
     reading = Reading(Silent(), skip_corrupt=settings.skip_corrupt)
     for epoch in range(1, parts.recipe.epochs + 1):
         for _, batch in reading.epoch(loader, epoch):
-            if taken == steps:
+            if done == steps:
                 return
-            taken += 1
+            done += 1
             yield batch
 
 
@@ -263,9 +265,9 @@ def _first_line(error: BaseException) -> str:
 def main() -> None:
     """Read the settings of a training from the first argument, and print its result as JSON."""
     order: dict[str, Any] = json.loads(sys.argv[1])
-    told = order["settings"]
-    size = told["image_size"]
-    settings = Settings(**{**told, "image_size": None if size is None else tuple(size)})
+    values = order["settings"]
+    size = values["image_size"]
+    settings = Settings(**{**values, "image_size": None if size is None else tuple(size)})
     ended = train_limited(settings, order["steps"], plain=order["plain"])
     sys.stdout.write(json.dumps(dataclasses.asdict(ended)) + "\n")
 

@@ -23,7 +23,7 @@ from anybatch.reports import StepReport
 NAME = "metrics.jsonl"
 
 
-class Log:
+class RunLog:
     """The log of the run in the folder `path`."""
 
     def __init__(self, path: Path) -> None:
@@ -80,13 +80,13 @@ class Log:
         if not self._waiting:
             return
         with self.path.open("ab", buffering=0) as file:
-            whole = os.fstat(file.fileno()).st_size
+            old_length = os.fstat(file.fileno()).st_size
             try:
                 left = self._waiting
                 while left:
                     left = left[file.write(left) or 0 :]
             except OSError:
-                file.truncate(whole)
+                file.truncate(old_length)
                 raise
         self._waiting = b""
 

@@ -42,8 +42,8 @@ def bce_dice(logits: Tensor, masks: Tensor) -> Tensor:
 
     `logits` and `masks` (0 or 1) are [N, 1, H, W].
     """
-    dice = dice_coefficient(torch.sigmoid(logits).flatten(), masks.flatten())
-    return F.binary_cross_entropy_with_logits(logits, masks) + 1 - dice
+    coefficient = dice_coefficient(torch.sigmoid(logits).flatten(), masks.flatten())
+    return F.binary_cross_entropy_with_logits(logits, masks) + 1 - coefficient
 
 
 def bce_dice_per_image(logits: Tensor, masks: Tensor) -> Tensor:

@@ -16,11 +16,11 @@ from anybatch import Adaptive, Plateau
 from anybatch.cli.settings import Settings
 
 
-class Norms:
-    """BatchNorm of a run with mini-batches of `batch_size` samples, except the last.
+class BatchNormPolicy:
+    """BatchNorm policy of a run with mini-batches of `batch_size` samples, except the last.
 
     Attributes:
-        given: what an engine is given as its `batchnorm`.
+        batchnorm: what an engine gets as its `batchnorm`.
         exact_from: the first epoch (from 1) after training had converged; None before.
     """
 
@@ -29,7 +29,7 @@ class Norms:
         self._adaptive = Adaptive(max_batch=settings.max_batch, criterion=self._until)
         by_hand = {**self._adaptive.state_dict(), "by_hand": True}
         self._adaptive.load_state_dict(by_hand)  # an epoch's loss counts, and no step's
-        self.given = self._adaptive if settings.batchnorm == "adaptive" else settings.batchnorm
+        self.batchnorm = self._adaptive if settings.batchnorm == "adaptive" else settings.batchnorm
         self.exact_from: int | None = None
         self._batch_size = batch_size
 
@@ -39,7 +39,7 @@ class Norms:
 
     def measured(self, epoch: int, loss: float) -> str | None:
         """Record the training loss of an epoch; return the change from the next on, or None."""
-        if self.given is not self._adaptive:
+        if self.batchnorm is not self._adaptive:
             return None
         before = self._adaptive.is_converged
         self._adaptive.measured(loss)
@@ -57,12 +57,12 @@ class Norms:
 
     def state(self) -> dict[str, Any] | None:
         """Return the state that a resumed run needs; None where nothing changes."""
-        if self.given is not self._adaptive:
+        if self.batchnorm is not self._adaptive:
             return None
         return {**self._adaptive.state_dict(), "exact_from": self.exact_from}
 
     def put_back(self, state: dict[str, Any] | None) -> None:
         """Restore the state that `state` returned."""
-        if state is not None and self.given is self._adaptive:
+        if state is not None and self.batchnorm is self._adaptive:
             self._adaptive.load_state_dict(state)
             self.exact_from = state["exact_from"]

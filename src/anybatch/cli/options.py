@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from anybatch.cli.allocator import Asked
+from anybatch.cli.allocator import RequestedMode
 from anybatch.cli.models.norm import NormName
 from anybatch.cli.settings import (
     BatchNormMode,
@@ -233,6 +233,6 @@ MinutesOption = Annotated[
     float, typer.Option(help="Between two checkpoints within an epoch; 0: after every step.")
 ]
 MallocOption = Annotated[
-    Asked,
+    RequestedMode,
     typer.Option(help="How the host keeps freed memory: fast keeps it, tight gives it back."),
 ]

@@ -15,14 +15,14 @@ from rich.table import Table
 
 from anybatch.cli.interrupts import Terminated
 from anybatch.cli.summary import Interrupted, Summary
-from anybatch.cli.team import ALONE, Team
+from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.errors import AnybatchError
 
 INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the number of the signal
 
 
 @contextlib.contextmanager
-def ending(team: Team = ALONE) -> Iterator[None]:
+def ending(team: Team = SINGLE_PROCESS) -> Iterator[None]:
     """Convert a user's error into one line, for all ranks, and an exit code."""
     errors = Console(stderr=True)
 

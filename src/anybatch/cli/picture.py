@@ -1,7 +1,7 @@
 """Picture of a planned step: live bytes by owner below the budget, and transfers over time.
 
     ┌ bytes by owner, stacked; the budget; the peak ┐
-    ├ storages that leave: out ▬▬ away ── back ▬▬   ┤     where times are known
+    ├ offloaded storages: out ▬▬ gone ── back ▬▬    ┤     where times are known
     └ kernels, out, back: when each was busy        ┘
 
 matplotlib is an optional extra, drawn without pyplot as in `curves`. Colours are those of Okabe and
@@ -19,7 +19,7 @@ import numpy as np
 
 from anybatch.cli.faults import MissingExtraError
 from anybatch.core.units import show_bytes
-from anybatch.memory.room import WAITING
+from anybatch.memory.lockstep_budget import WAITING
 from anybatch.memory.step_timeline import ABOVE, Move, StepTimeline, facts
 from anybatch.offload.unroll import COPIED, LEAVING, REST, RETURNING, SAVED, THERE
 
@@ -82,7 +82,7 @@ def draw_step(step: StepTimeline) -> bytes:
     axes[0].set_title(title, fontsize="small", loc="left")
     _bytes(axes[0], step)
     if moves:
-        _away(axes[1], step)
+        _draw_moves(axes[1], step)
     if timed:
         _busy(axes[-1], step)
     axes[-1].set_xlabel("seconds" if timed else "events, in their order")
@@ -176,15 +176,18 @@ def _mark_phases(axes: Any, step: StepTimeline, top: float) -> None:
         axes.text(at, 0.985 * top, text, va="top", ha="left", fontsize="x-small", color="#404040")
 
 
-def _away(axes: Any, step: StepTimeline) -> None:
-    """Draw a row for each storage that leaves: its copies, and the time between."""
+def _draw_moves(axes: Any, step: StepTimeline) -> None:
+    """Draw a row for each offloaded storage: its copies, and the time between."""
     names = sorted({move.name: move.size for move in step.moves}.items(), key=lambda one: -one[1])
     shown = {name for name, _ in names[:MOST]}
     moves = [move for move in step.moves if move.name in shown]
     rows = {name: row for row, name in enumerate(dict.fromkeys(move.name for move in moves))}
     waits = [(a.end, b.begin, a.name) for a, b in _pairs(moves)]
     _bars(
-        axes, [(rows[name], begin, end) for begin, end, name in waits], "#c8c8c8", "copied, or away"
+        axes,
+        [(rows[name], begin, end) for begin, end, name in waits],
+        "#c8c8c8",
+        "copied, or offloaded",
     )
     for back, owner in ((False, LEAVING), (True, RETURNING)):
         copies = [(rows[m.name], m.begin, m.end) for m in moves if m.back is back]

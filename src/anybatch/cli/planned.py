@@ -13,10 +13,8 @@ Where BatchNorm becomes exact in the course of a run, what was planned is anothe
 plan is made before the next step. Of several ranks each plans for its own device, and all keep to
 the smallest micro-batch; the plan of rank 0 is the run's.
 
-What leaves as the plan has it is away from there on: the optimizer's state at once, and parameters
-and gradients while the run is inside `with planned:`.
-
-Source: design, section 4, "A run folder's plan is the run's plan".
+What the plan offloads is offloaded from then on: the optimizer's state at once, and parameters and
+gradients while the run is inside `with planned:`.
 """
 
 from __future__ import annotations
@@ -31,24 +29,24 @@ from typing import Any, Self
 import torch
 
 from anybatch import Engine, Plan
-from anybatch.cli.build import Parts
+from anybatch.cli.build import RunParts
 from anybatch.cli.faults import RunFolderError, SettingsError
-from anybatch.cli.norms import Norms
+from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.settings import Settings
-from anybatch.cli.team import ALONE, Team
-from anybatch.cli.views import Batch
+from anybatch.cli.team import SINGLE_PROCESS, Team
+from anybatch.cli.views import LoadedBatch
 from anybatch.core.absent import absent
 from anybatch.core.plan import States
 from anybatch.memory.limits import left
 from anybatch.memory.spill import spill_of
 from anybatch.offload.optimizer_states import OffloadedStates
-from anybatch.offload.states.planned import away, states_of
+from anybatch.offload.states.planned import start_offload, states_of
 from anybatch.planner.sharing import TRIED
 from anybatch.reports import StepTimeline
 from anybatch.tools.question import Question
 
 
-class Planned:
+class PlannedEngine:
     """An engine, and the plan that it follows; entered while the run trains.
 
     Attributes:
@@ -60,14 +58,14 @@ class Planned:
     def __init__(
         self,
         settings: Settings,
-        parts: Parts,
+        parts: RunParts,
         optimizer: torch.optim.Optimizer,
-        norms: Norms,
-        team: Team = ALONE,
+        norms: BatchNormPolicy,
+        team: Team = SINGLE_PROCESS,
     ) -> None:
         self._settings, self._parts, self._optimizer = settings, parts, optimizer
         self._norms, self._team = norms, team
-        self._away: OffloadedStates | None = None
+        self._offloaded: OffloadedStates | None = None
         self._states: States | None = None
         self._entered = False
         self.forget()
@@ -81,7 +79,7 @@ class Planned:
         self._obey(micro_batch=self._settings.micro_batch)
         if self._settings.states is not None and not self.waits:
             self._states = where = self._where()
-            self._away = away(where, self._optimizer)
+            self._offloaded = start_offload(where, self._optimizer)
 
     def __enter__(self) -> Self:
         self._entered = True
@@ -90,14 +88,14 @@ class Planned:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         """Bring parameters and gradients back; discard the optimizer's offloaded state."""
         self._entered = False
-        if self._away is not None:
-            self._away.close()
+        if self._offloaded is not None:
+            self._offloaded.close()
 
     @property
     def micro_batch(self) -> int:
@@ -114,7 +112,7 @@ class Planned:
     @property
     def pages(self) -> bool:
         """Whether parameters are paged: code that reads them must offload them again."""
-        return self._away is not None and self._away.paged
+        return self._offloaded is not None and self._offloaded.paged
 
     def timeline(self) -> StepTimeline | None:
         """Return the planned step as it passes; None where nothing was foreseen."""
@@ -143,7 +141,7 @@ class Planned:
             self.waits = False
             self._obey(plan=self.plan)
 
-    def make(self, batch: Batch) -> None:
+    def make(self, batch: LoadedBatch) -> None:
         """Make the plan from a mini-batch; nothing is trained.
 
         Raises:
@@ -153,43 +151,43 @@ class Planned:
         self._parts.model.train()
         self._optimizer.zero_grad()
         self._norms.choose(sum(int(samples) for [samples] in self._team.gather(len(batch.inputs))))
-        asked, plan = self._team.together(partial(self._answer, self._settings, batch))
-        whole = plan.micro_batch >= len(batch.inputs)
-        least = min(n for [n] in self._team.gather(math.inf if whole else plan.micro_batch))
+        question, plan = self._team.together(partial(self._answer, self._settings, batch))
+        undivided = plan.micro_batch >= len(batch.inputs)
+        least = min(n for [n] in self._team.gather(math.inf if undivided else plan.micro_batch))
         if least < plan.micro_batch:
-            asked, plan = self._answer(replace(self._settings, micro_batch=int(least)), batch)
-        self._step = asked.engine_of(plan).timeline()
+            question, plan = self._answer(replace(self._settings, micro_batch=int(least)), batch)
+        self._step = question.engine_of(plan).timeline()
         if plan.convolutions is None and plan.states is None:
-            self.engine = asked.engine_of(plan)
+            self.engine = question.engine_of(plan)
         else:  # kernels of later steps are not to be measured
             self._obey(plan=plan)
         self.plan, self.waits, self._made = plan, False, True
 
-    def _answer(self, settings: Settings, batch: Batch) -> tuple[Question, Plan]:
-        asked = question_of(settings, self._parts, self._optimizer, self._norms, batch)
-        return asked, asked.answer(settings.workspace, settings.states)
+    def _answer(self, settings: Settings, batch: LoadedBatch) -> tuple[Question, Plan]:
+        question = question_of(settings, self._parts, self._optimizer, self._norms, batch)
+        return question, question.answer(settings.workspace, settings.states)
 
     def _obey(self, **chosen: Any) -> None:
         """Do as it was chosen, or as a plan says, in this process and in all later ones."""
-        if self._away is not None:
-            self._away.back()
+        if self._offloaded is not None:
+            self._offloaded.back()
         make = maker_of(self._parts, self._optimizer, self._norms)
         self.engine = make(**chosen)
-        plan, self._away = self.engine.plan, self.engine.states
+        plan, self._offloaded = self.engine.plan, self.engine.states
         self._states = None if plan is None else plan.states
         self._enter()
 
     def _enter(self) -> None:
-        if self._entered and self._away is not None:
-            self._away.__enter__()
+        if self._entered and self._offloaded is not None:
+            self._offloaded.__enter__()
 
     def _where(self) -> States:
         """Return where the optimizer's state waits that nothing was planned for."""
-        told = self._settings
-        assert told.states is not None
-        return states_of(told.states, told.spill, self._optimizer, told.memory)
+        settings = self._settings
+        assert settings.states is not None
+        return states_of(settings.states, settings.spill, self._optimizer, settings.memory)
 
-    def follow(self, batch: Batch) -> bool:
+    def follow(self, batch: LoadedBatch) -> bool:
         """Update the plan from a finished step, and return whether it has changed.
 
         The first step after the plan was made is measured, and may have held more than was
@@ -198,35 +196,37 @@ class Planned:
         before, report = self.plan, self.engine.last
         assert report is not None
         if before is None or report.retries:
-            self.plan = self._whole(self.engine.plan)
+            self.plan = self._with_run_facts(self.engine.plan)
         elif self._made and len(batch.inputs):
             self._optimizer.zero_grad()
-            told = self._settings
-            leaves = {"offload": told.offload, "spill": told.spill}
-            self.plan = self._whole(self.engine.foresee(*batch[:2], timed=False, **leaves))
+            settings = self._settings
+            leaves = {"offload": settings.offload, "spill": settings.spill}
+            self.plan = self._with_run_facts(self.engine.foresee(*batch[:2], timed=False, **leaves))
         self._made = self._made and not len(batch.inputs)
         return self.plan != before
 
-    def _whole(self, plan: Plan | None) -> Plan | None:
+    def _with_run_facts(self, plan: Plan | None) -> Plan | None:
         """Return an engine's plan with the run's own facts: place of states, and shares tried."""
         if plan is None:
             return None
-        known = self.plan.reasons if self.plan is not None else ()
-        tried = tuple(one for one in known if one.startswith(TRIED))
+        reasons = self.plan.reasons if self.plan is not None else ()
+        tried = tuple(one for one in reasons if one.startswith(TRIED))
         return replace(plan, states=self._states, reasons=(*plan.reasons, *tried))
 
 
-def maker_of(parts: Parts, optimizer: torch.optim.Optimizer, norms: Norms) -> Callable[..., Engine]:
+def maker_of(
+    parts: RunParts, optimizer: torch.optim.Optimizer, norms: BatchNormPolicy
+) -> Callable[..., Engine]:
     """Return the factory of a run's engine; it accepts the choices of a plan, or the plan."""
-    return partial(Engine, parts.model, parts.loss, optimizer=optimizer, batchnorm=norms.given)
+    return partial(Engine, parts.model, parts.loss, optimizer=optimizer, batchnorm=norms.batchnorm)
 
 
 def question_of(
     settings: Settings,
-    parts: Parts,
+    parts: RunParts,
     optimizer: torch.optim.Optimizer,
-    norms: Norms,
-    batch: Batch,
+    norms: BatchNormPolicy,
+    batch: LoadedBatch,
 ) -> Question:
     """Return the question that the plan of a run answers, for one of its mini-batches."""
     return Question(

@@ -24,7 +24,7 @@ ENTRY = object()
 
 
 def allocate(
-    context: typer.Context, malloc: allocator.Asked, device: str | None, *, budgeted: bool
+    context: typer.Context, malloc: allocator.RequestedMode, device: str | None, *, budgeted: bool
 ) -> str:
     """Return the memory settings in words; in the command's own process, apply them first."""
     found = find_device(device)
@@ -45,7 +45,9 @@ def end_readers() -> None:
         reader.kill()
 
 
-def _host(context: typer.Context, malloc: allocator.Asked, device: str, *, budgeted: bool) -> str:
+def _host(
+    context: typer.Context, malloc: allocator.RequestedMode, device: str, *, budgeted: bool
+) -> str:
     decision = allocator.decide(malloc, device, budgeted=budgeted, environment=os.environ)
     if decision.environment is None:
         return str(decision)

@@ -15,10 +15,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from anybatch import Engine
 from anybatch import profile as profile_loop
-from anybatch.cli.build import Parts, build, seeded
+from anybatch.cli.build import RunParts, build, seeded
 from anybatch.cli.data import corrupt
 from anybatch.cli.faults import DataError, SettingsError
-from anybatch.cli.norms import Norms
+from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.options import (
     BatchNormOption,
     BatchSizeOption,
@@ -52,7 +52,7 @@ from anybatch.cli.process import allocate
 from anybatch.cli.recipes import make_optimizer
 from anybatch.cli.settings import Settings, parse_image_size
 from anybatch.cli.team import Team
-from anybatch.cli.views import Batch
+from anybatch.cli.views import LoadedBatch
 from anybatch.tools.question import AUTO
 
 StepsOption = Annotated[int, typer.Option(help="That are measured, after two that are not.")]
@@ -147,7 +147,7 @@ def profile(
                 memory=memory,
                 optimizer=stepped,
                 micro_batch=micro_batch,
-                batchnorm=Norms(settings, batch_size).given,
+                batchnorm=BatchNormPolicy(settings, batch_size).batchnorm,
                 workspace=workspace,
             )
             with moving(steps) as move:
@@ -160,17 +160,17 @@ def profile(
         typer.echo(found.to_json() if json else "\n".join([allocated, str(found), DONE]))
 
 
-def loader_of(settings: Settings, parts: Parts) -> Any:
+def loader_of(settings: Settings, parts: RunParts) -> Any:
     """Return torch's own loader of the training views, at its first epoch."""
     loader = parts.loader(settings, shuffle=True)
     loader.epoch(1)
     return loader.torch
 
 
-def split_of(*, skip: bool) -> Callable[[Batch], tuple[Any, Any]]:
+def split_of(*, skip: bool) -> Callable[[LoadedBatch], tuple[Any, Any]]:
     """Return a function that splits a mini-batch in two, and refuses files that cannot be read."""
 
-    def split(batch: Batch) -> tuple[Any, Any]:
+    def split(batch: LoadedBatch) -> tuple[Any, Any]:
         if batch.unreadable and not skip:
             raise corrupt(batch.unreadable)
         if not len(batch.inputs):

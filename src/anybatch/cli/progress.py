@@ -44,9 +44,9 @@ class Gauge:
     def __str__(self) -> str:
         power = max(0, min(len(UNITS) - 1, (self.budget.bit_length() - 1) // 10))
         peak, budget = (value / 1024**power for value in (self.peak, self.budget))
-        kind = "predicted peak" if self.predicted else "peak"
+        label = "predicted peak" if self.predicted else "peak"
         tenths = math.ceil(round(peak * 10, 6)) / 10
-        return f"{kind} {tenths:g} of {round(budget, 1):g} {UNITS[power]}"
+        return f"{label} {tenths:g} of {round(budget, 1):g} {UNITS[power]}"
 
 
 class Progress(Protocol):
@@ -127,7 +127,7 @@ class Counted:
         return f"{self.samples / seconds:,.0f} images/s{loss}{held}"
 
 
-class Plain(Counted):
+class PlainProgress(Counted):
     """Lines for a log file or a pipe."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -186,4 +186,4 @@ class Live(Counted):
 
 def make_progress(console: Console) -> Progress:
     """Return a live line when `console` is a terminal, else plain lines."""
-    return Live(console) if console.is_terminal else Plain(console)
+    return Live(console) if console.is_terminal else PlainProgress(console)

@@ -2,7 +2,7 @@
 
 A DataLoader that meets a broken file ends the training, hours in, with the traceback of a worker.
 Here a broken file comes beside the samples that could be read (`views`): it ends the run in one
-line that names it, or, where that was asked for, is said once, counted and left out.
+line that names it, or, where that was requested, is said once, counted and left out.
 
 Of several ranks each reads its own rows. A mini-batch counts where any rank has a sample: the
 others then come to the step with none. What one could not read, all know of.
@@ -17,18 +17,22 @@ from itertools import chain, count
 from anybatch.cli.data import corrupt
 from anybatch.cli.faults import DataError, SettingsError
 from anybatch.cli.progress import Progress
-from anybatch.cli.team import ALONE, Team
-from anybatch.cli.views import Batch, Loader
+from anybatch.cli.team import SINGLE_PROCESS, Team
+from anybatch.cli.views import LoadedBatch, Loader
 
 
 class Reading:
     """Reads mini-batches; `unreadable` holds the paths of all files left out so far."""
 
-    def __init__(self, progress: Progress, *, skip_corrupt: bool, team: Team = ALONE) -> None:
+    def __init__(
+        self, progress: Progress, *, skip_corrupt: bool, team: Team = SINGLE_PROCESS
+    ) -> None:
         self.progress, self.skip_corrupt, self.team = progress, skip_corrupt, team
         self.unreadable: set[str] = set()
 
-    def epoch(self, loader: Loader, number: int, skip: int = 0) -> Iterator[tuple[int, Batch]]:
+    def epoch(
+        self, loader: Loader, number: int, skip: int = 0
+    ) -> Iterator[tuple[int, LoadedBatch]]:
         """Yield the mini-batches that have a sample, and how many are done with each.
 
         The first `skip` mini-batches are left out.
@@ -43,7 +47,7 @@ class Reading:
             batch = self.team.together(partial(self._next, batches))
             if batch is None:
                 break
-            if self._told(batch):
+            if self._share_unreadable(batch):
                 empty = False
                 yield done, batch
         if empty:
@@ -51,7 +55,7 @@ class Reading:
                 "no sample of an epoch could be read: all were skipped. Check the files."
             )
 
-    def first(self, loader: Loader, number: int) -> Batch:
+    def first(self, loader: Loader, number: int) -> LoadedBatch:
         """Return the first mini-batch of an epoch of which every rank has a sample.
 
         Raises:
@@ -66,13 +70,13 @@ class Reading:
             "--memory, which plans nothing."
         )
 
-    def _next(self, batches: Iterator[Batch]) -> Batch | None:
+    def _next(self, batches: Iterator[LoadedBatch]) -> LoadedBatch | None:
         batch = next(batches, None)
         if batch is not None and batch.unreadable and not self.skip_corrupt:
             raise corrupt(batch.unreadable)
         return batch
 
-    def _told(self, batch: Batch) -> bool:
+    def _share_unreadable(self, batch: LoadedBatch) -> bool:
         """Share the unreadable files with all ranks; return whether any rank has a sample."""
         new = [(b.path, b.reason) for b in batch.unreadable if b.path not in self.unreadable]
         rows = self.team.gather(len(batch.inputs), len(new))

@@ -23,7 +23,7 @@ from anybatch.cli.settings import LossName, OptimizerName, ScheduleName, Setting
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class TrainingRecipe:
     """A complete recipe: nothing in it is left to be chosen but the size of the images."""
 
     model: str
@@ -39,7 +39,7 @@ class Recipe:
     pad: int = 0
 
 
-DIGITS = Recipe(
+DIGITS = TrainingRecipe(
     model="cnn",
     epochs=60,
     optimizer="adamw",
@@ -55,7 +55,7 @@ CLASSIFICATION = dataclasses.replace(
 SEGMENTATION = dataclasses.replace(
     CLASSIFICATION, model="unet:16", loss="bce+dice", weight_decay=1e-2
 )
-MBS_RESNET = Recipe(
+MBS_RESNET = TrainingRecipe(
     model="resnet50",
     epochs=30,
     optimizer="sgd",
@@ -82,7 +82,7 @@ RECIPES = {
 SGD_LR, ADAM_LR = 0.05, 3e-3  # when only the optimizer was named
 
 
-def choose(settings: Settings, task: str) -> Recipe:
+def choose(settings: Settings, task: str) -> TrainingRecipe:
     """Return the recipe of a run: from `settings`, then its recipe, then the task's default.
 
     Raises:
@@ -99,9 +99,9 @@ def choose(settings: Settings, task: str) -> Recipe:
     if settings.optimizer not in (None, base.optimizer):
         lr = SGD_LR if settings.optimizer == "sgd" else ADAM_LR
         base = dataclasses.replace(base, lr=lr)
-    names = [field.name for field in dataclasses.fields(Recipe)]
-    given = {name: getattr(settings, name) for name in names}
-    recipe = dataclasses.replace(base, **{k: v for k, v in given.items() if v is not None})
+    names = [field.name for field in dataclasses.fields(TrainingRecipe)]
+    requested = {name: getattr(settings, name) for name in names}
+    recipe = dataclasses.replace(base, **{k: v for k, v in requested.items() if v is not None})
     if settings.momentum is not None and recipe.optimizer != "sgd":
         raise SettingsError(
             f"momentum is for the optimizer sgd; got {recipe.optimizer}. Leave --momentum out."
@@ -116,7 +116,7 @@ def chosen_image_size(settings: Settings) -> tuple[int, int] | None:
     return RECIPES[settings.recipe].image_size
 
 
-def make_optimizer(recipe: Recipe, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+def make_optimizer(recipe: TrainingRecipe, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
     """Return torch's optimizer with the recipe's numbers."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     lr, decay = recipe.lr, recipe.weight_decay
@@ -140,6 +140,6 @@ def lr_factor(schedule: str, steps: int, step: int) -> float:
     return 1.0
 
 
-def make_schedule(recipe: Recipe, optimizer: optim.Optimizer, steps: int) -> LambdaLR:
+def make_schedule(recipe: TrainingRecipe, optimizer: optim.Optimizer, steps: int) -> LambdaLR:
     """Return a schedule to be stepped once after each of the run's `steps` optimizer steps."""
     return LambdaLR(optimizer, functools.partial(lr_factor, recipe.schedule, steps))

@@ -6,10 +6,10 @@
         optimizer.step()
         schedule.step()
 
-A step is whole or has not happened; a checkpoint, whenever it is written, is of a whole step. There
-is one before the first step, one after every epoch, one when the last is some minutes old, and one
-when an interrupt or an error ends the run. Of several ranks all take the steps and only the first
-writes; it alone has a clock and a folder, so nobody else has to know (`team`).
+A step is complete or has not happened; a checkpoint, whenever it is written, is of a complete
+step. There is one before the first step, one after every epoch, one when the last is some minutes
+old, and one when an interrupt or an error ends the run. Of several ranks all take the steps and
+only the first writes; it alone has a clock and a folder, so no other has to know (`team`).
 
 Source: MBS, Algorithm 1 and section 4.2.
 """
@@ -26,44 +26,47 @@ from torch import Tensor
 
 from anybatch.cli import checkpoint
 from anybatch.cli.alike import refuse_unequal
-from anybatch.cli.build import Parts, circumstances
-from anybatch.cli.checkpoint import Counts, Part, State, Trained, WholeStep
+from anybatch.cli.build import RunParts, circumstances
+from anybatch.cli.checkpoint import AtomicStep, EpochProgress, RunCounters, State, Trained
 from anybatch.cli.faults import refuse_not_finite
 from anybatch.cli.interrupts import Terminated, unbroken
 from anybatch.cli.log import step_row
 from anybatch.cli.metrics import make_metric
-from anybatch.cli.norms import Norms
-from anybatch.cli.planned import Planned
+from anybatch.cli.norms import BatchNormPolicy
+from anybatch.cli.planned import PlannedEngine
 from anybatch.cli.progress import Gauge, Progress
 from anybatch.cli.reading import Reading
 from anybatch.cli.recipes import make_optimizer, make_schedule
 from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted, Summary, epoch_line, figures
-from anybatch.cli.team import ALONE, Team
+from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.testing import tested
-from anybatch.cli.views import Batch
+from anybatch.cli.views import LoadedBatch
 from anybatch.errors import AnybatchError
 from anybatch.reports import StepReport
 
 Clock = Callable[[], float]
 
-NOT_WHOLE = "The optimizer may have made a part of its step, so the last checkpoint stands."
+INCOMPLETE_STEP = "The optimizer may have made a part of its step, so the last checkpoint stands."
 """Is added to why a run has stopped."""
 
 
-class Run:
-    """One training run: its parts and its progress."""
+class TrainingRun:
+    """One training run: its parts and its progress.
+
+    `consistent` is False while an optimizer changes parameters: no checkpoint is written then.
+    """
 
     def __init__(
         self,
         settings: Settings,
-        parts: Parts,
+        parts: RunParts,
         folder: RunFolder,
         progress: Progress,
         clock: Clock,
         started: float,
-        team: Team = ALONE,
+        team: Team = SINGLE_PROCESS,
     ) -> None:
         self.settings, self.parts, self.folder = settings, parts, folder
         self.progress, self.clock, self.team = progress, clock, team
@@ -74,12 +77,12 @@ class Run:
         self.trained = Trained(
             parts.model, optimizer, make_schedule(parts.recipe, optimizer, steps)
         )
-        self.norms = Norms(settings, min(settings.batch_size, len(parts.train)))
-        self.planned = Planned(settings, parts, optimizer, self.norms, team)
-        self.counts = Counts()
-        self.part: Part | None = None
+        self.norms = BatchNormPolicy(settings, min(settings.batch_size, len(parts.train)))
+        self.planned = PlannedEngine(settings, parts, optimizer, self.norms, team)
+        self.counts = RunCounters()
+        self.part: EpochProgress | None = None
         self.config: Mapping[str, Any] | None = None
-        self.begun, self.whole = False, True
+        self.begun, self.consistent = False, True
         self.reading = Reading(progress, skip_corrupt=settings.skip_corrupt, team=team)
         self.rows: list[dict[str, Any]] = []
         self.started = self.saved = self.mark = started
@@ -96,16 +99,16 @@ class Run:
         self.planned.put_back(state["plan"], obeyed=replan is None)
         self.config = replan
         self.trained.put_back(state)
-        self.counts = Counts(**state["counts"])
+        self.counts = RunCounters(**state["counts"])
         self.counts.resumed += 1
         if state["part"] is not None:
-            self.part = Part(make_metric(self.parts.data.task))
+            self.part = EpochProgress(make_metric(self.parts.data.task))
             self.part.put_back(state["part"])
         self.reading.unreadable = set(state["unreadable"])
         self.rows = self.folder.reopen(self.counts.step, self.counts.epoch)
         if self.planned.plan is not None:
             self._write_plan()
-        checkpoint.put_dice_back(state["dice"])  # of rank 0; the others draw anew in every step
+        checkpoint.restore_rng(state["rng"])  # of rank 0; the others draw anew in every step
 
     def to_its_end(self) -> Summary:
         """Train all epochs that remain; at any end, write checkpoint and summary first."""
@@ -124,9 +127,9 @@ class Run:
                 summary = self.end(interrupted=True)
                 raise Interrupted(summary, terminated=isinstance(stop, Terminated)) from None
             except Exception as error:
-                known = isinstance(error, AnybatchError)
+                expected = isinstance(error, AnybatchError)
                 with contextlib.suppress(Exception):  # the first error is the one to tell
-                    self.fail(str(error) if known else f"{type(error).__name__}: {error}")
+                    self.fail(str(error) if expected else f"{type(error).__name__}: {error}")
                 raise
             return self.end()
 
@@ -170,7 +173,7 @@ class Run:
                     self._save()
             row = {"kind": "epoch", "epoch": epoch, **self._train_epoch(epoch)}
             self.team.begin(self.parts.model, self.settings.seed, self.counts.step)
-            with WholeStep(model) as step:
+            with AtomicStep(model) as step:
                 engine = self.planned.engine
                 row |= tested(self.reading, self.test_loader, engine, task, epoch)
                 with unbroken():
@@ -198,7 +201,7 @@ class Run:
 
     def _train_epoch(self, epoch: int) -> dict[str, Any]:
         self.parts.model.train()
-        part = self.part = self.part or Part(make_metric(self.parts.data.task))
+        part = self.part = self.part or EpochProgress(make_metric(self.parts.data.task))
         expected = self.train_loader.micro_batches(self.planned.micro_batch, part.batches)
         self.progress.begin_epoch(epoch, self.parts.recipe.epochs, expected)
         self.mark = ready = self.clock()
@@ -211,12 +214,16 @@ class Run:
             ready = self.clock()
         return part.figures()
 
-    def _step(self, epoch: int, part: Part, batch: Batch, batches: int, waited: float) -> None:
+    def _step(
+        self, epoch: int, part: EpochProgress, batch: LoadedBatch, batches: int, waited: float
+    ) -> None:
         """Take one optimizer step with the gradient of the full batch, after `waited` seconds."""
-        seen = self.team.apart(part.metric, partial(make_metric, self.parts.data.task))
+        local_metric = self.team.rank_metric(
+            part.metric, partial(make_metric, self.parts.data.task)
+        )
 
         def observe(outputs: Tensor, targets: Tensor) -> None:
-            seen.update(outputs, targets)
+            local_metric.update(outputs, targets)
             self.progress.micro_batch(len(targets) * self.team.size)  # each rank does as many
             self.team.heed()
 
@@ -224,18 +231,18 @@ class Run:
         optimizer = self.trained.optimizer
         lr = optimizer.param_groups[0]["lr"]
         self.team.begin(self.parts.model, self.settings.seed, self.counts.step)
-        with WholeStep(self.parts.model, part.metric) as step:
+        with AtomicStep(self.parts.model, part.metric) as step:
             optimizer.zero_grad()
             loss = float(self.planned.engine.backward(batch.inputs, batch.targets, observe=observe))
             computed = self.clock() - started
             refuse_not_finite(loss, self.counts.step + 1, epoch)
-            self.team.add(part.metric, seen)
+            self.team.add(part.metric, local_metric)
             with unbroken():
-                self.whole = False  # an optimizer that fails has stepped a part of the parameters
+                self.consistent = False  # a failed optimizer has stepped some parameters
                 optimizer.step()
                 self.trained.schedule.step()
                 step.done()
-                self.whole = True
+                self.consistent = True
                 report = self._count(part, batches, loss)
                 at = {"epoch": epoch, "step": self.counts.step, "loss": loss, "lr": lr}
                 self.folder.log(step_row(at, report, self.clock() - started, computed, waited))
@@ -246,7 +253,7 @@ class Run:
         held = Gauge.of(report.peak_bytes, report.predicted_bytes, self.planned.budget)
         self.progress.step(loss, held)
 
-    def _count(self, part: Part, batches: int, loss: float) -> StepReport:
+    def _count(self, part: EpochProgress, batches: int, loss: float) -> StepReport:
         report = self.planned.engine.last
         assert report is not None
         now = self.clock()
@@ -271,7 +278,7 @@ class Run:
                 "step": self.counts.step,
                 "counts": {**dataclasses.asdict(self.counts), "seconds": seconds},
                 "part": part.state() if part is not None else None,
-                "dice": checkpoint.dice(),
+                "rng": checkpoint.rng_state(),
                 "plan": self.planned.text(),
                 "norms": self.norms.state(),
                 "unreadable": sorted(self.reading.unreadable),
@@ -292,12 +299,12 @@ class Run:
         Where there is no room for the checkpoint, the summary is still written. Where the optimizer
         has failed amid its step, the last checkpoint stands.
         """
-        if stopped and not self.whole:
-            stopped = f"{stopped} {NOT_WHOLE}"
+        if stopped and not self.consistent:
+            stopped = f"{stopped} {INCOMPLETE_STEP}"
         summary = self._summary(interrupted=interrupted, stopped=stopped)
         with unbroken():
             try:
-                if (interrupted or stopped) and self.whole:
+                if (interrupted or stopped) and self.consistent:
                     self._save()
             finally:
                 self.folder.close(dataclasses.asdict(summary))

@@ -65,7 +65,7 @@ class RunFolder:
             return
         self._earlier = Earlier(path, _is_ours)
         self._lock = lock.Lock(path)
-        self._log = log.Log(path)
+        self._log = log.RunLog(path)
         self._files = Files(path)
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"out must be a folder; {str(path)!r} is a file. Choose another.")
@@ -186,7 +186,7 @@ class RunFolder:
         """
         assert self.path is not None
         try:
-            text = page_of(saved.known_of(self.path, summary))
+            text = page_of(saved.record_of(self.path, summary))
             self.write_text(write.NAME, text)
         except Exception as error:
             return f"not written: {_first_line(error)}; anybatch report {self.path} writes it"

@@ -2,7 +2,7 @@
 
 To resume with other settings would be another run under the first one's name: its curves, its
 schedule and its summary would be of neither. So the settings come from config.json, and one that is
-given beside `--resume` must be the same, but for what has no part in the result: the device, the
+passed with `--resume` must be the same, but for what has no part in the result: the device, the
 threads, the readers and how often a checkpoint is written. Where the run is planned anew, what a
 plan is made from may differ too.
 """
@@ -52,15 +52,15 @@ class SavedRun:
     @property
     def budgeted(self) -> bool:
         """Whether the run has a budget of memory."""
-        told = self.config.get("settings") if isinstance(self.config, dict) else None
-        return isinstance(told, dict) and told.get("memory") is not None
+        settings = self.config.get("settings") if isinstance(self.config, dict) else None
+        return isinstance(settings, dict) and settings.get("memory") is not None
 
     @property
     def ranks(self) -> int:
         """How many processes trained it."""
         return int(self.config.get("process", {}).get("ranks", 1))
 
-    def settings(self, given: Mapping[str, Any], *, replan: bool = False) -> Settings:
+    def settings(self, requested: Mapping[str, Any], *, replan: bool = False) -> Settings:
         """Return the run's settings, with new values of those that may differ.
 
         With `replan` a new memory without a micro-batch has that chosen anew.
@@ -81,16 +81,16 @@ class SavedRun:
                 f"it was written by another ({error}). Use that version, or start a new run."
             ) from error
         free = (*FREE, *PLANNED) if replan else FREE
-        faults = list(self._changes(settings, given, free))
+        faults = list(self._changes(settings, requested, free))
         if faults:
             raise SettingsError(
                 f"a resumed run keeps its settings: {'; '.join(faults)}. Leave the option out, or "
                 "start a new run with another --out."
             )
-        kept = {name: value for name, value in given.items() if name in free}
-        if "memory" in kept:
-            kept.setdefault("micro_batch", None)
-        return dataclasses.replace(settings, **kept).checked()
+        changed = {name: value for name, value in requested.items() if name in free}
+        if "memory" in changed:
+            changed.setdefault("micro_batch", None)
+        return dataclasses.replace(settings, **changed).checked()
 
     def finished(self) -> Summary | None:
         """Return the run's summary if it came to its end, else None.
@@ -103,8 +103,8 @@ class SavedRun:
             summary = Summary(**{name: found[name] for name in names if name in found})
         except (OSError, ValueError, TypeError):
             return None
-        whole = summary.epochs == self.config["recipe"]["epochs"] and "curves" in found
-        return summary if whole and not summary.interrupted and not summary.stopped else None
+        complete = summary.epochs == self.config["recipe"]["epochs"] and "curves" in found
+        return summary if complete and not summary.interrupted and not summary.stopped else None
 
     def refuse_other(self, now: Mapping[str, Any]) -> None:
         """Refuse to go on with other data, or other defaults, than the run's.
@@ -140,9 +140,9 @@ class SavedRun:
                     )
 
     def _changes(
-        self, settings: Settings, given: Mapping[str, Any], free: tuple[str, ...]
+        self, settings: Settings, requested: Mapping[str, Any], free: tuple[str, ...]
     ) -> Iterator[str]:
-        for name, new in given.items():
+        for name, new in requested.items():
             was = getattr(settings, name)
             if was is None:
                 was = self.config["recipe"].get(name)

@@ -103,8 +103,8 @@ class Settings:
     @property
     def planned(self) -> bool:
         """Whether there is anything to plan: a size, a budget, or the workspace of convolutions."""
-        given = self.memory, self.workspace
-        return self.micro_batch is None or any(one is not None for one in given)
+        requested = self.memory, self.workspace
+        return self.micro_batch is None or any(one is not None for one in requested)
 
     def _wrong_memory(self) -> list[str]:
         try:
@@ -142,9 +142,9 @@ class Settings:
             "states": (self.states, StatesName),
         }
         return [
-            f"{name} must be one of {', '.join(get_args(kind))}; got {value!r}"
-            for name, (value, kind) in choices.items()
-            if value is not None and value not in get_args(kind)
+            f"{name} must be one of {', '.join(get_args(literal))}; got {value!r}"
+            for name, (value, literal) in choices.items()
+            if value is not None and value not in get_args(literal)
         ]
 
     def _wrong_numbers(self) -> list[str]:

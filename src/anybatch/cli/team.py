@@ -14,8 +14,6 @@ A signal is noted while the run lasts, and handled where all agree: one rank tha
 middle of a step would look to the others like one that is lost.
 
 With one process every method does nothing, or what one process would do.
-
-Source: design, section 5.4 (uneven and empty shards, ranks decide together).
 """
 
 from __future__ import annotations
@@ -51,8 +49,8 @@ PATIENCE = 60
 EARLY = 5.0
 """Seconds that torchrun has to end a rank that has the same fault as rank 0."""
 
-LOOK = 0.05
-"""Seconds between two looks."""
+POLL = 0.05
+"""Seconds between two polls."""
 
 T = TypeVar("T")
 
@@ -145,7 +143,7 @@ class Team:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        error_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -169,7 +167,7 @@ class Team:
             return
         until = time.monotonic() + PATIENCE
         while time.monotonic() < until and not store.check([OVER]):
-            time.sleep(LOOK)
+            time.sleep(POLL)
 
     def gather(self, *numbers: float) -> list[list[float]]:
         """Return the numbers of every rank, in order.
@@ -264,7 +262,7 @@ class Team:
     def seed(self, seed: int, step: int) -> None:
         """Seed each rank but the first, as a function of seed, rank and step only.
 
-        The first goes on as one process would. So a run that is resumed needs no dice but its.
+        The first goes on as one process would. So a run that is resumed needs no RNG state but its.
         """
         if self.leads:
             return
@@ -282,14 +280,14 @@ class Team:
         if self.several:
             same_buffers(model)
 
-    def apart(self, total: Metric, make: Callable[[], Metric]) -> Metric:
+    def rank_metric(self, total: Metric, make: Callable[[], Metric]) -> Metric:
         """Return the metric in which this rank counts: `total` itself in a single process."""
         return make() if self.several else total
 
-    def add(self, total: Metric, seen: Metric) -> None:
+    def add(self, total: Metric, local_metric: Metric) -> None:
         """Add the counts of every rank to `total`, on every rank."""
-        if seen is not total:
-            rows = self.gather(*seen.counts())
+        if local_metric is not total:
+            rows = self.gather(*local_metric.counts())
             one, other = (int(sum(column)) for column in zip(*rows, strict=True))
             was = total.counts()
             total.go_on_from((was[0] + one, was[1] + other))
@@ -299,4 +297,4 @@ def _interrupt(signals: list[int]) -> KeyboardInterrupt:
     return Terminated() if signal.SIGTERM in signals else KeyboardInterrupt()
 
 
-ALONE = Team()
+SINGLE_PROCESS = Team()

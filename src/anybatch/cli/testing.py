@@ -22,12 +22,12 @@ def tested(
     engine.model.eval()
     engine.model.zero_grad()  # the next step begins without them, and here is room for the test
     metric = make_metric(task)
-    seen = reading.team.apart(metric, partial(make_metric, task))
+    local_metric = reading.team.rank_metric(metric, partial(make_metric, task))
     total, images = 0.0, 0
     for _, batch in reading.epoch(loader, epoch):
-        loss = engine.evaluate(batch.inputs, batch.targets, observe=seen.update)
+        loss = engine.evaluate(batch.inputs, batch.targets, observe=local_metric.update)
         assert engine.last is not None
         total += float(loss) * engine.last.samples
         images += engine.last.samples
-    reading.team.add(metric, seen)
+    reading.team.add(metric, local_metric)
     return {"test_loss": total / images, f"test_{metric.name}": metric.value()}

@@ -22,12 +22,12 @@ from anybatch.cli.build import build, describe, seeded
 from anybatch.cli.checkpoint import checked
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.progress import Progress, Silent
-from anybatch.cli.run import Clock, Run
+from anybatch.cli.run import Clock, TrainingRun
 from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.saved_run import SavedRun
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Summary
-from anybatch.cli.team import ALONE, Team
+from anybatch.cli.team import SINGLE_PROCESS, Team
 
 REPLANNED = (
     "the plan is made anew: the end is that of the unbroken run up to rounding, not bit for bit"
@@ -44,7 +44,7 @@ def train(
     progress: Progress | None = None,
     *,
     clock: Clock = time.perf_counter,
-    team: Team = ALONE,
+    team: Team = SINGLE_PROCESS,
 ) -> Summary:
     """Train as `settings` say, write the run folder, and return how it went.
 
@@ -69,7 +69,7 @@ def train(
             team.together(lambda: folder.open(describe(settings, parts, team)))
             for note in parts.data.notes:
                 shown.say(note)
-            return Run(settings, parts, folder, shown, clock, started, team).to_its_end()
+            return TrainingRun(settings, parts, folder, shown, clock, started, team).to_its_end()
     except BaseException:
         folder.give_way()
         raise
@@ -80,18 +80,18 @@ def train(
 
 def resume(
     path: Path,
-    given: Mapping[str, Any] = NOTHING,
+    requested: Mapping[str, Any] = NOTHING,
     progress: Progress | None = None,
     *,
     replan: bool = False,
     clock: Clock = time.perf_counter,
-    team: Team = ALONE,
+    team: Team = SINGLE_PROCESS,
 ) -> Summary:
     """Go on with the run in the folder `path` from its last checkpoint, and return how it went.
 
     However it was stopped, on a CPU the end is that of the unbroken run, bit for bit, with the same
     versions and threads; a warning is shown where they differ. A run that came to its end is left
-    as it is. `given` are fields of `Settings` that were named: those that may differ (device,
+    as it is. `requested` are fields of `Settings` that were named: those that may differ (device,
     threads, workers, checkpoint_minutes) are used, others must be what they were. With `replan` the
     plan is made anew, of another memory or micro_batch too; the last bits may then be others, and
     so they may where another number of ranks goes on. `clock` and `team` are as for `train`.
@@ -103,7 +103,7 @@ def resume(
     """
     shown = progress if progress is not None and team.leads else Silent()
     saved = team.from_first(lambda: SavedRun.read(path))
-    settings = saved.settings(given, replan=replan)
+    settings = saved.settings(requested, replan=replan)
     if replan and not settings.planned:
         raise SettingsError(
             "replan needs something to plan; the run keeps to micro-batches of "
@@ -125,7 +125,7 @@ def resume(
             team.together(lambda: saved.refuse_other(now))
             for warning in saved.warnings(now):
                 shown.say(warning)
-            run = Run(settings, parts, folder, shown, clock, started, team)
+            run = TrainingRun(settings, parts, folder, shown, clock, started, team)
             anew = replan or saved.ranks != team.size
             config = {**saved.config, **{part: now[part] for part in ("settings", "process")}}
             team.together(lambda: run.put_back(state, replan=config if anew else None))

@@ -7,7 +7,7 @@ drawn from (seed, epoch, index) alone: the same images in the same order for any
     training    pad, random crop, random flip        test, classes    centre crop
                                                      test, masks      whole tiles of the crop's size
 
-A batch carries the files that could not be read beside the samples that could.
+A batch carries the files that could not be read, and the samples that could.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Share(NamedTuple):
         return int(rows.stop - rows.start)
 
 
-WHOLE = Share(0, 1)
+FULL_SHARE = Share(0, 1)
 
 
-class Batch(NamedTuple):
+class LoadedBatch(NamedTuple):
     """A mini-batch on the host: inputs [N, C, H, W], targets [N] or [N, 1, H, W], bad files."""
 
     inputs: Tensor
@@ -70,7 +70,7 @@ class InEpochs(Sampler[list[Key]]):
     """
 
     def __init__(
-        self, size: int, batch_size: int, seed: int, *, shuffle: bool, share: Share = WHOLE
+        self, size: int, batch_size: int, seed: int, *, shuffle: bool, share: Share = FULL_SHARE
     ) -> None:
         self.size, self.batch_size, self.seed, self.shuffle = size, batch_size, seed, shuffle
         self.share = share
@@ -150,8 +150,8 @@ class Views(Dataset[View | Unreadable]):
 
     def _draw(self, key: tuple[int, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], bool]:
         draw = np.random.default_rng(key)
-        room = [s + 2 * self.pad - c + 1 for s, c in zip(shape[1:], self.crop, strict=True)]
-        corner = (int(draw.integers(room[0])), int(draw.integers(room[1])))
+        positions = [s + 2 * self.pad - c + 1 for s, c in zip(shape[1:], self.crop, strict=True)]
+        corner = (int(draw.integers(positions[0])), int(draw.integers(positions[1])))
         return corner, self.flip and bool(draw.integers(2))
 
     def _cut(self, image: NDArray[A], corner: tuple[int, int], *, mirrored: bool) -> NDArray[A]:
@@ -210,7 +210,7 @@ class Loader:
         seed: int,
         shuffle: bool,
         workers: int,
-        share: Share = WHOLE,
+        share: Share = FULL_SHARE,
     ) -> None:
         self.order = InEpochs(len(views), batch_size, seed, shuffle=shuffle, share=share)
         self._loader: DataLoader[View | Unreadable] = DataLoader(
@@ -231,7 +231,7 @@ class Loader:
         """Torch's own loader, at the epoch that was requested last."""
         return self._loader
 
-    def epoch(self, number: int, skip: int = 0) -> Iterator[Batch]:
+    def epoch(self, number: int, skip: int = 0) -> Iterator[LoadedBatch]:
         """Yield the mini-batches of epoch `number` but the first `skip`, which are not read."""
         self.order.epoch, self.order.start = number, skip
         return iter(self._loader)
@@ -239,20 +239,20 @@ class Loader:
     def micro_batches(self, micro_batch: int, skip: int = 0) -> int:
         """Return the micro-batches of an epoch, less `skip` mini-batches, if all can be read."""
         size, share = self.order.batch_size, self.order.share
-        whole, rest = divmod(max(0, self.order.size - skip * size), size)
-        return whole * -(-share.count(size) // micro_batch) + -(-share.count(rest) // micro_batch)
+        full, rest = divmod(max(0, self.order.size - skip * size), size)
+        return full * -(-share.count(size) // micro_batch) + -(-share.count(rest) // micro_batch)
 
 
 def _begin_worker(_number: int) -> None:
     deaf()
 
 
-def collate(items: Sequence[View | Unreadable], none: View) -> Batch:
+def collate(items: Sequence[View | Unreadable], none: View) -> LoadedBatch:
     """Stack the views that could be read, `none` if there are none; keep the bad files."""
     broken = tuple(item for item in items if isinstance(item, Unreadable))
     views = [item for item in items if not isinstance(item, Unreadable)]
     if not views:
-        return Batch(*none, broken)
-    return Batch(
+        return LoadedBatch(*none, broken)
+    return LoadedBatch(
         torch.stack([image for image, _ in views]), torch.stack([t for _, t in views]), broken
     )

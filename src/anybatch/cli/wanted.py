@@ -14,7 +14,7 @@ import typer
 
 from anybatch import Engine, Plan
 from anybatch import profile as profile_loop
-from anybatch.cli.build import Parts
+from anybatch.cli.build import RunParts
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.profiled import loader_of, moving, split_of
 from anybatch.cli.settings import Settings
@@ -69,8 +69,8 @@ class Wanted:
     @property
     def anything(self) -> bool:
         """Whether anything was requested."""
-        given = self.gpus, self.speedup, self.deadline, self.network, self.servers
-        return any(one is not None for one in given)
+        requested = self.gpus, self.speedup, self.deadline, self.network, self.servers
+        return any(one is not None for one in requested)
 
     def refuse(self, states: str | None) -> None:
         """Refuse a goal that cannot be answered.
@@ -88,7 +88,7 @@ class Wanted:
         self,
         found: Plan,
         settings: Settings,
-        parts: Parts,
+        parts: RunParts,
         engine: Engine,
         optimizer: torch.optim.Optimizer,
     ) -> Plan:
@@ -119,16 +119,16 @@ class Wanted:
             raise SettingsError(f"{error}.") from error
         return replace(pace, scale=scale)
 
-    def lines(self, found: Plan, parts: Parts, context: typer.Context) -> list[str]:
+    def lines(self, found: Plan, parts: RunParts, context: typer.Context) -> list[str]:
         """Return the duration of all epochs, and the command that runs them on several GPUs."""
-        told, pace, epochs = list[str](), found.pace, parts.recipe.epochs
+        lines, pace, epochs = list[str](), found.pace, parts.recipe.epochs
         if pace is not None and pace.epoch is not None:
-            words = f"{pace.told(epochs * pace.epoch)}; tests between them are not counted"
-            told.append(f"  {f'{epochs} epochs':<12} {words}")
+            words = f"{pace.in_words(epochs * pace.epoch)}; tests between them are not counted"
+            lines.append(f"  {f'{epochs} epochs':<12} {words}")
         gpus = None if found.scale is None else found.scale.gpus
         if gpus is not None and gpus > 1:
-            told.append(f"  run          {torchrun(gpus, context)}")
-        return told
+            lines.append(f"  run          {torchrun(gpus, context)}")
+        return lines
 
 
 def torchrun(gpus: int, context: typer.Context) -> str:

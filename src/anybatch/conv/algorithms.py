@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.conv.circles import Circle, tiled, whole
+from anybatch.conv.circles import Circle, full_circles, tiled
 from anybatch.conv.fourier import HALVES, Fourier
 from anybatch.conv.plans import PLANS, Planned, available
 from anybatch.conv.problem import Problem
@@ -102,8 +102,8 @@ def _columns(problem: Problem, x: Tensor) -> Tensor:
 def _images(problem: Problem, columns: Tensor) -> Tensor:
     """Return images to which every column was added where its window is."""
     size, padding, image = len(columns), problem.padding, problem.image
-    whole = [h + 2 * p for h, p in zip(image, padding, strict=True)]
-    found = columns.new_zeros((size, problem.channels, *whole))
+    padded = [h + 2 * p for h, p in zip(image, padding, strict=True)]
+    found = columns.new_zeros((size, problem.channels, *padded))
     shape = (size, problem.channels, prod(problem.window), *problem.outputs)
     for number, window in enumerate(columns.view(shape).unbind(2)):
         found[_inner(_places(problem, number))] += window
@@ -191,7 +191,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     NATIVE: Plain(native),
     "channels_last": Plain(channels_last),
     "im2col": Plain(im2col),
-    "fft": Fourier(whole),
+    "fft": Fourier(full_circles),
     "overlap_save": Fourier(_smaller),
     **{f"cudnn:{number}": Plain(Planned(number)) for number in range(PLANS)},
 }
@@ -209,11 +209,11 @@ def candidates(problem: Problem) -> list[str]:
     found = [NATIVE, "im2col"] if prod(problem.window) <= LARGE else [NATIVE]
     if problem.layout == "contiguous" and len(problem.image) + 2 in LAYOUTS:
         found.append("channels_last")
-    known = ("float16", "bfloat16", "float32", "float64")
-    if problem.dtype in known and prod(problem.window) > 1:
+    supported = ("float16", "bfloat16", "float32", "float64")
+    if problem.dtype in supported and prod(problem.window) > 1:
         found.append("fft")
         if tiled(problem) is not None:
             found.append("overlap_save")
-    if accelerator.of(problem.device).cudnn and problem.dtype in known and available():
+    if accelerator.of(problem.device).cudnn and problem.dtype in supported and available():
         found += [f"cudnn:{number}" for number in range(PLANS)]
     return found

@@ -91,7 +91,7 @@ def kernels_of(name: str, args: Sequence[Any]) -> list[Key]:
     elif name == BACKWARD:
         _, x, w, _, stride, padding, dilation, transposed, _, groups, mask = args
         both: list[tuple[Kernel, bool]] = [("data", mask[0]), ("filter", mask[1])]
-        wanted = [kernel for kernel, asked in both if asked]
+        wanted = [kernel for kernel, requested in both if requested]
     else:
         return []
     if not takes(x, w, transposed=transposed):

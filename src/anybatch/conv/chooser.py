@@ -1,6 +1,6 @@
 """Which configuration every kernel has, and when that is found out.
 
-    at once     a kernel is measured when it is met for the first time
+    at once     a kernel is measured when it is called for the first time
     waiting     it is torch's own then, and noted; what was noted is measured when somebody says so
 
 Measuring needs memory of its own and takes its time. In a step that has to keep within a budget
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from anybatch.conv.algorithms import NATIVE
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, Part, front
+from anybatch.conv.divide import Configuration, KernelPart, front
 from anybatch.conv.execute import run
 from anybatch.conv.intercept import Strides, untouched
 from anybatch.conv.network import Key, Network
@@ -107,13 +107,13 @@ class Chooser:
         seconds: that measuring may go on for, of all kernels together.
 
     Attributes:
-        given: bytes of workspace as they were given; `limit` lowers those in `found`.
+        requested: bytes of workspace as the person set them; `limit` lowers those in `found`.
         left: calls that are torch's for ever, as `intercept.Kernels` marks them.
     """
 
     def __init__(self, found: Convolutions, costs: Costs | None, seconds: float) -> None:
         self.found, self._costs, self._left = found, costs, seconds
-        self.given = found.workspace
+        self.requested = found.workspace
         self._lock = threading.RLock()
         self._waiting = 0
         self._noted: dict[Key, None] = {}
@@ -141,8 +141,8 @@ class Chooser:
         """Say whether a kernel is torch's own from here on."""
         if self._network is not None:
             return False
-        known = self.found.chosen.get(key)
-        return self._costs is None if known is None else not divided(known.configurations[0])
+        choice = self.found.chosen.get(key)
+        return self._costs is None if choice is None else not divided(choice.configurations[0])
 
     @property
     def measures(self) -> bool:
@@ -175,7 +175,7 @@ class Chooser:
     def waiting(self) -> Iterator[None]:
         """Measure nothing in the body: unmeasured kernels are torch's own, and recorded.
 
-        Those of a network that shares its workspace are divided when it has been heard, as ever.
+        Those of a network that shares its workspace are divided when it has been recorded, as ever.
         """
         with self._lock:
             self._waiting += 1
@@ -195,7 +195,7 @@ class Chooser:
             if self._network is not None or self._costs is None or not self.found.workspace:
                 return
             noted = list(self._noted)
-            todo = [key for key in (noted if keys is None else keys) if not self._known(key)]
+            todo = [key for key in (noted if keys is None else keys) if not self._is_chosen(key)]
             for place, key in enumerate(todo):
                 self._choose(key, self._left / (len(todo) - place))
             self.forget(todo if keys is not None else noted)
@@ -206,17 +206,17 @@ class Chooser:
             for key in list(self._noted) if keys is None else keys:
                 self._noted.pop(key, None)
 
-    def _known(self, key: Key) -> bool:
+    def _is_chosen(self, key: Key) -> bool:
         return key in self.found.chosen
 
     def _chosen(self, key: Key) -> Configuration | None:
-        known = self.found.chosen.get(key) if self._network is None else None
-        if known is not None:
-            return known.configurations[0]
+        choice = self.found.chosen.get(key) if self._network is None else None
+        if choice is not None:
+            return choice.configurations[0]
         with self._lock:
             if self._network is not None:
                 return self._of_pass(self._network, key)
-            if not self._known(key):
+            if not self._is_chosen(key):
                 if self._costs is None or not self.found.workspace or _captured(key[0]):
                     return None
                 if self._waiting:
@@ -255,7 +255,7 @@ class Chooser:
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            found, self._own[key] = [Configuration((Part(key[1], NATIVE, 0.0, 0),))], 0.0
+            found, self._own[key] = [Configuration((KernelPart(key[1], NATIVE, 0.0, 0),))], 0.0
         self._left = max(0.0, self._left - (perf_counter() - begin))
         return found
 
@@ -275,12 +275,12 @@ def _captured(problem: Problem) -> bool:
     return accelerator.of(problem.device).capturing
 
 
-def own_of(parts: Iterable[Part], size: int) -> Part:
+def own_of(parts: Iterable[KernelPart], size: int) -> KernelPart:
     """Return the measurement of torch's kernel on all samples."""
     return next(part for part in parts if part.algorithm == NATIVE and part.size == size)
 
 
-def worthwhile(parts: list[Part], size: int, limit: int) -> list[Configuration]:
+def worthwhile(parts: list[KernelPart], size: int, limit: int) -> list[Configuration]:
     """Return torch's own kernel, and the front of clearly faster configurations.
 
     Args:

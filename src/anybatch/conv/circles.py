@@ -4,7 +4,7 @@ A product of spectra is a convolution around a circle. In each direction a circl
 image; it needs no more places than the image and the zeros at one of its ends, because those at the
 other end are the same places:
 
-    whole     x x x x x x | 0 0             H + p places, and on to the next good length
+    full      x x x x x x | 0 0             H + p places, and on to the next good length
 
 Where the image is much larger than the window, it is cut into tiles instead. Neighbours overlap by
 the window, and what lies on the seam of a circle is thrown away (overlap-save):
@@ -60,15 +60,15 @@ class Circle:
     span: int
 
 
-def whole(problem: Problem) -> tuple[Circle, ...]:
+def full_circles(problem: Problem) -> tuple[Circle, ...]:
     """Return, for each direction, a circle that is large enough for all of it."""
-    return tuple(_whole(problem, at) for at in range(len(problem.image)))
+    return tuple(_full_circle(problem, at) for at in range(len(problem.image)))
 
 
 @cache
 def tiled(problem: Problem) -> tuple[Circle, ...] | None:
     """Return the best circles of no more than half the places; None where there are none."""
-    one = whole(problem)
+    one = full_circles(problem)
     smaller = [cut for cut in product(*options(problem)) if 2 * _places(cut) <= _places(one)]
     best = min(smaller, key=lambda cut: _takes(problem, cut), default=one)
     worth = _takes(problem, best) <= WORTH * _takes(problem, one)
@@ -77,7 +77,7 @@ def tiled(problem: Problem) -> tuple[Circle, ...] | None:
 
 def options(problem: Problem) -> list[list[Circle]]:
     """Return all ways to cut each direction, the uncut one first."""
-    return [[circle, *_tiles(problem, at)] for at, circle in enumerate(whole(problem))]
+    return [[circle, *_tiles(problem, at)] for at, circle in enumerate(full_circles(problem))]
 
 
 @cache
@@ -92,7 +92,7 @@ def good_length(least: int) -> int:
     return min(lengths, key=lambda n: n * (1.0 + rate(n)))
 
 
-def _whole(problem: Problem, at: int) -> Circle:
+def _full_circle(problem: Problem, at: int) -> Circle:
     span, padding, outputs = _direction(problem, at)
     length = good_length(max(problem.image[at] + padding, span, outputs))
     if problem.kernel == "data":
@@ -107,7 +107,7 @@ def _tiles(problem: Problem, at: int) -> list[Circle]:
     span, padding, outputs = _direction(problem, at)
     results = problem.image[at] if problem.kernel == "data" else outputs
     begin = span - 1 - padding if problem.kernel == "data" else padding
-    found, longest = [], _whole(problem, at).length
+    found, longest = [], _full_circle(problem, at).length
     lengths = sorted(odd << k for odd in (1, 3, 5) for k in range(1, longest.bit_length()))
     for length in lengths:
         if max(LEAST, span + 1) <= length < longest:
@@ -145,6 +145,6 @@ def cuts(size: Sizes, circles: Sequence[Circle]) -> list[tuple[int, int]]:
     """Return the zeros before and behind an image of some size that is to be cut."""
     ends = []
     for h, circle in zip(size, circles, strict=True):
-        room = (circle.count - 1) * circle.step + circle.length
-        ends.append((circle.begin, room - circle.begin - h))
+        covered = (circle.count - 1) * circle.step + circle.length
+        ends.append((circle.begin, covered - circle.begin - h))
     return ends

@@ -99,9 +99,14 @@ def convolutions(
         )
     shared = workspace_total is not None
     name = "workspace_total" if shared else "workspace"
-    given = parse_bytes(workspace_total or workspace or WORKSPACE, name)
+    workspace_bytes = parse_bytes(workspace_total or workspace or WORKSPACE, name)
     chooser = chooser_of(
-        given, policy=policy, cache=cache, seconds=seconds, progress=progress, shared=shared
+        workspace_bytes,
+        policy=policy,
+        cache=cache,
+        seconds=seconds,
+        progress=progress,
+        shared=shared,
     )
     with ExitStack() as stack:
         for device in devices():

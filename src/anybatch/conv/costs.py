@@ -21,7 +21,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Protocol
 
-from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.measuring import duel, held, machine, measure
 from anybatch.conv.problem import Problem
 from anybatch.conv.search import Search
@@ -63,7 +63,7 @@ class Costs:
         self, path: Path | None = None, *, seconds: float = 60.0, tell: Tell | None = None
     ) -> None:
         self._path, self._seconds, self._tell = path, seconds, tell
-        self._known: dict[tuple[Problem, int, str], Part] = {}
+        self._parts: dict[tuple[Problem, int, str], KernelPart] = {}
         if path is None:
             return
         try:
@@ -78,7 +78,7 @@ class Costs:
 
     def parts(
         self, problem: Problem, size: int, policy: str, limit: int, seconds: float | None = None
-    ) -> list[Part]:
+    ) -> list[KernelPart]:
         """Return the measurements of a kernel, and run the missing ones.
 
         Args:
@@ -95,7 +95,7 @@ class Costs:
             return held(problem, n, name) <= limit
 
         search = Search(problem, policy, fits, limit, perf_counter() + most)
-        found = search.run(size, self._kept(problem) | self._here(problem), self._measure)
+        found = search.run(size, self._stored(problem) | self._here(problem), self._measure)
         if self._tell is not None:
             self._tell.over()
         return alike(found)
@@ -107,26 +107,26 @@ class Costs:
         run in turns that is not so.
         """
         name, size = f"duel: {configuration}", configuration.size
-        known = (self._kept(problem) | self._here(problem)).get((size, name))
-        if known is None:
+        cached = (self._stored(problem) | self._here(problem)).get((size, name))
+        if cached is None:
             if self._tell is not None:
                 self._tell(problem, size, str(configuration))
-            known = Part(size, name, duel(problem, configuration), 0)
-            self._known[problem, size, name] = known
-            self._keep(problem, known)
+            cached = KernelPart(size, name, duel(problem, configuration), 0)
+            self._parts[problem, size, name] = cached
+            self._keep(problem, cached)
             if self._tell is not None:
                 self._tell.over()
-        return known.seconds
+        return cached.seconds
 
-    def _measure(self, problem: Problem, size: int, name: str) -> Part:
+    def _measure(self, problem: Problem, size: int, name: str) -> KernelPart:
         if self._tell is not None:
             self._tell(problem, size, name)
-        part = Part(size, name, *measure(problem, size, name))
-        self._known[problem, size, name] = part
+        part = KernelPart(size, name, *measure(problem, size, name))
+        self._parts[problem, size, name] = part
         self._keep(problem, part)
         return part
 
-    def _keep(self, problem: Problem, part: Part) -> None:
+    def _keep(self, problem: Problem, part: KernelPart) -> None:
         """Write a part to the file; where that fails nothing is lost but for other processes."""
         if self._path is None:
             return
@@ -145,11 +145,11 @@ class Costs:
         )
         self._path = None
 
-    def _here(self, problem: Problem) -> dict[tuple[int, str], Part]:
+    def _here(self, problem: Problem) -> dict[tuple[int, str], KernelPart]:
         """Return the measurements of a kernel from this process."""
-        return {(n, name): part for (p, n, name), part in self._known.items() if p == problem}
+        return {(n, name): part for (p, n, name), part in self._parts.items() if p == problem}
 
-    def _kept(self, problem: Problem) -> dict[tuple[int, str], Part]:
+    def _stored(self, problem: Problem) -> dict[tuple[int, str], KernelPart]:
         """Return the measurements of a kernel from the file."""
         if self._path is None:
             return {}
@@ -164,14 +164,14 @@ class Costs:
         except sqlite3.Error as error:
             self._lost(error)
             return {}
-        return {(n, name): Part(n, name, *more) for n, name, *more in rows}
+        return {(n, name): KernelPart(n, name, *more) for n, name, *more in rows}
 
     def _open(self) -> sqlite3.Connection:
         assert self._path is not None
         return sqlite3.connect(self._path, timeout=60.0)
 
 
-def alike(parts: Sequence[Part]) -> list[Part]:
+def alike(parts: Sequence[KernelPart]) -> list[KernelPart]:
     """Return parts of which those of one algorithm have one set-up, the shortest measured."""
     setups = {part.algorithm: part.setup for part in sorted(parts, key=lambda p: -p.setup)}
     return [replace(part, setup=setups[part.algorithm]) for part in parts]

@@ -33,7 +33,7 @@ from anybatch.errors import BudgetError
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelPart:
     """A convolution kernel on some samples, as it was measured: a micro-configuration.
 
     Attributes:
@@ -60,7 +60,7 @@ class Configuration:
         parts: in the order in which they run.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[KernelPart, ...]
 
     @property
     def size(self) -> int:
@@ -84,7 +84,7 @@ class Configuration:
         return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counted)
 
 
-def front(parts: Iterable[Part], size: int, limit: int | None = None) -> list[Configuration]:
+def front(parts: Iterable[KernelPart], size: int, limit: int | None = None) -> list[Configuration]:
     """Return every configuration of `size` samples that none beats in both seconds and workspace.
 
     Args:
@@ -97,7 +97,8 @@ def front(parts: Iterable[Part], size: int, limit: int | None = None) -> list[Co
         where no parts within the limit add up to `size`. The last is the fastest.
 
     Example:
-        >>> parts = [Part(1, "slow", 2.0, 0), Part(2, "fast", 1.0, 50), Part(4, "fast", 1.5, 90)]
+        >>> slow, fast = KernelPart(1, "slow", 2.0, 0), KernelPart(2, "fast", 1.0, 50)
+        >>> parts = [slow, fast, KernelPart(4, "fast", 1.5, 90)]
         >>> [(str(c), c.seconds, c.workspace) for c in front(parts, 5)]
         [('slow@1 x 5', 10.0, 0), ('fast@2 x 2, slow@1', 4.0, 50), ('fast@4, slow@1', 3.5, 90)]
     """
@@ -110,19 +111,19 @@ def front(parts: Iterable[Part], size: int, limit: int | None = None) -> list[Co
             usable = [p for p in fits if p.algorithm in names or p.algorithm not in prepared]
             found += _front(usable, size)
     found.sort(key=lambda c: (c.workspace, c.seconds))
-    kept: list[Configuration] = []
+    best: list[Configuration] = []
     for configuration in found:
-        if not kept or configuration.seconds < kept[-1].seconds:
-            kept.append(configuration)
-    return kept
+        if not best or configuration.seconds < best[-1].seconds:
+            best.append(configuration)
+    return best
 
 
-def _setups(parts: Iterable[Part]) -> dict[str, float]:
+def _setups(parts: Iterable[KernelPart]) -> dict[str, float]:
     """Return algorithm -> seconds that it takes once, of those that take some."""
     return {part.algorithm: part.setup for part in parts if part.setup > 0}
 
 
-def _front(parts: Sequence[Part], size: int) -> list[Configuration]:
+def _front(parts: Sequence[KernelPart], size: int) -> list[Configuration]:
     """Return the front by the seconds of parts only; parts are in the order of workspace."""
     best = np.full(size + 1, np.inf)  # T(n)
     best[0] = 0.0
@@ -141,7 +142,7 @@ def _front(parts: Sequence[Part], size: int) -> list[Configuration]:
     return found
 
 
-def fastest(parts: Iterable[Part], size: int, limit: int) -> Configuration:
+def fastest(parts: Iterable[KernelPart], size: int, limit: int) -> Configuration:
     """Return the fastest configuration within a workspace: the paper's WR.
 
     Args:
@@ -163,7 +164,7 @@ def fastest(parts: Iterable[Part], size: int, limit: int) -> Configuration:
         f"{show_bytes(needed)}, and {show_bytes(limit)} is there: give workspace="
         f'"{-(-needed // 1024)}KiB" or more',
         needed=needed,
-        given=limit,
+        budget=limit,
     )
 
 
@@ -193,7 +194,7 @@ def sizes(policy: str, size: int) -> Sequence[int]:
     raise ValueError(f'policy must be "all", "powerOfTwo" or "undivided", and it is {policy!r}')
 
 
-def _pay(best: np.ndarray, last: np.ndarray, index: int, part: Part) -> None:
+def _pay(best: np.ndarray, last: np.ndarray, index: int, part: KernelPart) -> None:
     """Let one more part be used, as often as it pays: T(n) = min(T(n), T(n - size) + seconds)."""
     size = part.size
     for begin in range(size, len(best), size):
@@ -204,7 +205,7 @@ def _pay(best: np.ndarray, last: np.ndarray, index: int, part: Part) -> None:
         last[begin:end][cheaper] = index
 
 
-def _paid(parts: Sequence[Part], last: np.ndarray, size: int) -> Iterator[Part]:
+def _paid(parts: Sequence[KernelPart], last: np.ndarray, size: int) -> Iterator[KernelPart]:
     """Return the parts that `size` samples were paid with, large ones first.
 
     Those of one algorithm follow each other.

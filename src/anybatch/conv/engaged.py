@@ -3,7 +3,7 @@
 Within a budget nothing is measured inside a step. Kernels are chosen before it, for the sizes that
 its micro-batches will have; and what only the step itself has shown, before the next one.
 
-    foresee ── heard on fakes ──> chosen ──> step (what is new is torch's own, and noted) ──> chosen
+    foresee ── recorded on fakes ──> chosen ──> step (what is new is torch's, and noted) ──> chosen
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple
 
 from anybatch.conv.chooser import Chooser, Chosen, Convolutions
-from anybatch.conv.divide import Configuration, Part
-from anybatch.conv.intercept import inside, intercepted, stay
+from anybatch.conv.divide import Configuration, KernelPart
+from anybatch.conv.intercept import inside, intercepted, retain
 from anybatch.conv.network import Key
 from anybatch.conv.problem import Problem
 from anybatch.core.divisions import Division, Divisions
@@ -31,7 +31,7 @@ class Engaged:
     def __init__(self, device: str, own: Chooser | None = None) -> None:
         self._device, self._own = device, own
         if own is not None:
-            stay(device)
+            retain(device)
 
     @property
     def chooser(self) -> Chooser | None:
@@ -80,15 +80,15 @@ class Engaged:
         chosen = {key: one for key, one in every.items() if not wanted or key in wanted}
         kernels = tuple(_division(key, one) for key, one in chosen.items())
         space = chooser.found.workspace
-        given = chooser.given if chooser.given > space else 0
-        return Divisions(space, chooser.found.policy, chooser.used(chosen), kernels, given)
+        requested = chooser.requested if chooser.requested > space else 0
+        return Divisions(space, chooser.found.policy, chooser.used(chosen), kernels, requested)
 
 
 def obeying(divisions: Divisions) -> Chooser:
     """Return a chooser that computes kernels as a plan specifies, and the others with torch."""
     found = Convolutions(divisions.workspace, divisions.policy)
     for one in divisions.kernels:
-        parts = tuple(Part(*part) for part in one.parts)
+        parts = tuple(KernelPart(*part) for part in one.parts)
         key = Problem(**dict(one.kernel)), one.samples
         found.chosen[key] = Chosen((Configuration(parts),), one.seconds)
     return Chooser(found, None, 0.0)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from anybatch.conv.algorithms import ALGORITHMS
-from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.fourier import HALVES
 from anybatch.conv.problem import Problem
 
@@ -67,9 +67,9 @@ def _summed(
     problem: Problem, configuration: Configuration, dy: Tensor, x: Tensor, result: Tensor
 ) -> Tensor:
     """Return the sum of the gradients of all parts, in `result`."""
-    runs, begin, whole = _runs(configuration), 0, result
+    runs, begin, accumulated = _runs(configuration), 0, result
     if len(runs) > 1 and result.dtype in HALVES:
-        whole = torch.empty_like(result, dtype=torch.float32)
+        accumulated = torch.empty_like(result, dtype=torch.float32)
     for number, (name, parts) in enumerate(runs):
         way, total = ALGORITHMS[name], None
         for part in parts:
@@ -79,12 +79,12 @@ def _summed(
         assert total is not None
         found = way.finish(problem, total)
         del total
-        whole = whole.add_(found) if number else whole.copy_(found)
+        accumulated = accumulated.add_(found) if number else accumulated.copy_(found)
         del found
-    return whole if whole is result else result.copy_(whole)
+    return accumulated if accumulated is result else result.copy_(accumulated)
 
 
-def _runs(configuration: Configuration) -> list[tuple[str, list[Part]]]:
+def _runs(configuration: Configuration) -> list[tuple[str, list[KernelPart]]]:
     """Return ``(algorithm, parts)`` for parts of one algorithm that follow each other."""
     groups = groupby(configuration.parts, key=lambda part: part.algorithm)
     return [(name, list(parts)) for name, parts in groups]

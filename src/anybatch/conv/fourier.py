@@ -60,7 +60,7 @@ class Fourier:
 
     def shared(self, problem: Problem, w: Tensor) -> Tensor:
         """Return the spectra of the filters."""
-        wide = spectra.filters(problem, _apart(_exact(w), problem.dilation))
+        wide = spectra.filters(problem, _dilated(_exact(w), problem.dilation))
         turned = wide.flip(_dims(problem)) if problem.kernel == "forward" else wide
         circles = self._circles(problem)
         if not _staged(problem, circles, CLEARLY):
@@ -72,12 +72,12 @@ class Fourier:
         """Return the result of a forward or of the gradient of the input for some samples."""
         circles = self._circles(problem)
         forward = problem.kernel == "forward"
-        image = _exact(one) if forward else _apart(_exact(one), problem.stride)
+        image = _exact(one) if forward else _dilated(_exact(one), problem.stride)
         product = spectra.times(problem, _tiles(problem, image, circles), shared)
         tiles = [circle.count for circle in circles]
         per = (problem.filters if forward else problem.channels) // problem.groups
         shape = (problem.groups, len(one), *tiles, per)
-        if spectra.apart(problem):
+        if spectra.is_depthwise(problem):
             shape = (len(one), problem.groups, per, *tiles)
         product = spectra.spectra(problem, product, (*shape, *_frequencies(circles)))
         sizes = problem.outputs if forward else problem.image
@@ -87,7 +87,7 @@ class Fourier:
     def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
         """Add the spectra of the filters' gradients for some samples."""
         circles = self._circles(problem)
-        outputs = _turned(problem, _apart(_exact(dy), problem.stride), circles)
+        outputs = _turned(problem, _dilated(_exact(dy), problem.stride), circles)
         outputs = spectra.matrices(problem, outputs, _lengths(circles))
         return spectra.summed(problem, total, outputs, _tiles(problem, _exact(x), circles))
 
@@ -107,7 +107,7 @@ def _staged(problem: Problem, circles: Circles, share: float) -> bool:
     """Say whether filters are transformed by products of matrices, which take less than a share."""
     lengths = _lengths(circles)
     pays = rough.staged(lengths, problem.spans) < share * rough.fast(lengths)
-    return pays and not spectra.apart(problem)
+    return pays and not spectra.is_depthwise(problem)
 
 
 def _exact(tensor: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ def _turned(problem: Problem, outputs: Tensor, circles: Circles) -> Tensor:
     return spectra.images(problem, tiles.flip(_dims(problem)))
 
 
-def _apart(tensor: Tensor, steps: Sizes) -> Tensor:
+def _dilated(tensor: Tensor, steps: Sizes) -> Tensor:
     """Return a tensor with zeros between its entries, so that their distance is `steps`."""
     if all(step == 1 for step in steps):
         return tensor
@@ -194,19 +194,19 @@ def _result(
     dims = len(circles)
     rows = list(zip(circles, sizes, steps, strict=True))
     ends = [(o - 1) * s + 1 for _, o, s in rows]
-    alone = [circle.count == 1 for circle in circles]
+    single = [circle.count == 1 for circle in circles]
     inside = [
         slice(c.first, c.first + end, s) if one else slice(c.first, c.first + c.step)
-        for (c, _, s), end, one in zip(rows, ends, alone, strict=True)
+        for (c, _, s), end, one in zip(rows, ends, single, strict=True)
     ]
     found = _back(product, circles, inside)
-    if not spectra.apart(problem):
+    if not spectra.is_depthwise(problem):
         found = found.permute(1, 0, 2 + dims, *range(2, 2 + dims), *range(3 + dims, 3 + 2 * dims))
-    beside = [axis for at in range(dims) for axis in (3 + at, 3 + dims + at)]
+    axes = [axis for at in range(dims) for axis in (3 + at, 3 + dims + at)]
     lengths = [found.shape[3 + at] * found.shape[3 + dims + at] for at in range(dims)]
-    whole = found.permute(0, 1, 2, *beside).reshape(len(found), -1, *lengths)
+    joined = found.permute(0, 1, 2, *axes).reshape(len(found), -1, *lengths)
     last: Any = tuple(
         slice(None) if one else slice(0, end, s)
-        for (_, _, s), end, one in zip(rows, ends, alone, strict=True)
+        for (_, _, s), end, one in zip(rows, ends, single, strict=True)
     )
-    return whole[(..., *last)]
+    return joined[(..., *last)]

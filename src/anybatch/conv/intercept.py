@@ -189,7 +189,7 @@ class _Installed:
             self._install(entry[0])
             self._inside = (*self._inside, entry)
 
-    def stay(self, device: str) -> None:
+    def retain(self, device: str) -> None:
         with self._lock:
             self._install(device)
             self._staying.add(device)
@@ -216,7 +216,7 @@ class _Installed:
             raise
         self._libraries[device] = ours, library
 
-    def leave(self, entry: tuple[str, Compute]) -> None:
+    def exit(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
             at = next(at for at, one in enumerate(self._inside) if one is entry)
             self._inside = (*self._inside[:at], *self._inside[at + 1 :])
@@ -226,8 +226,8 @@ class _Installed:
                 library._destroy()  # type: ignore[no-untyped-call]
 
     def last(self, device: str) -> Compute | None:
-        for kind, compute in reversed(self._inside):
-            if kind == device:
+        for entered, compute in reversed(self._inside):
+            if entered == device:
                 return compute
         return None
 
@@ -252,7 +252,7 @@ def intercepted(device: str, compute: Compute) -> Iterator[None]:
     try:
         yield
     finally:
-        _INSTALLED.leave(entry)
+        _INSTALLED.exit(entry)
 
 
 def inside(device: str) -> Compute | None:
@@ -260,9 +260,9 @@ def inside(device: str) -> Compute | None:
     return _INSTALLED.last(device)
 
 
-def stay(device: str) -> None:
+def retain(device: str) -> None:
     """Let torch's kernels remain replaced, so that frequent entries do not change the dispatcher.
 
     Where nobody is inside, a convolution then goes to torch's kernel by way of ours.
     """
-    _INSTALLED.stay(device)
+    _INSTALLED.retain(device)

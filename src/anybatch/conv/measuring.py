@@ -67,8 +67,8 @@ def measure(problem: Problem, size: int, name: str) -> tuple[float, int, float]:
         work, setup, workspace = _run(problem, size, name)
     except NoPlanError:
         return inf, 0, 0.0
-    once = _taken(setup, device) if ALGORITHMS[name].once else 0.0
-    return _taken(work, device), workspace, once
+    once = _median_seconds(setup, device) if ALGORITHMS[name].once else 0.0
+    return _median_seconds(work, device), workspace, once
 
 
 def duel(problem: Problem, configuration: Configuration) -> float:
@@ -92,11 +92,11 @@ def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
     return perf_counter() - begin
 
 
-def _taken(work: Callable[[], Tensor], device: torch.device) -> float:
+def _median_seconds(work: Callable[[], Tensor], device: torch.device) -> float:
     """Return the median of the seconds that it takes."""
     first = _seconds(work, device)
-    taken = [first] if first > LONG else sorted(_seconds(work, device) for _ in range(RUNS))
-    return taken[len(taken) // 2]
+    times = [first] if first > LONG else sorted(_seconds(work, device) for _ in range(RUNS))
+    return times[len(times) // 2]
 
 
 def _run(
@@ -156,8 +156,8 @@ def machine(device: str) -> str:
 def _made(
     problem: Problem, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    dice = torch.Generator(device).manual_seed(0)  # not the person's, which a step may draw from
-    found = torch.randn(shape, device=device, generator=dice).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)  # not the person's: a step may draw from it
+    found = torch.randn(shape, device=device, generator=generator).to(dtype)
     if problem.layout == "channels_last" and shape != problem.weight and len(shape) in LAYOUTS:
         return found.contiguous(memory_format=LAYOUTS[len(shape)])
     return found

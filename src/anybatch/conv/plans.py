@@ -67,7 +67,7 @@ class Built:
     count: int
 
 
-_KNOWN = threading.local()
+_CACHE = threading.local()
 """Graphs and handles of a thread: a handle must not be used by two at a time."""
 
 
@@ -99,8 +99,8 @@ class Planned:
             graph.build_plan_at_index(self._number)
             space = graph.get_workspace_size_plan_at_index(self._number)
             workspace = torch.empty(max(space, 1), dtype=torch.uint8, device=one.device)
-            given = dict(zip(built.names, wide, strict=True))
-            graph.execute_plan_at_index(given, workspace, self._number, handle=handle)
+            operands = dict(zip(built.names, wide, strict=True))
+            graph.execute_plan_at_index(operands, workspace, self._number, handle=handle)
         except RuntimeError as error:
             raise NoPlanError(f"plan {self._number} of {problem}: {error}") from error
         return result
@@ -124,25 +124,25 @@ def _planar(tensor: Tensor) -> Tensor:
 def _built(problem: Problem, tensors: Sequence[Tensor]) -> Built:
     """Return the graph of a kernel on such operands; it is made once in a thread."""
     key = problem, *((tuple(t.shape), t.stride()) for t in tensors), tensors[0].device
-    known: dict[Any, Built] = _KNOWN.__dict__.setdefault("graphs", {})
-    if key not in known:
-        known[key] = _build(problem, tensors)
-    return known[key]
+    cached: dict[Any, Built] = _CACHE.__dict__.setdefault("graphs", {})
+    if key not in cached:
+        cached[key] = _build(problem, tensors)
+    return cached[key]
 
 
 def _build(problem: Problem, tensors: Sequence[Tensor]) -> Built:
     cudnn = importlib.import_module(PACKAGE)
-    kind = getattr(cudnn.data_type, DTYPES[problem.dtype])
+    data_type = getattr(cudnn.data_type, DTYPES[problem.dtype])
     sums = cudnn.data_type.DOUBLE if problem.dtype == "float64" else cudnn.data_type.FLOAT
     graph = cudnn.pygraph(
-        io_data_type=kind,
+        io_data_type=data_type,
         intermediate_data_type=sums,
         compute_data_type=sums,
         handle=_handle(tensors[0].device),
     )
     one, other, result = tensors
     first, second = (
-        graph.tensor(dim=list(t.shape), stride=list(t.stride()), data_type=kind)
+        graph.tensor(dim=list(t.shape), stride=list(t.stride()), data_type=data_type)
         for t in (one, other)
     )
     flat = len(problem.image) == 1
@@ -158,7 +158,7 @@ def _build(problem: Problem, tensors: Sequence[Tensor]) -> Built:
     else:
         found = graph.conv_wgrad(image=second, loss=first, **place)
     found.set_output(True).set_dim(list(result.shape)).set_stride(list(result.stride()))
-    found.set_data_type(kind)
+    found.set_data_type(data_type)
     try:
         graph.validate()
         graph.build_operation_graph()
@@ -172,9 +172,9 @@ def _build(problem: Problem, tensors: Sequence[Tensor]) -> Built:
 def _handle(device: torch.device) -> Any:
     """Return the handle of this thread for a device, on its present stream."""
     cudnn = importlib.import_module(PACKAGE)
-    known: dict[Any, Any] = _KNOWN.__dict__.setdefault("handles", {})
-    if device not in known:
-        known[device] = cudnn.create_handle()
+    cached: dict[Any, Any] = _CACHE.__dict__.setdefault("handles", {})
+    if device not in cached:
+        cached[device] = cudnn.create_handle()
     stream = cudnn_stream(device)
-    cudnn.set_stream(handle=known[device], stream=stream)
-    return known[device]
+    cudnn.set_stream(handle=cached[device], stream=stream)
+    return cached[device]

@@ -57,12 +57,12 @@ def staged(lengths: Sequence[int], spans: Sequence[int]) -> float:
         spans: of the window.
     """
     sizes, left = frequencies(lengths), list(spans)
-    taken = 0.0
+    cost = 0.0
     for at, size in enumerate(sizes):
         work = COMPLEX * prod(left) * size
         left[at] = size
-        taken += work / FLOPS + WRITTEN * prod(left)
-    return taken
+        cost += work / FLOPS + WRITTEN * prod(left)
+    return cost
 
 
 def frequencies(lengths: Sequence[int]) -> tuple[int, ...]:

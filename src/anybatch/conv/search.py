@@ -17,13 +17,13 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from anybatch.conv.algorithms import NATIVE, candidates
-from anybatch.conv.divide import Part, sizes
+from anybatch.conv.divide import KernelPart, sizes
 from anybatch.conv.problem import Problem
 
 HOPELESS = 4.0
 """Times what the best known takes for a sample, beyond which more samples are not tried."""
 
-Known = Mapping[tuple[int, str], Part]
+Measured = Mapping[tuple[int, str], KernelPart]
 """Samples and algorithm -> what was measured."""
 
 
@@ -46,21 +46,21 @@ class Search:
     until: float
 
     def run(
-        self, size: int, known: Known, measure: Callable[[Problem, int, str], Part]
-    ) -> list[Part]:
+        self, size: int, measured: Measured, measure: Callable[[Problem, int, str], KernelPart]
+    ) -> list[KernelPart]:
         """Return the earlier and the new measurements for N samples.
 
         Args:
             size: N, the samples of the mini-batch.
-            known: what was measured before.
+            measured: what was measured before.
             measure: runs an algorithm on so many samples.
         """
-        steps, found = sizes(self.policy, size), dict[tuple[int, str], Part]()
+        steps, found = sizes(self.policy, size), dict[tuple[int, str], KernelPart]()
         each = dict[str, float]()
 
         def goes_on(n: int, name: str) -> bool:
             """Measure one more, and say whether more samples of it may be worth it."""
-            part = known.get((n, name))
+            part = measured.get((n, name))
             if part is None and found and not self._affords(n, name, each):
                 return False
             part = part or measure(self.problem, n, name)

@@ -29,10 +29,10 @@ def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:
         return Engaged(device.type, obeying(plan.convolutions))
     if workspace is None:
         return Engaged(device.type)
-    given = parse_bytes(workspace, "workspace")
+    workspace_bytes = parse_bytes(workspace, "workspace")
     if device.type not in devices():
         raise NotYetError(
             f"convolutions are divided on {' and '.join(devices())} here, and the model is on "
             f"{device}: leave workspace out"
         )
-    return Engaged(device.type, chooser_of(given))
+    return Engaged(device.type, chooser_of(workspace_bytes))

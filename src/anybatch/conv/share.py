@@ -49,7 +49,7 @@ def share(fronts: Sequence[Sequence[Configuration]], total: int) -> list[Configu
             f"at least {show_bytes(needed)}, and {show_bytes(total)} is there: give "
             f'workspace_total="{-(-needed // 1024)}KiB" or more',
             needed=needed,
-            given=total,
+            budget=total,
         )
     seconds = [np.array([c.seconds for c in front]) for front in fronts]
     bytes_ = [np.array([c.workspace for c in front], np.int64) for front in fronts]
@@ -60,18 +60,18 @@ def share(fronts: Sequence[Sequence[Configuration]], total: int) -> list[Configu
 def _choose(seconds: list[Floats], sizes: list[Ints], total: int) -> list[int]:
     """Return the place of the chosen configuration in every front."""
     price = _price(seconds, sizes, total)
-    known = _greedy(seconds, sizes, total, price)
-    worth = sum(t[at] for t, at in zip(seconds, known, strict=True))
+    greedy = _greedy(seconds, sizes, total, price)
+    worth = sum(t[at] for t, at in zip(seconds, greedy, strict=True))
     costs = [t + price * w for t, w in zip(seconds, sizes, strict=True)]
     least = sum(cost.min() for cost in costs) - price * total
     gap = worth - least
     if gap <= 0:
-        return known
+        return greedy
     regrets = [cost - cost.min() for cost in costs]
-    kept = [np.flatnonzero(regret < gap) for regret in regrets]
-    found = _search(seconds, sizes, regrets, kept, total, gap)
+    candidates = [np.flatnonzero(regret < gap) for regret in regrets]
+    found = _search(seconds, sizes, regrets, candidates, total, gap)
     takes = sum(t[at] for t, at in zip(seconds, found, strict=False))
-    return found if found and takes < worth else known
+    return found if found and takes < worth else greedy
 
 
 def _price(seconds: list[Floats], sizes: list[Ints], total: int) -> float:
@@ -131,7 +131,7 @@ def _search(
     seconds: list[Floats],
     sizes: list[Ints],
     regrets: list[Floats],
-    kept: list[Ints],
+    candidates: list[Ints],
     total: int,
     gap: float,
 ) -> list[int]:
@@ -139,15 +139,15 @@ def _search(
 
     States are partial choices in the order of their bytes, each faster than the one before.
     """
-    order = sorted(range(len(kept)), key=lambda k: len(kept[k]))
+    order = sorted(range(len(candidates)), key=lambda k: len(candidates[k]))
     after = [0] * (len(order) + 1)  # the least bytes of all later kernels
     for place in range(len(order) - 1, -1, -1):
         k = order[place]
-        after[place] = after[place + 1] + int(sizes[k][kept[k]].min())
+        after[place] = after[place + 1] + int(sizes[k][candidates[k]].min())
     used, took, regret = np.zeros(1, np.int64), np.zeros(1), np.zeros(1)
     trail: list[tuple[Ints, Ints]] = []
     for place, k in enumerate(order):
-        options = kept[k]
+        options = candidates[k]
         used = (used[:, None] + sizes[k][options]).ravel()
         took = (took[:, None] + seconds[k][options]).ravel()
         regret = (regret[:, None] + regrets[k][options]).ravel()

@@ -2,7 +2,7 @@
 
 Where every channel of an output has one channel of the input, spectra are multiplied as they are:
 
-    apart       [N, channels, *tiles, *frequencies]
+    depthwise   [N, channels, *tiles, *frequencies]
 
 Where it has several, there is a product of matrices for each frequency, and a library is fast at
 these when each lies in one piece. So what is transformed is laid out in an order of which the
@@ -35,15 +35,15 @@ ROWS = 32
 """The fewest of them."""
 
 
-def apart(problem: Problem) -> bool:
-    """Say whether spectra are multiplied as they are."""
+def is_depthwise(problem: Problem) -> bool:
+    """Say whether every output has one input channel: spectra are multiplied as they are."""
     one = problem.channels == problem.groups
     return one and (problem.kernel != "data" or problem.filters == problem.groups)
 
 
 def images(problem: Problem, tiles: Tensor) -> Tensor:
     """Return tiles [N, channels, *tiles, *places] in the order of their products."""
-    if apart(problem):
+    if is_depthwise(problem):
         return tiles.contiguous()
     dims = len(problem.image)
     grouped = _grouped(problem, tiles)
@@ -53,7 +53,7 @@ def images(problem: Problem, tiles: Tensor) -> Tensor:
 
 def filters(problem: Problem, w: Tensor) -> Tensor:
     """Return filters [F, C / groups, *places] in the order of their products."""
-    if apart(problem):
+    if is_depthwise(problem):
         return w
     grouped = w.reshape(problem.groups, -1, *w.shape[1:])
     return grouped.transpose(1, 2).contiguous() if problem.kernel == "forward" else grouped
@@ -66,14 +66,14 @@ def matrices(problem: Problem, laid: Tensor, lengths: Sequence[int]) -> Tensor:
     and there is no second copy of all of them.
     """
     dims = list(range(-len(lengths), 0))
-    if apart(problem):
+    if is_depthwise(problem):
         found: Tensor = torch.fft.rfftn(laid, s=list(lengths), dim=dims)
         return found
     columns, count = laid.shape[-len(lengths) - 1], prod(frequencies(lengths))
     rows = laid.reshape(-1, *laid.shape[-len(lengths) :])
-    kind = rows.dtype.to_complex()
-    first = torch.empty((count, len(rows)), dtype=kind, device=rows.device)
-    block = max(ROWS, BLOCK // (count * kind.itemsize))
+    dtype = rows.dtype.to_complex()
+    first = torch.empty((count, len(rows)), dtype=dtype, device=rows.device)
+    block = max(ROWS, BLOCK // (count * dtype.itemsize))
     for begin in range(0, len(rows), block):
         some = torch.fft.rfftn(rows[begin : begin + block], s=list(lengths), dim=dims)
         first[:, begin : begin + block] = some.reshape(len(some), -1).t()
@@ -82,7 +82,7 @@ def matrices(problem: Problem, laid: Tensor, lengths: Sequence[int]) -> Tensor:
 
 def spectra(problem: Problem, product: Tensor, shape: Sizes) -> Tensor:
     """Return the spectra of a product in the layout before `matrices`: [..., *frequencies]."""
-    if apart(problem):
+    if is_depthwise(problem):
         return product.view(shape)
     count = prod(shape[-len(problem.image) :])
     return product.view(count, -1).t().contiguous().view(shape)
@@ -99,7 +99,7 @@ def times(problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
     Returns:
         Matrices; or [N, groups, filters of one, *tiles, *frequencies].
     """
-    if not apart(problem):
+    if not is_depthwise(problem):
         return torch.bmm(one, shared)
     ones = [1] * len(problem.image)
     per = problem.filters // problem.groups
@@ -120,7 +120,7 @@ def summed(problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Ten
     Returns:
         Matrices; or [groups, filters of one, *frequencies].
     """
-    if not apart(problem):
+    if not is_depthwise(problem):
         rows = dy.mT
         return torch.bmm(rows, x) if total is None else total.baddbmm_(rows, x)
     dims = len(problem.image)

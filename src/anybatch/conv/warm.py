@@ -22,7 +22,7 @@ from time import perf_counter
 import torch
 
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Part
+from anybatch.conv.divide import KernelPart
 from anybatch.conv.network import Key
 
 
@@ -45,7 +45,7 @@ class Warming:
     processes: int = 1
 
 
-def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[Part]]]:
+def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[KernelPart]]]:
     """Measure kernels, and yield each with its measurements; those in the file are not run again.
 
     Args:
@@ -67,18 +67,18 @@ def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[Part]]]:
         initargs=(threads,),
     ) as pool:
         try:
-            asked = {pool.submit(_alone, key, how, share): key for key in keys}
-            for done in as_completed(asked):
-                yield asked[done], done.result()
+            submitted = {pool.submit(_in_a_process, key, how, share): key for key in keys}
+            for done in as_completed(submitted):
+                yield submitted[done], done.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
 
 
-def _alone(key: Key, how: Warming, seconds: float) -> list[Part]:
+def _in_a_process(key: Key, how: Warming, seconds: float) -> list[KernelPart]:
     return _measured(Costs(how.path), key, how, seconds)
 
 
-def _measured(costs: Costs, key: Key, how: Warming, seconds: float) -> list[Part]:
+def _measured(costs: Costs, key: Key, how: Warming, seconds: float) -> list[KernelPart]:
     with torch.no_grad():
         return costs.parts(*key, how.policy, how.limit, seconds)

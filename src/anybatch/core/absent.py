@@ -83,14 +83,14 @@ class AbsentDevice:
         if memory is None:
             source = f"{self.size} less {show_bytes(self.context)} for a context, less 5 %"
             return int(SHARE * self.left), source
-        given = parse_bytes(memory)
-        if given > self.left:
+        requested = parse_bytes(memory)
+        if requested > self.left:
             raise ValueError(
                 f"memory must be at most what the device leaves, and of {self.size} a context is "
                 f"assumed to take {show_bytes(self.context)}: got {memory!r}. Give "
                 f'memory="{self.left // 1024**2}MiB" or less, or leave it out'
             )
-        return given, "as given"
+        return requested, "as given"
 
     def lines(self) -> list[str]:
         """Return the lines of a plan about the device."""
@@ -108,10 +108,10 @@ def parse_device(text: str) -> AbsentDevice | None:
     Raises:
         ValueError: there is a size that means nothing, or that of another type of device.
     """
-    kind, colon, size = text.partition(":")
+    device_type, colon, size = text.partition(":")
     if not colon or size.isdecimal():
         return None
-    if kind != CUDA:
+    if device_type != CUDA:
         raise ValueError(
             f"a device that is not there must be a CUDA device with the size of its memory, such "
             f'as "cuda:24GiB", and it is {text!r}: write it like that; a device of another type '

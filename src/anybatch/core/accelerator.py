@@ -50,7 +50,7 @@ FAILURES = (RuntimeError, AttributeError, AssertionError, TypeError)
 
 
 @dataclass(frozen=True)
-class Facts:
+class DeviceFacts:
     """Properties of a device type that no function of torch reports.
 
     Attributes:
@@ -75,8 +75,10 @@ class Facts:
 
 
 FACTS = {
-    "cuda": Facts(pins=True, peaks=True, collectives="nccl", each=True, foreach=True, limits=True),
-    "xpu": Facts(
+    "cuda": DeviceFacts(
+        pins=True, peaks=True, collectives="nccl", each=True, foreach=True, limits=True
+    ),
+    "xpu": DeviceFacts(
         float64=None,
         pins=True,
         peaks=True,
@@ -86,7 +88,7 @@ FACTS = {
         limits=True,
     ),
     # Metal rounds as it likes (heapBufferSizeAndAlign): a page of 16 KiB is taken as its bound
-    "mps": Facts(rounding=1 << 14, float64=False, collectives="gloo"),
+    "mps": DeviceFacts(rounding=1 << 14, float64=False, collectives="gloo"),
 }
 """Types of accelerators, in the order in which one is looked for."""
 
@@ -98,7 +100,7 @@ class Accelerator:
     """One type of accelerator, by its module in torch.
 
     Args:
-        kind: the type, such as "xpu".
+        device_type: the type, such as "xpu".
 
     Attributes:
         type: the same.
@@ -108,9 +110,9 @@ class Accelerator:
     host = False
     """Whether its memory is the host's own: a pointer to it may be read by the host."""
 
-    def __init__(self, kind: str) -> None:
-        self.type = kind
-        self.facts = FACTS.get(kind, Facts(float64=None))
+    def __init__(self, device_type: str) -> None:
+        self.type = device_type
+        self.facts = FACTS.get(device_type, DeviceFacts(float64=None))
         self._draws_again = False
 
     @property
@@ -388,9 +390,9 @@ class Host(Accelerator):
     allocator = ""
     count = 0
 
-    def __init__(self, kind: str = "cpu") -> None:
-        self.type = kind
-        self.facts = Facts(rounding=1, collectives="gloo")
+    def __init__(self, device_type: str = "cpu") -> None:
+        self.type = device_type
+        self.facts = DeviceFacts(rounding=1, collectives="gloo")
 
     def call(self, name: str, device: torch.device | None = None, *values: Any) -> Any:
         """Refuse: nothing here asks the host for a verb of a device.
@@ -438,8 +440,8 @@ def of(device: torch.device | str) -> Accelerator:
 
 
 @cache
-def _of(kind: str) -> Accelerator:
-    return Host(kind) if kind in ("cpu", "meta") else Accelerator(kind)
+def _of(device_type: str) -> Accelerator:
+    return Host(device_type) if device_type in ("cpu", "meta") else Accelerator(device_type)
 
 
 def _built() -> str | None:
@@ -458,8 +460,8 @@ def home(device: torch.device) -> torch.device:
     return device if of(device).has_float64(device) else torch.device("cpu")
 
 
-def known() -> list[Accelerator]:
+def recognised() -> list[Accelerator]:
     """Return the accelerators that torch knows, present or not."""
     built = _built()
     others = [] if built is None or built in FACTS else [built]
-    return [_of(kind) for kind in (*FACTS, *others)]
+    return [_of(device_type) for device_type in (*FACTS, *others)]

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from anybatch.core.accelerator import DEFAULT, HOST, Accelerator, States, known, of
+from anybatch.core.accelerator import DEFAULT, HOST, Accelerator, States, of, recognised
 from anybatch.errors import NotYetError
 
 
 def in_use() -> list[Accelerator]:
     """Return the accelerators that this process has used."""
-    return [one for one in known() if one.in_use]
+    return [one for one in recognised() if one.in_use]
 
 
 def random_states() -> States:
@@ -70,7 +70,7 @@ def clear_workspaces() -> None:
 
 def autocast_types() -> tuple[str, ...]:
     """Return the device types for which a user may have switched on autocast."""
-    every = (HOST.type, *(one.type for one in known()))
+    every = (HOST.type, *(one.type for one in recognised()))
     return tuple(filter(torch.amp.is_autocast_available, every))
 
 
@@ -103,12 +103,12 @@ def default_device() -> torch.device:
 
 def with_plans() -> list[str]:
     """Return the host, and the available device types with an allocator that reports peaks."""
-    return [HOST.type, *(one.type for one in known() if one.peaks and one.available)]
+    return [HOST.type, *(one.type for one in recognised() if one.peaks and one.available)]
 
 
 def forked() -> AbstractContextManager[None]:
     """Return a context after which torch's generators are as they were before."""
-    for one in known():
+    for one in recognised():
         with suppress(NotYetError):
             if one.available and one.count and one.generators():
                 return torch.random.fork_rng(devices=range(one.count), device_type=one.type)
@@ -124,7 +124,7 @@ def carrier(config: str) -> torch.device:
     if "gloo" in config:
         return torch.device(HOST.type)
     types = [entry.split(":")[0] for entry in config.split(",") if ":" in entry]
-    return torch.device(next((kind for kind in types if not of(kind).host), DEFAULT))
+    return torch.device(next((name for name in types if not of(name).host), DEFAULT))
 
 
 def cudnn_stream(device: torch.device) -> Any:

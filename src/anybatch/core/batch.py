@@ -240,8 +240,8 @@ class LazyBatch:
         for name, values in (("inputs", inputs), ("target", targets)):
             for path, leaf in tree.leaves(values, name):
                 if isinstance(leaf, tree.ARRAYS):
-                    known = shapes.setdefault(path, leaf.shape[1:])
-                    if known != leaf.shape[1:] and not self._ragged:
+                    first = shapes.setdefault(path, leaf.shape[1:])
+                    if first != leaf.shape[1:] and not self._ragged:
                         self._ragged = path
 
     @property

@@ -40,14 +40,14 @@ class Divisions:
         policy: which micro-batches were measured.
         used: the most of it that any of these kernels does allocate.
         kernels: all that were chosen.
-        given: bytes that they were to have, where these leave too little for a step; else 0.
+        requested: bytes that they were to have, where these leave too little for a step; else 0.
     """
 
     workspace: int
     policy: str
     used: int
     kernels: tuple[Division, ...]
-    given: int = 0
+    requested: int = 0
 
     @property
     def other(self) -> int:
@@ -57,10 +57,10 @@ class Divisions:
     def __str__(self) -> str:
         """Return the plan's line on convolutions."""
         space = f"{show_bytes(self.used)} of {show_bytes(self.workspace)} of workspace"
-        less = f" ({show_bytes(self.given)} would leave too little for a step)"
+        less = f" ({show_bytes(self.requested)} would leave too little for a step)"
         return (
             f"{self.other} of {len(self.kernels)} kernels not torch's own; {space}"
-            f"{less if self.given else ''}"
+            f"{less if self.requested else ''}"
         )
 
     @classmethod

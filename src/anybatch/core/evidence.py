@@ -2,7 +2,7 @@
 
 shown        the gradient is that of the undivided batch, and this is how that was shown
 not shown    nothing speaks against it, and it could not be shown
-inexact      another gradient was asked for by name
+inexact      another gradient was requested by name
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def memory() -> tuple[bytes, bytes, bytes, Any] | None:
 
     A normal number that Python has drawn in advance is an attribute, and comes last.
     """
-    bits = BITS() if KNOWN else None
+    bits = BITS() if LOCATED else None
     if not isinstance(bits, np.random.MT19937):
         return None
     return (
@@ -58,7 +58,7 @@ def memory() -> tuple[bytes, bytes, bytes, Any] | None:
     )
 
 
-def _python_known() -> bool:
+def _python_located() -> bool:
     """Say whether Python's generator lies where `memory` reads it."""
     if type(PYTHON).__basicsize__ - object.__basicsize__ < TWISTER:
         return False
@@ -79,20 +79,20 @@ def _gauss_at() -> int | None:
     one.standard_normal()  # makes two
     after, gauss = there(), one.get_state(legacy=False)["gauss"]
     one.standard_normal()
-    taken, kept = there(), struct.pack("d", gauss)
+    used, expected = there(), struct.pack("d", gauss)
     for at in range(object.__basicsize__, size - GAUSS + 1, 8):
-        flags = [struct.unpack_from("i", seen, at)[0] for seen in (none, after, taken)]
-        if flags == [0, 1, 0] and after[at + 8 : at + GAUSS] == kept:
+        flags = [struct.unpack_from("i", state, at)[0] for state in (none, after, used)]
+        if flags == [0, 1, 0] and after[at + 8 : at + GAUSS] == expected:
             return at
     return None
 
 
-def _known() -> bool:
+def _located() -> bool:
     there = isinstance(NUMPY, np.random.RandomState) and BITS is not None
-    return there and sys.implementation.name == "cpython" and _python_known()
+    return there and sys.implementation.name == "cpython" and _python_located()
 
 
-_AT = _gauss_at() if _known() else None
-KNOWN = _AT is not None
+_AT = _gauss_at() if _located() else None
+LOCATED = _AT is not None
 """Whether memory tells."""
 GAUSS_LIES = id(NUMPY) + (_AT or 0)

@@ -32,12 +32,12 @@ def behind(some: Iterable[Any]) -> Iterator[Any]:
 
 def _nodes(ahead: list[Any]) -> Iterator[Any]:
     """Yield those nodes and every node behind them, once."""
-    seen: set[Any] = set()
+    visited: set[Any] = set()
     while ahead:
         node = ahead.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         yield node
         ahead.extend(before for before, _ in node.next_functions)
 

@@ -31,14 +31,14 @@ Hung = tuple[str, str]
 
 def hangs(values: Any) -> bool:
     """Return whether a tree may hold attributes that rows lack; runs for every micro-batch."""
-    kind = type(values)
-    if kind in PLAIN:
+    type_ = type(values)
+    if type_ in PLAIN:
         return bool(values.__dict__)
-    if kind in tree.LEAVES:
+    if type_ in tree.LEAVES:
         return False
-    if kind is tuple or kind is list:
+    if type_ is tuple or type_ is list:
         return any(map(hangs, values))
-    return any(map(hangs, values.values())) if kind is dict else True
+    return any(map(hangs, values.values())) if type_ is dict else True
 
 
 def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
@@ -52,9 +52,9 @@ def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
     found: set[Hung] = set()
     for at, one in _every(values, path):
         found.update((at, name) for name in _attributes(one))
-        kind = type(one)
-        if classes and isinstance(one, Tensor) and kind.__module__.split(".")[0] not in OWN:
-            found.add((at, f"the class {kind.__name__}"))
+        type_ = type(one)
+        if classes and isinstance(one, Tensor) and type_.__module__.split(".")[0] not in OWN:
+            found.add((at, f"the class {type_.__name__}"))
     return found
 
 
@@ -94,11 +94,11 @@ def _attributes(one: Any) -> list[str]:
     if not held:
         return []
     if isinstance(one, Tensor):
-        kept = set(one[:1].__dict__) if one.dim() and type(one) is not Tensor else set()
+        retained = set(one[:1].__dict__) if one.dim() and type(one) is not Tensor else set()
     elif dataclasses.is_dataclass(one) and not isinstance(one, Mapping):
-        kept = {field.name for field in dataclasses.fields(one)} | set(dir(type(one)))
+        retained = {field.name for field in dataclasses.fields(one)} | set(dir(type(one)))
     elif isinstance(one, tree.LISTS):
-        kept = set(dir(type(one)))
+        retained = set(dir(type(one)))
     else:
         return []
-    return [name for name in held if name not in kept and not name.startswith("_dynamo")]
+    return [name for name in held if name not in retained and not name.startswith("_dynamo")]

@@ -7,7 +7,7 @@ sums, lets torch itself fire them: in its order, with its checks, with what was 
 
     micro-batches:  p.grad += d(part), no hook        end:  sum ──hooks──> .grad += ──hooks──> done
 
-Source: torch's AccumulateGrad; design of this project, section 4.
+Source: torch's AccumulateGrad.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SERVICE = "_anybatch_service"
 
 Hook = TypeVar("Hook", bound=Callable[..., object])
 
-KINDS = "_backward_hooks", "_post_accumulate_grad_hooks"
+ATTRIBUTES = "_backward_hooks", "_post_accumulate_grad_hooks"
 """The attributes of a leaf that hold the hooks before and after its gradient is added."""
 
 
@@ -47,7 +47,7 @@ class Suspended:
 
     Attributes:
         leaf: the leaf.
-        held: for each of `KINDS`, the object that torch holds; None where there is none.
+        held: for each of `ATTRIBUTES`, the object that torch holds; None where there is none.
         entries: what was in each.
     """
 
@@ -57,9 +57,9 @@ class Suspended:
 
     def resume(self) -> None:
         """Let torch hold the same objects again."""
-        for kind, held in zip(KINDS, self.held, strict=True):
-            if getattr(self.leaf, kind) is not held:
-                setattr(self.leaf, kind, held)
+        for name, held in zip(ATTRIBUTES, self.held, strict=True):
+            if getattr(self.leaf, name) is not held:
+                setattr(self.leaf, name, held)
 
     def restore(self) -> None:
         """Resume the hooks, and restore the recorded entries of their containers."""
@@ -84,7 +84,7 @@ class LeafHooks:
         return id(leaf) in self._suspended
 
     def count(self, leaf: Tensor) -> tuple[int, ...]:
-        """Return how many hooks of each of `KINDS` are suspended on a leaf."""
+        """Return how many hooks of each of `ATTRIBUTES` are suspended on a leaf."""
         found = self._suspended.get(id(leaf))
         return () if found is None else tuple(map(len, found.entries))
 
@@ -100,7 +100,7 @@ class LeafHooks:
                 self._suspend(leaf)
 
     def _suspend(self, leaf: Any) -> None:
-        before, after = held = tuple(getattr(leaf, kind) for kind in KINDS)
+        before, after = held = tuple(getattr(leaf, name) for name in ATTRIBUTES)
         ours = {key: hook for key, hook in (after or {}).items() if hasattr(hook, SERVICE)}
         persons = bool(before) or len(ours) < len(after or ())
         if id(leaf) in self._suspended or not persons or not leaf.is_leaf:
@@ -180,7 +180,7 @@ class _Sum(torch.autograd.Function):
 def refuse_registered(leaves: Iterable[Any]) -> None:
     """Refuse hooks that forward has registered on leaves with suspended hooks, or with none."""
     for leaf in leaves:
-        found = [hook for kind in KINDS for hook in (getattr(leaf, kind) or {}).values()]
+        found = [hook for name in ATTRIBUTES for hook in (getattr(leaf, name) or {}).values()]
         if any(not hasattr(hook, SERVICE) for hook in found):
             raise NotExactError(
                 "hooks on parameters must be registered before a step, and one was registered "

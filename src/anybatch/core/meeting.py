@@ -45,7 +45,7 @@ class _Here(threading.local):
     meeting: Meeting | None = None
     samples: int = 0
     forwards: int = 0
-    alone: bool = False
+    standalone: bool = False
     forward: bool = False
     looks: bool = False
 
@@ -58,12 +58,12 @@ Where = tuple[Meeting | None, int, bool, bool]
 
 def where() -> Where:
     """Return where this thread is."""
-    return _HERE.meeting, _HERE.samples, _HERE.alone, _HERE.forward
+    return _HERE.meeting, _HERE.samples, _HERE.standalone, _HERE.forward
 
 
 def back_to(place: Where) -> None:
     """Restore this thread's recorded state: an interrupt may have skipped a context's exit."""
-    _HERE.meeting, _HERE.samples, _HERE.alone, _HERE.forward = place
+    _HERE.meeting, _HERE.samples, _HERE.standalone, _HERE.forward = place
 
 
 def here() -> Meeting | None:
@@ -76,33 +76,33 @@ class ForwardOf:
 
     Args:
         samples: that it is called with.
-        alone: these are a part of the batch, and meet no other.
+        standalone: these are a part of the batch, and meet no other.
     """
 
-    __slots__ = ("_alone", "_before", "_samples")
+    __slots__ = ("_before", "_samples", "_standalone")
 
-    def __init__(self, samples: int, *, alone: bool) -> None:
-        self._samples, self._alone = samples, alone
-        self._before = _HERE.samples, _HERE.alone, _HERE.forward
+    def __init__(self, samples: int, *, standalone: bool) -> None:
+        self._samples, self._standalone = samples, standalone
+        self._before = _HERE.samples, _HERE.standalone, _HERE.forward
 
     def __enter__(self) -> None:
         _HERE.forwards += 1
-        _HERE.samples, _HERE.alone = self._samples, self._alone and _HERE.meeting is None
+        _HERE.samples, _HERE.standalone = self._samples, self._standalone and _HERE.meeting is None
         _HERE.forward = True
 
     def __exit__(self, *_: object) -> None:
-        _HERE.samples, _HERE.alone, _HERE.forward = self._before
+        _HERE.samples, _HERE.standalone, _HERE.forward = self._before
 
 
 @contextmanager
 def as_it_is() -> Iterator[None]:
     """Treat the inputs of the body as the full batch."""
-    before = _HERE.meeting, _HERE.alone, _HERE.samples
-    _HERE.meeting, _HERE.alone, _HERE.samples = None, False, -1
+    before = _HERE.meeting, _HERE.standalone, _HERE.samples
+    _HERE.meeting, _HERE.standalone, _HERE.samples = None, False, -1
     try:
         yield
     finally:
-        _HERE.meeting, _HERE.alone, _HERE.samples = before
+        _HERE.meeting, _HERE.standalone, _HERE.samples = before
 
 
 @contextmanager
@@ -130,9 +130,9 @@ def forwards_here() -> int:
     return _HERE.forwards
 
 
-def alone_here() -> bool:
+def standalone_here() -> bool:
     """Say whether this thread has a part of the batch, and meets no other."""
-    return _HERE.alone
+    return _HERE.standalone
 
 
 def in_forward() -> bool:

@@ -1,7 +1,4 @@
-"""Memory section of a plan: the budget, the forecast, and the candidates that lost.
-
-Source: design, section 5.5; the runners-up are said like those of a database's query plan.
-"""
+"""Memory section of a plan: the budget, the forecast, and the candidates that lost."""
 
 from __future__ import annotations
 
@@ -11,24 +8,24 @@ from typing import Any, NamedTuple
 
 from anybatch.core.units import show_bytes
 
-Room = int | tuple[int, ...] | None
-"""Bytes that waiting micro-batches may hold: at any time; in each turn of the one that runs, from
-the first on; or None where all of it may stay."""
+Capacity = int | tuple[int, ...] | None
+"""Bytes that waiting micro-batches may hold: at any time; in each segment of the one that runs,
+from the first on; or None where all of them may be resident."""
 
 
-class Inside(NamedTuple):
+class LockstepLimits(NamedTuple):
     """Byte limits of micro-batches that wait in lockstep, the running one included.
 
     Attributes:
         limit: before a kernel runs, with all that it needs.
-        later: beside the limit, in each turn. Default none.
-        makes: the most that a kernel makes in each turn, for which the limit leaves room. Default
-            not known.
+        segment_extra: in addition to the limit, in each segment. Default none.
+        segment_kernel: the largest output of a kernel in each segment, for which the limit leaves
+            space. Default: not recorded.
     """
 
     limit: int
-    later: tuple[int, ...] = ()
-    makes: tuple[int, ...] = ()
+    segment_extra: tuple[int, ...] = ()
+    segment_kernel: tuple[int, ...] = ()
 
 
 RUNNERS_UP = 2
@@ -43,13 +40,13 @@ class Candidate:
         micro_batch: samples.
         peak_bytes: what a step with it holds at most, predicted.
         seconds: of a whole step, run or from its timed micro-batches; None where it was not timed.
-        away: its saved tensors leave, as far as they do not fit. Default False.
+        offloaded: its saved tensors are offloaded, as far as they do not fit. Default False.
     """
 
     micro_batch: int
     peak_bytes: int
     seconds: float | None = None
-    away: bool = False
+    offloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,10 @@ class Memory:
         predicted: what a step holds at its peak.
         owners: who holds it at the peak, ``(name, bytes)``, the largest first.
         floor: what a step holds at least, with micro-batches of one sample.
-        whole: what the undivided batch would hold.
+        undivided: what the undivided batch would hold.
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
-        room: what waiting micro-batches may hold on the device, where they wait for each other.
+        waiting_capacity: what waiting micro-batches may hold on the device, in lockstep.
     """
 
     budget: int
@@ -73,10 +70,10 @@ class Memory:
     predicted: int
     owners: tuple[tuple[str, int], ...]
     floor: int
-    whole: int
+    undivided: int
     how: str
     candidates: tuple[Candidate, ...] = ()
-    room: Room = 0
+    waiting_capacity: Capacity = 0
 
 
 def check_count(name: str, value: Any) -> None:
@@ -89,53 +86,60 @@ def check_count(name: str, value: Any) -> None:
         raise ValueError(f"{name} must be an integer of at least 1, and it is {value!r}")
 
 
-def memory_of(found: Mapping[str, Any], *, away: bool) -> Memory:
+def memory_of(found: Mapping[str, Any], *, offloaded: bool) -> Memory:
     """Return the memory section from JSON; the flag is for candidates that do not have one."""
     check_count("budget", found["budget"])
     check_count("predicted", found["predicted"])
-    room = found.get("room", 0)
+    capacity = found.get("waiting_capacity", 0)
+    several = isinstance(capacity, list | tuple)
     return Memory(
         **{
             **found,
-            "room": tuple(map(int, room)) if isinstance(room, list | tuple) else room,
+            "waiting_capacity": tuple(map(int, capacity)) if several else capacity,
             "owners": tuple((str(name), int(count)) for name, count in found["owners"]),
-            "candidates": tuple(Candidate(**{"away": away, **one}) for one in found["candidates"]),
+            "candidates": tuple(
+                Candidate(**{"offloaded": offloaded, **one}) for one in found["candidates"]
+            ),
         }
     )
 
 
-def explain(memory: Memory, chosen: int, *, away: bool = False) -> list[str]:
+def explain(memory: Memory, chosen: int, *, offloaded: bool = False) -> list[str]:
     """Return the plan's lines on memory: the peak, its owners, and the runners-up.
 
     Args:
         memory: what it knows.
         chosen: samples in a micro-batch, as was chosen.
-        away: its saved tensors leave. Default False.
+        offloaded: its saved tensors are offloaded. Default False.
     """
     share = f"{show_bytes(memory.predicted)} of {show_bytes(memory.budget)} ({memory.source})"
     lines = [f"  memory       {share}, predicted by {memory.how}"]
     lines += [f"    {name:<18} {show_bytes(count):>10}" for name, count in memory.owners]
     lines += [
         f"  floor        {show_bytes(memory.floor)} at one sample a micro-batch; "
-        f"{show_bytes(memory.whole)} undivided"
+        f"{show_bytes(memory.undivided)} undivided"
     ]
     if memory.candidates:
         lines += ["  micro-batch      memory   seconds a step"]
-    both = len({one.away for one in memory.candidates}) > 1
-    every = verdicts(memory, chosen, away=away)
+    both = len({one.offloaded for one in memory.candidates}) > 1
+    every = verdicts(memory, chosen, offloaded=offloaded)
     return lines + [f"  {_row(one, why, both=both)}" for one, why in every]
 
 
-def verdicts(memory: Memory, chosen: int, *, away: bool = False) -> list[tuple[Candidate, str]]:
+def verdicts(
+    memory: Memory, chosen: int, *, offloaded: bool = False
+) -> list[tuple[Candidate, str]]:
     """Return every candidate and, in words, why it was chosen or lost.
 
     Args:
         memory: what a plan knows of it.
         chosen: samples in a micro-batch, as was chosen.
-        away: its saved tensors leave. Default False.
+        offloaded: its saved tensors are offloaded. Default False.
     """
     every = memory.candidates
-    best = next((one for one in every if (one.micro_batch, one.away) == (chosen, away)), None)
+    best = next(
+        (one for one in every if (one.micro_batch, one.offloaded) == (chosen, offloaded)), None
+    )
     next_best = runners_up(every, best)
     return [(one, _why(one, best, memory.budget, runner_up=one in next_best)) for one in every]
 
@@ -171,5 +175,5 @@ def _why(one: Candidate, best: Candidate | None, budget: int, *, runner_up: bool
 def _row(one: Candidate, why: str, *, both: bool) -> str:
     """Return the line of a candidate; `both`: some candidates offload, and some do not."""
     seconds = "-" if one.seconds is None else f"{one.seconds:.3g}"
-    why = f"saved tensors away; {why}" if both and one.away else why
+    why = f"saved tensors offloaded; {why}" if both and one.offloaded else why
     return f"{one.micro_batch:>11} {show_bytes(one.peak_bytes):>11} {seconds:>16}   {why}"

@@ -92,7 +92,7 @@ class NothingHeld:
 
     def __exit__(
         self,
-        _kind: type[BaseException] | None,
+        _type: type[BaseException] | None,
         error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
@@ -102,12 +102,12 @@ class NothingHeld:
 
 
 def _chain(error: BaseException, outside: BaseException | None) -> Iterator[BaseException]:
-    seen = {id(outside)}
+    visited = {id(outside)}
     ahead: list[BaseException | None] = [error]
     while ahead:
         one = ahead.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
+        if one is not None and id(one) not in visited:
+            visited.add(id(one))
             yield one
             ahead += [one.__cause__, one.__context__]
 

@@ -21,13 +21,13 @@ Modules = list[tuple[str, nn.Module]]
 def walk(model: nn.Module) -> Modules:
     """Return every module of `model` with its path."""
     found: Modules = []
-    seen: set[int] = set()
+    visited: set[int] = set()
     ahead: Modules = [("", model)]
     while ahead:
         path, module = ahead.pop()
-        if id(module) in seen:
+        if id(module) in visited:
             continue
-        seen.add(id(module))
+        visited.add(id(module))
         found.append((path, module))
         prefix = f"{path}." if path else ""
         children = reversed(module._modules.items())
@@ -45,9 +45,9 @@ def parameters(modules: Modules) -> list[Tensor]:
     return [p for _, module in modules for p in module._parameters.values() if p is not None]
 
 
-def tensors_of(modules: Iterable[nn.Module], kind: str) -> list[Tensor]:
+def tensors_of(modules: Iterable[nn.Module], attribute: str) -> list[Tensor]:
     """Return the tensors of modules that are ``"_parameters"`` or ``"_buffers"``."""
-    every = [tensor for module in modules for tensor in getattr(module, kind).values()]
+    every = [tensor for module in modules for tensor in getattr(module, attribute).values()]
     return [tensor for tensor in every if tensor is not None]
 
 

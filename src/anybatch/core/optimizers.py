@@ -36,8 +36,8 @@ COPIES: dict[type[optim.Optimizer], int] = {
 }
 """At most so many tensors like a parameter does an optimizer keep of it; AMSGrad keeps one more."""
 
-ROOM = "_anybatch_room"
-"""What a step in parts is marked with: the bytes of state that are in memory at a time."""
+RESIDENT = "_anybatch_resident_bytes"
+"""The attribute of a step in parts: the bytes of state that are in memory at a time."""
 
 SMALL = 4096
 """Bytes below which a tensor of a state stays: a block of the file would be larger."""
@@ -52,17 +52,17 @@ def inner_step(optimizer: optim.Optimizer) -> Callable[[Any], Any]:
     Raises:
         NotExactError: its step cannot be made a few parameters at a time.
     """
-    kind = type(optimizer)
-    base = next((one for one in kind.__mro__ if one in COPIES), None)
-    if base is None or any(_plain(kind, name) is not _plain(base, name) for name in MADE_OF):
+    cls = type(optimizer)
+    base = next((one for one in cls.__mro__ if one in COPIES), None)
+    if base is None or any(_plain(cls, name) is not _plain(base, name) for name in MADE_OF):
         listed = ", ".join(one.__name__ for one in COPIES)
         raise NotExactError(
             "state can leave only where each parameter is updated by itself, so that a few at a "
-            f"time give the same bits, and of {kind.__module__}.{kind.__qualname__} that is not "
+            f"time give the same bits, and of {cls.__module__}.{cls.__qualname__} that is not "
             f"known: use one of torch.optim's {listed}, or a subclass that leaves step() as it is"
         )
     _refuse_groups(optimizer)
-    step: Callable[[Any], Any] = _plain(kind, "step")
+    step: Callable[[Any], Any] = _plain(cls, "step")
     return step
 
 
@@ -76,9 +76,9 @@ def state_bound(optimizer: optim.Optimizer, group: dict[str, Any], parameter: Te
     return copies * rounded(parameter.numel() * max(sizes), parameter.device)
 
 
-def room_of(optimizer: optim.Optimizer) -> int | None:
+def resident_state_bytes(optimizer: optim.Optimizer) -> int | None:
     """Return the bytes of state that are in memory at a time; None where all of it is."""
-    found: int | None = getattr(vars(optimizer).get("step"), ROOM, None)
+    found: int | None = getattr(vars(optimizer).get("step"), RESIDENT, None)
     return found
 
 
@@ -112,9 +112,9 @@ def _refuse_groups(optimizer: optim.Optimizer) -> None:
             )
 
 
-def _plain(kind: type, name: str) -> Any:
+def _plain(cls: type, name: str) -> Any:
     """Return a method without the wrapper that torch adds for its hooks."""
-    found = getattr(kind, name, None)
+    found = getattr(cls, name, None)
     while getattr(found, "hooked", False):
         found = found.__wrapped__  # type: ignore[union-attr]
     return found

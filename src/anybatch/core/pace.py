@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from anybatch.core.units import show_seconds
 
 FEW = 6
-"""Steps below which no interval is told."""
+"""Steps below which no interval is given."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +37,14 @@ class Pace:
         low, high = self.interval
         return steps * self.seconds, steps * low, steps * high
 
-    def told(self, steps: int) -> str:
+    def in_words(self, steps: int) -> str:
         """Return the seconds of so many steps in words, with their interval if there is one."""
         found, low, high = map(show_seconds, self.of(steps))
         return f"{found} ({low} to {high})" if self.steps >= FEW else found
 
     def __str__(self) -> str:
         plural = "step" if self.steps == 1 else "steps"
-        lines = [f"{self.told(1)} a step, of {self.steps} {plural} of the real loop"]
+        lines = [f"{self.in_words(1)} a step, of {self.steps} {plural} of the real loop"]
         if self.epoch is not None:
-            lines.append(f"{self.told(self.epoch)} an epoch of {self.epoch} steps")
+            lines.append(f"{self.in_words(self.epoch)} an epoch of {self.epoch} steps")
         return f"\n{' ' * 15}".join(lines)

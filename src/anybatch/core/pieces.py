@@ -85,9 +85,9 @@ def _none(a: Tensor) -> Tensor:
 def _largest(found: tuple[Tensor, Tensor], a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return the largest difference and the largest entry so far, with two pieces more."""
     left_out = (a.isfinite() & b.isfinite()).logical_not_()
-    apart = (a - b).abs().masked_fill_(left_out, 0).amax()
+    distance = (a - b).abs().masked_fill_(left_out, 0).amax()
     entry = a.abs().masked_fill_(left_out, 0).amax()
-    return torch.maximum(found[0], apart), torch.maximum(found[1], entry)
+    return torch.maximum(found[0], distance), torch.maximum(found[1], entry)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anybatch.core.absent import AbsentDevice
-from anybatch.core.cards import because, card, considered, memory_bar, table
 from anybatch.core.divisions import Divisions
 from anybatch.core.evidence import FORESEEN, UNDIVIDED, Evidence
+from anybatch.core.html_cards import because, card, considered, memory_bar, table
 from anybatch.core.memory import Memory, check_count, explain, memory_of
 from anybatch.core.pace import Pace
 from anybatch.core.scale import Scale
@@ -28,54 +28,55 @@ class States:
     Attributes:
         store: "host" or "file".
         folder: of the file; None is the system's folder for temporary files.
-        room: bytes of it that are in memory at a time while the optimizer steps; with `model` of
-            parameters, gradients and state together, all the time.
-        model: parameters and gradients leave, too, when no kernel reads them.
+        resident_bytes: bytes of it that are in memory at a time while the optimizer steps; with
+            `model` of parameters, gradients and state together, all the time.
+        model: parameters and gradients are offloaded, too, when no kernel reads them.
     """
 
     store: str
     folder: str | None
-    room: int
+    resident_bytes: int
     model: bool = False
 
     def __str__(self) -> str:
         where = "memory of the host" if self.store == "host" else "a file"
         where += f" in {self.folder}" if self.folder else ""
-        room = show_bytes(self.room)
+        resident_bytes = show_bytes(self.resident_bytes)
         if self.model:
-            return f"in {where}, with parameters and gradients; at most {room} of all in memory"
-        return f"in {where}; at most {room} in memory during a step"
+            where += ", with parameters and gradients"
+            return f"in {where}; at most {resident_bytes} of all in memory"
+        return f"in {where}; at most {resident_bytes} in memory during a step"
 
 
 @dataclass(frozen=True)
-class Away:
+class OffloadPlan:
     """Offload section of a plan: the saved tensors to offload; in bytes but for the seconds.
 
     Attributes:
         store: "host" or "file".
         folder: of the file; None is the system's folder for temporary files.
-        rooms: what the first micro-batch of a step may make, and any other.
-        saved: what autograd saves in a micro-batch and could leave.
-        sent: what leaves in a step, and returns.
-        most: what the store must have room for: all that a micro-batch saves.
-        stall: seconds in which a step is predicted to wait for that; None where it is not known.
-        remade: what is computed again in a step instead, from what was saved beside it.
-        later: what micro-batches that wait for each other may hold more in each turn: as much as
-            comes of gradients after it, and as kernels make less in it; nothing where that is not
-            known.
-        makes: the most that a kernel of these makes in each turn; nothing where it is not known.
+        capacity: new tensors that fit in the first micro-batch of a step, and in any other.
+        saved: saved tensors of a micro-batch that could be offloaded.
+        sent: tensors that are offloaded in a step, and return.
+        most: capacity that the store needs: all saved tensors of a micro-batch.
+        stall: seconds in which a step is predicted to wait for copies; None where not predicted.
+        remade: saved tensors that a step recomputes instead of offloading them.
+        segment_extra: bytes beyond the limit that lanes may hold in each segment, since later
+            gradients are not there yet, or its kernels make less; empty where not recorded.
+        segment_kernel: the largest output of a kernel of a lane in each segment; empty where not
+            recorded.
     """
 
     store: str
     folder: str | None
-    rooms: tuple[int, int]
+    capacity: tuple[int, int]
     saved: int
     sent: int
     most: int
     stall: float | None = None
     remade: int = 0
-    later: tuple[int, ...] = ()
-    makes: tuple[int, ...] = ()
+    segment_extra: tuple[int, ...] = ()
+    segment_kernel: tuple[int, ...] = ()
 
     @property
     def where(self) -> str:
@@ -87,10 +88,10 @@ class Away:
         place = {"host": "page-locked memory of the host", "file": "a file without a name"}
         inside = f" in {self.folder or 'the system folder'}" if self.store == "file" else ""
         wait = "not known" if self.stall is None else f"{self.stall:.3g} s a step, predicted"
-        again = f"    instead          {show_bytes(self.remade)} are computed again in a step"
+        again = f"    instead          {show_bytes(self.remade)} are recomputed in a step"
         return [
-            f"  offload      {show_bytes(self.sent)} leave in a step and return; a micro-batch "
-            f"saves {show_bytes(self.saved)}",
+            f"  offload      {show_bytes(self.sent)} are offloaded in a step and return; a "
+            f"micro-batch saves {show_bytes(self.saved)}",
             f"    to               {place[self.store]}{inside}",
             *([again] if self.remade else []),
             f"    stall            {wait}",
@@ -110,7 +111,7 @@ class Facts:
         half: names of dtypes of half-precision parameters.
         before: gradients were there when the step began.
         local: BatchNorm layers that normalise each micro-batch by itself.
-        apart: every sum of gradients is kept apart from ``.grad``.
+        separate_sums: every sum of gradients is separate from ``.grad``.
         failed: samples in a micro-batch for which memory ran out; 0 where it never did.
         lanes: micro-batches wait for each other in BatchNorm.
         segments: how the device's memory is kept, in words; nothing where there is none to say.
@@ -126,7 +127,7 @@ class Facts:
     half: tuple[str, ...]
     before: bool
     local: int
-    apart: bool = False
+    separate_sums: bool = False
     failed: int = 0
     lanes: bool = False
     segments: str = ""
@@ -140,14 +141,14 @@ class Plan:
 
     Attributes:
         micro_batch: samples in a micro-batch; the last one of a batch may be smaller.
-        mechanism: "streaming" (one pass), "gathering" (two passes), "lanes" (micro-batches wait for
+        mechanism: "streaming" (one pass), "two-pass", "lockstep" (micro-batches wait for
             each other where samples meet), or "undivided".
         accumulate: "in place" in ``.grad``, or "accumulator" (one more set of gradients).
         loss: the loss in words.
         exact: whether the gradient is that of the undivided batch, and how that is known; true
             where it was shown.
         reasons: why, a sentence each.
-        memory: the budget and what was predicted; None where no budget was asked for.
+        memory: the budget and what was predicted; None where no budget was requested.
         states: where the optimizer's state waits; None where it stays in memory.
         offload: which saved tensors leave; None where all of them stay.
         convolutions: how they are computed; None where all are torch's own.
@@ -164,7 +165,7 @@ class Plan:
     reasons: tuple[str, ...]
     memory: Memory | None = None
     states: States | None = None
-    offload: Away | None = None
+    offload: OffloadPlan | None = None
     convolutions: Divisions | None = None
     pace: Pace | None = None
     scale: Scale | None = None
@@ -187,7 +188,7 @@ class Plan:
         lines = [] if self.device is None else self.device.lines()
         lines += [f"  {name:<12} {value}" for name, value in self._rows().items()]
         if self.memory is not None:
-            lines += explain(self.memory, self.micro_batch, away=self.offload is not None)
+            lines += explain(self.memory, self.micro_batch, offloaded=self.offload is not None)
         if self.offload is not None:
             lines += self.offload.explain()
         if self.pace is not None:
@@ -198,14 +199,14 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return the HTML card for a notebook: the memory bar, the decisions, and the reasons."""
-        rows, memory, away = self._rows(), self.memory, self.offload is not None
+        rows, memory, offloaded = self._rows(), self.memory, self.offload is not None
         if self.pace is not None:
             rows["time"] = str(self.pace)
         if memory is not None:
             rows["memory"] = f"budget {memory.source}; predicted by {memory.how}"
             rows["floor"] = (
                 f"{show_bytes(memory.floor)} at one sample a micro-batch; "
-                f"{show_bytes(memory.whole)} undivided"
+                f"{show_bytes(memory.undivided)} undivided"
             )
         more = [] if self.device is None else self.device.lines()
         more += [] if self.offload is None else self.offload.explain()
@@ -214,7 +215,7 @@ class Plan:
             "plan",
             "" if memory is None else memory_bar(memory),
             table(rows),
-            "" if memory is None else considered(memory, self.micro_batch, away=away),
+            "" if memory is None else considered(memory, self.micro_batch, offloaded=offloaded),
             because([*(" ".join(line.split()) for line in more), *self.reasons]),
         )
 
@@ -247,17 +248,17 @@ class Plan:
             raise ValueError(f"a plan must hold {sorted(fields)}, and it holds {came}")
         try:
             check_count("micro_batch", found["micro_batch"])
-            given = found.get("memory")
-            away, left = found.get("states"), found.get("offload")
+            section = found.get("memory")
+            states, left = found.get("states"), found.get("offload")
             divided, pace = found.get("convolutions"), found.get("pace")
             scale, device = found.get("scale"), found.get("device")
-            memory = None if given is None else memory_of(given, away=left is not None)
+            memory = None if section is None else memory_of(section, offloaded=left is not None)
             more = {
                 "exact": Evidence.from_json(found["exact"]),
                 "reasons": tuple(found["reasons"]),
                 "memory": memory,
-                "states": None if away is None else States(**away),
-                "offload": None if left is None else _away(left),
+                "states": None if states is None else States(**states),
+                "offload": None if left is None else _offload_plan(left),
                 "convolutions": None if divided is None else Divisions.from_json(divided),
                 "scale": None if scale is None else Scale.from_json(scale),
                 "device": None if device is None else AbsentDevice.from_json(device),
@@ -270,9 +271,11 @@ class Plan:
             raise ValueError(f"a plan must hold what to_json writes, and {error}") from error
 
 
-def _away(found: Mapping[str, Any]) -> Away:
-    turns = {name: tuple(map(int, found.get(name, ()))) for name in ("later", "makes")}
-    return Away(**{**found, "rooms": _pair(found["rooms"]), **turns})
+def _offload_plan(found: Mapping[str, Any]) -> OffloadPlan:
+    by_segment = {
+        name: tuple(map(int, found.get(name, ()))) for name in ("segment_extra", "segment_kernel")
+    }
+    return OffloadPlan(**{**found, "capacity": _pair(found["capacity"]), **by_segment})
 
 
 def _pair(found: Any) -> tuple[int, int]:
@@ -280,15 +283,15 @@ def _pair(found: Any) -> tuple[int, int]:
     return int(first), int(other)
 
 
-def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = None) -> Plan:
+def decide(facts: Facts, memory: Memory | None = None, offload: OffloadPlan | None = None) -> Plan:
     """Return the plan for `facts`, a memory section and an offload section."""
-    lanes = _mechanism(facts) == "lanes"
+    lanes = _mechanism(facts) == "lockstep"
     reasons = [_WHY[_mechanism(facts)], *_of_offload(memory, offload, lanes=lanes)]
     if facts.late:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")
     if facts.half and facts.divided:
         reasons.append(f"{', '.join(facts.half)} gradients are summed in float32 and cast once")
-    if facts.apart:
+    if facts.separate_sums:
         reasons.append("out of memory costs one micro-batch, not the step")
     if memory is not None and facts.segments:
         reasons.append(facts.segments)
@@ -301,17 +304,17 @@ def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = No
         reasons.append("gradients were there before: they are set aside and added to at the end")
     if facts.local:
         reasons.append(
-            f"{facts.local} BatchNorm layers normalise each micro-batch by itself, as asked for by "
+            f"{facts.local} BatchNorm layers normalise each micro-batch by itself, as requested by "
             'batchnorm="local": the gradient is not that of the undivided batch'
         )
     literal = facts.loss.startswith("MBS Algorithm 1")
     if literal:
         reasons.append("Algorithm 1 to the letter: exact only where all micro-batches are equal")
-    apart = facts.apart or (facts.half and facts.divided) or facts.before
+    separate_sums = facts.separate_sums or (facts.half and facts.divided) or facts.before
     return Plan(
         micro_batch=facts.micro_batch,
         mechanism=_mechanism(facts),
-        accumulate="accumulator" if apart else "in place",
+        accumulate="accumulator" if separate_sums else "in place",
         loss=facts.loss,
         exact=_evidence(facts, literal=literal),
         reasons=tuple(reasons),
@@ -323,9 +326,9 @@ def decide(facts: Facts, memory: Memory | None = None, offload: Away | None = No
 def _evidence(facts: Facts, *, literal: bool) -> Evidence:
     """Return the evidence on whether the gradient is that of the undivided batch."""
     if facts.local:
-        return Evidence("inexact", 'batchnorm="local" was asked for')
+        return Evidence("inexact", 'batchnorm="local" was requested')
     if literal:
-        return Evidence("inexact", "Loss.algorithm1 was asked for")
+        return Evidence("inexact", "Loss.algorithm1 was requested")
     if not facts.divided:
         return UNDIVIDED
     if not facts.looked:
@@ -335,27 +338,28 @@ def _evidence(facts: Facts, *, literal: bool) -> Evidence:
     return Evidence("shown", "each sample was followed to its own row alone", facts.looked)
 
 
-def _of_offload(memory: Memory | None, offload: Away | None, *, lanes: bool) -> list[str]:
+def _of_offload(memory: Memory | None, offload: OffloadPlan | None, *, lanes: bool) -> list[str]:
     """Return the reasons on offloading, and the faster choice where steps were timed."""
     reasons = []
     if offload is not None and lanes:
         reasons.append(
-            "of the micro-batch that runs, too, whatever its next kernel does not need may leave: "
-            "what was used longest ago leaves first"
+            "tensors of the running micro-batch that its next kernel does not need may be "
+            "offloaded, too: the one that was used longest ago first"
         )
     elif offload is not None:
         reasons.append(
-            "what autograd saves in a micro-batch may leave the device, as far as it does not fit: "
-            "what is used last leaves first, and returns before it is asked for"
+            "saved tensors of a micro-batch are offloaded as far as they do not fit: the one that "
+            "is used last leaves first, and each returns before its use"
         )
     every = () if memory is None else memory.candidates
-    timed = [(c.seconds, c.micro_batch, c.away) for c in every if c.seconds is not None]
-    away = min((one for one in timed if one[2]), default=None)
+    timed = [(c.seconds, c.micro_batch, c.offloaded) for c in every if c.seconds is not None]
+    offloaded = min((one for one in timed if one[2]), default=None)
     here = min((one for one in timed if not one[2]), default=None)
-    if away is not None and here is not None:
+    if offloaded is not None and here is not None:
         reasons.append(
-            f"timed as it would be run, a step takes {away[0]:.3g} s in micro-batches of {away[1]} "
-            f"with saved tensors away, and {here[0]:.3g} s in micro-batches of {here[1]} without"
+            f"timed as it would be run, a step takes {offloaded[0]:.3g} s in micro-batches of "
+            f"{offloaded[1]} with saved tensors offloaded, and {here[0]:.3g} s in micro-batches of "
+            f"{here[1]} without"
         )
     return reasons
 
@@ -364,19 +368,19 @@ def _mechanism(facts: Facts) -> str:
     if not facts.divided:
         return "undivided"
     if facts.lanes:
-        return "lanes"
-    return "gathering" if facts.coupled else "streaming"
+        return "lockstep"
+    return "two-pass" if facts.coupled else "streaming"
 
 
 _WHY = {
     "undivided": "the batch is no larger than a micro-batch: torch's own step",
-    "lanes": (
-        "samples meet in BatchNorm: micro-batches go in lanes and wait for each other there; "
-        "what a waiting one holds leaves the device as far as there is no room for it"
+    "lockstep": (
+        "samples meet in BatchNorm: micro-batches wait for each other there, and the tensors of "
+        "waiting ones are offloaded as far as they do not fit"
     ),
-    "gathering": (
+    "two-pass": (
         "the loss is not known to be a sum over samples: it is computed once on all outputs, "
-        "and a second forward pass hands out its gradient. Loss.per_sample or Loss.ratio "
+        "and a second forward pass delivers its gradient. Loss.per_sample or Loss.ratio "
         "would save that pass"
     ),
     "streaming": "the loss is a sum over samples: one pass",

@@ -23,13 +23,13 @@ from torch import nn
 
 from anybatch.errors import NotExactError, NotYetError
 
-Given = TypeVar("Given", torch.optim.Optimizer, torch.optim.Optimizer | None)
+OptimizerT = TypeVar("OptimizerT", torch.optim.Optimizer, torch.optim.Optimizer | None)
 
 FOREIGN = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
 """Packages whose models and optimizers run backward and update in their own way."""
 
 
-def bare(optimizer: Given) -> Given:
+def bare(optimizer: OptimizerT) -> OptimizerT:
     """Return the optimizer that has the code of the update.
 
     Args:
@@ -105,12 +105,12 @@ class Prepared:
 
 
 def _refuse_foreign(model: nn.Module, optimizer: Any) -> None:
-    kinds = [*type(model).__mro__, *type(optimizer).__mro__, *type(bare(optimizer)).__mro__]
-    for kind in kinds:
-        library = FOREIGN.get(kind.__module__.partition(".")[0])
+    classes = [*type(model).__mro__, *type(optimizer).__mro__, *type(bare(optimizer)).__mro__]
+    for cls in classes:
+        library = FOREIGN.get(cls.__module__.partition(".")[0])
         if library is not None:
             raise NotYetError(
-                f"an engine runs backward itself, and {kind.__name__} of {library} does that in "
+                f"an engine runs backward itself, and {cls.__name__} of {library} does that in "
                 "its own way: give Accelerator no such plugin; DistributedDataParallel and FSDP2 "
                 "(fully_shard) are known"
             )

@@ -20,7 +20,7 @@ from anybatch.core.accelerators import put_random_states, random_states
 from anybatch.core.generators import memory
 
 
-class Dice(NamedTuple):
+class RNGState(NamedTuple):
     """The state of torch's, Python's and numpy's global generators at one moment."""
 
     cpu: Tensor
@@ -29,11 +29,11 @@ class Dice(NamedTuple):
     numpy: Any
 
     @classmethod
-    def now(cls) -> Dice:
+    def now(cls) -> RNGState:
         """Return the state as it is, without drawing."""
         return cls(torch.get_rng_state(), random_states(), *_host())
 
-    def same_as(self, other: Dice) -> bool:
+    def same_as(self, other: RNGState) -> bool:
         """Say whether nothing was drawn between the two moments."""
         return (
             torch.equal(self.cpu, other.cpu)
@@ -45,7 +45,7 @@ class Dice(NamedTuple):
             and self.others_as(other)
         )
 
-    def others_as(self, other: Dice) -> bool:
+    def others_as(self, other: RNGState) -> bool:
         """Say whether nothing was drawn between the two moments but from torch."""
         mine, theirs = self.numpy, other.numpy
         python = self.python is other.python or self.python == other.python
@@ -57,7 +57,7 @@ class Dice(NamedTuple):
         put_random_states(self.devices)
 
     @classmethod
-    def on(cls, devices: Sequence[torch.device]) -> Dice:
+    def on(cls, devices: Sequence[torch.device]) -> RNGState:
         """Return the state as another process may put it on: of the host, and of `devices`."""
         states = tuple((str(device), of(device).random_state(device)) for device in devices)
         return cls.now()._replace(devices=states)
@@ -101,13 +101,13 @@ def _host() -> tuple[tuple[Any, ...], Any]:
     They are slow to tell it, and asked only where their memory is not what it was the last time.
     """
     before = memory()
-    if before is not None and _TOLD and _TOLD[0][0] == before:
-        return _TOLD[0][1]
-    told = random.getstate(), np.random.get_state()
+    if before is not None and _CACHED and _CACHED[0][0] == before:
+        return _CACHED[0][1]
+    states = random.getstate(), np.random.get_state()
     if before is not None and memory() == before:  # nobody drew meanwhile
-        _TOLD[:] = [(before, told)]
-    return told
+        _CACHED[:] = [(before, states)]
+    return states
 
 
-_TOLD: list[tuple[Any, tuple[tuple[Any, ...], Any]]] = []
+_CACHED: list[tuple[Any, tuple[tuple[Any, ...], Any]]] = []
 """Their memory and their state when they were asked last; at most one."""

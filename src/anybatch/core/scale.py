@@ -1,7 +1,7 @@
 """Forecast for more GPUs in a plan: seconds of a step on each number, and the number worth it.
 
 The same mini-batch is divided among them, so the training stays what it was. Beside it stands a
-training of another kind, where it was asked for: workers that do not wait for each other, and the
+training of another kind, where it was requested: workers that do not wait for each other, and the
 servers that hold their parameters.
 
 Source: Zou et al. (the guide), sections 3.2 and 3.3, Lemmas 3.1 and 3.2.

@@ -59,10 +59,10 @@ def flat(tree: Any) -> list[Tensor]:
     """Return every tensor of `tree`, in the order of `tensors`, at less cost: without paths."""
     if isinstance(tree, Tensor):
         return [tree]
-    kind = type(tree)
-    if kind in LEAVES:
+    type_ = type(tree)
+    if type_ in LEAVES:
         return []
-    if kind is tuple or kind is list:
+    if type_ is tuple or type_ is list:
         return [tensor for child in tree for tensor in flat(child)]
     if isinstance(tree, dict):
         return [tensor for child in tree.values() for tensor in flat(child)]
@@ -82,11 +82,11 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return a tree of the same types with ``fn(tensor)`` where each tensor was."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    kind = type(tree)
-    if kind in LEAVES:
+    type_ = type(tree)
+    if type_ in LEAVES:
         return tree
-    if kind is tuple or kind is list:
-        return kind([map_tensors(fn, child) for child in tree])
+    if type_ is tuple or type_ is list:
+        return type_([map_tensors(fn, child) for child in tree])
     if isinstance(tree, dict):
         return _like_mapping(tree, {key: map_tensors(fn, child) for key, child in tree.items()})
     return map_leaves(lambda leaf: fn(leaf) if isinstance(leaf, Tensor) else leaf, tree)
@@ -155,8 +155,8 @@ def marked(tree: Any, size: int, path: str, *, arguments: bool = False) -> Any:
         BatchError: a list has another number of entries; entries or an object hold tensors that
             cannot be cut; or entries cannot be told from structure.
     """
-    kind = type(tree)
-    if kind in LEAVES or kind is torch.Size or isinstance(tree, ARRAYS):
+    type_ = type(tree)
+    if type_ in LEAVES or type_ is torch.Size or isinstance(tree, ARRAYS):
         return tree
     if isinstance(tree, LISTS) and not _is_named_tuple(tree):
         if _are_samples(tree, size, path, arguments=arguments):
@@ -257,20 +257,20 @@ def rows(tree: Any, start: int, stop: int, size: int | None = None) -> Any:
         size: N, the rows of `tree`: a list of exactly N strings is sliced too, others are carried
             along. None (default) takes it from the tensors, where they agree.
     """
-    whole = _rows_of(leaf for _, leaf in leaves(tree)) if size is None else size
+    count = _rows_of(leaf for _, leaf in leaves(tree)) if size is None else size
 
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.ndim > 0 else tree
-    kind = type(tree)
-    if kind is dict and whole is not None:
-        return {key: rows(child, start, stop, whole) for key, child in tree.items()}
-    if (kind is tuple or kind is list) and whole is not None and not _strings(tree):
-        return kind([rows(child, start, stop, whole) for child in tree])
+    type_ = type(tree)
+    if type_ is dict and count is not None:
+        return {key: rows(child, start, stop, count) for key, child in tree.items()}
+    if (type_ is tuple or type_ is list) and count is not None and not _strings(tree):
+        return type_([rows(child, start, stop, count) for child in tree])
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, ARRAYS):
             return leaf[start:stop] if leaf.ndim > 0 else leaf
-        return type(leaf)(leaf[start:stop]) if _entries(leaf) == whole else leaf
+        return type(leaf)(leaf[start:stop]) if _entries(leaf) == count else leaf
 
     return map_leaves(cut, tree)
 
@@ -379,10 +379,10 @@ LEAVES = frozenset(
 
 def children(tree: Any) -> Iterator[tuple[str, Any]]:
     """Yield ``(key, child)`` of one level of a tree; nothing for a leaf."""
-    kind = type(tree)
-    if kind in LEAVES:
+    type_ = type(tree)
+    if type_ in LEAVES:
         return
-    if kind is tuple or kind is list:
+    if type_ is tuple or type_ is list:
         yield from ((f"[{i}]", child) for i, child in enumerate(tree))
         return
     if isinstance(tree, PackedSequence):

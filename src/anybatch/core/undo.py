@@ -1,4 +1,4 @@
-"""Transaction of a step: it completes, or the state before it is restored (Law 5).
+"""Transaction of a step: it completes, or the state before it is restored.
 
 torch has no transaction: an exception in the middle of an accumulation loop leaves half a gradient,
 moved running statistics and drawn random numbers behind. Here the state is noted before the step,
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.meeting import back_to, where
 from anybatch.core.modules import Modules
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 
 
@@ -176,10 +176,10 @@ class Before:
         self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in parameters]
         self.hooks = LeafHooks()
         self.buffers = note_buffers(modules)
-        self.dice = Dice.now()
+        self.rng = RNGState.now()
         self.grad_mode = torch.is_grad_enabled()
         self.modes = _len_torch_function_stack()
-        self.heard = torch._C._is_torch_function_enabled()
+        self.functions_on = torch._C._is_torch_function_enabled()
         self.dispatch_modes = _len_torch_dispatch_stack()
         self._where = where()
         self.open = True
@@ -214,11 +214,11 @@ class Before:
     def put_back(self) -> list[Exception]:
         """Restore all of it; return the failures, raising nothing.
 
-        The dice come first and need nothing else; then what is a reference; then what is copied.
+        The RNG state comes first and needs nothing else; then references; then copies.
         """
         self.open = False
         failures: list[Exception] = []
-        steps: list[Callable[[], None]] = [self._leave_modes, *self.patched, self.dice.put_back]
+        steps: list[Callable[[], None]] = [self._reset_modes, *self.patched, self.rng.put_back]
         steps.append(partial(back_to, self._where))
         steps.append(self.hooks.restore)
         steps += [partial(setattr, p, "grad", gradient) for p, gradient in self.gradients]
@@ -236,9 +236,9 @@ class Before:
                 failures.append(error)
         return failures
 
-    def _leave_modes(self) -> None:
+    def _reset_modes(self) -> None:
         torch.set_grad_enabled(self.grad_mode)
-        if self.heard and not torch._C._is_torch_function_enabled():
+        if self.functions_on and not torch._C._is_torch_function_enabled():
             # an interrupt on the last line of its body leaves it entered; a new one was never
             torch._C.DisableTorchFunction().__exit__(None, None, None)
         while _len_torch_function_stack() > self.modes:
@@ -276,7 +276,7 @@ class Delivery:
 
 
 @contextmanager
-def whole_or_nothing(before: Before, deliver: Callable[[], object]) -> Iterator[Delivery]:
+def transaction(before: Before, deliver: Callable[[], object]) -> Iterator[Delivery]:
     """Run the body, then `deliver`; when anything is raised before that is done, undo it all.
 
     Args:

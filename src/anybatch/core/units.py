@@ -20,11 +20,11 @@ UNITS = {
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(given: Any, name: str = "memory", *, word: str | None = None) -> int:
+def parse_bytes(value: Any, name: str = "memory", *, word: str | None = None) -> int:
     """Return the bytes that a size argument means.
 
     Args:
-        given: a whole number of bytes, or a text such as "6GiB", "512 MiB", "1.5GB".
+        value: a whole number of bytes, or a text such as "6GiB", "512 MiB", "1.5GB".
         name: what it is called in an error.
         word: what else may be given there, for the error; None (default) is nothing.
 
@@ -35,16 +35,16 @@ def parse_bytes(given: Any, name: str = "memory", *, word: str | None = None) ->
         ValueError: it is no such number or text, or less than one byte.
     """
     found = None
-    if isinstance(given, int) and not isinstance(given, bool):
-        found = given
-    elif isinstance(given, str) and (match := _WRITTEN.fullmatch(given)):
+    if isinstance(value, int) and not isinstance(value, bool):
+        found = value
+    elif isinstance(value, str) and (match := _WRITTEN.fullmatch(value)):
         unit = UNITS.get(match[2].upper())
         found = None if unit is None else int(float(match[1]) * unit)
     if found is None or found < 1:
         other = "" if word is None else f', or "{word}"'
         raise ValueError(
             f"{name} must be a number of bytes of at least 1, or a text such as "
-            f'"6GiB", "512MiB" or "1.5GB"{other}, and it is {given!r}'
+            f'"6GiB", "512MiB" or "1.5GB"{other}, and it is {value!r}'
         )
     return found
 
@@ -53,22 +53,22 @@ BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 """Lower-case unit -> bits; networks are sold in powers of ten."""
 
 
-def parse_bandwidth(given: Any, name: str = "network") -> float:
+def parse_bandwidth(value: Any, name: str = "network") -> float:
     """Return the bytes a second of a text such as "10Gbit" or "10Gbit/s".
 
     Args:
-        given: the text.
+        value: the text.
         name: what it is called in an error.
 
     Raises:
         ValueError: it is no such text, or nothing at all goes through.
     """
-    match = _WRITTEN.fullmatch(given.strip().removesuffix("/s")) if isinstance(given, str) else None
+    match = _WRITTEN.fullmatch(value.strip().removesuffix("/s")) if isinstance(value, str) else None
     unit = None if match is None else BITS.get(match[2].lower())
     found = 0.0 if match is None or unit is None else float(match[1]) * unit / 8
     if not found:
         raise ValueError(
-            f'{name} must be bits a second such as "10Gbit" or "400Gbit", and it is {given!r}'
+            f'{name} must be bits a second such as "10Gbit" or "400Gbit", and it is {value!r}'
         )
     return found
 
@@ -77,22 +77,22 @@ SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 """Lower-case unit -> seconds."""
 
 
-def parse_seconds(given: Any, name: str = "deadline") -> float:
+def parse_seconds(value: Any, name: str = "deadline") -> float:
     """Return the seconds of a text such as "90s", "30min", "6h" or "2d".
 
     Args:
-        given: the text.
+        value: the text.
         name: what it is called in an error.
 
     Raises:
         ValueError: it is no such text, or no time at all.
     """
-    match = _WRITTEN.fullmatch(given) if isinstance(given, str) else None
+    match = _WRITTEN.fullmatch(value) if isinstance(value, str) else None
     unit = None if match is None else SECONDS.get(match[2].lower())
     found = 0.0 if match is None or unit is None else float(match[1]) * unit
     if not found:
         raise ValueError(
-            f'{name} must be a time such as "30min", "6h" or "2d", and it is {given!r}'
+            f'{name} must be a time such as "30min", "6h" or "2d", and it is {value!r}'
         )
     return found
 

@@ -36,10 +36,10 @@ class Unseen:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         if self._dispatch is not None and self._function is not None:
-            self._function.__exit__(kind, error, trace)
-            self._dispatch.__exit__(kind, error, trace)
+            self._function.__exit__(exc_type, error, trace)
+            self._dispatch.__exit__(exc_type, error, trace)

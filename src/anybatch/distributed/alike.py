@@ -8,8 +8,6 @@ look like any other. DistributedDataParallel hides the first of these by sending
     every step   parameters: names, shapes, dtypes, frozen or not; how many hooks they have; which
                  engine it is; the scale; whether BatchNorm is adaptive
     first step   the values of all parameters
-
-Source: design of this project, section 5.4.
 """
 
 from __future__ import annotations
@@ -93,14 +91,14 @@ class Form:
     """Checksum of the names, shapes, dtypes and ``requires_grad`` of parameters, cached."""
 
     def __init__(self) -> None:
-        self._known: Any = None
+        self._cached: Any = None
         self._number = 0
 
     def number(self, named: Named) -> int:
         """Return a number of 32 bits."""
-        known = [(name, _shape(p), p.dtype, p.requires_grad) for name, p in named]
-        if known != self._known:
-            self._known, self._number = known, zlib.crc32(repr(known).encode())
+        described = [(name, _shape(p), p.dtype, p.requires_grad) for name, p in named]
+        if described != self._cached:
+            self._cached, self._number = described, zlib.crc32(repr(described).encode())
         return self._number
 
 

@@ -7,8 +7,6 @@ begins at once, as in a first step; the others hear it, and run theirs again.
 
     rank 0:  mu_0 forward ──> begin and denominators ──> ...        (as in the steps before)
     rank 1:  begin: 7 samples, not 8 ──────┘  rank 0 hears it, and begins again
-
-Source: design of this project, section 5.4.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anybatch.distributed.coordinator import SUMS, Coordinator, RanksAgainError
 from anybatch.distributed.pieces import Pieces
-from anybatch.distributed.unison import SUMS, RanksAgainError, Unison
 
 OVERLAP = True
 """Whether gradients may be sent while the last backward of a step still runs."""
@@ -30,15 +30,15 @@ class AddedTwiceError(RanksAgainError):
         super().__init__(coupled=False)
 
 
-class Sums:
+class GradientSums:
     """The sums of a step over all ranks.
 
-    Which parameters have a gradient, and of which kind, each rank says once: before the sums, or at
+    Which parameters have a gradient, and of which type, each rank says once: before the sums, or at
     the end of the step, where pieces were agreed on in advance, and what is in none of them is
     summed only if some rank turns out to have it.
 
     Args:
-        unison: the collectives of the step.
+        coordinator: the collectives of the step.
         sums: (parameter, this rank's sum), the same parameters in the same order on every rank.
         early: pieces of which some are on their way; None where nothing was agreed on.
 
@@ -46,18 +46,21 @@ class Sums:
         parameters: those of `sums`.
         kinds: what this rank has to say, a number for each parameter.
         place: what is said where, for `Unison.gather`.
-        dense: places of those that some rank had dense, once `heard`.
+        dense: places of those that some rank had dense, once `receive` has run.
     """
 
     def __init__(
-        self, unison: Unison, sums: Sequence[tuple[Tensor, Tensor | None]], early: Pieces | None
+        self,
+        coordinator: Coordinator,
+        sums: Sequence[tuple[Tensor, Tensor | None]],
+        early: Pieces | None,
     ) -> None:
-        self._unison, self.parameters = unison, [parameter for parameter, _ in sums]
+        self._coordinator, self.parameters = coordinator, [parameter for parameter, _ in sums]
         self._early = early
-        self._given: dict[int, bool] = {} if early is None else dict(early.given)
+        self._contributed: dict[int, bool] = {} if early is None else dict(early.contributed)
         totals = [total for _, total in sums]
         self.kinds = [
-            TWICE if at in self._given and total is not None else _kind(total)
+            TWICE if at in self._contributed and total is not None else _gradient_type(total)
             for at, total in enumerate(totals)
         ]
         self.place = f"{SUMS} {len(sums)} gradients"
@@ -65,21 +68,21 @@ class Sums:
         self._there: list[set[float]] = []
         if early is not None:
             early.send(totals)
-            self._given = dict(early.given)
-        for at, some in self._given.items():
+            self._contributed = dict(early.contributed)
+        for at, some in self._contributed.items():
             self.kinds[at] = DENSE if some and self.kinds[at] != TWICE else self.kinds[at]
-        self._late = [None if at in self._given else total for at, total in enumerate(totals)]
+        self._late = [None if at in self._contributed else total for at, total in enumerate(totals)]
 
     def early(self) -> list[Tensor | None]:
         """Return the agreed sums, as if some rank had each; None for other gradients."""
         assert self._early is not None
         found: list[Tensor | None] = [None] * len(self._late)
         with torch.no_grad():
-            for at, whole in self._early.sums():
-                found[at] = whole
+            for at, total in self._early.sums():
+                found[at] = total
         return found
 
-    def heard(self, rows: Sequence[Tensor]) -> bool:
+    def receive(self, rows: Sequence[Tensor]) -> bool:
         """Record the gradient types of all ranks; return whether sums are missing.
 
         Raises:
@@ -89,40 +92,44 @@ class Sums:
         if any(TWICE in found for found in self._there):
             raise AddedTwiceError
         self.dense = tuple(at for at, found in enumerate(self._there) if DENSE in found)
-        return any(found - {NONE} and at not in self._given for at, found in enumerate(self._there))
+        return any(
+            found - {NONE} and at not in self._contributed for at, found in enumerate(self._there)
+        )
 
     def late(self) -> list[tuple[int, Tensor | None]]:
         """Return (place, sum) of other gradients; sum None for an agreed one that no rank has.
 
         All ranks must be known to come here.
         """
-        found: dict[int, Tensor | None] = {at: None for at in self._given if at not in self.dense}
+        found: dict[int, Tensor | None] = {
+            at: None for at in self._contributed if at not in self.dense
+        }
         totals, self._late = self._late, []
-        with self._unison.raw(), torch.no_grad():
-            places = [at for at in self.dense if at not in self._given]
-            pieces = Pieces(self._unison.group, self.parameters, places)
+        with self._coordinator.raw(), torch.no_grad():
+            places = [at for at in self.dense if at not in self._contributed]
+            pieces = Pieces(self._coordinator.group, self.parameters, places)
             pieces.send(totals)
             for at, parameter in enumerate(self.parameters):
-                if SPARSE in self._there[at] and at not in {*places, *self._given}:
-                    found[at] = _sparse(self._unison, parameter, totals[at])
+                if SPARSE in self._there[at] and at not in {*places, *self._contributed}:
+                    found[at] = _sparse(self._coordinator, parameter, totals[at])
             del totals
             found |= dict(pieces.sums())
         return [*found.items()]
 
 
-def _kind(total: Tensor | None) -> float:
+def _gradient_type(total: Tensor | None) -> float:
     if total is None:
         return NONE
     return SPARSE if total.is_sparse else DENSE
 
 
-def _sparse(unison: Unison, parameter: Tensor, total: Tensor | None) -> Tensor:
+def _sparse(coordinator: Coordinator, parameter: Tensor, total: Tensor | None) -> Tensor:
     """Return the sum of gradients of which each rank has some rows."""
     part = None
     if total is not None:
         own = total.coalesce()
         part = own.indices().cpu(), own.values().cpu()
-    parts = [one for one in unison.group.objects(part) if one is not None]
+    parts = [one for one in coordinator.group.objects(part) if one is not None]
     return torch.sparse_coo_tensor(
         torch.cat([indices for indices, _ in parts], 1),
         torch.cat([values for _, values in parts]),

@@ -29,8 +29,8 @@ from torch import Tensor
 from anybatch.core.accelerators import carrier
 from anybatch.errors import RankError
 
-LOOK_UP = timedelta(seconds=1)
-"""How long a wait lasts before it looks whether a rank is known to be gone."""
+POLL_INTERVAL = timedelta(seconds=1)
+"""How long a wait lasts before it checks whether a rank is reported as gone."""
 
 ROLL = timedelta(seconds=5)
 """How long the others have to say that they are there, once a collective has broken."""
@@ -109,15 +109,15 @@ class Group:
         """Begin to sum a contiguous tensor in place; return the work for `wait`."""
         return self._started(dist.all_reduce, part)
 
-    def start_gather(self, whole: Tensor, part: Tensor, handle: Any) -> Any:
+    def start_gather(self, gathered: Tensor, part: Tensor, handle: Any) -> Any:
         """Begin to gather parts of one size, over a part of the ranks; return as `start_sum`.
 
         Args:
-            whole: contiguous, for the parts in order.
+            gathered: contiguous, for the parts in order.
             part: contiguous.
             handle: the process group of those that take part.
         """
-        return self._started(GATHER, whole, part, handle=handle)
+        return self._started(GATHER, gathered, part, handle=handle)
 
     def sent(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the rank `source`, in the memory of `tensor`."""
@@ -139,7 +139,7 @@ class Group:
             for row, size in zip(rows, sizes, strict=True)
         ]
 
-    def told(self, one: Any, source: int) -> Any:
+    def broadcast_object(self, one: Any, source: int) -> Any:
         """Return the picklable object of the rank `source`; the others' does not matter."""
         data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
         size = int(self.gather(torch.tensor([len(data)]))[source])
@@ -156,9 +156,9 @@ class Group:
         start = perf_counter()
         while True:
             try:
-                work.wait(LOOK_UP)
+                work.wait(POLL_INTERVAL)
             except RuntimeError as error:
-                if work.is_completed() or self._told():
+                if work.is_completed() or self._reported():
                     raise self._lost(error) from error
             else:
                 self.waited += perf_counter() - start
@@ -179,7 +179,7 @@ class Group:
     def _key(self, name: object) -> str:
         return f"anybatch/lost/{self._name}/{self._incident}/{name}"
 
-    def _told(self) -> bool:
+    def _reported(self) -> bool:
         """Return whether another rank has reported a broken collective in this step."""
         try:
             return bool(_store().check([self._key("any")]))

@@ -72,10 +72,10 @@ def _gather(shards: Shards, group: Group) -> Iterator[tuple[int, nn.Parameter]]:
     for (shard, _), row, part in zip(shards, rows, torch.split(every, counts, 1), strict=True):
         axis, _ = axis_of(shard)
         length = shard.shape[axis]
-        whole = part.reshape(size * len(row), *row.shape[1:])[:length].movedim(0, axis)
-        alone = len(shards) == 1 and whole.numel() == every.numel() and whole.is_contiguous()
-        kept = whole if alone else whole.clone(memory_format=torch.contiguous_format)
-        yield id(shard), _parameter(kept, shard)
+        full = part.reshape(size * len(row), *row.shape[1:])[:length].movedim(0, axis)
+        exclusive = len(shards) == 1 and full.numel() == every.numel() and full.is_contiguous()
+        data = full if exclusive else full.clone(memory_format=torch.contiguous_format)
+        yield id(shard), _parameter(data, shard)
 
 
 def _rows(shard: Any, dtype: torch.dtype, size: int) -> Tensor:
@@ -90,8 +90,8 @@ def _rows(shard: Any, dtype: torch.dtype, size: int) -> Tensor:
     return filled
 
 
-def _parameter(whole: Tensor, shard: Tensor) -> nn.Parameter:
-    return nn.Parameter(whole, requires_grad=shard.requires_grad)
+def _parameter(full: Tensor, shard: Tensor) -> nn.Parameter:
+    return nn.Parameter(full, requires_grad=shard.requires_grad)
 
 
 def part_of(total: Tensor, shard: Any) -> Tensor:
@@ -102,8 +102,8 @@ def part_of(total: Tensor, shard: Any) -> Tensor:
         total, shard.device_mesh, shard.placements, src_data_rank=None
     )
     part = local(found)
-    alone = part.untyped_storage().nbytes() == part.numel() * part.element_size()
-    return found if alone else found.clone()
+    exclusive = part.untyped_storage().nbytes() == part.numel() * part.element_size()
+    return found if exclusive else found.clone()
 
 
 def axis_of(shard: Any) -> tuple[Any, Any]:

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from anybatch.core.hooks import service
 from anybatch.core.undo import uninterrupted
-from anybatch.distributed.everyone import Take
 from anybatch.distributed.group import Group
+from anybatch.distributed.local_batch import Take
 
 SMALL = 2**18
 """Elements up to which a gradient goes with others, in pieces of no more than four times that."""
@@ -53,14 +53,14 @@ class Pieces:
         places: those of them whose gradients are summed, by place.
 
     Attributes:
-        given: for each place of what is on its way, whether this rank had something to add.
+        contributed: for each place of what is on its way, whether this rank had something to add.
     """
 
     def __init__(self, group: Group, parameters: Sequence[Tensor], places: Sequence[int]) -> None:
         self._group, self._parameters = group, parameters
         self._pieces = _divided(parameters, places)
         self._sent: list[_Sent] = []
-        self.given: dict[int, bool] = {}
+        self.contributed: dict[int, bool] = {}
 
     @property
     def digest(self) -> int:
@@ -140,7 +140,7 @@ class Pieces:
         parameters = [self._parameters[at] for at in piece]
         with torch.no_grad():
             totals = take(parameters)
-            self.given |= {at: t is not None for at, t in zip(piece, totals, strict=True)}
+            self.contributed |= {at: t is not None for at, t in zip(piece, totals, strict=True)}
             each = [dense(*pair).reshape(-1) for pair in zip(parameters, totals, strict=True)]
             del totals
             numbers = each[0] if len(each) == 1 else torch.cat(each)
@@ -170,8 +170,8 @@ def dense(parameter: Tensor, total: Tensor | None) -> Tensor:
     _, dtype = _form(parameter)
     if total is None:
         total = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
-    whole = (total.to_dense() if total.is_sparse else total).to(dtype).contiguous()
-    return torch.view_as_real(whole) if whole.is_complex() else whole
+    full = (total.to_dense() if total.is_sparse else total).to(dtype).contiguous()
+    return torch.view_as_real(full) if full.is_complex() else full
 
 
 def _form(parameter: Tensor) -> tuple[int, torch.dtype]:
@@ -196,17 +196,17 @@ def _divided(parameters: Sequence[Tensor], places: Sequence[int]) -> list[list[i
     Backward is taken to come to parameters in reverse order.
     """
     found: list[list[int]] = []
-    room: dict[torch.dtype, int] = {}
+    available: dict[torch.dtype, int] = {}
     last: dict[torch.dtype, list[int]] = {}
     for at in sorted(places, reverse=True):
         size, (_, dtype) = _reals(parameters[at]), _form(parameters[at])
-        kind = dtype.to_real()
+        real = dtype.to_real()
         if size > SMALL:
             found.append([at])
             continue
-        if room.get(kind, -1) < size:
-            last[kind], room[kind] = [], 4 * SMALL
-            found.append(last[kind])
-        last[kind].append(at)
-        room[kind] -= size
+        if available.get(real, -1) < size:
+            last[real], available[real] = [], 4 * SMALL
+            found.append(last[real])
+        last[real].append(at)
+        available[real] -= size
     return sorted(found, key=min, reverse=True)

@@ -9,7 +9,7 @@ Every rank runs its own samples, in micro-batches of its own number; what is sha
                 a streamed step, from the second on, while its last backward still runs
     end         nobody keeps what not all can keep
 
-Source: AGBN, Algorithms 2 and 5 (means weighted by m_i); design of this project, section 5.4.
+Source: AGBN, Algorithms 2 and 5 (means weighted by m_i).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from torch import Tensor
 
 from anybatch.core.accelerator import home, wide
 from anybatch.core.norm.moments import merged_in_order
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.distributed import gradients
 from anybatch.distributed.alike import Alike
 from anybatch.distributed.beginning import Beginning, Habit, Here, UnexpectedError
+from anybatch.distributed.coordinator import END, Coordinator, Scripts
 from anybatch.distributed.denominators import counted, packed
-from anybatch.distributed.dice import drawn_apart
-from anybatch.distributed.everyone import Amended, Layout, Moved, Rows, Take
-from anybatch.distributed.gradients import AddedTwiceError, Sums
+from anybatch.distributed.gradients import AddedTwiceError, GradientSums
+from anybatch.distributed.local_batch import Amended, Layout, Moved, Rows, Take
 from anybatch.distributed.pieces import Pieces
+from anybatch.distributed.rng import different_draws
 from anybatch.distributed.rows import joined_rows, rows_of_all
-from anybatch.distributed.unison import END, Scripts, Unison
 from anybatch.errors import RankError
 from anybatch.loss.declared import Total
 
@@ -49,20 +49,20 @@ def meets(method: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ra
     """
 
     @wraps(method)
-    def whole(self: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._unison.met():
+    def wrapped(self: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._coordinator.shielded():
             if not self._begun:
                 self._begin()
             return method(self, *args, **kwargs)
 
-    return whole
+    return wrapped
 
 
 class Ranks:
     """Ranks of one step, joined by collectives.
 
     Args:
-        unison: the collectives of the step.
+        coordinator: the collectives of the step.
         here: what this rank brings.
         alike: what must be the same on all.
         scripts: the collectives of earlier steps of this kind, where there were some.
@@ -89,36 +89,36 @@ class Ranks:
 
     def __init__(
         self,
-        unison: Unison,
+        coordinator: Coordinator,
         here: Here,
         alike: Alike,
         scripts: Scripts | None = None,
         dense: tuple[int, ...] | None = (),
         habit: Habit | None = None,
     ) -> None:
-        self._unison, self._here, self.dense = unison, here, dense
+        self._coordinator, self._here, self.dense = coordinator, here, dense
         self._facts = [*map(float, here), *alike]
         self._scripts, self._habit = scripts or {}, habit or Habit()
         self._offered: Pieces | None = None
         self._counted: list[list[Total] | None] = []
         self._shared = self._ending = self._begun = False
-        self._sums: Sums | None = None
+        self._sums: GradientSums | None = None
         self._loss: tuple[Tensor, Tensor] | None = None
         self._moves: Moved | None = None
-        self._expected = self._habit.expected(self._facts, unison.group.rank)
+        self._expected = self._habit.expected(self._facts, coordinator.group.rank)
         if self._expected is None:
-            with unison.met():
+            with coordinator.shielded():
                 self._begin()
         else:
             self._take(self._expected)
 
-    def _begin(self, told: Tensor | None = None) -> list[Tensor] | None:
+    def _begin(self, announced: Tensor | None = None) -> list[Tensor] | None:
         """Exchange the facts of all ranks; return the numbers sent with them, if all sent any.
 
         Raises:
             UnexpectedError: it is something else than was expected.
         """
-        rows, said = self._unison.begin(self._facts, self._scripts, told)
+        rows, said = self._coordinator.begin(self._facts, self._scripts, announced)
         self._begun = True
         self._habit.note(rows)
         if self._expected is None:
@@ -126,11 +126,11 @@ class Ranks:
         elif rows != self._expected:
             raise UnexpectedError
         if not self.settled:
-            self._unison.begin_again()
+            self._coordinator.begin_again()
         return said
 
     def _take(self, rows: list[list[float]]) -> None:
-        found = Beginning(rows, self._unison.group.rank)
+        found = Beginning(rows, self._coordinator.group.rank)
         self.size, self.begin = found.size, found.begin
         self.micro_batch, self.lanes, self.coupled = found.micro_batch, found.lanes, found.coupled
         self.settled, self._sizes, self._first = found.settled, found.sizes, found.first
@@ -138,22 +138,22 @@ class Ranks:
     @property
     def script(self) -> Scripts:
         """The collectives of the step."""
-        return {self._unison.kind: tuple(self._unison.script)}
+        return {self._coordinator.script_key: tuple(self._coordinator.script)}
 
     @property
     def sending(self) -> bool:
         """Whether gradients are on their way."""
-        return self._unison.early is not None and self._unison.early.begun
+        return self._coordinator.early is not None and self._coordinator.early.begun
 
     def offer(self, parameters: Sequence[Tensor]) -> None:
         """Offer to send gradients early that were dense in the last step of this signature."""
         places = self.dense or ()
         if gradients.OVERLAP and not self._counted and max(places, default=-1) < len(parameters):
-            self._offered = Pieces(self._unison.group, parameters, places) if places else None
+            self._offered = Pieces(self._coordinator.group, parameters, places) if places else None
 
     def during(self, take: Take) -> AbstractContextManager[None]:
         """Return the context of the last backward, which sends early if all ranks agreed."""
-        early = self._unison.early
+        early = self._coordinator.early
         return nullcontext() if early is None else early.during(take)
 
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
@@ -162,19 +162,19 @@ class Ranks:
         A step that begins again on this rank alone gets what was counted before.
         """
         if not self._counted:
-            with self._unison.met():
+            with self._coordinator.shielded():
                 self._counted.append(self._count(totals))
         return self._counted[0]
 
     def _count(self, totals: list[Total] | None) -> list[Total] | None:
         offer = 0 if self._offered is None else self._offered.digest
         part = packed(totals, has_rows=self._here.size > 0, offer=offer)
-        told = None if self._begun else self._begin(part)
-        rows = [row.tolist() for row in told or self._unison.gather("the loss", part)]
+        announced = None if self._begun else self._begin(part)
+        rows = [row.tolist() for row in announced or self._coordinator.gather("the loss", part)]
         found = counted(rows, totals or [])
-        known = found is not None and all(one.denominator is not None for one in found)
-        if known and self._offered and all(row[-1] == offer for row in rows):
-            self._unison.send_early(self._offered)
+        countable = found is not None and all(one.denominator is not None for one in found)
+        if countable and self._offered and all(row[-1] == offer for row in rows):
+            self._coordinator.send_early(self._offered)
         return found
 
     @meets
@@ -184,7 +184,7 @@ class Ranks:
         number = (
             wide(value) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         )
-        total = self._unison.sum(what, number.reshape(1))[0]
+        total = self._coordinator.sum(what, number.reshape(1))[0]
         if isinstance(value, Tensor):
             return total.to(value.device, value.dtype if value.dtype != torch.long else None)
         return float(total)
@@ -195,28 +195,28 @@ class Ranks:
         self._shared = True
         if isinstance(part, Tensor):
             real = torch.view_as_real(part) if part.is_complex() else part
-            total = self._unison.sum(str(key), real).reshape(real.shape)
+            total = self._coordinator.sum(str(key), real).reshape(real.shape)
             total = total.to(real.device, real.dtype)
             return torch.view_as_complex(total) if part.is_complex() else total
-        rows = self._unison.gather(str(key), part.packed())
+        rows = self._coordinator.gather(str(key), part.packed())
         return merged_in_order([row.to(home(part.mean.device)) for row in rows], add)
 
     @meets
     def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
         """Return the rows of all ranks, and where these begin among them."""
         self._shared = True
-        self._unison.call(str(key))
-        with self._unison.raw():
-            sizes = self._unison.group.objects(len(rows))
-            whole = joined_rows(self._unison.group, rows, sizes)
-        return whole, sum(sizes[: self._unison.group.rank])
+        self._coordinator.call(str(key))
+        with self._coordinator.raw():
+            sizes = self._coordinator.group.objects(len(rows))
+            gathered = joined_rows(self._coordinator.group, rows, sizes)
+        return gathered, sum(sizes[: self._coordinator.group.rank])
 
     @meets
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
         """Return outputs and targets of all ranks, in their order; see `Rows`."""
         self._shared = True
-        found, aims = rows_of_all(self._unison, outputs, targets, layout, size)
-        leads = self._unison.group.rank == self._first
+        found, aims = rows_of_all(self._coordinator, outputs, targets, layout, size)
+        leads = self._coordinator.group.rank == self._first
         return Rows(found, aims, self.size, self.begin, leads=leads, here=size)
 
     def loss(self, here: Tensor, dtype: torch.dtype) -> Tensor:
@@ -231,22 +231,22 @@ class Ranks:
         Where pieces were agreed on, who had what is told at the end, which may `amend` the sums.
         """
         self._shared = self._ending = True
-        early = self._unison.early
-        found = Sums(self._unison, sums, early)
+        early = self._coordinator.early
+        found = GradientSums(self._coordinator, sums, early)
         if early is not None:
             self._sums = found
             totals = found.early()
-            self._unison.early = None
+            self._coordinator.early = None
             return totals
         kinds = torch.tensor(found.kinds, dtype=torch.float64)
-        found.heard(self._unison.gather(found.place, kinds))
+        found.receive(self._coordinator.gather(found.place, kinds))
         totals = [None] * len(sums)
         for at, total in found.late():
             totals[at] = total
         self._note(found)
         return totals
 
-    def _note(self, sums: Sums) -> None:
+    def _note(self, sums: GradientSums) -> None:
         if self.dense is not None:
             self.dense = sums.dense
 
@@ -258,17 +258,17 @@ class Ranks:
             NotExactError: a rank has drawn otherwise than another; all of them say so.
         """
         self._shared = True
-        own = Dice.on(devices)
+        own = RNGState.on(devices)
         check = torch.tensor([own.checksum()], dtype=torch.float64)
-        found = [float(row) for row in self._unison.gather("where the dice are", check)]
+        found = [float(row) for row in self._coordinator.gather("the RNG state", check)]
         first = found[self._first]
         other = [r for r, size in enumerate(self._sizes) if size and found[r] != first]
         if other:
-            raise drawn_apart(self._first, other)
+            raise different_draws(self._first, other)
         if not all(self._sizes):
-            dice: Dice = self._unison.told(own, self._first)
+            state: RNGState = self._coordinator.broadcast_object(own, self._first)
             if not self._here.size:
-                dice.put_on(devices)
+                state.put_on(devices)
 
     @meets
     def again(self, *, coupled: bool, others: bool = False) -> None:
@@ -276,7 +276,7 @@ class Ranks:
 
         Args:
             coupled: the loss needs all outputs at once.
-            others: it concerns them. Default False: where they have heard of this run.
+            others: it concerns them. Default False: where they have taken part in this run.
 
         Raises:
             RanksAgainError: they run it again, too.
@@ -288,7 +288,7 @@ class Ranks:
                 "after the gradients had been summed: give less memory= or a smaller micro_batch"
             )
         if self._shared or self.sending or coupled or others:
-            self._unison.fail("coupled" if coupled else "smaller")
+            self._coordinator.fail("coupled" if coupled else "smaller")
 
     def anew(self) -> None:
         """Discard the counted denominators: all ranks run the step again."""
@@ -308,9 +308,9 @@ class Ranks:
         """
         amended = self._end()
         if self._moves is not None and not all(self._sizes):
-            told = self._unison.told(self._moves.told(), self._first)
+            buffers = self._coordinator.broadcast_object(self._moves.on_host(), self._first)
             if not self._here.size:
-                self._moves.hear(told)
+                self._moves.receive(buffers)
         return amended
 
     def _end(self) -> Amended:
@@ -318,26 +318,26 @@ class Ranks:
         numbers = [] if sums is None else sums.kinds
         numbers = numbers if loss is None else [*numbers, float(loss[0])]
         if not numbers:
-            self._unison.end()
+            self._coordinator.end()
             return []
         place = END if sums is None else sums.place
-        rows = self._unison.gather(place, torch.tensor(numbers, dtype=torch.float64))
+        rows = self._coordinator.gather(place, torch.tensor(numbers, dtype=torch.float64))
         amended = [] if sums is None else self._amended(sums, rows)
         if loss is not None:
             loss[1].fill_(sum(float(row[-1]) for row in rows))
-        self._unison.over()
+        self._coordinator.over()
         return amended
 
-    def _amended(self, sums: Sums, rows: list[Tensor]) -> Amended:
+    def _amended(self, sums: GradientSums, rows: list[Tensor]) -> Amended:
         try:
-            missing = sums.heard([row[: len(sums.kinds)] for row in rows])
+            missing = sums.receive([row[: len(sums.kinds)] for row in rows])
         except AddedTwiceError:
             self.dense = None
-            self._unison.learn_anew()
+            self._coordinator.learn_anew()
             raise
         self._note(sums)
         amended = [(sums.parameters[at], total) for at, total in sums.late()]
         if missing:
-            self._unison.off_script()
-            self._unison.end()
+            self._coordinator.off_script()
+            self._coordinator.end()
         return amended

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from anybatch.core import tree
-from anybatch.distributed.everyone import Layout
+from anybatch.distributed.coordinator import Coordinator
 from anybatch.distributed.group import Group, packed
-from anybatch.distributed.unison import Unison
+from anybatch.distributed.local_batch import Layout
 
 
 class Sent(NamedTuple):
@@ -43,7 +43,7 @@ class Sent(NamedTuple):
         return 0 if self.kinds[at][0] else None
 
 
-class _Place:
+class _TensorSlot:
     """Stands for a tensor in a tree that is sent."""
 
     def __init__(self, at: int) -> None:
@@ -51,12 +51,12 @@ class _Place:
 
 
 def rows_of_all(
-    unison: Unison, outputs: Any, targets: Any, layout: Layout, size: int
+    coordinator: Coordinator, outputs: Any, targets: Any, layout: Layout, size: int
 ) -> tuple[Any, Any]:
     """Return outputs and targets of all ranks, in their order.
 
     Args:
-        unison: the collectives of the step.
+        coordinator: the collectives of the step.
         outputs: of this rank; anything where `size` is 0.
         targets: the same.
         layout: the dimension of each output that holds the samples.
@@ -69,18 +69,20 @@ def rows_of_all(
 
     def marked(tensor: Tensor) -> Any:
         mine.append(tensor.detach())
-        return _Place(len(mine) - 1)
+        return _TensorSlot(len(mine) - 1)
 
     here = tree.map_tensors(marked, (outputs, targets)) if size else None
     form = packed((size, layout, here, [(tuple(t.shape), t.dtype) for t in mine]))  # may fail
-    unison.call("the outputs")
-    with unison.raw():
-        every = [Sent(*one) for one in unison.group.unpacked(form)]
-        constants = [_constants(unison.group, rank, one, mine) for rank, one in enumerate(every)]
+    coordinator.call("the outputs")
+    with coordinator.raw():
+        every = [Sent(*one) for one in coordinator.group.unpacked(form)]
+        constants = [
+            _constants(coordinator.group, rank, one, mine) for rank, one in enumerate(every)
+        ]
     forms = _joined(every, constants)  # may fail, on all ranks alike
     places = iter(range(max(len(one.kinds) for one in every)))
-    with unison.raw():
-        fill = partial(_filled, unison.group, every, mine)
+    with coordinator.raw():
+        fill = partial(_filled, coordinator.group, every, mine)
         found: tuple[Any, Any] = tree.map_tensors(lambda t: fill(next(places), t), forms)
     return found
 
@@ -88,10 +90,10 @@ def rows_of_all(
 def joined_rows(group: Group, own: Tensor, sizes: list[int]) -> Tensor:
     """Return the rows of all ranks, [sum of sizes, ...], that differ in their number only."""
     shape = (sum(sizes), *own.shape[1:])
-    whole = torch.empty(shape, dtype=own.dtype, device=group.device)
-    for rank, part in enumerate(torch.split(whole, sizes)):
+    full = torch.empty(shape, dtype=own.dtype, device=group.device)
+    for rank, part in enumerate(torch.split(full, sizes)):
         _receive(group, rank, part, own)
-    return whole.to(own.device)
+    return full.to(own.device)
 
 
 def _constants(group: Group, rank: int, one: Sent, mine: list[Tensor]) -> dict[int, Tensor]:
@@ -107,11 +109,11 @@ def _constants(group: Group, rank: int, one: Sent, mine: list[Tensor]) -> dict[i
 def _joined(every: list[Sent], constants: list[dict[int, Tensor]]) -> tuple[Any, Any]:
     """Return all outputs and targets, without memory for those that have rows."""
 
-    def placed(one: Sent, known: dict[int, Tensor], leaf: Any) -> Any:
-        if not isinstance(leaf, _Place):
+    def placed(one: Sent, values: dict[int, Tensor], leaf: Any) -> Any:
+        if not isinstance(leaf, _TensorSlot):
             return leaf
         shape, dtype = one.kinds[leaf.at]
-        return known.get(leaf.at, torch.empty(shape, dtype=dtype, device="meta"))
+        return values.get(leaf.at, torch.empty(shape, dtype=dtype, device="meta"))
 
     pairs = zip(every, constants, strict=True)
     there = [
@@ -127,16 +129,16 @@ def _filled(group: Group, every: list[Sent], mine: list[Tensor], at: int, form: 
     device = mine[0].device if mine else group.device
     if not form.is_meta:
         return form.to(device)
-    whole = torch.empty(form.shape, dtype=form.dtype, device=group.device)
+    full = torch.empty(form.shape, dtype=form.dtype, device=group.device)
     begin = 0
     for rank, one in enumerate(every):
         axis = one.axis(at) if one.size else None
         if axis is not None:
             rows = one.kinds[at][0][axis]
-            part = whole.narrow(axis, begin, rows)
+            part = full.narrow(axis, begin, rows)
             _receive(group, rank, part, mine[at] if rank == group.rank else None)
             begin += rows
-    return whole.to(device)
+    return full.to(device)
 
 
 def _receive(group: Group, rank: int, part: Tensor, own: Tensor | None) -> None:

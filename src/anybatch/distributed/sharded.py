@@ -12,7 +12,7 @@ samples need to know nothing. What comes out is cut: each rank keeps its part of
 The price is memory: parameters and gradients of the whole model are there during a step, and are
 counted; what stays between steps, optimizer state included, is spread.
 
-Source: torch.distributed.fsdp.fully_shard; design of this project, section 5.4.
+Source: torch.distributed.fsdp.fully_shard.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from anybatch.core.modules import Modules, is_spread, local, walk
 from anybatch.core.rounding import allocated, rounded
 from anybatch.core.undo import uninterrupted
-from anybatch.distributed.everyone import Amended
 from anybatch.distributed.group import Group
+from anybatch.distributed.local_batch import Amended
 from anybatch.distributed.parts import gathered, part_of
 from anybatch.distributed.precision import casting, dtype_in, policies_of
 from anybatch.errors import LossError, NotExactError, NotYetError
@@ -85,7 +85,7 @@ class Sharded:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.shards: list[Tensor] = []
-        self._whole: dict[int, nn.Parameter] = {}
+        self._gathered: dict[int, nn.Parameter] = {}
         self._spread: dict[int, Tensor] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -104,7 +104,7 @@ class Sharded:
 
         Raises:
             NotYetError: a parameter is spread in a way that is not known here.
-            NotExactError: a hook of a parameter would not be heard.
+            NotExactError: a hook of a parameter would not be called.
         """
         self._spread_again()  # an interrupt may have come at the wrong instruction
         modules = walk(self._model)
@@ -124,7 +124,7 @@ class Sharded:
                     self._undo += casting(module, policies[path])
                 for _, module, name, shard in owners:
                     self._undo.append(partial(setattr, module, name, shard))
-                    setattr(module, name, self._whole[id(shard)])
+                    setattr(module, name, self._gathered[id(shard)])
             return run()
         finally:
             with uninterrupted():
@@ -134,15 +134,15 @@ class Sharded:
         while self._undo:
             self._undo[-1]()
             self._undo.pop()
-        self.shards, self._whole, self._spread = [], {}, {}
+        self.shards, self._gathered, self._spread = [], {}, {}
 
     def _gather(self, owners: Owners, policies: dict[str, Any], group: Group | None) -> None:
         once: dict[int, tuple[Any, torch.dtype]] = {}
         for path, _, _, shard in owners:
             once.setdefault(id(shard), (shard, dtype_in(policies, path, shard)))
-        self._whole = gathered([*once.values()], group)
+        self._gathered = gathered([*once.values()], group)
         self.shards = [shard for shard, _ in once.values()]
-        self._spread = {id(self._whole[id(shard)]): shard for shard in self.shards}
+        self._spread = {id(self._gathered[id(shard)]): shard for shard in self.shards}
 
     def holds(self, parameter: Tensor) -> bool:
         """Say whether a parameter was gathered for the step."""
@@ -162,8 +162,8 @@ class Sharded:
     def _parts(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield each part that has memory of its own, and whether it is trained."""
         for shard in self.shards:
-            part, whole = local(shard), self._whole[id(shard)]
-            if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+            part, full = local(shard), self._gathered[id(shard)]
+            if part.untyped_storage().data_ptr() != full.untyped_storage().data_ptr():
                 yield part, shard.requires_grad
 
     def cut(
@@ -259,9 +259,9 @@ def _is_fsdp(module: nn.Module) -> bool:
 
 def _plainly(module: nn.Module) -> list[Callable[[], None]]:
     """Remove FSDP from a module: class, hooks, state, methods; return functions to undo it."""
-    kind = type(module)
-    plain = next(cls for cls in kind.__mro__ if not issubclass(cls, sys.modules[FSDP].FSDPModule))
-    undo: list[Callable[[], None]] = [partial(setattr, module, "__class__", kind)]
+    class_ = type(module)
+    plain = next(cls for cls in class_.__mro__ if not issubclass(cls, sys.modules[FSDP].FSDPModule))
+    undo: list[Callable[[], None]] = [partial(setattr, module, "__class__", class_)]
     inside = vars(module)
     for name, held in [*inside.items()]:
         if isinstance(held, dict) and any(map(_of_fsdp, held.values())):
@@ -301,9 +301,9 @@ def _name(path: str, name: str) -> str:
 
 
 @contextmanager
-def in_unison(unison: Any) -> Iterator[None]:
+def coordinated(coordinator: Any) -> Iterator[None]:
     """Run collectives that all ranks are sure to reach."""
-    with unison.met():
-        unison.call("the parameters")
-        with unison.raw():
+    with coordinator.shielded():
+        coordinator.call("the parameters")
+        with coordinator.raw():
             yield

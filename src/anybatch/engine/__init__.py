@@ -2,6 +2,6 @@
 
 This folder knows everything below it, and is known by the tools, the integrations and the command.
 
-Read `engine` (the public class), `given` (inputs), `runner` (one step), `arranged` (a step's
-parts), `crew` (the ranks of a step).
+Read `engine` (the public class), `inputs` (its inputs), `runner` (one step), `arranged` (a step's
+parts), `rank_session` (the ranks of a step).
 """

@@ -28,22 +28,22 @@ from anybatch.core.undo import Before
 from anybatch.core.units import show_samples
 from anybatch.distributed.alike import Named, hooks_of, named_parameters
 from anybatch.distributed.beginning import ANY, Here
-from anybatch.distributed.everyone import Everyone
-from anybatch.engine.crew import Crew
-from anybatch.engine.given import Given
+from anybatch.distributed.local_batch import GlobalBatch
+from anybatch.engine.inputs import StepInputs
+from anybatch.engine.rank_session import RankSession
 from anybatch.engine.runner import Runner
 from anybatch.engine.trial import seconds_of_step
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.kinds import Allowed, Kind
 from anybatch.execution.repeatable import Tries
+from anybatch.execution.signature import RunPlan, Signature
 from anybatch.execution.step import Scaler, Step
 from anybatch.lockstep.adaptive import Adaptive
 from anybatch.memory.paged import paged
 from anybatch.memory.step_timeline import StepTimeline
 from anybatch.planner.planner import Planner
 
-Planned = tuple[Kind, Allowed]
+Planned = tuple[Signature, RunPlan]
 """What a plan for a step belongs to, and what it says."""
 
 
@@ -52,34 +52,34 @@ class Arranged(NamedTuple):
 
     Attributes:
         step: the step.
-        kind: of its batch; None where nothing was planned.
-        allowed: how it is run, within the budget; None where nothing was planned.
+        signature: of its batch; None where nothing was planned.
+        run_plan: how it is run, within the budget; None where nothing was planned.
     """
 
     step: Step
-    kind: Kind | None
-    allowed: Allowed | None
+    signature: Signature | None
+    run_plan: RunPlan | None
 
 
 class Arranger:
     """Makes steps of batches.
 
     Args:
-        given: model, loss and optimizer.
+        inputs: model, loss and optimizer.
         runner: makes steps, and knows what earlier ones found out.
-        crew: the ranks.
+        rank_session: the ranks.
     """
 
-    def __init__(self, given: Given, runner: Runner, crew: Crew) -> None:
-        self._given, self._runner, self._crew = given, runner, crew
-        self._last: tuple[Planner, Kind] | None = None
+    def __init__(self, inputs: StepInputs, runner: Runner, rank_session: RankSession) -> None:
+        self._inputs, self._runner, self._rank_session = inputs, runner, rank_session
+        self._last: tuple[Planner, Signature] | None = None
 
     def batch(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
         """Return the mini-batch of this rank, and every module that it runs."""
-        batch = self._given.batch(inputs, targets, several=self._crew.several)
-        if not self._crew.several:
-            self._given.norms.choose(batch.size)
-        return batch, self._given.modules()
+        batch = self._inputs.batch(inputs, targets, several=self._rank_session.several)
+        if not self._rank_session.several:
+            self._inputs.norms.choose(batch.size)
+        return batch, self._inputs.modules()
 
     def step(
         self,
@@ -102,7 +102,7 @@ class Arranger:
             before: the state before it.
             gradients: where they come together; None runs forward only.
             micro_batch: samples in a micro-batch, where nothing is planned.
-            tries: what is kept of it however often it begins again.
+            tries: the record that survives each new begin.
             scaler: as `backward` has it.
         """
         make = partial(self._runner.step, batch, modules, before, gradients, tries=tries)
@@ -112,28 +112,28 @@ class Arranger:
         plan = None
         if planner is not None and batch.size:
             plan = partial(self._planned, planner, batch, modules, gradients, tries.most)
-        if self._crew.several:
-            everyone, planned = self._together(join, plan, micro_batch, gradients is not None)
+        if self._rank_session.several:
+            global_batch, planned = self._together(join, plan, micro_batch, gradients is not None)
         else:
             planned = None if plan is None else plan(0)
-            everyone = join(micro_batch if planned is None else planned[1].micro_batch)
+            global_batch = join(micro_batch if planned is None else planned[1].micro_batch)
         if planner is None or planned is None:
-            step = make(everyone.micro_batch, apart=False, everyone=everyone)
+            step = make(global_batch.micro_batch, accumulator=False, global_batch=global_batch)
             return Arranged(step, None, None)
-        kind, allowed = planned
-        allowed = replace(allowed, micro_batch=everyone.micro_batch)
-        room = allowed.memory.room
+        signature, run_plan = planned
+        run_plan = replace(run_plan, micro_batch=global_batch.micro_batch)
+        lane_bytes = run_plan.memory.waiting_capacity
         step = make(
-            allowed.micro_batch,
-            apart=allowed.apart,
-            room=room,
-            everyone=everyone,
-            away=allowed.away if gradients is not None else None,
+            run_plan.micro_batch,
+            accumulator=run_plan.accumulator,
+            lane_bytes=lane_bytes,
+            global_batch=global_batch,
+            offload=run_plan.offload if gradients is not None else None,
         )
         step.budgeted, step.spill = True, step.spill or planner.spill.where(step.device)
         if isinstance(batch, LazyBatch):
-            step.watch = self._given.reach.watch
-        return Arranged(step, kind, allowed)
+            step.watch = self._inputs.reach.watch
+        return Arranged(step, signature, run_plan)
 
     def _planned(
         self,
@@ -142,33 +142,35 @@ class Arranger:
         modules: Modules,
         gradients: Gradients | None,
         most: int,
-        everyone: int,
+        global_samples: int,
     ) -> Planned:
         """Return the signature and plan of a batch, for this many samples of all ranks."""
-        kind = replace(self.kind(batch, modules, gradients, most=most), everyone=everyone)
+        signature = replace(
+            self.signature(batch, modules, gradients, most=most), global_samples=global_samples
+        )
         try:
-            return kind, self.allow(planner, kind, batch, modules)
+            return signature, self.allow(planner, signature, batch, modules)
         except BudgetError as error:
-            if kind.most:
+            if signature.most:
                 error.add_note(
-                    f"undivided, {show_samples(kind.size)} were predicted to fit, and memory ran "
-                    "out: something else than the tensors of the step holds it"
+                    f"undivided, {show_samples(signature.size)} were predicted to fit, and memory "
+                    "ran out: something else than the tensors of the step holds it"
                 )
             raise
 
     def _together(
         self,
-        join: Callable[..., Everyone],
+        join: Callable[..., GlobalBatch],
         plan: Callable[[int], Planned] | None,
         micro_batch: int,
         trains: bool,  # noqa: FBT001
-    ) -> tuple[Everyone, Planned | None]:
+    ) -> tuple[GlobalBatch, Planned | None]:
         """Return the batch over all ranks, and how this one runs its share."""
-        crew, adaptive = self._crew, isinstance(self._given.norms, Adaptive)
+        rank_session, adaptive = self._rank_session, isinstance(self._inputs.norms, Adaptive)
         total = 0
         while True:
             planned, covers = None, ANY
-            most = crew.most(trains=trains)
+            most = rank_session.most(trains=trains)
             if adaptive and not total:
                 covers = 0
             elif plan is not None:
@@ -181,15 +183,15 @@ class Arranger:
                     covers = total  # what does not fit beside so many may fit beside these
                     planned = plan(total) if total else None
             n = micro_batch if planned is None else planned[1].micro_batch
-            everyone = join(n, covers)
-            if everyone.settled:
-                return everyone, planned
-            total = everyone.size
-            self._given.norms.choose(total)
+            global_batch = join(n, covers)
+            if global_batch.settled:
+                return global_batch, planned
+            total = global_batch.size
+            self._inputs.norms.choose(total)
 
-    def kind(
+    def signature(
         self, batch: Batch, modules: Modules, gradients: Gradients | None, *, most: int = 0
-    ) -> Kind:
+    ) -> Signature:
         """Return the signature of a plan for a single-process step.
 
         Args:
@@ -198,42 +200,47 @@ class Arranger:
             gradients: where they come together; None runs forward only.
             most: samples that a micro-batch may have; 0 (default) is what earlier steps have left.
         """
-        leaves = self._given.leaves(modules, batch)
+        leaves = self._inputs.leaves(modules, batch)
         held = paged()
         there = {
             id(p.grad): p.grad for p in leaves if p.grad is not None and not held.holds(p.grad)
         }
         before = sum(map(allocated, there.values()))
-        kind = self._given.kind(batch, modules, trains=gradients is not None, before=before)
-        most = most or self._runner.most(batch, modules, trains=kind.trains)
-        return replace(kind, most=most) if most and most < kind.size else kind
+        signature = self._inputs.signature(
+            batch, modules, trains=gradients is not None, before=before
+        )
+        most = most or self._runner.most(batch, modules, trains=signature.trains)
+        return replace(signature, most=most) if most and most < signature.size else signature
 
-    def allow(self, planner: Planner, kind: Kind, batch: Batch, modules: Modules) -> Allowed:
+    def allow(
+        self, planner: Planner, signature: Signature, batch: Batch, modules: Modules
+    ) -> RunPlan:
         """Return how a batch is run, within the budget."""
-        self._last = planner, kind
-        with self._given.hearing():
+        self._last = planner, signature
+        with self._inputs.detecting():
             return planner.allow(
-                kind,
+                signature,
                 lambda: replace(
-                    self._given.case(batch, modules, trains=kind.trains), everyone=kind.everyone
+                    self._inputs.case(batch, modules, trains=signature.trains),
+                    global_samples=signature.global_samples,
                 ),
-                self._given.optimizer,
+                self._inputs.optimizer,
                 lambda: self._runner.refuse_division(modules),
-                partial(seconds_of_step, self._given, batch, modules),
+                partial(seconds_of_step, self._inputs, batch, modules),
             )
 
     def recall(self, n: int) -> None:
         """Use the size that an earlier run has chosen for the last planned batch."""
         assert self._last is not None
-        planner, kind = self._last
-        planner.recall(n, kind)
+        planner, signature = self._last
+        planner.recall(n, signature)
 
     def timeline(self) -> StepTimeline | None:
         """Return the step that was planned last as it passes; None where none was foreseen."""
         if self._last is None:
             return None
-        planner, kind = self._last
-        return planner.timeline(kind)
+        planner, signature = self._last
+        return planner.timeline(signature)
 
     def _join(
         self,
@@ -245,21 +252,21 @@ class Arranger:
         covers: int = ANY,
         *,
         trains: bool,
-    ) -> Everyone:
+    ) -> GlobalBatch:
         """Return the batch over all ranks."""
-        kind = self._runner.signature(batch, modules, trains=trains)
+        signature = self._runner.signature(batch, modules, trains=trains)
         here = Here(
             size=batch.size,
             micro_batch=micro_batch,
             covers=covers,
-            lanes=bool(self._given.meets(modules)),
+            lanes=bool(self._inputs.meets(modules)),
             trains=trains,
-            coupled=self._runner.coupled(kind),
+            coupled=self._runner.coupled(signature),
         )
         named: Named = []
         scale = 1.0
-        if self._crew.several:
-            named = named_parameters(modules, self._given.optimizer)
+        if self._rank_session.several:
+            named = named_parameters(modules, self._inputs.optimizer)
             if scaler is not None:
-                scale = float(scaler.scale(torch.ones((), device=self._given.device)))
-        return self._crew.join(here, kind, named, scale, hooks_of(named, hooks))
+                scale = float(scaler.scale(torch.ones((), device=self._inputs.device)))
+        return self._rank_session.join(here, signature, named, scale, hooks_of(named, hooks))

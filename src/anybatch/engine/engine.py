@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from anybatch.conv.session import engaged
 from anybatch.core.batch import Batch
-from anybatch.core.cards import card, table
+from anybatch.core.html_cards import card, table
 from anybatch.core.memory_errors import NothingHeld
 from anybatch.core.modules import Modules, renormalised
 from anybatch.core.plan import Plan, decide
 from anybatch.core.prepared import Prepared, bare
 from anybatch.core.rounding import rounding
-from anybatch.core.undo import Before, no_optimizer_step, whole_or_nothing
+from anybatch.core.undo import Before, no_optimizer_step, transaction
 from anybatch.distributed.sharded import sharded_of
 from anybatch.engine.arranged import Arranged, Arranger
-from anybatch.engine.crew import Crew, unwrapped
 from anybatch.engine.facts import of_foreseen, of_run
-from anybatch.engine.given import Given
+from anybatch.engine.inputs import StepInputs
+from anybatch.engine.rank_session import RankSession, unwrapped
 from anybatch.engine.refusals import (
     as_function,
     refuse_nested,
@@ -41,18 +41,18 @@ from anybatch.engine.refusals import (
 )
 from anybatch.engine.runner import Runner
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.kinds import Allowed, Kind
 from anybatch.execution.records import StepReport
 from anybatch.execution.repeatable import Observer, Tries
+from anybatch.execution.signature import RunPlan, Signature
 from anybatch.execution.step import Scaler, Step
 from anybatch.lockstep.adaptive import Adaptive, Fixed
 from anybatch.loss.declared import Loss
 from anybatch.loss.model_loss import loss_of
-from anybatch.loss.watched import Watched
+from anybatch.loss.watched import CallableLoss
 from anybatch.memory.spill import Spill, spill_of
 from anybatch.memory.step_timeline import StepTimeline
 from anybatch.offload.optimizer_states import OffloadedStates
-from anybatch.offload.states.planned import away
+from anybatch.offload.states.planned import start_offload
 from anybatch.planner.measure import measured, read_peak
 from anybatch.planner.planner import Planner, planner_of
 from anybatch.planner.updates import state_bytes
@@ -135,24 +135,26 @@ class Engine:
         model, group = unwrapped(model)
         sharded = sharded_of(model)
         if loss_fn is not None and not isinstance(loss_fn, Loss):
-            loss_fn = Watched(as_function(loss_fn))
+            loss_fn = CallableLoss(as_function(loss_fn))
         loss = loss_of(model, loss_fn)
         self._planner = planner_of(memory, micro_batch, plan, workspace)
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
-        self._given = Given(model, loss, bare(optimizer), norms, rng=rng, sharded=sharded)
+        self._inputs = StepInputs(model, loss, bare(optimizer), norms, rng=rng, sharded=sharded)
         adaptive = isinstance(norms, Adaptive)
-        self._convolutions = engaged(self._given.device, workspace, plan)
+        self._convolutions = engaged(self._inputs.device, workspace, plan)
         if self._planner is not None:
             self._planner.workspaces.engaged = self._convolutions
-        self._crew = Crew(model, group, adaptive=adaptive, dice=rng == "batch", sharded=sharded)
-        self._runner = Runner(self._given)
-        self._arranger = Arranger(self._given, self._runner, self._crew)
+        self._rank_session = RankSession(
+            model, group, adaptive=adaptive, shared_rng=rng == "batch", sharded=sharded
+        )
+        self._runner = Runner(self._inputs)
+        self._arranger = Arranger(self._inputs, self._runner, self._rank_session)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
         self._plan: Plan | None = plan
         states = None if plan is None else plan.states
-        self._states = None if states is None else away(states, optimizer, model)
+        self._states = None if states is None else start_offload(states, optimizer, model)
         self._last: StepReport | None = None
         self._facts: Any = None
         self._measured = 0
@@ -161,7 +163,7 @@ class Engine:
     @property
     def model(self) -> nn.Module:
         """The model that is trained."""
-        return self._given.model
+        return self._inputs.model
 
     @property
     def plan(self) -> Plan | None:
@@ -223,8 +225,8 @@ class Engine:
         scaler = self._prepared.scaler if scaler is None else scaler
         run = partial(self._backward, inputs, targets, scaler, observe, Tries())
         with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
-            loss = self._given.reach.again(partial(self._crew.together, run))
-        self._given.norms.step(loss)
+            loss = self._inputs.reach.again(partial(self._rank_session.together, run))
+        self._inputs.norms.step(loss)
         return loss
 
     def _backward(
@@ -237,23 +239,25 @@ class Engine:
     ) -> Tensor:
         start = perf_counter()
         batch, modules = self._arranger.batch(inputs, targets)
-        leaves = self._given.leaves(modules, batch)
+        leaves = self._inputs.leaves(modules, batch)
         before = Before(modules, leaves)
         own = {
             id(module.weight) for _, module in renormalised(modules)
-        } | self._given.state.moving()
+        } | self._inputs.state.moving()
         still = [leaf for leaf in leaves if id(leaf) not in own]
         gradients = Gradients(leaves, wide=False, hooks=before.hooks)
         refuse = partial(refuse_written, still, versions_of(still))
         write = partial(self._deliver, gradients, refuse)
-        with whole_or_nothing(before, write) as delivery:
+        with transaction(before, write) as delivery:
             before.suspend_hooks()
-            step, kind, allowed = self._arranged(batch, modules, before, gradients, tries, scaler)
+            step, signature, run_plan = self._arranged(
+                batch, modules, before, gradients, tries, scaler
+            )
             step.scaler, step.observe, step.deliver = scaler, observe, delivery
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
-                loss, peak = self._first_measured(step, kind, modules, before)
-        return self._note(step, loss, perf_counter() - start, allowed, peak)
+                loss, peak = self._first_measured(step, signature, modules, before)
+        return self._note(step, loss, perf_counter() - start, run_plan, peak)
 
     def evaluate(
         self, inputs: Any, targets: Any = None, *, observe: Observer | None = None
@@ -277,7 +281,7 @@ class Engine:
         self._refuse_place()
         with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
             run = partial(self._evaluate, inputs, targets, observe, Tries())
-            return self._given.reach.again(partial(self._crew.together, run))
+            return self._inputs.reach.again(partial(self._rank_session.together, run))
 
     def _evaluate(
         self,
@@ -289,18 +293,18 @@ class Engine:
         start = perf_counter()
         batch, modules = self._arranger.batch(inputs, targets)
         before = Before(modules, [])
-        with whole_or_nothing(before, self._crew.end) as delivery, torch.no_grad():
-            step, kind, allowed = self._arranged(batch, modules, before, None, tries)
+        with transaction(before, self._rank_session.end) as delivery, torch.no_grad():
+            step, signature, run_plan = self._arranged(batch, modules, before, None, tries)
             step.observe, step.deliver = observe, delivery
-            loss, peak = self._first_measured(step, kind, modules, before)
+            loss, peak = self._first_measured(step, signature, modules, before)
             step.forget_casts()
-        return self._note(step, loss, perf_counter() - start, allowed, peak)
+        return self._note(step, loss, perf_counter() - start, run_plan, peak)
 
     def _refuse_place(self) -> None:
         """Refuse a step with parameters resident against its plan, or offloaded over ranks."""
         states = self._states
         outside = states is not None and states.paged and not states.entered
-        refuse_place(self._given.device, outside=outside)
+        refuse_place(self._inputs.device, outside=outside)
 
     def _arranged(
         self,
@@ -317,28 +321,28 @@ class Engine:
             tries=tries,
             scaler=scaler,
         )
-        self.micro_batch = arranged.step.everyone.micro_batch
+        self.micro_batch = arranged.step.global_batch.micro_batch
         return arranged
 
     def _deliver(self, gradients: Gradients, check: Callable[[], None]) -> None:
         check()
-        gradients.amend(self._crew.end())
+        gradients.amend(self._rank_session.end())
         gradients.deliver()
 
     def _first_measured(
-        self, step: Step, kind: Kind | None, modules: Modules, before: Before
+        self, step: Step, signature: Signature | None, modules: Modules, before: Before
     ) -> tuple[Tensor, int | None]:
         """Run the step; the first after a forecast under the meter, where the device has none."""
-        planner, given = self._planner, self._given
-        if planner is None or kind is None or planner.decided == self._measured:
-            with read_peak(given.device) as found:
+        planner, inputs = self._planner, self._inputs
+        if planner is None or signature is None or planner.decided == self._measured:
+            with read_peak(inputs.device) as found:
                 return self._runner.run(step, modules, before), found()
         self._measured = planner.decided
-        with measured(given.device, modules, given.optimizer, before, given.shards) as peak:
+        with measured(inputs.device, modules, inputs.optimizer, before, inputs.shards) as peak:
             loss = self._runner.run(step, modules, before)
-        grain = rounding(given.device)
+        grain = rounding(inputs.device)
         later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
-        planner.learn(kind, peak() + later, state_bytes(given.optimizer))
+        planner.learn(signature, peak() + later, state_bytes(inputs.optimizer))
         return loss, peak()
 
     def _note(
@@ -346,14 +350,14 @@ class Engine:
         step: Step,
         loss: Tensor,
         seconds: float,
-        allowed: Allowed | None,
+        run_plan: RunPlan | None,
         peak: int | None,
     ) -> Tensor:
         if loss.untyped_storage().nbytes() > loss.element_size():
             loss = loss.clone()  # torch's mean of squares lies in the memory of all its terms
         facts = of_run(step, self._runner.failed_at(step))
-        memory = None if allowed is None else allowed.memory
-        left = None if allowed is None else allowed.away
+        memory = None if run_plan is None else run_plan.memory
+        left = None if run_plan is None else run_plan.offload
         # A last partial batch that needs no splitting does not change the plan of the others.
         now = facts, memory, self._convolutions.count
         if now != self._facts and (facts.divided or self._plan is None):
@@ -364,7 +368,7 @@ class Engine:
             self._plan = replace(decided, states=states, convolutions=convolutions)
         self._last = StepReport(
             loss=loss,
-            samples=step.everyone.size,
+            samples=step.global_batch.size,
             micro_batch=step.limit,
             micro_batches=step.done,
             seconds=seconds,
@@ -400,13 +404,13 @@ class Engine:
         """
         if offload is not None or spill is not None:
             self._spill = spill_of(offload or "auto", spill)
-            self._spill.refuse_on(self._given.device)
+            self._spill.refuse_on(self._inputs.device)
             if self._planner is not None:
                 self._planner.spill = self._spill
-        refuse_place(self._given.device, outside=False)
+        refuse_place(self._inputs.device, outside=False)
         run = partial(self._foresee, inputs, targets, timed=timed)
         with self._convolutions.step(waits=True):
-            return self._given.reach.again(partial(self._crew.foreseeing, run))
+            return self._inputs.reach.again(partial(self._rank_session.foreseeing, run))
 
     def _recall(self, n: int, inputs: Any, targets: Any = None) -> None:
         """Plan a batch as an earlier run did, which chose a micro-batch of `n` with a clock.
@@ -444,16 +448,16 @@ class Engine:
     def _foresee(self, inputs: Any, targets: Any, *, timed: bool) -> Plan:
         planner = self._planner or Planner(None, fixed=self.micro_batch)
         planner.spill, planner.workspaces.engaged = self._spill, self._convolutions
-        batch, modules = self._given.batch(inputs, targets), self._given.modules()
-        leaves = self._given.leaves(modules, batch)
+        batch, modules = self._inputs.batch(inputs, targets), self._inputs.modules()
+        leaves = self._inputs.leaves(modules, batch)
         before, gradients = Before(modules, leaves), Gradients(leaves, wide=False)
-        with whole_or_nothing(before, before.hooks.restore), torch.enable_grad():
+        with transaction(before, before.hooks.restore), torch.enable_grad():
             before.suspend_hooks()
             with planner.timing(timed):
-                kind = self._arranger.kind(batch, modules, gradients)
-                allowed = self._arranger.allow(planner, kind, batch, modules)
-            step = self._runner.step(batch, modules, before, gradients, allowed.micro_batch)
-        found = decide(of_foreseen(step, allowed, leaves), allowed.memory, allowed.away)
+                signature = self._arranger.signature(batch, modules, gradients)
+                run_plan = self._arranger.allow(planner, signature, batch, modules)
+            step = self._runner.step(batch, modules, before, gradients, run_plan.micro_batch)
+        found = decide(of_foreseen(step, run_plan, leaves), run_plan.memory, run_plan.offload)
         return replace(found, convolutions=self._convolutions.record(planner.workspaces.kernels))
 
 

@@ -10,8 +10,8 @@ from anybatch.core.batch import LazyBatch
 from anybatch.core.plan import Facts
 from anybatch.execution.gather import COUPLED
 from anybatch.execution.gradients import HALF, gradient_dtype
-from anybatch.execution.kinds import Allowed
 from anybatch.execution.proof.declared import DECLARED
+from anybatch.execution.signature import RunPlan
 from anybatch.execution.step import Step
 from anybatch.memory.segments import segments_of
 
@@ -28,30 +28,30 @@ def of_run(step: Step, failed: int) -> Facts:
         half=gradients.half if gradients is not None else (),
         before=gradients is not None and gradients.added,
         local=step.local,
-        apart=step.apart and step.count > 1 and gradients is not None,
+        separate_sums=step.accumulator and step.count > 1 and gradients is not None,
         failed=failed,
         lanes=step.lanes and step.count > 1,
-        segments=segments_of(step.device).told(),
+        segments=segments_of(step.device).in_words(),
         looked=max(step.looked, step.sizes.step if step.sizes is not None else 0),
         doubts=(*step.doubts, *step.loss.doubts, *([DECLARED] if step.loss.believed else [])),
     )
 
 
-def of_foreseen(step: Step, allowed: Allowed, leaves: Iterable[Tensor]) -> Facts:
+def of_foreseen(step: Step, run_plan: RunPlan, leaves: Iterable[Tensor]) -> Facts:
     """Return the facts of a step to be run as planned, on these leaf tensors."""
     leaves = list(leaves)
     dtypes = {gradient_dtype(leaf) for leaf in leaves}
     return Facts(
-        micro_batch=allowed.micro_batch,
+        micro_batch=run_plan.micro_batch,
         divided=step.count > 1,
-        loss=allowed.loss,
-        coupled=allowed.coupled,
+        loss=run_plan.loss,
+        coupled=run_plan.coupled,
         late=isinstance(step.batch, LazyBatch),
         half=tuple(sorted(str(d).removeprefix("torch.") for d in dtypes if d in HALF)),
         before=any(leaf.grad is not None for leaf in leaves),
         local=step.local,
-        apart=allowed.apart,
+        separate_sums=run_plan.accumulator,
         failed=0,
-        lanes=allowed.lanes,
-        segments=segments_of(step.device).told(),
+        lanes=run_plan.lanes,
+        segments=segments_of(step.device).in_words(),
     )

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from anybatch.core.accelerators import require_generators
 from anybatch.core.meeting import in_a_meeting
-from anybatch.engine.crew import several
+from anybatch.engine.rank_session import several
 from anybatch.errors import AnybatchError, NotExactError, NotYetError
 from anybatch.lockstep.adaptive import Adaptive
 from anybatch.memory.paged import paged
@@ -23,8 +23,8 @@ def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
     """Refuse arguments that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
-    whole = isinstance(micro_batch, int) and not isinstance(micro_batch, bool)
-    if micro_batch is not None and (not whole or micro_batch < 1):
+    integer = isinstance(micro_batch, int) and not isinstance(micro_batch, bool)
+    if micro_batch is not None and (not integer or micro_batch < 1):
         raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
     if batchnorm not in ("exact", "local", "adaptive") and not isinstance(batchnorm, Adaptive):
         raise ValueError(

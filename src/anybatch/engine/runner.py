@@ -1,9 +1,9 @@
 """Runner of a step by its mechanism: undivided, streaming, two-pass or lockstep; with retry.
 
-Which mechanism a batch needs is found out by its first step (`anybatch.execution.look`, and the
-loss that is watched) and remembered for the kind of batch; so is a size at which memory ran out.
+Which mechanism a batch needs is found out by its first step (`anybatch.execution.inspection`, and
+the loss that is watched) and recorded for its signature; so is a size at which memory ran out.
 
-    whole ──out of memory──> divided        streamed ──the loss couples samples──> gathered
+    undivided ──out of memory──> divided        streamed ──the loss couples samples──> gathered
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from torch import Tensor
 
 from anybatch.core.batch import Batch, TensorBatch
 from anybatch.core.hanging import refuse_missing
-from anybatch.core.kept import Attributes
-from anybatch.core.memory import Inside, Room
+from anybatch.core.memory import Capacity, LockstepLimits
 from anybatch.core.modules import Modules, eager, in_training, renormalised
-from anybatch.core.norm.alone import AloneNorms
 from anybatch.core.norm.counters import (
     counters,
     names_of_norms,
@@ -30,30 +28,32 @@ from anybatch.core.norm.counters import (
     running_statistics,
     training_batchnorms,
 )
+from anybatch.core.norm.non_reducing import NonReducingNorms
 from anybatch.core.norm.sites import OtherSitesError
-from anybatch.core.plan import Away
-from anybatch.core.rng import Dice
+from anybatch.core.plan import OffloadPlan
+from anybatch.core.python_state import Attributes
+from anybatch.core.rng import RNGState
 from anybatch.core.undo import Before
-from anybatch.distributed.everyone import Alone, Everyone
-from anybatch.distributed.unison import OffScriptError
-from anybatch.engine.given import LOSS, Given
+from anybatch.distributed.coordinator import OffScriptError
+from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
+from anybatch.engine.inputs import LOSS, StepInputs
 from anybatch.errors import NotExactError
 from anybatch.execution.buffers import ForwardBuffers, put_back_moved
 from anybatch.execution.collated import Collates
-from anybatch.execution.device import Link, link_to
-from anybatch.execution.dice.learn import attributes_of, learn
-from anybatch.execution.dice.refuse import refuse_scripted
-from anybatch.execution.dice.shared import Laws, Shared, UnknownDrawError
-from anybatch.execution.dice.whole import WholeDice
+from anybatch.execution.device import DeviceLink, link_to
 from anybatch.execution.discover import discoverer
+from anybatch.execution.full_batch_rng.learn import attributes_of, learn
+from anybatch.execution.full_batch_rng.mode import FullBatchRNG
+from anybatch.execution.full_batch_rng.refuse import refuse_scripted
+from anybatch.execution.full_batch_rng.shared import Laws, SharedDraws, UnknownDrawError
 from anybatch.execution.full_size import compare_new_sizes, doubt_larger
 from anybatch.execution.gather import COUPLED, gather
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.look import AGAIN, look, quietly
+from anybatch.execution.inspection import AGAIN, inspect_model, quietly
 from anybatch.execution.proof.familiar import Familiar
-from anybatch.execution.records import Seen, SeenInLanes
+from anybatch.execution.records import LaneTraits, ModelTraits
 from anybatch.execution.repeatable import OutputsChangedError, SmallerPlanError, Tries
-from anybatch.execution.retry import whole_step
+from anybatch.execution.retry import run_with_retries
 from anybatch.execution.step import Step
 from anybatch.execution.stream import stream
 from anybatch.execution.strides import standard_strides
@@ -63,10 +63,10 @@ from anybatch.lockstep.batchnorm import Tracked
 from anybatch.lockstep.late import Singles, listening
 from anybatch.lockstep.lockstep import lockstep
 from anybatch.lockstep.parts import values_of_a_part
-from anybatch.lockstep.slots import LaneLook
+from anybatch.lockstep.slots import LaneInspection
 from anybatch.loss.declared import Algorithm1
 from anybatch.loss.watched import NotAPartError
-from anybatch.memory.spill import maker, require_place, require_room
+from anybatch.memory.spill import maker, require_place, require_space
 from anybatch.offload.keeping import Keeping
 
 
@@ -74,13 +74,13 @@ class Runner:
     """Runner of steps, with the findings of earlier ones.
 
     Args:
-        given: model, loss and optimizer.
+        inputs: model, loss and optimizer.
     """
 
-    def __init__(self, given: Given) -> None:
-        self._given = given
-        self._link: tuple[torch.device, Link] | None = None
-        self._seen: dict[Any, Seen] = {}
+    def __init__(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        self._link: tuple[torch.device, DeviceLink] | None = None
+        self._traits: dict[Any, ModelTraits] = {}
         self._laws: dict[Any, Laws] = {}
         self._shrunk: dict[Any, tuple[int, int]] = {}
         self._most: dict[Any, int] = {}
@@ -98,10 +98,10 @@ class Runner:
         gradients: Gradients | None,
         micro_batch: int,
         *,
-        apart: bool = False,
-        room: Room = 0,
-        everyone: Everyone | None = None,
-        away: Away | None = None,
+        accumulator: bool = False,
+        lane_bytes: Capacity = 0,
+        global_batch: GlobalBatch | None = None,
+        offload: OffloadPlan | None = None,
         tries: Tries | None = None,
     ) -> Step:
         """Return a step that has not begun.
@@ -112,67 +112,70 @@ class Runner:
             before: the state before it.
             gradients: where its gradients come together; None runs forward only.
             micro_batch: samples in a micro-batch; fewer where memory ran out at that.
-            apart: sum gradients in an accumulator. Default False.
-            room: bytes that waiting micro-batches may hold on the device; None lets all of it stay.
-                Default 0.
-            everyone: the batch over all ranks; None (default) is one process.
-            away: which saved tensors leave; None (default) where all of them stay.
+            accumulator: sum gradients in an accumulator. Default False.
+            lane_bytes: bytes that waiting micro-batches may hold on the device; None offloads none
+                of them. Default 0.
+            global_batch: the batch over all ranks; None (default) is one process.
+            offload: which saved tensors are offloaded; None (default) where none is.
             tries: what is kept of it from an earlier plan; None (default) where there was none.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
         """
         signature = self.signature(batch, modules, trains=gradients is not None)
-        shared = self._given.rng == "batch" and everyone is not None and everyone.several
-        start = Dice.now() if shared else before.dice
+        shared = self._inputs.rng == "batch" and global_batch is not None and global_batch.several
+        start = RNGState.now() if shared else before.rng
         fits = self._shrunk.get(signature, (0, micro_batch))[1]
         step = Step(
-            model=self._given.model,
-            loss=self._given.loss,
+            model=self._inputs.model,
+            loss=self._inputs.loss,
             batch=batch,
             micro_batch=min(micro_batch, fits),
             link=self._link_to_model(),
             buffers=ForwardBuffers([], set()),
             gradients=gradients,
             signature=signature,
-            batchnorm=self._given.batchnorm,
-            dice=start,
+            batchnorm=self._inputs.batchnorm,
+            rng=start,
             start=start,
-            apart=apart,
-            room=room,
-            everyone=everyone or Alone(batch.size),
-            private=frozenset(map(id, [*self._given.rows_leaves(batch), *self._given.shards])),
-            sharded=self._given.sharded,
+            accumulator=accumulator,
+            lane_bytes=lane_bytes,
+            global_batch=global_batch or LocalBatch(batch.size),
+            private=frozenset(map(id, [*self._inputs.rows_leaves(batch), *self._inputs.shards])),
+            sharded=self._inputs.sharded,
             tries=tries or Tries(),
-            calls=self._given.calls(first=not self._made(signature)),
+            calls=self._inputs.calls(first=not self._made(signature)),
         )
         if step.calls is not None:
             before.patched.insert(0, step.calls.restart)
-        if self._given.rng == "batch":
+        if self._inputs.rng == "batch":
             step.draws = self._draws(step)
         if step.divided:
             self._divide(step, modules, before)
-        if away is not None and step.lanes:
-            self._require(away)
-            step.inside, step.spill = Inside(away.rooms[1], away.later, away.makes), away.where
-        elif away is not None:
-            step.away = self._away(away)
+        if offload is not None and step.lanes:
+            self._require(offload)
+            step.inside, step.spill = (
+                LockstepLimits(offload.capacity[1], offload.segment_extra, offload.segment_kernel),
+                offload.where,
+            )
+        elif offload is not None:
+            step.offloader = self._offloader(offload)
         return step
 
-    def _require(self, away: Away) -> None:
+    def _require(self, offload: OffloadPlan) -> None:
         """Require a store with the capacity for offloaded tensors."""
-        require_place(away.store, self._given.device)
-        require_room(away.most, away.where)
+        require_place(offload.store, self._inputs.device)
+        require_space(offload.most, offload.where)
 
-    def _away(self, away: Away) -> Keeping:
-        """Return where saved tensors go, as they went in earlier steps."""
-        self._require(away)
-        device = self._given.device
-        kind = device, away.where
-        if self._keeping is None or self._keeping[0] != kind:
-            self._keeping = kind, Keeping(maker(away.where, device), device)
+    def _offloader(self, offload: OffloadPlan) -> Keeping:
+        """Return the offloader of saved tensors, the same one for all steps."""
+        self._require(offload)
+        device = self._inputs.device
+        place = device, offload.where
+        if self._keeping is None or self._keeping[0] != place:
+            self._keeping = place, Keeping(maker(offload.where, device), device)
         keeping = self._keeping[1]
-        keeping.begin(away.rooms)
+        keeping.begin(offload.capacity)
         return keeping
 
     def close(self) -> None:
@@ -184,16 +187,16 @@ class Runner:
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return the signature of a step: dimensions, dtypes, modes and direction."""
         modes = tuple(in_training(module) for _, module in modules)
-        return self._given.kinds(batch), modes, not trains, self._given.batchnorm
+        return self._inputs.tensor_signature(batch), modes, not trains, self._inputs.batchnorm
 
     def _made(self, signature: Any) -> bool:
         """Return whether a step of this signature has been made."""
-        return signature in self._seen or signature in self._walked
+        return signature in self._traits or signature in self._walked
 
     def coupled(self, signature: Any) -> bool:
         """Return whether earlier steps have found a coupled loss."""
-        seen = self._seen.get(signature)
-        return seen is not None and seen.coupled
+        traits = self._traits.get(signature)
+        return traits is not None and traits.coupled
 
     def refuse_division(self, modules: Modules) -> None:
         """Raise an error before the run where a batch cannot be divided.
@@ -202,7 +205,7 @@ class Runner:
             NotExactError: naming the BatchNorm layers that cannot wait for each other, and why, or
                 an embedding to which forward writes.
         """
-        if self._given.batchnorm != "local":
+        if self._inputs.batchnorm != "local":
             refuse_scripted_norms(modules)
         written = renormalised(modules)
         if written:
@@ -212,9 +215,9 @@ class Runner:
                 "max_norm out and call torch.renorm on the weight after each step, or give "
                 "micro_batch >= the batch size"
             )
-        names = self._given.meets(modules)
+        names = self._inputs.meets(modules)
         if names:
-            refuse_lanes(modules, names, literal=isinstance(self._given.loss, Algorithm1))
+            refuse_lanes(modules, names, literal=isinstance(self._inputs.loss, Algorithm1))
 
     def failed_at(self, step: Step) -> int:
         """Remember the size that a step ended with; return that at which memory ran out, or 0."""
@@ -241,10 +244,10 @@ class Runner:
         run = partial(self._delivered, step, modules, before)
         try:  # no closures: the frames of an error would hold what they close over
             with standard_strides():
-                loss = whole_step(step, run, partial(self._prepare, step, modules, before))
-            if isinstance(step.away, Keeping):
-                step.moved += step.away.moved
-                step.remade += step.away.remade
+                loss = run_with_retries(step, run, partial(self._prepare, step, modules, before))
+            if isinstance(step.offloader, Keeping):
+                step.moved += step.offloader.moved
+                step.remade += step.offloader.remade
         finally:
             step.discover = None
         return loss
@@ -253,7 +256,7 @@ class Runner:
         """Run the step and deliver it, or raise: until then the others may have it run again."""
         loss = self._once(step, modules, before)
         step.agree()
-        step.everyone.moves(step.buffers)
+        step.global_batch.moves(step.buffers)
         step.fire_hooks()
         step.deliver()
         return loss
@@ -261,7 +264,7 @@ class Runner:
     def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
         if not step.divided:
             if step.signature not in self._walked:  # once: a graph is walked for it
-                step.discover = discoverer(step, before, self._given.closure)
+                step.discover = discoverer(step, before, self._inputs.closure)
             loss = undivided(step)
             self._walked.add(step.signature)
             return loss
@@ -279,35 +282,37 @@ class Runner:
             except UnknownDrawError:
                 step.begin_again()
                 with (
-                    AloneNorms(step.counters, rows=step.everyone.size)
+                    NonReducingNorms(step.counters, rows=step.global_batch.size)
                     if step.lanes
                     else nullcontext()
                 ):
                     learn(step)
                 step.restart()
-                step.everyone.again(coupled=False)
+                step.global_batch.again(coupled=False)
 
-    def _draws(self, step: Step) -> WholeDice:
+    def _draws(self, step: Step) -> FullBatchRNG:
         """Return the dispatch mode of full-batch draws for the micro-batches of a step."""
         if step.divided:
-            refuse_scripted(self._given.model)
+            refuse_scripted(self._inputs.model)
         laws = self._laws.setdefault(step.signature, Laws())
         # An interrupted step has asked and learnt nothing (test_a_ctrl_c_while_draws_are_learnt).
-        laws.asked.clear()
-        modules = {id(module) for module in self._given.model.modules()}
-        everyone = step.everyone
-        return WholeDice(Shared(laws, everyone.size, modules, everyone.begin, everyone.several))
+        laws.requested.clear()
+        modules = {id(module) for module in self._inputs.model.modules()}
+        global_batch = step.global_batch
+        return FullBatchRNG(
+            SharedDraws(laws, global_batch.size, modules, global_batch.begin, global_batch.several)
+        )
 
     def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
         """Restore all but the observations already made, for a retry at a smaller size.
 
         Raises:
-            SmallerPlanError: nobody has foreseen what the batch holds when it is divided.
+            SmallerPlanError: what the batch holds when it is divided was not forecast.
         """
         put_back_moved(before.buffers)
-        whole = not step.divided
+        was_undivided = not step.divided
         step.begin_again()
-        if not whole:
+        if not was_undivided:
             return
         self._divide(step, modules, before)
         if step.budgeted:
@@ -321,10 +326,10 @@ class Runner:
         tracked = Tracked(step.counters, names)
         if not step.batch.size:
             return self._without_samples(step, tracked, names)
-        seen = self._seen.get(step.signature)
-        lanes = None if seen is None else seen.lanes
+        traits = self._traits.get(step.signature)
+        lanes = None if traits is None else traits.lanes
         if lanes is None or not lanes.current or step.steps in AGAIN:
-            lanes, step.ways = self._look_at_lanes(step, modules, before, lanes), None
+            lanes, step.ways = self._inspect_lanes(step, modules, before, lanes), None
         else:
             step.ways = lanes.ways
             self._at_new_sizes(step)
@@ -333,25 +338,25 @@ class Runner:
         try:
             loss = lockstep(step, tracked)
         except NotAPartError:  # some micro-batch shows what the first one did not
-            step.everyone.again(coupled=True)
+            step.global_batch.again(coupled=True)
             step.begin_again()
             step.coupled, tracked = True, Tracked(step.counters, names)
             loss = lockstep(step, tracked)
         except OutputsChangedError:
-            if seen is None:
+            if traits is None:
                 raise
             self._forget(step)
             return self._in_lanes(step, modules, before)
         except (OtherSitesError, OffScriptError):
-            if seen is not None:
-                self._seen[step.signature] = replace(seen, lanes=replace(lanes, current=False))
-            step.everyone.again(coupled=False, others=True)
+            if traits is not None:
+                self._traits[step.signature] = replace(traits, lanes=replace(lanes, current=False))
+            step.global_batch.again(coupled=False, others=True)
             step.begin_again()
             return self._in_lanes(step, modules, before)
         step.buffers.refuse_moved(tracked.all())
         self._familiar[step.signature].keep(reads=step.reads)
         step.doubt_batch()
-        self._seen[step.signature] = Seen(
+        self._traits[step.signature] = ModelTraits(
             step.coupled,
             frozenset(),
             step.layout,
@@ -370,74 +375,74 @@ class Runner:
         try:
             return lockstep(step, tracked)
         except OffScriptError:
-            step.everyone.again(coupled=False, others=True)
+            step.global_batch.again(coupled=False, others=True)
             step.begin_again()
         return lockstep(step, Tracked(step.counters, names))
 
-    def _look_at_lanes(
-        self, step: Step, modules: Modules, before: Before, known: SeenInLanes | None
-    ) -> SeenInLanes:
+    def _inspect_lanes(
+        self, step: Step, modules: Modules, before: Before, earlier: LaneTraits | None
+    ) -> LaneTraits:
         """Run the first inspection of a model in lanes, and return its findings."""
         with attributes_of(step):
-            watch = LaneLook(modules)
-            with AloneNorms(step.counters, watch, rows=step.everyone.size) as alone:
-                look(step, watch)
-            of_two = len(alone.called) * 2 // max(watch.forwards, 2)  # a third is of rows seen
-            refuse_looks(alone.called[:of_two])
+            watch = LaneInspection(modules)
+            with NonReducingNorms(step.counters, watch, rows=step.global_batch.size) as norms:
+                inspect_model(step, watch)
+            of_two = len(norms.called) * 2 // max(watch.forwards, 2)  # a third is of rows seen
+            refuse_looks(norms.called[:of_two])
             slots = watch.slots()
         step.buffers.refuse_moved({})
-        step.discover = discoverer(step, before, self._given.closure)
-        return (known or SeenInLanes()).after(slots, watch.way(), singles=alone.singles > 0)
+        step.discover = discoverer(step, before, self._inputs.closure)
+        return (earlier or LaneTraits()).after(slots, watch.way(), singles=norms.singles > 0)
 
     def _divided(self, step: Step, before: Before) -> Tensor:
         """Run a streaming step, or a two-pass one where a coupled loss is recorded or detected."""
-        seen = self._seen.get(step.signature)
+        traits = self._traits.get(step.signature)
         if not step.batch.size:
             return self._streamed_or_gathered(step, None)
-        if seen is None or step.steps in AGAIN:
-            with self._given.hearing(), self._listening(before), attributes_of(step):
-                look(step)
+        if traits is None or step.steps in AGAIN:
+            with self._inputs.detecting(), self._listening(before), attributes_of(step):
+                inspect_model(step)
         else:
             self._at_new_sizes(step)
         self._collates.ask(step)
-        if seen is None:
-            step.discover = discoverer(step, before, self._given.closure)
+        if traits is None:
+            step.discover = discoverer(step, before, self._inputs.closure)
         try:
             # what the first look has not come to
-            with self._given.hearing(), self._listening(before):
-                return self._streamed_or_gathered(step, seen)
+            with self._inputs.detecting(), self._listening(before):
+                return self._streamed_or_gathered(step, traits)
         except OutputsChangedError:
-            if seen is None:
+            if traits is None:
                 raise
         self._forget(step)
         return self._divided(step, before)
 
     def _at_new_sizes(self, step: Step) -> None:
         """Compare the full batch with its parts again, where its sizes are new."""
-        known = step.sizes
-        if known is None or not known.matter:
+        compared = step.sizes
+        if compared is None or not compared.matter:
             return
-        if not known.new(step.everyone.size, step.micro_batch):
+        if not compared.new(step.global_batch.size, step.micro_batch):
             doubt_larger(step)
             return
-        with self._given.hearing(), attributes_of(step), quietly():
+        with self._inputs.detecting(), attributes_of(step), quietly():
             compare_new_sizes(step)
 
     def _forget(self, step: Step) -> None:
         """Have the model looked at again, as it was when the step began."""
-        del self._seen[step.signature]
-        step.everyone.again(coupled=False)
+        del self._traits[step.signature]
+        step.global_batch.again(coupled=False)
         step.begin_again()
         step.attributes.put_back()
         step.coupled = False
 
     def _listening(self, before: Before) -> AbstractContextManager[None]:
         """Return a context that detects batch normalisation outside of modules."""
-        if self._given.batchnorm != "exact":
+        if self._inputs.batchnorm != "exact":
             return nullcontext()
         return listening(before, self._singles)
 
-    def _streamed_or_gathered(self, step: Step, seen: Seen | None) -> Tensor:
+    def _streamed_or_gathered(self, step: Step, traits: ModelTraits | None) -> Tensor:
         loss = None if step.coupled else stream(step)
         if loss is None:
             step.coupled = True
@@ -445,12 +450,12 @@ class Runner:
             loss = gather(step)
         if not step.batch.size:  # a rank without samples has seen nothing
             return loss
-        moving = step.buffers.moving if seen is None else seen.moving | step.buffers.moving
-        drew = step.draws is not None or (step.drew_any() if seen is None else not seen.still)
+        moving = step.buffers.moving if traits is None else traits.moving | step.buffers.moving
+        drew = step.draws is not None or (step.drew_any() if traits is None else not traits.still)
         coupled = step.found == COUPLED
         self._familiar[step.signature].keep(reads=step.reads)
         step.doubt_batch()
-        self._seen[step.signature] = Seen(
+        self._traits[step.signature] = ModelTraits(
             coupled,
             moving,
             step.layout,
@@ -467,52 +472,52 @@ class Runner:
     def _divide(self, step: Step, modules: Modules, before: Before) -> None:
         """Prepare the parts of a step that only a divided one needs."""
         self.refuse_division(modules)
-        if step.everyone.several and isinstance(self._given.loss, Algorithm1):
+        if step.global_batch.several and isinstance(self._inputs.loss, Algorithm1):
             raise NotExactError(
                 "Algorithm 1 to the letter knows one process, and there are several: leave "
                 "Loss.algorithm1 out"
             )
-        seen, local = self._known(step, modules), self._given.batchnorm == "local"
-        step.lanes = bool(self._given.meets(modules)) or step.everyone.lanes
+        traits, local = self._current_traits(step, modules), self._inputs.batchnorm == "local"
+        step.lanes = bool(self._inputs.meets(modules)) or step.global_batch.lanes
         if step.calls is not None:
             step.calls.divided = True
-        step.coupled = step.everyone.coupled
+        step.coupled = step.global_batch.coupled
         step.counters = counters(modules) if step.lanes else []
         step.local = 0 if step.lanes else len(training_batchnorms(of_model(modules)))
         step.buffers = ForwardBuffers(
             [b for b in before.buffers if not b.path.startswith(LOSS)],
             running_statistics(of_model(modules)) if step.lanes or local else set(),
-            seen.moving if seen else None,
+            traits.moving if traits else None,
         )
-        if seen is not None:
-            step.layout, step.copies, step.still = seen.layout, seen.copies, seen.still
-            step.doubts, step.looked, step.steps = seen.doubts, seen.looked, seen.steps + 1
-            step.sizes, step.mixed = seen.sizes, seen.mixed
+        if traits is not None:
+            step.layout, step.copies, step.still = traits.layout, traits.copies, traits.still
+            step.doubts, step.looked, step.steps = traits.doubts, traits.looked, traits.steps + 1
+            step.sizes, step.mixed = traits.sizes, traits.mixed
         if step.gradients is not None:
-            step.gradients.divide(apart=step.apart)
+            step.gradients.divide(accumulator=step.accumulator)
             step.familiar = self._familiar[step.signature]
             step.attributes = Attributes(module for _, module in of_model(modules))
 
-    def _known(self, step: Step, modules: Modules) -> Seen | None:
+    def _current_traits(self, step: Step, modules: Modules) -> ModelTraits | None:
         """Return the findings of earlier steps, if the model is unchanged since its inspection."""
         familiar = self._familiar.setdefault(step.signature, Familiar())
-        seen = self._seen.get(step.signature)
+        traits = self._traits.get(step.signature)
         batch = step.batch if isinstance(step.batch, TensorBatch) else None
-        given: list[Any] = [] if batch is None else [batch.inputs]
+        arguments: list[Any] = [] if batch is None else [batch.inputs]
         if step.loss.declares:  # any other is watched in every step
-            every = of_model(modules) + [(LOSS + p, m) for p, m in self._given.state.modules]
-            given += [] if batch is None else [batch.targets]
-            known = familiar.has_model(every, step.loss.functions(), given)
+            every = of_model(modules) + [(LOSS + p, m) for p, m in self._inputs.state.modules]
+            arguments += [] if batch is None else [batch.targets]
+            recognised = familiar.has_model(every, step.loss.functions(), arguments)
         else:
-            known = familiar.has_model(of_model(modules), given=given)
-        if known or seen is None:
-            return seen
-        step.steps = seen.steps + 1
-        del self._seen[step.signature]
+            recognised = familiar.has_model(of_model(modules), arguments=arguments)
+        if recognised or traits is None:
+            return traits
+        step.steps = traits.steps + 1
+        del self._traits[step.signature]
         return None
 
-    def _link_to_model(self) -> Link:
-        device = self._given.device
+    def _link_to_model(self) -> DeviceLink:
+        device = self._inputs.device
         if self._link is None or self._link[0] != device:
             self._link = (device, link_to(device))
         return self._link[1]

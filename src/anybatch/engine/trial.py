@@ -17,11 +17,11 @@ from time import perf_counter
 import torch
 
 from anybatch.core.batch import Batch
-from anybatch.core.memory import Room
+from anybatch.core.memory import Capacity
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import Modules
-from anybatch.core.plan import Away
-from anybatch.engine.given import Given
+from anybatch.core.plan import OffloadPlan
+from anybatch.engine.inputs import StepInputs
 from anybatch.engine.runner import Runner
 from anybatch.execution.buffers import put_back_moved
 from anybatch.execution.gradients import Gradients
@@ -37,36 +37,43 @@ FOR_EVER = 5.0
 
 
 def seconds_of_step(
-    given: Given, batch: Batch, modules: Modules, n: int, room: Room, away: Away | None
+    inputs: StepInputs,
+    batch: Batch,
+    modules: Modules,
+    n: int,
+    lane_bytes: Capacity,
+    offload: OffloadPlan | None,
 ) -> float | None:
     """Time a step, in lanes where it goes in lanes.
 
     Args:
-        given: model, loss and optimizer; gradients, buffers and dice are put back.
+        inputs: model, loss and optimizer; gradients, buffers and RNG state are restored.
         batch: the mini-batch.
         modules: every module that it runs.
         n: samples in a micro-batch.
-        room: bytes that waiting lanes may hold on the device; None lets all of it stay.
-        away: what leaves of the lane or the micro-batch that runs; None lets it hold what it will.
+        lane_bytes: bytes that waiting lanes may hold on the device; None offloads none of them.
+        offload: what is offloaded of the lane or micro-batch that runs; None limits nothing.
 
     Returns:
         Seconds, infinitely many where it ran out of memory or threads; None for a batch that is
         loaded on the way, which can be run once only.
     """
-    case = given.case(batch, modules, trains=True)
+    case = inputs.case(batch, modules, trains=True)
     if case.lazy:
         return None
-    runner = Runner(given)  # of its own: what it finds out is not yet the engine's
+    runner = Runner(inputs)  # of its own: what it finds out is not yet the engine's
     try:
         with put_back(replace(case, lanes=False)) as before, torch.enable_grad():
 
             def once() -> float:
                 put_back_moved(before.buffers)
-                before.dice.put_back()
+                before.rng.put_back()
                 for leaf in case.leaves:
                     leaf.grad = None
                 gradients = Gradients(case.leaves, wide=False)
-                step = runner.step(batch, modules, before, gradients, n, room=room, away=away)
+                step = runner.step(
+                    batch, modules, before, gradients, n, lane_bytes=lane_bytes, offload=offload
+                )
                 step.budgeted = True
                 finish(case.device)
                 start = perf_counter()
@@ -74,7 +81,7 @@ def seconds_of_step(
                 finish(case.device)
                 return inf if step.retries else perf_counter() - start
 
-            return _warm(once, 1 if away is None else RECORDED)
+            return _warm(once, 1 if offload is None else RECORDED)
     except Exception as error:
         if not isinstance(error, NoThreadError) and not out_of_memory(error):
             raise

@@ -1,7 +1,7 @@
 """Snapshot and restore of all state around trial steps of training.
 
 A step that failed is undone by `anybatch.core.undo`, which notes what a step moves before the
-optimizer: gradients, buffers and dice. Steps that are only tried move the parameters and the
+optimizer: gradients, buffers and RNG. Steps that are only tried move the parameters and the
 optimizer's state, too. Copies of them wait in memory of the host and go back into the same tensors,
 so whoever holds one (a schedule, an average, another optimizer) keeps holding the right one.
 """
@@ -42,7 +42,7 @@ def as_it_was(
             raised, that goes out instead, with these notes.
     """
     every = list(leaves)
-    steps: list[Back] = [kept(leaf) for leaf in every]
+    steps: list[Back] = [restorer(leaf) for leaf in every]
     steps += [] if optimizer is None else [_states(optimizer), _options(optimizer)]
     before, raised = Before(modules, every), None
     try:
@@ -74,7 +74,7 @@ def _tried(step: Back) -> Exception | None:
     return None
 
 
-def kept(one: Any) -> Back:
+def restorer(one: Any) -> Back:
     """Return a function that restores a tensor's values, or all entries of a list or mapping.
 
     Raises:
@@ -88,9 +88,9 @@ def kept(one: Any) -> Back:
             )
         return partial(_values_back, one, local(one).detach().to("cpu", copy=True))
     if isinstance(one, dict):
-        return partial(_entries_back, one, {name: kept(value) for name, value in one.items()})
+        return partial(_entries_back, one, {name: restorer(value) for name, value in one.items()})
     if isinstance(one, list | tuple):
-        return partial(_items_back, one, [kept(value) for value in one])
+        return partial(_items_back, one, [restorer(value) for value in one])
     return _left(one)
 
 
@@ -124,7 +124,9 @@ def _items_back(found: Any, items: list[Back]) -> Any:
 def _states(optimizer: torch.optim.Optimizer) -> Back:
     """Return a function that restores the optimizer's states, and drops those added since."""
     return partial(
-        _entries_back, optimizer.state, {leaf: kept(one) for leaf, one in optimizer.state.items()}
+        _entries_back,
+        optimizer.state,
+        {leaf: restorer(one) for leaf, one in optimizer.state.items()},
     )
 
 
@@ -132,7 +134,7 @@ def _options(optimizer: torch.optim.Optimizer) -> Back:
     """Return a function that restores the parameter groups and every option of each."""
     groups = list(optimizer.param_groups)
     entries = [
-        {name: _left(one) if name == "params" else kept(one) for name, one in group.items()}
+        {name: _left(one) if name == "params" else restorer(one) for name, one in group.items()}
         for group in groups
     ]
 

@@ -27,19 +27,19 @@ class ForwardBuffers:
     Args:
         states: every buffer before the step.
         exempt: ``(id(module), name)`` of buffers that may run on (``batchnorm="local"``).
-        known: paths of the buffers that forward is known to move; None compares the values of all
-            of them, once, after which `moving` is what to pass.
+        recorded: paths of the buffers that forward moved in earlier steps; None compares the values
+            of all of them, once, after which `moving` is what to pass.
     """
 
     def __init__(
         self,
         states: list[BufferState],
         exempt: set[tuple[int, str]],
-        known: frozenset[str] | None = None,
+        recorded: frozenset[str] | None = None,
     ) -> None:
-        self._kept = [s for s in states if (id(s.module), s.name) not in exempt]
+        self._states = [s for s in states if (id(s.module), s.name) not in exempt]
         self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
-        self._known = known
+        self._recorded = recorded
         self._left: list[tuple[BufferState, Tensor | None]] | None = None
 
     @property
@@ -50,12 +50,12 @@ class ForwardBuffers:
     @property
     def still(self) -> bool:
         """Whether the record shows that forward moves no buffer."""
-        none = self._known == frozenset() if self._left is None else not self._left
+        none = self._recorded == frozenset() if self._left is None else not self._left
         return none and not self._exempt
 
     def strays(self) -> list[str]:
         """Restore buffers that were written to though forward moves none; return their paths."""
-        moved = [state for state in self._kept if state.written()]
+        moved = [state for state in self._states if state.written()]
         for state in moved:
             state.put_back()
         return [state.path for state in moved]
@@ -74,22 +74,22 @@ class ForwardBuffers:
         for state, _ in self._left or ():
             state.put_back()
 
-    def leave(self) -> None:
+    def write_final(self) -> None:
         """Set the buffers that forward moves to their values after one forward."""
         for state, values in self._left or ():
             if values is not None:
                 _give(state, values)
 
-    def told(self) -> dict[str, Tensor]:
+    def on_host(self) -> dict[str, Tensor]:
         """Return the values of the buffers that forward moved, path -> tensor on the host."""
         left = self._left or ()
         return {state.path: values.cpu() for state, values in left if values is not None}
 
-    def hear(self, told: Mapping[str, Tensor]) -> None:
+    def receive(self, buffers: Mapping[str, Tensor]) -> None:
         """Copy the buffer values of a forward on another rank; on this one it has not run."""
-        for state in self._kept:
-            if state.path in told:
-                _give(state, told[state.path])
+        for state in self._states:
+            if state.path in buffers:
+                _give(state, buffers[state.path])
 
     def after(self) -> None:
         """Check that forward moves the same buffers as before, to the same values.
@@ -98,10 +98,10 @@ class ForwardBuffers:
             NotExactError: a buffer depends on the samples.
         """
         if self._left is None:
-            self._left = [(state, _copy(state)) for state in self._kept if self._moves(state)]
+            self._left = [(state, _copy(state)) for state in self._states if self._moves(state)]
             return
         first = {id(state) for state, _ in self._left}
-        late = [s.path for s in self._kept if id(s) not in first and self._moves(s)]
+        late = [s.path for s in self._states if id(s) not in first and self._moves(s)]
         other = [s.path for s, value in self._left if not same_values(s.now(), value)]
         if late or other:
             raise _meets(late + other)
@@ -114,10 +114,12 @@ class ForwardBuffers:
             NotExactError: naming them.
         """
         before = [(state, _copy(state)) for state, _ in self._left or ()]
-        written = {id(state) for state in self._kept if state.written()}
+        written = {id(state) for state in self._states if state.written()}
         yield
         moved = [state.path for state, values in before if not same_values(state.now(), values)]
-        moved += [s.path for s in self._kept if id(s) not in written and s.written() and s.moved()]
+        moved += [
+            s.path for s in self._states if id(s) not in written and s.written() and s.moved()
+        ]
         if moved:
             raise NotExactError(
                 "a buffer must not move in backward where a loss is taken of all outputs at once, "
@@ -136,7 +138,7 @@ class ForwardBuffers:
             NotExactError: naming the others.
         """
         moved = sorted(self.moving)
-        for state in [*self._kept, *self._exempt]:
+        for state in [*self._states, *self._exempt]:
             now = state.now()
             if not state.moved() or (now is not None and tracked.get(id(now), 0) is None):
                 continue
@@ -174,7 +176,7 @@ class ForwardBuffers:
         if self._left is not None:
             self.before()
             return
-        put_back_moved(self._kept)
+        put_back_moved(self._states)
 
     def settle(self, statistics: list[Tensor | None]) -> None:
         """Give the exempt buffers the values that `statistics` returned."""
@@ -184,9 +186,9 @@ class ForwardBuffers:
                 now.copy_(values)
 
     def _moves(self, state: BufferState) -> bool:
-        if self._known is None:
+        if self._recorded is None:
             return state.moved()
-        return state.path in self._known or state.written()
+        return state.path in self._recorded or state.written()
 
 
 def _meets(paths: list[str]) -> NotExactError:

@@ -48,10 +48,10 @@ class Case:
         lanes: micro-batches wait for each other in BatchNorm.
         mode: what is entered for it.
         draws: every draw is made for the whole batch.
-        everyone: samples of all ranks; 0 (default) is one process.
+        global_samples: samples of all ranks; 0 (default) is one process.
         sharded: has made the model whole; None where it is.
-        paged: ids of the parameters whose memory comes and goes, within `room`.
-        room: bytes for them and their gradients.
+        paged: ids of the parameters whose memory is paged, within `page_bytes`.
+        page_bytes: bytes for them and their gradients.
         spare: bytes that may be tried with real tensors while fakes are rehearsed.
         meets: samples that meet inside the model, where `size` is more; 0 (default): they are not.
         state: the places where the loss can have state; None (default) where nobody asks.
@@ -70,10 +70,10 @@ class Case:
     lanes: bool = False
     mode: Callable[[], AbstractContextManager[Any]] = nullcontext
     draws: bool = False
-    everyone: int = 0
+    global_samples: int = 0
     sharded: Sharded | None = None
     paged: frozenset[int] = frozenset()
-    room: int = 0
+    page_bytes: int = 0
     spare: int = 0
     meets: int = 0
     state: LossState | None = None
@@ -81,7 +81,7 @@ class Case:
     @property
     def together(self) -> int:
         """Samples of the batch that meet inside the model, on all ranks."""
-        return max(self.meets or self.size, self.everyone)
+        return max(self.meets or self.size, self.global_samples)
 
     @property
     def fake(self) -> bool:
@@ -168,9 +168,9 @@ def as_fakes(case: Case) -> Case:
         lanes=case.lanes,
         mode=fakes.entered,
         draws=case.draws,
-        everyone=case.everyone,
+        global_samples=case.global_samples,
         paged=frozenset(id(fakes.of(p)) for p in _every(case) if id(p) in case.paged),
-        room=case.room,
+        page_bytes=case.page_bytes,
         meets=case.size,
         state=LossState(loss.functions(), model),
     )

@@ -9,8 +9,8 @@ and then the whole batch, beside its micro-batches, as far as there is room for 
     collate_fn([a, b]), collate_fn([c, d])  ->  ┘ else the same numbers in a corner of the larger
 
 The global random generators, and the attributes of an object that is called, are as they were. A
-function of torch's own is known, and not asked. Another one is asked again where the sizes of a
-step, or the code and the numbers that it names, are new.
+function of torch's own is not tested. Another one is tested again where the sizes of a step, or
+the code and the numbers that it names, are new.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from torch.utils.data import DataLoader, default_collate
 
 from anybatch.core import tree
 from anybatch.core.batch import LazyBatch, bytes_of_leaf, collated
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
-from anybatch.execution.kinds import bytes_of
 from anybatch.execution.outside import every_number, parts, plain
 from anybatch.execution.proof.familiar import MOST
 from anybatch.execution.proof.sizes import ComparedSizes
+from anybatch.execution.signature import bytes_of
 from anybatch.execution.step import Step
 
 FEW = 4
 """Items that are collated, of which half are still more than one."""
 
-ROOM = 2**29
+COMPARED_BYTES = 2**29
 """Bytes of rows that are collated at once for a comparison; of a larger batch a part is."""
 
 FINE, DRAWS, MEETS, COUNTS, MOVES, UNKNOWN = "", "draws", "meets", "counts", "moves", "unknown"
 
-MET = (
+MEETING = (
     "samples must not meet in collate_fn when the batch is split, and it makes other rows of the "
     "same items when others come with them: normalise by fixed numbers, and compute what compares "
     "or counts samples in the model or the loss, or give micro_batch >= the batch size"
@@ -78,7 +78,7 @@ class Collates:
     """Collate functions of the steps of an engine, with the sizes and doubts of each."""
 
     def __init__(self) -> None:
-        self._known: list[tuple[Any, ComparedSizes, dict[str, None]]] = []
+        self._recorded: list[tuple[Any, ComparedSizes, dict[str, None]]] = []
 
     def ask(self, step: Step) -> None:
         """Add the doubts of its collate function to a step.
@@ -90,28 +90,28 @@ class Collates:
             NotExactError: they do not.
         """
         batch = step.batch
-        if not isinstance(batch, LazyBatch) or _apart(batch.collate_fn):
+        if not isinstance(batch, LazyBatch) or _per_item(batch.collate_fn):
             return
-        told = batch.paired, told_of(batch.collate_fn)
-        known = next((one for one in self._known if one[0] == told), None)
-        if known is None and len(self._known) >= MOST:
+        traits = batch.paired, traits_of(batch.collate_fn)
+        record = next((one for one in self._recorded if one[0] == traits), None)
+        if record is None and len(self._recorded) >= MOST:
             step.doubts += (ANOTHER,)
             return
-        if known is None:
-            known = told, ComparedSizes(counts=True), {}
-        _, compared, doubts = known
-        samples, micro_batch = max(step.everyone.size, batch.size), step.micro_batch
+        if record is None:
+            record = traits, ComparedSizes(counts=True), {}
+        _, compared, doubts = record
+        samples, micro_batch = max(step.global_batch.size, batch.size), step.micro_batch
         if compared.new(samples, micro_batch):  # else each new size would be loaded twice
             doubts |= dict.fromkeys(doubts_of_collate(batch, micro_batch, samples))
             compared.add(samples, micro_batch, step.steps)
         elif compared.beyond(samples, micro_batch):
             doubts[LARGER] = None
-        if known not in self._known:
-            self._known.append(known)
+        if record not in self._recorded:
+            self._recorded.append(record)
         step.doubts += tuple(why for why in doubts if why not in step.doubts)
 
 
-def told_of(collate_fn: Any) -> tuple[Any, ...]:
+def traits_of(collate_fn: Any) -> tuple[Any, ...]:
     """Return the code of a collate function and the numbers it names, for comparison."""
     holder = nn.Module()
     holder.register_forward_hook(collate_fn)
@@ -134,23 +134,23 @@ def doubts_of_collate(batch: LazyBatch, micro_batch: int = 0, samples: int = 0) 
         NotExactError: they do not.
     """
     count = min(batch.size, FEW)
-    if _apart(batch.collate_fn) or batch.size < 2:
+    if _per_item(batch.collate_fn) or batch.size < 2:
         return ()
     few = _compared(batch, count, (0, count // 2, count))
     if few.what in (DRAWS, MOVES) or not (few.bytes and micro_batch):
         return DOUBTS[few.what]
     samples = max(samples, batch.size)
-    room = ROOM // few.bytes // micro_batch * micro_batch
-    if room < min(2 * micro_batch, samples):
+    fitting = COMPARED_BYTES // few.bytes // micro_batch * micro_batch
+    if fitting < min(2 * micro_batch, samples):
         return (*DOUBTS[few.what], LARGER)
     starts = (*range(0, batch.size, micro_batch), *range(batch.size, samples, micro_batch))
-    most = min(room, samples)
+    most = min(fitting, samples)
     cuts = (*(begin for begin in starts if begin < most), most)
     found = _compared(batch, min(batch.size, most), cuts)
     return (*DOUBTS[found.what], *([LARGER] if most < samples else []))
 
 
-def _apart(collate_fn: Any) -> bool:
+def _per_item(collate_fn: Any) -> bool:
     """Say whether a function is torch's own, which collates each item by itself."""
     return collate_fn in (None, default_collate)
 
@@ -162,7 +162,7 @@ def _compared(batch: LazyBatch, count: int, cuts: Cuts) -> Found:
         NotExactError: samples meet in it.
     """
     assert batch.collate_fn is not None
-    dice = Dice.now()
+    rng = RNGState.now()
     loader = DataLoader(
         batch.dataset,
         batch_sampler=[list(batch.indices[:count])],
@@ -173,9 +173,9 @@ def _compared(batch: LazyBatch, count: int, cuts: Cuts) -> Found:
     try:
         (found,) = loader
     finally:
-        dice.put_back()
+        rng.put_back()
     if found.what == MEETS:
-        raise NotExactError(MET)
+        raise NotExactError(MEETING)
     assert isinstance(found, Found)
     return found
 
@@ -194,40 +194,40 @@ class Compared:
 
     def __call__(self, items: list[Any]) -> Found:
         """Return the finding."""
-        dice, attributes = Dice.now(), _Attributes(self._collate)
+        rng, attributes = RNGState.now(), _Attributes(self._collate)
         size = 0
         try:
             before, n = every_number_of(self._collate), self._cuts[-1]
-            whole = self._made(items, range(n))
-            size = max(1, _bytes(whole) // n)
-            drawn = not Dice.now().same_as(dice)
-            dice.put_back()
+            full = self._made(items, range(n))
+            size = max(1, _bytes(full) // n)
+            drawn = not RNGState.now().same_as(rng)
+            rng.put_back()
             again = None if drawn or n > FEW else self._made(items, range(n))
-            if drawn or (again is not None and _differ(whole, again)):
+            if drawn or (again is not None and _differ(full, again)):
                 return Found(DRAWS, size)
             found = set()
             for begin, end in zip(self._cuts, self._cuts[1:], strict=False):
                 part = self._made(items, range(begin, end))
-                found.add(_differ(tree.rows(whole, begin, end, n), part))
+                found.add(_differ(tree.rows(full, begin, end, n), part))
             if before != every_number_of(self._collate):
                 found.add(MOVES)
         except Exception:  # the step itself meets what is no question of few items
             return Found(UNKNOWN, size)
         finally:
-            dice.put_back()
+            rng.put_back()
             attributes.put_back()
         order = (UNKNOWN, MEETS, MOVES, COUNTS)
         return Found(next((one for one in order if one in found), FINE), size)
 
     def _made(self, items: Sequence[Any], at: range) -> Any:
         """Collate copies of some items; the function may modify its list and the items."""
-        given = [copy.deepcopy(items[index % len(items)]) for index in at]
-        return collated(self._collate(given), len(at), {}, paired=self._paired)
+        copies = [copy.deepcopy(items[index % len(items)]) for index in at]
+        return collated(self._collate(copies), len(at), {}, paired=self._paired)
 
 
 def every_number_of(collate_fn: Any) -> Any:
     """Return the numbers that a function that collates holds or names."""
-    return told_of(collate_fn)[2:]
+    return traits_of(collate_fn)[2:]
 
 
 def _bytes(values: Any) -> int:

@@ -34,7 +34,7 @@ class Shipment:
     borrowed: bool = False
 
 
-class Link(Protocol):
+class DeviceLink(Protocol):
     """How a micro-batch reaches the device."""
 
     def send(self, micro_batch: MicroBatch) -> Shipment:
@@ -45,7 +45,7 @@ class Link(Protocol):
 
 
 def feed(
-    micro_batches: Iterable[MicroBatch], link: Link, *, ahead: bool = True
+    micro_batches: Iterable[MicroBatch], link: DeviceLink, *, ahead: bool = True
 ) -> Iterator[MicroBatch]:
     """Yield each micro-batch on the device while the next one is already on its way.
 
@@ -64,7 +64,7 @@ def feed(
     return _settled(fed, link) if isinstance(link, StreamLink) else fed
 
 
-def _fed_ahead(micro_batches: Iterable[MicroBatch], link: Link) -> Iterator[MicroBatch]:
+def _fed_ahead(micro_batches: Iterable[MicroBatch], link: DeviceLink) -> Iterator[MicroBatch]:
     before: Shipment | None = None
     for micro_batch in micro_batches:
         coming = link.send(micro_batch)
@@ -85,7 +85,7 @@ def _settled(fed: Iterator[MicroBatch], link: StreamLink) -> Iterator[MicroBatch
         link.settle()
 
 
-def link_to(device: torch.device) -> Link:
+def link_to(device: torch.device) -> DeviceLink:
     """Return the link to `device`."""
     there = accelerator.of(device)
     fast = there.streams and there.facts.pins
@@ -132,16 +132,16 @@ class StreamLink:
         self.stream = there.stream(device)
         self._buffers: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         self._copied: list[Any] = [None, None]
-        self._turn = 0
+        self._slot = 0
 
     def send(self, micro_batch: MicroBatch) -> Shipment:
         """Copy on the copy stream, through the two sets of pinned buffers in alternation."""
-        turn, self._turn = self._turn, 1 - self._turn
-        before = self._copied[turn]
+        slot, self._slot = self._slot, 1 - self._slot
+        before = self._copied[slot]
         if before is not None:
             before.synchronize()  # what these buffers held has left them
         copies: list[tuple[Tensor, Tensor]] = []
-        sent = micro_batch.map(partial(self._place, copies, self._buffers[turn]))
+        sent = micro_batch.map(partial(self._place, copies, self._buffers[slot]))
         computed = self._there.current_stream(self.device).record_event()
         with self._there.on(self.stream):
             self.stream.wait_event(computed)  # who had this memory before may still read it
@@ -149,7 +149,7 @@ class StreamLink:
                 there.copy_(here, non_blocking=True)
             copied = self._there.event()
             copied.record(self.stream)
-        self._copied[turn] = copied
+        self._copied[slot] = copied
         borrowed = any(
             of(tensor.device).host and tensor.is_pinned()
             for _, tensor in tree.tensors((micro_batch.inputs, micro_batch.targets))

@@ -33,8 +33,8 @@ def discoverer(
         step = held()
         if step is None or step.gradients is None:
             return
-        known = {id(leaf) for leaf in step.gradients.parameters} | step.own
-        found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in known]
+        listed = {id(leaf) for leaf in step.gradients.parameters} | step.own
+        found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in listed]
         before.add(found)
         step.gradients.add(found)
         # what forward registers, and what is on nodes, would fire with every micro-batch

@@ -73,11 +73,11 @@ class Encoders(nn.Module):
             inputs: name -> what its encoder takes.
         """
         encoders, scale = self.encoders, self.logit_scale
-        given = [name for name in encoders if name in inputs]
-        if not given or len(given) < len(inputs):
+        named = [name for name in encoders if name in inputs]
+        if not named or len(named) < len(inputs):
             raise self._unknown(inputs)
         found = {} if scale is None else {SCALE: scale.exp()}
-        for name in given:
+        for name in named:
             found[name] = call_model(encoders[name], inputs[name])
         return found
 

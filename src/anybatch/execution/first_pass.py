@@ -3,7 +3,7 @@
 Encoders that do not meet are run in laps, one encoder over all micro-batches before the next one:
 what a processor has at hand of its weights serves all of them.
 
-    whole:  a b │ a b │ a b          laps:  a │ a │ a   b │ b │ b
+    at once:  a b │ a b │ a b          laps:  a │ a │ a   b │ b │ b
 
 Source: Gao et al. 2021, section 3.
 """
@@ -17,14 +17,14 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch, TensorBatch
-from anybatch.distributed.everyone import Rows
+from anybatch.distributed.local_batch import Rows
 from anybatch.execution.parts import Lap, Parts, feed, joined, laps
 from anybatch.execution.repeatable import OutputsChangedError
 from anybatch.execution.retry import in_pieces
 from anybatch.execution.step import Step
 
 
-class Run:
+class LapRun:
     """A lap as it was run.
 
     Attributes:
@@ -48,7 +48,7 @@ class FirstPass:
 
     Args:
         step: the mini-batch and the model.
-        whole: run all parts of a micro-batch before the next one. Default False.
+        all_parts: run all parts of a micro-batch before the next one. Default False.
 
     Attributes:
         outputs: of the whole batch, without graph.
@@ -60,15 +60,15 @@ class FirstPass:
             backward takes them.
     """
 
-    def __init__(self, step: Step, *, whole: bool = False) -> None:
+    def __init__(self, step: Step, *, all_parts: bool = False) -> None:
         self.outputs: Any = []
         self.targets: Any = []
-        self.runs: list[Run] = []
+        self.runs: list[LapRun] = []
         self.prints: list[int | None] = []
         self.parts = 1
         self.graph: list[Any] = []
         self._step = step
-        self._laps = laps(step, whole=whole)
+        self._laps = laps(step, all_parts=all_parts)
 
     @property
     def in_laps(self) -> bool:
@@ -84,7 +84,7 @@ class FirstPass:
         """Run all laps, and join their outputs and targets."""
         of_laps: list[Any] = []
         for lap in self._laps:
-            run = Run(lap, sum(len(tree.flat(one)) for one in of_laps))
+            run = LapRun(lap, sum(len(tree.flat(one)) for one in of_laps))
             self.runs.append(run)
             found = self._run(run)
             if not found:  # a rank without samples
@@ -97,7 +97,7 @@ class FirstPass:
         first = self.runs[0].flat
         self.targets = tree.join(self.targets, sizes=first, name="targets")
 
-    def _run(self, run: Run) -> list[Any]:
+    def _run(self, run: LapRun) -> list[Any]:
         """Run a lap, and return the outputs of its forwards."""
         found: list[Any] = []
         lazy = not isinstance(self._step.batch, TensorBatch)
@@ -108,24 +108,26 @@ class FirstPass:
             in_pieces(self._step, loaded, partial(self._forward, run, found))
         return found
 
-    def leave_to(self, rows: Rows) -> None:
+    def keep_own_rows(self, rows: Rows) -> None:
         """Store only this rank's rows of the outputs and targets of all ranks."""
         step, size = self._step, self._step.batch.size
-        if step.everyone.several and size:
+        if step.global_batch.several and size:
             self.outputs = step.rows(rows.outputs, rows.begin, size, rows.size)
             self.targets = tree.rows(rows.targets, rows.begin, rows.begin + size, rows.size)
 
-    def _check(self, run: Run, out: Any) -> None:
+    def _check(self, run: LapRun, out: Any) -> None:
         """Raise `OutputsChangedError` where the number of outputs is not the inspected one."""
         layout, there = self._step.layout, run.place + len(tree.flat(out))
         last = run.lap == self._laps[-1]
         if layout and (there != len(layout) if last else there >= len(layout)):
             raise OutputsChangedError
 
-    def _forward(self, run: Run, found: list[Any], micro: MicroBatch) -> None:
+    def _forward(self, run: LapRun, found: list[Any], micro: MicroBatch) -> None:
         step = self._step
         last = run.lap == self._laps[-1] and micro.begin + micro.size == step.batch.size
-        ends = last and step.away is None  # else its graph would wait on the device for the loss
+        ends = (
+            last and step.offloader is None
+        )  # else its graph would wait on the device for the loss
         parts = Parts(step, micro.inputs, run.lap)
         outputs = parts.outputs(micro, graph=step.gradients is not None and ends)
         out = joined(outputs)

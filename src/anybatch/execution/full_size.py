@@ -13,7 +13,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporar
 from anybatch.core.batch import MicroBatch
 from anybatch.core.meeting import ForwardOf
 from anybatch.core.modules import call_model, walk
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.execution.proof import congruent
 from anybatch.execution.proof.verdict import Verdict
 from anybatch.execution.step import Step
@@ -32,13 +32,13 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         step: a step whose `sizes` are set.
         some: rows of it.
     """
-    samples, known = step.everyone.size, step.sizes
-    if known is None or not known.counts or step.micro_batch >= samples:
+    samples, record = step.global_batch.size, step.sizes
+    if record is None or not record.counts or step.micro_batch >= samples:
         return Verdict()
     sizes = congruent.sizes_of(samples, step.micro_batch)
 
     def run(model: nn.Module, inputs: Any, size: int) -> Any:
-        with ForwardOf(size, alone=False):
+        with ForwardOf(size, standalone=False):
             return call_model(model, inputs)
 
     compare = partial(
@@ -46,10 +46,10 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         *(step.model, walk(step.model), (some.inputs, some.size)),
         run=run,
         trains=step.gradients is not None,
-        values=known.values,
-        backward=known.backward,
+        values=record.values,
+        backward=record.backward,
     )
-    found = _with_followed(compare, sizes, known.followed)
+    found = _with_followed(compare, sizes, record.followed)
     if found.meets or 1 not in _parts(step):
         return found
     single = _compared(compare, [samples, 1])
@@ -107,7 +107,7 @@ def compare_new_sizes(step: Step) -> None:
     Raises:
         NotExactError: forward or a declared loss depends on how many samples there are.
     """
-    before = Dice.now()
+    before = RNGState.now()
     found = compare_sizes(step, next(iter(step.feed())))
     before.put_back()
     step.buffers.restart()
@@ -118,12 +118,12 @@ def compare_new_sizes(step: Step) -> None:
     new = (*found.doubts, *declared.doubts)
     step.doubts += tuple(why for why in new if why not in step.doubts)
     assert step.sizes is not None
-    step.sizes.add(step.everyone.size, step.micro_batch, step.steps)
+    step.sizes.add(step.global_batch.size, step.micro_batch, step.steps)
 
 
 def sizes_of_step(step: Step) -> list[int]:
     """Return the sizes at which a declared loss is called: of the full batch, and of its parts."""
-    samples, followed = step.everyone.size, 0 if step.sizes is None else step.sizes.followed
+    samples, followed = step.global_batch.size, 0 if step.sizes is None else step.sizes.followed
     sizes = congruent.sizes_of(samples, step.micro_batch, followed)
     return [*sizes, *({1} & _parts(step) - {samples})]
 
@@ -131,7 +131,7 @@ def sizes_of_step(step: Step) -> list[int]:
 def _compare_declared(step: Step) -> Verdict:
     """Compare the calls of a declared loss for the sizes of a step."""
     compare = None if step.sizes is None else step.sizes.declared
-    if compare is None or step.micro_batch >= step.everyone.size:
+    if compare is None or step.micro_batch >= step.global_batch.size:
         return Verdict()
     judge = partial(compare, sizes_of_step(step))
     with unheard():
@@ -141,15 +141,15 @@ def _compare_declared(step: Step) -> Verdict:
 
 def doubt_larger(step: Step) -> None:
     """Doubt a step that is larger than all that were compared, where it is not compared."""
-    known = step.sizes
-    if known is not None and known.beyond(step.everyone.size, step.micro_batch):
+    record = step.sizes
+    if record is not None and record.beyond(step.global_batch.size, step.micro_batch):
         step.doubts += (BEYOND,) if BEYOND not in step.doubts else ()
 
 
 def _parts(step: Step) -> set[int]:
     """Return the sizes of the micro-batches of a step."""
     size = step.micro_batch
-    return {size, step.batch.size % size, step.everyone.size % size}
+    return {size, step.batch.size % size, step.global_batch.size % size}
 
 
 @contextmanager

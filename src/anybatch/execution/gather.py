@@ -1,6 +1,6 @@
 """A coupled loss, computed once on the outputs of the full batch.
 
-Dice, InfoNCE, or any function that is not known to be a sum over samples needs all outputs at once;
+Dice loss, InfoNCE, or any function not known to be a sum over samples needs all outputs at once;
 outputs are small, what the model saves for backward is not. So the outputs come first, without
 graphs; the loss is taken on all of them; and a second pass hands each micro-batch its rows of the
 gradient of the loss. It is exact for every loss, and costs one more forward of all micro-batches
@@ -8,7 +8,7 @@ but the last, whose graph is still there when the loss has been taken.
 
     pass 1:  forward mu_0, mu_1, mu_2           outputs kept; a graph of mu_2 only
              loss(all outputs), backward        d loss / d outputs;  backward of mu_2
-    pass 2:  forward mu_0, backward(its rows);  mu_1                 the same samples and dice
+    pass 2:  forward mu_0, backward(its rows);  mu_1                 the same samples and draws
 
 Encoders that do not meet before the loss are run in parts (`anybatch.execution.parts`): the graph
 of the last micro-batch is that of its last part, and pass 2 runs the others.
@@ -22,11 +22,11 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.execution.first_pass import FirstPass
+from anybatch.execution.loss_gradients import loss_of_all, value_of_all
 from anybatch.execution.second_pass import Backwards
 from anybatch.execution.step import Step, check_trains
-from anybatch.execution.taken import loss_of_all, value_of_all
 
 COUPLED = "coupled"
 """What such a loss is called in a plan."""
@@ -46,23 +46,23 @@ def gather(step: Step) -> Tensor:
         LossError: the loss uses tensors that it was not given.
     """
     step.found = COUPLED
-    start = Dice.now()
+    start = RNGState.now()
     first = FirstPass(step)
     first.run()
     if first.in_laps and step.buffers.strays():  # they have been set back
         step.begin_again()
-        first = FirstPass(step, whole=True)
+        first = FirstPass(step, all_parts=True)
         first.run()
-    rows = step.everyone.rows(first.outputs, first.targets, step.layout or (), step.batch.size)
-    first.leave_to(rows)
+    rows = step.global_batch.rows(first.outputs, first.targets, step.layout or (), step.batch.size)
+    first.keep_own_rows(rows)
     step.agree()  # a rank without samples has drawn nothing, and takes the same loss
     if step.gradients is None or not step.batch.size:
         loss = value_of_all(step, rows)
     else:
-        taken = loss_of_all(step, rows)
-        loss, end, statistics = taken.loss, Dice.now(), step.buffers.statistics()
-        backwards = Backwards(step, first, taken, end)
-        del taken
+        computed = loss_of_all(step, rows)
+        loss, end, statistics = computed.loss, RNGState.now(), step.buffers.statistics()
+        backwards = Backwards(step, first, computed, end)
+        del computed
         backwards.last()
         step.buffers.restart()
         if backwards.left:
@@ -70,7 +70,7 @@ def gather(step: Step) -> Tensor:
             backwards.second_pass()
         if first.in_laps:
             step.buffers.refuse_strays()
-        step.buffers.leave()  # the last forward may have been in pass 1, or of some parts only
+        step.buffers.write_final()  # the last forward may be of pass 1, or of some parts only
         check_trains(backwards.trained)
         if step.draws is None:
             step.put_back(end)

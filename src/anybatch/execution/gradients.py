@@ -5,7 +5,7 @@ parameters. Two cases need more. Half-precision sums lose small addends (2048 mi
 bfloat16 lose percents), so those are summed in float32 and cast once. And gradients that were there
 before the step must survive a failed one, so they are set aside and added to at the end.
 
-Kept apart, the sum also outlives a backward that fails: what grew of ``.grad`` is thrown away.
+In an accumulator, the sum outlives a backward that fails: what grew of ``.grad`` is thrown away.
 
     micro-batch:   p.grad (new) ──> p.grad +=          in place
                    p.grad ──> sum of its own +=        accumulator; float32 for half precision
@@ -42,8 +42,8 @@ class Gradients:
     Args:
         parameters: all tensors that may receive a gradient.
         wide: sum half-precision gradients in float32. Default True.
-        apart: keep every sum apart from ``.grad``, so that a failed backward costs one micro-batch;
-            it takes one more set of gradients. Default False.
+        accumulator: keep every sum outside of ``.grad``, so that a failed backward costs one
+            micro-batch; it takes one more set of gradients. Default False.
         hooks: those of the parameters, suspended; None (default) fires none.
     """
 
@@ -52,13 +52,13 @@ class Gradients:
         parameters: Iterable[Tensor],
         *,
         wide: bool = True,
-        apart: bool = False,
+        accumulator: bool = False,
         hooks: LeafHooks | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self._hooks = hooks
         self._half: list[Tensor] = []
-        self._choose(wide=wide, apart=apart)
+        self._choose(wide=wide, accumulator=accumulator)
         self._separated = 0
         self._sums: dict[Tensor, Tensor] = {}
         self._before: dict[Tensor, Tensor] = {}
@@ -67,22 +67,22 @@ class Gradients:
         self._complete: dict[Tensor, tuple[Tensor, Tensor]] = {}
         self._hooked: dict[Tensor, Tensor | None] = {}
 
-    def _choose(self, *, wide: bool, apart: bool) -> None:
-        self._wide, self._apart = wide, apart
+    def _choose(self, *, wide: bool, accumulator: bool) -> None:
+        self._wide, self._accumulator = wide, accumulator
         self._half = [p for p in self.parameters if wide and gradient_dtype(p) in HALF]
 
-    def divide(self, *, apart: bool) -> None:
+    def divide(self, *, accumulator: bool) -> None:
         """Sum as the gradients of several micro-batches need it.
 
         Args:
-            apart: keep every sum apart from ``.grad``.
+            accumulator: keep every sum outside of ``.grad``.
         """
-        self._choose(wide=True, apart=apart)
+        self._choose(wide=True, accumulator=accumulator)
 
     @property
-    def apart(self) -> bool:
+    def accumulator(self) -> bool:
         """Whether no sum is in ``.grad``, where a failed backward leaves a part of one."""
-        return self._apart or len(self._half) == len(self.parameters)
+        return self._accumulator or len(self._half) == len(self.parameters)
 
     @property
     def half(self) -> tuple[str, ...]:
@@ -158,8 +158,8 @@ class Gradients:
         """Add the last micro-batch's gradients to the sums, where autograd did not do it."""
         if self._wide:  # the step is divided
             self._separate()
-        if self._apart or self._half:
-            self._collect(self.parameters if self._apart else self._half)
+        if self._accumulator or self._half:
+            self._collect(self.parameters if self._accumulator else self._half)
 
     def _separate(self) -> None:
         """Clone gradients that share memory, so that an addition to one changes no other.
@@ -204,7 +204,7 @@ class Gradients:
             if parameter.grad is not None and id(parameter) not in old:
                 parameter.grad = parameter.grad.clone()
         wide = [p for p in parameters if self._wide and gradient_dtype(p) in HALF]
-        self._collect(parameters if self._apart else wide)
+        self._collect(parameters if self._accumulator else wide)
         totals = [self._total(parameter, factor) for parameter in parameters]
         for parameter in parameters:
             parameter.grad = None
@@ -313,6 +313,7 @@ class Gradients:
     def deliver(self) -> None:
         """Set ``.grad`` to its value before the step plus the sum; nothing here can fail.
 
+        Sums that backward made in place are there already, and `finish` has noted nothing.
         What could (casts, layouts that do not add, tensors that cannot be written to) was done in
         `finish`; left are references, and sums in place of plain dense tensors.
         """
@@ -366,5 +367,3 @@ def _sum(before: Tensor, total: Tensor) -> Tensor:
 
 def _is_one(factor: float | Tensor) -> bool:
     return isinstance(factor, int | float) and factor == 1.0
-
-    # fmt: on

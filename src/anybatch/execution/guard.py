@@ -1,9 +1,10 @@
 """Dispatch mode that detects batch statistics, writes to parameters and random draws.
 
 Modules can be walked, and functions can be patched; what a model really runs is seen only where its
-kernels are dispatched. This mode is on during the first look at a model (`anybatch.execution.look`)
-and never again. It refuses, before they run, kernels that normalise over the batch and kernels that
-write to a parameter, and makes dropout drop nothing, so that two runs can be compared.
+kernels are dispatched. This mode is on during the inspection of a model
+(`anybatch.execution.inspection`) and at no other time. It refuses, before they run, kernels that
+normalise over the batch and kernels that write to a parameter, and makes dropout drop nothing, so
+that two runs can be compared.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Watch the kernels of a forward pass.
 
     Attributes:
-        own_dice: a kernel drew from a generator that is not the global one.
+        own_rng: a kernel drew from a generator that is not the global one.
 
     Raises:
         NotExactError: from a kernel that a split batch cannot have.
@@ -48,7 +49,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, step: Step) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.own_dice = False
+        self.own_rng = False
         self._local = step.batchnorm == "local"
         self._names = {
             place: name
@@ -72,16 +73,16 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             refuse(f"{schema.name} called in forward")
         if schema.is_mutable:
             self._refuse_writes(schema, args, kwargs)
-        self.own_dice |= any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
-        kept = _dropping_nothing(schema.name, args)
-        return func(*args, **kwargs) if kept is None else kept
+        self.own_rng |= any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
+        undropped = _dropping_nothing(schema.name, args)
+        return func(*args, **kwargs) if undropped is None else undropped
 
     def _refuse_writes(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        arguments = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
         for argument in schema.arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            for _, tensor in tree.tensors(given.get(argument.name)):
+            for _, tensor in tree.tensors(arguments.get(argument.name)):
                 place = _place(tensor)
                 name = self._names.get(place) if place is not None else None
                 if name is not None:

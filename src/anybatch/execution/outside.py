@@ -3,7 +3,7 @@
 A counter or a switch may be in a plain attribute of a module, or in a list, a dict or an object
 there. One that forward or a hook keeps in a cell of a closure, in a global, in an attribute of a
 function, of a class or of a file is as much a part of the model. So the functions of a person's
-modules are followed, by the names that their code uses. Of a function its code is told.
+modules are followed, by the names that their code uses. Of a function its code is compared.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
 from anybatch.core import tree
-from anybatch.core.kept import HOOKS, LIBRARIES, Attributes, names_of
+from anybatch.core.python_state import HOOKS, LIBRARIES, Attributes, names_of
 from anybatch.execution.proof.places import in_rows
 
 NUMBERS = (int, float, bool, str)
@@ -69,9 +69,9 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
         if "forward" in held:
             found.append(plain(held["forward"]))
         if any(map(held.get, HOOKS)):
-            for kind in HOOKS:
-                found += kind, *map(_of_hook, held.get(kind, {}).values())
-    found += [_of_hook(one) for kind in EVERYWHERE for one in getattr(of_all, kind).values()]
+            for hooks in HOOKS:
+                found += hooks, *map(_of_hook, held.get(hooks, {}).values())
+    found += [_of_hook(one) for hooks in EVERYWHERE for one in getattr(of_all, hooks).values()]
     return tuple(found)
 
 
@@ -98,10 +98,10 @@ def plain_numbers(
         for name, value in module.__dict__.items():
             if name in of_all_modules:
                 continue
-            kind: type = type(value)
-            if kind in itself:
+            cls: type = type(value)
+            if cls in itself:
                 found[path, name] = value
-            elif kind is FunctionType:
+            elif cls is FunctionType:
                 found[path, name] = value.__code__
             elif origin is OWN:
                 held.append(((path, name, HELD), module.__dict__))
@@ -165,15 +165,15 @@ def _grew(before: Any, after: Any) -> bool:
     return len(after) >= len(before) and all(map(_grew, before, after))
 
 
-def beside_rows(given: Any, *, singles: bool) -> dict[Named, Any]:
+def batch_constants(trees: Any, *, singles: bool) -> dict[Named, Any]:
     """Return the numbers and texts of a batch that are not rows.
 
     Args:
-        given: trees.
+        trees: of a batch.
         singles: the numbers in tensors without dimensions, too, which a device is waited for.
     """
     found: dict[Named, Any] = {}
-    for path, leaf in tree.leaves(given):
+    for path, leaf in tree.leaves(trees):
         if isinstance(leaf, Tensor):
             if singles and not leaf.dim() and _single(leaf):
                 found["a tensor", path] = leaf.item()
@@ -195,12 +195,12 @@ class Outside:
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
         self._read: dict[Named, Callable[[], Any]] = {}
         self._tensors: dict[Named, Callable[[], Any]] = {}
-        self._seen: set[int] = set()
+        self._visited: set[int] = set()
         self._places: set[tuple[int, str, str]] = set()
         self._ahead: list[Any] = [one for one in functions if not isinstance(one, nn.Module)]
         for module in modules:
-            for kind in HOOKS:
-                self._ahead += getattr(module, kind, {}).values()
+            for hooks in HOOKS:
+                self._ahead += getattr(module, hooks, {}).values()
             if _origin(type(module)) is TORCH:  # type: ignore[arg-type]
                 self._foreign(module)
             for parameter in module._parameters.values():
@@ -210,7 +210,7 @@ class Outside:
             if not _of_library(type(module)):
                 self._ahead += [one for one in vars(module).values() if _function(one)]
                 self._class(type(module))
-        while self._ahead and len(self._seen) < MOST:
+        while self._ahead and len(self._visited) < MOST:
             self._follow(self._ahead.pop())
 
     def numbers(self) -> dict[Named, Any]:
@@ -230,52 +230,58 @@ class Outside:
             self._place(held, cls.__name__, name, partial(held.get, name))
 
     def _class(self, cls: type) -> None:
-        if id(cls) in self._seen:
+        if id(cls) in self._visited:
             return
-        self._seen.add(id(cls))
+        self._visited.add(id(cls))
         for base in cls.__mro__:
             if not _of_library(base):
                 held = vars(base)
                 for name in [name for name in held if not name.startswith("__")]:
                     self._place(held, base.__name__, name, partial(held.get, name))
 
-    def _follow(self, given: Any) -> None:
-        if isinstance(given, MethodType):
-            held = given.__self__
-            self._place(held, given.__module__, "its object", partial(_same, held))
-            self._ahead.append(given.__func__)
-        elif id(given) in self._seen:
+    def _follow(self, function: Any) -> None:
+        if isinstance(function, MethodType):
+            held = function.__self__
+            self._place(held, function.__module__, "its object", partial(_same, held))
+            self._ahead.append(function.__func__)
+        elif id(function) in self._visited:
             return
-        elif isinstance(given, partial):
-            self._seen.add(id(given))
-            self._place(given, "a partial", "its arguments", partial(_same, given))
-            self._ahead += filter(_function, (given.func, *given.args, *given.keywords.values()))
-        elif isinstance(given, FunctionType):
-            if not _of_library(given):
-                self._seen.add(id(given))
-                self._code(given)
-        elif isinstance(call := getattr(type(given), "__call__", None), FunctionType):  # noqa: B004
-            self._seen.add(id(given))
-            self._place(given, given.__module__, type(given).__name__, partial(_same, given))
-            self._class(type(given))
+        elif isinstance(function, partial):
+            self._visited.add(id(function))
+            self._place(function, "a partial", "its arguments", partial(_same, function))
+            self._ahead += filter(
+                _function, (function.func, *function.args, *function.keywords.values())
+            )
+        elif isinstance(function, FunctionType):
+            if not _of_library(function):
+                self._visited.add(id(function))
+                self._code(function)
+        elif isinstance(call := getattr(type(function), "__call__", None), FunctionType):  # noqa: B004
+            self._visited.add(id(function))
+            self._place(
+                function, function.__module__, type(function).__name__, partial(_same, function)
+            )
+            self._class(type(function))
             self._ahead.append(call)
 
-    def _code(self, given: FunctionType) -> None:
+    def _code(self, function: FunctionType) -> None:
         """Record the places that are named by a function and by the functions inside it."""
-        path, of_file = given.__name__, given.__globals__
-        for name, cell in zip(given.__code__.co_freevars, given.__closure__ or (), strict=True):
+        path, of_file = function.__name__, function.__globals__
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
             self._place(cell, path, name, partial(_content, cell))
-        names = names_of(given.__code__)
+        names = names_of(function.__code__)
         for name in names & of_file.keys():
             value = of_file[name]
-            self._place(of_file, given.__module__, name, partial(of_file.get, name))
+            self._place(of_file, function.__module__, name, partial(of_file.get, name))
             if isinstance(value, type | ModuleType) and not _of_library(value):
                 self._attributes(value, names)
-        defaults = (*(given.__defaults__ or ()), *(given.__kwdefaults__ or {}).values())
+        defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         if any(type(one) not in ITSELF for one in defaults):
-            self._place(given, path, "defaults", partial(_same, defaults))
-        if vars(given):
-            self._place(vars(given), given.__module__, path, partial(_same, vars(given)))
+            self._place(function, path, "defaults", partial(_same, defaults))
+        if vars(function):
+            self._place(vars(function), function.__module__, path, partial(_same, vars(function)))
 
     def _attributes(self, value: type | ModuleType, names: Iterable[str]) -> None:
         """Note attributes of a class or a file that a function may read."""
@@ -301,10 +307,10 @@ class Outside:
                 self._tensors[path, free] = read
 
 
-DICE: dict[type, Callable[[Any], Any]] = {
-    random.Random: lambda dice: dice.getstate(),
-    np.random.Generator: lambda dice: dice.bit_generator.state,
-    np.random.RandomState: lambda dice: dice.get_state(),
+GENERATORS: dict[type, Callable[[Any], Any]] = {
+    random.Random: lambda generator: generator.getstate(),
+    np.random.Generator: lambda generator: generator.bit_generator.state,
+    np.random.RandomState: lambda generator: generator.get_state(),
 }
 """Generators of random numbers that are no global ones -> their state."""
 
@@ -319,28 +325,28 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
     Returns:
         Of tensors, modules and whatever else there is, the class alone; None of classes and files.
     """
-    kind: type = type(value)
-    if kind in ITSELF:
+    cls: type = type(value)
+    if cls in ITSELF:
         return value
     if not depth or isinstance(value, Tensor | nn.Module):
-        return kind
+        return cls
     if isinstance(value, list | tuple | deque):
         return _few(value, depth)
     if isinstance(value, dict):
         return _few(value.values(), depth)
-    if kind in CODE:
+    if cls in CODE:
         return _of_code(value, depth)
     if isinstance(value, type | ModuleType):
         return None
     if isinstance(value, set | frozenset):
         return frozenset(one for one in value if type(one) in NUMBERS)
-    if (dice := DICE.get(kind)) is not None:
-        return repr(dice(value))
-    if kind.__module__ not in ("types", "argparse") and _of_library(kind):
-        return repr(value) if kind is count else kind
+    if (state_of := GENERATORS.get(cls)) is not None:
+        return repr(state_of(value))
+    if cls.__module__ not in ("types", "argparse") and _of_library(cls):
+        return repr(value) if cls is count else cls
     held = getattr(value, "__dict__", {})
-    slots = [getattr(value, name, None) for name in getattr(kind, "__slots__", ())]
-    return (kind, *_few([*held.values(), *slots], depth))
+    slots = [getattr(value, name, None) for name in getattr(cls, "__slots__", ())]
+    return (cls, *_few([*held.values(), *slots], depth))
 
 
 def _of_code(value: Any, depth: int) -> Any:
@@ -391,9 +397,9 @@ def _function(value: Any) -> bool:
 
 def _called(value: Any) -> bool:
     """Say whether a value is an object of a person's class that can be called."""
-    kind = type(value)
-    call = getattr(kind, "__call__", None)  # noqa: B004
-    own = isinstance(call, FunctionType) and not _of_library(kind)
+    cls = type(value)
+    call = getattr(cls, "__call__", None)  # noqa: B004
+    own = isinstance(call, FunctionType) and not _of_library(cls)
     return own and not isinstance(value, nn.Module)
 
 

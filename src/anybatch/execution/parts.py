@@ -4,7 +4,7 @@ A loss of all outputs has been taken when the second pass begins (`anybatch.exec
 backward asks for no output but its own. Where a model is `Encoders`, what one of them has saved is
 free before the next one runs; any other model is one part.
 
-    whole:  image ─ text ─ backward of both      parts:  image ─ backward │ text ─ backward
+    at once:  image ─ text ─ backward of both      parts:  image ─ backward │ text ─ backward
 
 Where forward moves no buffer, one encoder runs on all micro-batches before the next one does: in
 laps, which is faster by what a processor keeps of its weights.
@@ -45,9 +45,9 @@ class Parts:
         """Run part `at`, the parts before it having been run; return its outputs."""
         if not self._names:
             return self._step.forward(micro)
-        name, whole = self._names[at], self._lap is None
+        name, all_parts = self._names[at], self._lap is None
         micro = MicroBatch({name: micro.inputs[name]}, None, micro.size, micro.begin)
-        begins, ends = whole and at == 0, whole and at == len(self) - 1
+        begins, ends = all_parts and at == 0, all_parts and at == len(self) - 1
         outputs = self._step.forward(micro, begins=begins, ends=ends)
         if at or self._lap:  # a scale comes with the first one
             outputs.pop(SCALE, None)
@@ -70,15 +70,15 @@ def joined(outputs: list[Any]) -> Any:
     return {name: found for part in outputs for name, found in part.items()}
 
 
-def laps(step: Step, *, whole: bool = False) -> list[Lap]:
+def laps(step: Step, *, all_parts: bool = False) -> list[Lap]:
     """Return the laps of a pass over the batch of a step.
 
     Args:
         step: the step.
-        whole: all parts of a micro-batch are run before the next one. Default False.
+        all_parts: all parts of a micro-batch are run before the next one. Default False.
     """
     batch = step.batch
-    if whole or not isinstance(batch, TensorBatch) or step.away or not step.buffers.still:
+    if all_parts or not isinstance(batch, TensorBatch) or step.offloader or not step.buffers.still:
         return [None]
     names = _names(step, batch.inputs)
     return [*range(len(names))] if len(names) > 1 else [None]

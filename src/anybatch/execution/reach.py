@@ -16,10 +16,10 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.core.undo import AgainError
 from anybatch.execution.case import MICRO_BATCHES, stretched
-from anybatch.execution.kinds import Rows, Shapes, elements, kinds_of, shapes_of
+from anybatch.execution.signature import HasRows, Shapes, elements, shapes_of, tensor_signature
 
 FEW = MICRO_BATCHES * MICRO_BATCHES
 """Rows that are loaded to plan with."""
@@ -39,18 +39,18 @@ class Reach:
     """The largest rows so far, for each signature (paths, dimensions and dtypes)."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, TensorBatch] = {}
+        self._largest_rows: dict[Any, TensorBatch] = {}
 
     def rows(self, batch: LazyBatch) -> TensorBatch:
         """Return a few rows as large as any so far; the first ones, where there are none yet.
 
-        The dice are put back.
+        The RNG state is restored.
         """
-        if not self._known:
-            dice = Dice.now()
+        if not self._largest_rows:
+            rng = RNGState.now()
             self._take(next(iter(batch.micro_batches(min(batch.size, FEW)))))
-            dice.put_back()
-        return max(self._known.values(), key=lambda rows: elements(shapes_of(rows)))
+            rng.put_back()
+        return max(self._largest_rows.values(), key=lambda rows: elements(shapes_of(rows)))
 
     def again(self, run: Callable[[], T]) -> T:
         """Run a step, and where it has found out more, take that in and run it again."""
@@ -69,20 +69,20 @@ class Reach:
             LargerRowsError: one has larger rows than any before it.
         """
         for micro in micro_batches:
-            known = self._known.get(kinds_of(micro))
-            if known is None or shapes_of(known) != _largest(known, micro):
+            largest = self._largest_rows.get(tensor_signature(micro))
+            if largest is None or shapes_of(largest) != _largest(largest, micro):
                 raise LargerRowsError(micro)
             yield micro
 
     def _take(self, micro: MicroBatch) -> None:
-        known = self._known.get(kinds_of(micro))
-        shapes = shapes_of(micro) if known is None else _largest(known, micro)
+        largest = self._largest_rows.get(tensor_signature(micro))
+        shapes = shapes_of(micro) if largest is None else _largest(largest, micro)
         few = stretched(TensorBatch(micro.inputs, micro.targets, micro.size), shapes, FEW)
         inputs, targets = tree.map_tensors(Tensor.clone, (few.inputs, few.targets))
-        self._known[kinds_of(micro)] = TensorBatch(inputs, targets, few.size)
+        self._largest_rows[tensor_signature(micro)] = TensorBatch(inputs, targets, few.size)
 
 
-def _largest(one: Rows, other: Rows) -> Shapes:
+def _largest(one: HasRows, other: HasRows) -> Shapes:
     """Return the shapes that hold the rows of both."""
     pairs = zip(shapes_of(one), shapes_of(other), strict=True)
     return tuple(tuple(map(max, a, b)) for a, b in pairs)

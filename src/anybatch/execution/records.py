@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anybatch.core.cards import bar, card, table
+from anybatch.core.html_cards import bar, card, table
 from anybatch.core.norm.sites import Way
 from anybatch.core.units import show_bytes
 from anybatch.execution.proof.sizes import ComparedSizes
@@ -64,21 +64,21 @@ class StepReport:
             "retries": str(self.retries) if self.retries else None,
         }
         named |= {name: value for name, value in optional.items() if value is not None}
-        known = held is not None and foreseen is not None
+        measured = held is not None and foreseen is not None
         return card(
             "last step",
-            bar((("held", held),), foreseen) if known and held and foreseen else "",
+            bar((("held", held),), foreseen) if measured and held and foreseen else "",
             table({**named, "batchnorm": self.batchnorm}),
         )
 
 
 @dataclass(frozen=True)
-class SeenInLanes:
+class LaneTraits:
     """Findings of inspections of a model for lanes.
 
     Attributes:
         slots: attributes and containers that every lane has of its own.
-        ways: where samples meet in forward, in order, for each look.
+        ways: where samples meet in forward, in order, for each inspection.
         singles: forward normalises some samples by themselves, each as a row of channels.
         current: no other way has come since.
     """
@@ -88,19 +88,17 @@ class SeenInLanes:
     singles: bool = False
     current: bool = True
 
-    def after(self, slots: Iterable[Any], way: Way, *, singles: bool) -> SeenInLanes:
+    def after(self, slots: Iterable[Any], way: Way, *, singles: bool) -> LaneTraits:
         """Return the findings after one more inspection."""
         every = {id(slot): slot for slot in (*self.slots, *slots)}
-        return SeenInLanes(
-            tuple(every.values()), (*self.ways, way), singles=self.singles or singles
-        )
+        return LaneTraits(tuple(every.values()), (*self.ways, way), singles=self.singles or singles)
 
 
 @dataclass(frozen=True)
-class Seen:
+class ModelTraits:
     """Findings of the first step of a signature, which later steps reuse.
 
-    A signature is the kinds of the tensors of a batch, without its size, and the training flags.
+    A signature is dimensions and dtypes of a batch, without its size, and the training flags.
 
     Attributes:
         coupled: the loss needs all outputs at once.
@@ -108,8 +106,8 @@ class Seen:
         layout: where the outputs hold the samples.
         copies: forward writes to its inputs.
         still: the first step drew nothing.
-        lanes: what a look at lanes has found; None where there was none.
-        doubts: why it is not shown that samples stay apart; nothing where it is.
+        lanes: what an inspection of lanes has found; None where there was none.
+        doubts: why it is not shown that samples are separate; nothing where it is.
         looked: the step of the signature in which samples were followed last.
         sizes: of batches that were compared since.
         steps: steps of the signature so far.
@@ -121,7 +119,7 @@ class Seen:
     layout: Layout | None
     copies: bool
     still: bool = False
-    lanes: SeenInLanes | None = None
+    lanes: LaneTraits | None = None
     doubts: tuple[str, ...] = ()
     looked: int = 0
     sizes: ComparedSizes | None = None

@@ -1,9 +1,9 @@
 """State of a step that is stored for a retry of a micro-batch, or of all of it.
 
-A step moves more than gradients: buffers, the dice, what an observer has seen. When memory runs
-out, or a look was wrong, or another plan is needed, all that must be as it was before the next try.
-How far a try has come stands here, how large the next one may be, and what is undone for it; when
-there is a next one, `anybatch.execution.retry` and the runner say.
+A step moves more than gradients: buffers, the RNG state, what an observer got. When memory runs
+out, or an inspection was wrong, or another plan is needed, all that must be as it was before the
+next try. How far a try has come stands here, how large the next one may be, and what is undone for
+it; when there is a next one, `anybatch.execution.retry` and the runner say.
 
 Source: MBS, section 3.2 (the micro-batch must fit); the ways back are ours.
 """
@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from anybatch.core import tree
 from anybatch.core.batch import Batch, MicroBatch
 from anybatch.core.memory_errors import forget
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.core.undo import AgainError
-from anybatch.distributed.everyone import Alone, Everyone
+from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
 from anybatch.execution.buffers import ForwardBuffers
-from anybatch.execution.dice.whole import WholeDice
+from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.gradients import Gradients
 from anybatch.loss.declared import Algorithm1, Loss
 
@@ -43,10 +43,10 @@ class Moment(NamedTuple):
     """Snapshot at the start of a micro-batch: RNG state and buffer statistics.
 
     Attributes:
-        dice: None where steps of this kind draw nothing, so that nobody has to note them.
+        rng: None where steps of this signature draw nothing, so that it is not recorded.
     """
 
-    dice: Dice | None
+    rng: RNGState | None
     statistics: list[Tensor | None]
 
 
@@ -55,7 +55,7 @@ class Tries:
     """Record of a step that survives each new begin, under another plan perhaps.
 
     Attributes:
-        rows: how many an observer has seen.
+        rows: how many an observer got.
         retries: how often memory ran out under another plan.
         failed: samples that were computed at once then.
         most: samples that may be from here on; 0 (default) is no limit.
@@ -88,11 +88,11 @@ class Repeatable(ABC):
         failure: what was raised then; it holds nothing.
         done: micro-batches that are done.
         phase: of the micro-batch being computed.
-        dice: as they were noted last in this step.
-        start: those that it began with, on all ranks.
-        still: the first step of its kind has drawn nothing.
-        tries: what is kept of it however often it begins again.
-        everyone: the batch over all ranks, as far as it is not here.
+        rng: the RNG state as it was recorded last in this step.
+        start: the RNG state that it began with, on all ranks.
+        still: the first step of its signature has drawn nothing.
+        tries: the record that survives each new begin.
+        global_batch: the batch over all ranks, as far as it is not here.
         draws: draws as the whole batch would; None lets each micro-batch draw for itself.
     """
 
@@ -110,12 +110,12 @@ class Repeatable(ABC):
     done: int = 0
     phase: Phase = "forward"
     _rows: int = 0
-    dice: Dice | None = None
-    start: Dice | None = None
+    rng: RNGState | None = None
+    start: RNGState | None = None
     still: bool = False
     tries: Tries = field(default_factory=Tries)
-    everyone: Everyone = field(default_factory=Alone)
-    draws: WholeDice | None = None
+    global_batch: GlobalBatch = field(default_factory=LocalBatch)
+    draws: FullBatchRNG | None = None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -142,11 +142,11 @@ class Repeatable(ABC):
         self.done += 1
         if self.observe is None or self._rows <= self.tries.rows:
             return
-        seen, self.tries.rows = max(self.tries.rows - begin, 0), self._rows
+        observed, self.tries.rows = max(self.tries.rows - begin, 0), self._rows
         targets = micro.targets
-        if seen:
-            outputs = self.rows(outputs, seen, micro.size - seen, micro.size)
-            targets = tree.rows(targets, seen, micro.size, micro.size)
+        if observed:
+            outputs = self.rows(outputs, observed, micro.size - observed, micro.size)
+            targets = tree.rows(targets, observed, micro.size, micro.size)
         before, self.phase = self.phase, "shown"
         there = [] if self.gradients is None else self.gradients.marks()
         with nullcontext() if self.draws is None else self.draws.paused():
@@ -159,22 +159,22 @@ class Repeatable(ABC):
         """Note where a micro-batch begins."""
         statistics = self.buffers.statistics()
         if not self.still:
-            self.dice = Dice.now()
-        return Moment(None if self.still else self.dice, statistics)
+            self.rng = RNGState.now()
+        return Moment(None if self.still else self.rng, statistics)
 
     def drew(self) -> bool:
         """Return whether something was drawn since the RNG state was recorded last."""
-        return self.dice is None or not Dice.now().same_as(self.dice)
+        return self.rng is None or not RNGState.now().same_as(self.rng)
 
     def drew_any(self) -> bool:
         """Say whether something was drawn since the step began."""
         assert self.start is not None
-        return not Dice.now().same_as(self.start)
+        return not RNGState.now().same_as(self.start)
 
-    def put_back(self, dice: Dice) -> None:
+    def put_back(self, rng: RNGState) -> None:
         """Restore an RNG state, and record it as the present one."""
-        dice.put_back()
-        self.dice = dice
+        rng.put_back()
+        self.rng = rng
 
     def begin_again(self) -> None:
         """Restore the RNG state of the step's start, and restart."""
@@ -193,18 +193,18 @@ class Repeatable(ABC):
         self.shrink(failure)
         if self.gradients is not None and self.phase == "backward":
             self.gradients.drop()
-        if moment.dice is not None:
-            self.put_back(moment.dice)
+        if moment.rng is not None:
+            self.put_back(moment.rng)
         self.buffers.go_back(moment.statistics)
         self.forget_casts()
 
     def _can_go_back(self, moment: Moment) -> bool:
-        if isinstance(self.loss, Algorithm1) or self.everyone.sending:
+        if isinstance(self.loss, Algorithm1) or self.global_batch.sending:
             return False  # its parts do not add up to it, or what they add up to has left
-        if moment.dice is None and self.drew():
+        if moment.rng is None and self.drew():
             return False  # for the first time, and nobody has noted where it began
         if self.phase == "backward":
-            return self.gradients is not None and self.gradients.apart
+            return self.gradients is not None and self.gradients.accumulator
         return self.phase == "forward"
 
     def can_shrink(self) -> bool:

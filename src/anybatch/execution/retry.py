@@ -1,12 +1,12 @@
 """Retry inside a step that ran out of memory: smaller, and only of work to be repeated.
 
 Finders of a batch size catch the error around a whole training and start that over; a loop that
-catches it around one micro-batch has half a gradient in ``.grad``, moved buffers and dice, and the
+catches it around one micro-batch has half a gradient in ``.grad``, moved buffers and RNG, and the
 exception that it is handling still holds the memory. Here an attempt begins at a noted moment, and
 the retry outside of the ``except`` block, after the frames of the failed one have been emptied.
 
     forward of mu_k failed            mu_k again in halves, the rest of the step in halves too
-    backward, sums kept apart         the same: what grew of .grad is thrown away
+    backward, sums in an accumulator  the same: what grew of .grad is thrown away
     backward, sums in place           the step from its start, at half the size
     the observer failed               out: it has seen what it must not see twice
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
 from anybatch.core.memory_errors import out_of_memory
-from anybatch.distributed.unison import RanksAgainError
+from anybatch.distributed.coordinator import RanksAgainError
 from anybatch.execution.step import Step
 
 
@@ -50,8 +50,8 @@ def in_pieces(
         Exception: `work` failed, and it is not for memory, or cannot be undone here, or a single
             sample was too much.
     """
-    whole = sizes is None or list(sizes) == [micro.size]
-    todo = [micro] if whole or sizes is None else [*cut(micro, sizes)][::-1]
+    at_once = sizes is None or list(sizes) == [micro.size]
+    todo = [micro] if at_once or sizes is None else [*cut(micro, sizes)][::-1]
     while todo:
         piece = todo.pop()
         if piece.size > step.limit:
@@ -80,7 +80,7 @@ def attempt(step: Step, work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def whole_step(step: Step, run: Callable[[], Tensor], prepare: Callable[[], None]) -> Tensor:
+def run_with_retries(step: Step, run: Callable[[], Tensor], prepare: Callable[[], None]) -> Tensor:
     """Run a step; while memory runs out, again from its start, at half the size.
 
     Args:
@@ -102,8 +102,8 @@ def whole_step(step: Step, run: Callable[[], Tensor], prepare: Callable[[], None
             if ready is not None:
                 ready()
             return run()
-        except RanksAgainError as told:
-            ready = partial(_with_all, step, prepare, coupled=told.coupled)
+        except RanksAgainError as again:
+            ready = partial(_with_all, step, prepare, coupled=again.coupled)
             continue
         except StartOverError:
             failure = None
@@ -115,13 +115,13 @@ def whole_step(step: Step, run: Callable[[], Tensor], prepare: Callable[[], None
 
 
 def _again(step: Step, prepare: Callable[[], None]) -> None:
-    step.everyone.again(coupled=False)
+    step.global_batch.again(coupled=False)
     prepare()
 
 
 def _with_all(step: Step, prepare: Callable[[], None], *, coupled: bool) -> None:
     """Make ready for a run that all ranks begin again."""
-    step.everyone.anew()
+    step.global_batch.anew()
     step.coupled = step.coupled or coupled
     prepare()
 

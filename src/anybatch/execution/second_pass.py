@@ -17,13 +17,13 @@ from torch import Tensor
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch, count_micro_batches
 from anybatch.core.pieces import difference, equal, places
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.errors import NotReproducibleError
-from anybatch.execution.first_pass import FirstPass, Run
+from anybatch.execution.first_pass import FirstPass, LapRun
+from anybatch.execution.loss_gradients import LossGradients
 from anybatch.execution.parts import Lap, Parts, feed
 from anybatch.execution.retry import StartOverError, attempt, in_pieces
 from anybatch.execution.step import Step
-from anybatch.execution.taken import Taken
 
 
 class Backwards:
@@ -37,14 +37,14 @@ class Backwards:
         self,
         step: Step,
         first: FirstPass,
-        taken: Taken,
-        dice: Dice,
+        computed: LossGradients,
+        rng: RNGState,
     ) -> None:
         self.trained = 0
-        self._dice = dice
-        self._step, self._first, self._gradients = step, first, taken.gradients
-        self._before = taken.begin  # rows of ranks before this one
-        self._kept = list(zip(tree.flat(first.outputs), step.layout or (), strict=True))
+        self._rng = rng
+        self._step, self._first, self._gradients = step, first, computed.gradients
+        self._before = computed.begin  # rows of ranks before this one
+        self._first_outputs = list(zip(tree.flat(first.outputs), step.layout or (), strict=True))
         self._early = 0
         self._run, self._begin = first.runs[0], 0
         self._sizes: dict[int, int] = {}
@@ -54,7 +54,7 @@ class Backwards:
         """Whether anything is left for pass 2."""
         return any(map(self._stop, self._first.runs))
 
-    def _stop(self, run: Run) -> int:
+    def _stop(self, run: LapRun) -> int:
         """Return the row where pass 2 ends in a lap."""
         size = self._step.batch.size
         done = run is self._first.runs[-1] and self._first.parts == 1
@@ -82,7 +82,7 @@ class Backwards:
             self._sizes = dict(zip(accumulate(run.flat, initial=0), run.flat, strict=False))
             self._lap(run, self._stop(run))
 
-    def _lap(self, run: Run, stop: int) -> None:
+    def _lap(self, run: LapRun, stop: int) -> None:
         step, first = self._step, self._first
         loaded = islice(feed(step, run.lap), count_micro_batches(stop, step.micro_batch))
         prints = first.prints if run is first.runs[0] else [None] * len(run.sizes)
@@ -94,8 +94,8 @@ class Backwards:
                     "generator, or declare the loss by Loss.per_sample or Loss.ratio, which needs "
                     "one pass"
                 )
-            whole = self._begin + micro.size <= stop
-            in_pieces(step, micro, step.under(self._again), sizes if whole else sizes[:-1])
+            complete = self._begin + micro.size <= stop
+            in_pieces(step, micro, step.under(self._again), sizes if complete else sizes[:-1])
 
     def _pull_last(self) -> None:
         first, step = self._first, self._step
@@ -111,7 +111,7 @@ class Backwards:
         def check(found: list[Tensor], place: int) -> None:
             self._compare(found, place, micro)
             if step.draws is not None:  # a backward of the whole batch comes after its loss
-                step.put_back(self._dice)
+                step.put_back(self._rng)
 
         run = self._run
         last = run is self._first.runs[-1] and begin >= step.batch.size - self._early
@@ -129,7 +129,7 @@ class Backwards:
         step, begin = self._step, self._begin
         before = [
             then if axis is None else then.narrow(axis, begin, micro.size)
-            for then, axis in self._kept[place : place + len(found)]
+            for then, axis in self._first_outputs[place : place + len(found)]
         ]
         smaller = self._sizes.get(begin) != micro.size
         other = [at for at, pair in enumerate(zip(found, before, strict=True)) if not _same(*pair)]
@@ -160,7 +160,7 @@ def pull(
         begin: the first row.
         lap: what is run of it. Default None: all parts.
         place: of its first output among all. Default 0.
-        check: told the outputs of a part, and the place of the first, before its backward.
+        check: gets the outputs of a part, and the place of the first, before its backward.
         early: the last part is done already. Default False.
     """
     parts, trained = Parts(step, micro.inputs, lap), 0

@@ -1,4 +1,4 @@
-"""One step as the mechanisms see it: micro-batches in, forward, backward, gradients out.
+"""Step as the mechanisms use it: micro-batches in, forward, backward, gradients out.
 
 Streaming and gathering order these verbs differently; what a verb means stands here once. What lets
 a step be done again, and what that moves, is in `anybatch.execution.repeatable`.
@@ -19,25 +19,25 @@ from torch.utils.checkpoint import CheckpointError
 from anybatch.core import graph, tree
 from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micro_batches
 from anybatch.core.hanging import Hung, doubts_of, hanging, hangs
-from anybatch.core.kept import Attributes
 from anybatch.core.meeting import ForwardOf, looks_here
-from anybatch.core.memory import Inside, Room
+from anybatch.core.memory import Capacity, LockstepLimits
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import call_model
 from anybatch.core.norm.sites import Way
-from anybatch.core.rng import Dice
-from anybatch.distributed.dice import devices_of
+from anybatch.core.python_state import Attributes
+from anybatch.core.rng import RNGState
+from anybatch.distributed.rng import devices_of
 from anybatch.distributed.sharded import Sharded
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
-from anybatch.execution.device import Link, feed
-from anybatch.execution.dice.whole import WholeDice
+from anybatch.execution.device import DeviceLink, feed
+from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.proof.familiar import Familiar
 from anybatch.execution.proof.sizes import ComparedSizes
 from anybatch.execution.repeatable import OutputsChangedError, Repeatable
 from anybatch.execution.strides import one_row
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.declared import Part, Scope, Total
-from anybatch.loss.heard import OtherFormError
+from anybatch.loss.traced import OtherFormError
 from anybatch.loss.watched import NotAPartError
 from anybatch.memory.fakes import is_fake
 
@@ -49,7 +49,7 @@ class Scaler(Protocol):
         """Return the tensor times the present scale."""
 
 
-class Away(Protocol):
+class MicroBatchOffloader(Protocol):
     """Interface that offloads the saved tensors of a micro-batch."""
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
@@ -102,33 +102,33 @@ class Step(Repeatable):
     """A mini-batch in its pass through the model; `Repeatable` has its data and progress.
 
     Attributes:
-        layout: where the outputs hold the samples; None until somebody has looked.
+        layout: where the outputs hold the samples; None before an inspection.
         mixed: outputs without rows that samples have had a part in.
-        signature: the kind of the batch and the modes of the modules.
+        signature: dimensions and dtypes of the batch, and the modes of the modules.
         copies: forward writes to its inputs, so it gets copies of them.
-        doubts: why it is not shown that samples stay apart; nothing where it is.
+        doubts: why it is not shown that samples are separate; nothing where it is.
         looked: the step of its signature in which samples were followed last; 0 is none.
-        sizes: of batches that were compared since; None until somebody has looked.
+        sizes: of batches that were compared since; None before an inspection.
         steps: steps of its signature, this one included.
         familiar: what was looked at in steps of its signature; None compares nothing.
         attributes: plain ones of the model, as they were when the step began.
         own: ids of the leaves that the step itself made.
-        discover: told the roots of every backward of the first step of a signature.
+        discover: gets the roots of every backward of the first step of a signature.
         batchnorm: "exact" or "local".
         local: BatchNorm layers that normalise each micro-batch by itself.
         found: what the mechanism found the loss to be, in words.
-        apart: gradients are summed in an accumulator, once the step is divided.
+        accumulator: gradients are summed in an accumulator, once the step is divided.
         lanes: micro-batches wait for each other where samples meet.
         counters: the ``num_batches_tracked`` of the model.
         slots: attributes and containers that every lane has of its own.
         ways: where samples meet in forward, as far as that was looked at; None where it just was.
         singles: forward normalises some samples by themselves, each as a row of channels.
         coupled: in lanes, the loss is known to need all outputs at once.
-        room: bytes that waiting lanes may hold on the device; None sends nothing away.
-        budgeted: `room` is what a budget leaves; else nobody has foreseen what lanes hold.
+        lane_bytes: bytes that waiting lanes may hold on the device; None offloads nothing.
+        budgeted: `lane_bytes` is what a budget leaves; else what lanes hold was not forecast.
         inside: what all lanes may hold, the one that runs, too; None lets that one hold what it
             will.
-        spill: where lanes leave for: "host", "file" or the folder of a file; None is what is
+        spill: where lanes are offloaded to: "host", "file" or the folder of a file; None is what is
             nearest to the device.
         moved: bytes that left the device and returned.
         remade: bytes that were computed again instead.
@@ -136,13 +136,13 @@ class Step(Repeatable):
         private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
             other rank.
         sharded: takes the gradients of a model that was spread; None where there is none.
-        away: where saved tensors may go; None (default) lets all of them stay.
+        offloader: offloads saved tensors; None (default) leaves all of them on the device.
         deliver: writes what the step has made, once all ranks have made it. Default: nothing.
         calls: compares the state of the loss around its calls; None (default) where it has none.
         hanging: attributes and classes of outputs that their rows would not have.
     """
 
-    link: Link
+    link: DeviceLink
     scaler: Scaler | None = None
     signature: Any = None
     layout: Layout | None = None
@@ -159,23 +159,23 @@ class Step(Repeatable):
     batchnorm: str = "exact"
     local: int = 0
     found: str = ""
-    apart: bool = False
+    accumulator: bool = False
     lanes: bool = False
     counters: list[Tensor] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
     ways: tuple[Way, ...] | None = None
     singles: bool = False
     coupled: bool = False
-    room: Room = None
+    lane_bytes: Capacity = None
     budgeted: bool = False
-    inside: Inside | None = None
+    inside: LockstepLimits | None = None
     spill: str | None = None
     moved: int = 0
     remade: int = 0
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
     private: frozenset[int] = frozenset()
     sharded: Sharded | None = None
-    away: Away | None = None
+    offloader: MicroBatchOffloader | None = None
     deliver: Callable[[], None] = lambda: None
     calls: LossCalls | None = None
     hanging: set[Hung] = field(default_factory=set)
@@ -226,24 +226,24 @@ class Step(Repeatable):
             raise NotAPartError
         return found
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of the full batch, from all outputs."""
         if self.calls is None:
-            return self.loss.whole(outputs, micro)
-        return self.calls.called(partial(self.loss.whole, outputs, micro))
+            return self.loss.full_batch(outputs, micro)
+        return self.calls.called(partial(self.loss.full_batch, outputs, micro))
 
-    def compare(self, outputs: Any, micro: MicroBatch, *, alone: bool = False) -> None:
+    def compare(self, outputs: Any, micro: MicroBatch, *, once: bool = False) -> None:
         """Compare a custom loss with itself, which the step calls once only where so flagged."""
         if self.calls is not None and self.loss.takes_outputs:
             trains = self.gradients is not None
             if self.budgeted:  # two calls more of all rows were not foreseen
                 outputs, micro = _few(outputs, micro)
-            self.calls.compare(self.loss.whole, outputs, micro, trains=trains, alone=alone)
+            self.calls.compare(self.loss.full_batch, outputs, micro, trains=trains, single=once)
 
     def nothing(self) -> Tensor:
         """Return the loss of no samples: 0, as the parameters are."""
-        known = (p for p in self.model.parameters() if p.is_floating_point() or p.is_complex())
-        like = next(known, None)
+        floating = (p for p in self.model.parameters() if p.is_floating_point() or p.is_complex())
+        like = next(floating, None)
         if like is None:
             return torch.zeros(())
         return torch.zeros((), dtype=like.dtype.to_real(), device=like.device)
@@ -256,7 +256,7 @@ class Step(Repeatable):
     @property
     def divided(self) -> bool:
         """Whether the batch is more than one micro-batch, here or over all ranks."""
-        return self.batch.size > self.micro_batch or self.everyone.several
+        return self.batch.size > self.micro_batch or self.global_batch.several
 
     def feed(self, batch: Batch | None = None, *, ahead: bool = True) -> Iterator[MicroBatch]:
         """Yield the micro-batches on the device; of `batch`, where some leaves of it are enough.
@@ -274,11 +274,11 @@ class Step(Repeatable):
 
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
         """Return the `Scope` of the loss: the facts on the full batch after its first forward."""
-        whole = self.batch if isinstance(self.batch, TensorBatch) else None
+        full_batch = self.batch if isinstance(self.batch, TensorBatch) else None
         layout = self.layout or ()
         self.check_structure(outputs)
-        everyone = self.everyone.size if self.everyone.several else 0
-        return Scope(self.batch.size, self.count, whole, outputs, first, layout, everyone)
+        samples = self.global_batch.size if self.global_batch.several else 0
+        return Scope(self.batch.size, self.count, full_batch, outputs, first, layout, samples)
 
     def _refuse_single_sample(self, error: Exception, micro: MicroBatch) -> None:
         """Say in one sentence that a forward fails where a micro-batch holds one sample.
@@ -336,14 +336,14 @@ class Step(Repeatable):
             self.buffers.after()
         return outputs
 
-    def call(self, micro: MicroBatch, draws: WholeDice | None) -> Any:
+    def call(self, micro: MicroBatch, draws: FullBatchRNG | None) -> Any:
         """Call the model, with full-batch draws where `draws` is not None."""
         if micro.size == 1:
             one_row()
         forward = partial(call_model, self.model, micro.inputs)
         if self.divided:
             forward = partial(self.loss.run, forward, micro.inputs)
-        with ForwardOf(micro.size, alone=self.divided):
+        with ForwardOf(micro.size, standalone=self.divided):
             try:
                 outputs = forward() if draws is None else draws.forward(micro, forward)
             except RuntimeError as error:
@@ -364,14 +364,14 @@ class Step(Repeatable):
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
         """Return forward and backward of a micro-batch; offload saved tensors where planned."""
-        away, gradients = self.away, self.gradients
-        if away is None or gradients is None:
+        offloader, gradients = self.offloader, self.gradients
+        if offloader is None or gradients is None:
             return work
 
-        def kept(micro: MicroBatch) -> None:
-            away.run(partial(work, micro), micro.size, first=not gradients.summed())
+        def offloaded(micro: MicroBatch) -> None:
+            offloader.run(partial(work, micro), micro.size, first=not gradients.summed())
 
-        return kept
+        return offloaded
 
     def backward(self, losses: list[Tensor], weights: list[Tensor]) -> int:
         """Accumulate the gradient of ``sum weights * losses``, scaled where there is a scaler.
@@ -466,13 +466,13 @@ class Step(Repeatable):
     def offer(self) -> None:
         """Offer other ranks to send gradients before the last backward has ended.
 
-        Not where saved tensors leave: what is sent has room when they are gone.
+        Not where saved tensors are offloaded: what is sent has room when they are gone.
         """
         if self.gradients is None or self.gradients.hooks:  # they get the sum over all ranks
             return
-        if self.everyone.several and self.away is None:
+        if self.global_batch.several and self.offloader is None:
             every = self.gradients.parameters
-            self.everyone.offer([p for p in every if id(p) not in self.private])
+            self.global_batch.offer([p for p in every if id(p) not in self.private])
 
     def sending(
         self, micro: MicroBatch, factor: Callable[[], float | Tensor]
@@ -485,20 +485,20 @@ class Step(Repeatable):
         """
         gradients = self.gradients
         last = micro.begin + micro.size == self.batch.size
-        if gradients is None or not (last and self.everyone.several):
+        if gradients is None or not (last and self.global_batch.several):
             return nullcontext()
         old = gradients.summed()
-        return self.everyone.during(lambda some: gradients.take(some, factor(), old))
+        return self.global_batch.during(lambda some: gradients.take(some, factor(), old))
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""
         if self.gradients is not None:
-            shared = self._of_all if self.everyone.several or self.sharded else None
+            shared = self._of_all if self.global_batch.several or self.sharded else None
             self.gradients.finish(factor, shared)
 
     def _of_all(self, sums: list[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; the sums of `private` leaves are not reduced."""
-        every = iter(self.everyone.gradients([s for s in sums if id(s[0]) not in self.private]))
+        every = iter(self.global_batch.gradients([s for s in sums if id(s[0]) not in self.private]))
         totals = [total if id(leaf) in self.private else next(every) for leaf, total in sums]
         return totals if self.sharded is None else self.sharded.cut(sums, totals)
 
@@ -510,12 +510,12 @@ class Step(Repeatable):
         """
         if self.gradients is None or not self.gradients.hooks:
             return
-        several = self.everyone.several
-        dice = Dice.now() if several else None
+        several = self.global_batch.several
+        rng = RNGState.now() if several else None
         self.phase = "fired"
         with _outside_autocast(self.where):
             self.gradients.fire(in_order=not several)
-        if dice is not None and not Dice.now().same_as(dice):
+        if rng is not None and not RNGState.now().same_as(rng):
             raise NotExactError(
                 "a hook on a parameter must give the same on all ranks, and one drew random "
                 "numbers, which differ from rank to rank: draw them from a generator that is "
@@ -525,21 +525,21 @@ class Step(Repeatable):
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
         """Return `size` rows of outputs that hold `of`; outputs without samples are unchanged.
 
-        Outputs beside a loss have no layout: there the first dimension decides.
+        Outputs next to a loss have no layout: there the first dimension decides.
         """
         axes = iter(self.layout or ())
 
-        def narrow(tensor: Tensor) -> Tensor:
+        def slice_rows(tensor: Tensor) -> Tensor:
             first = 0 if tensor.dim() and tensor.shape[0] == of else None
             axis = next(axes) if self.layout else first
             return tensor if axis is None else tensor.narrow(axis, begin, size)
 
-        return tree.map_tensors(narrow, outputs)
+        return tree.map_tensors(slice_rows, outputs)
 
     def agree(self) -> None:
         """See that all ranks have drawn alike, where they draw for each other."""
-        if self.draws is not None and self.everyone.several:
-            self.everyone.agree(devices_of(self.model))
+        if self.draws is not None and self.global_batch.several:
+            self.global_batch.agree(devices_of(self.model))
 
 
 def copied(micro: MicroBatch) -> MicroBatch:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from anybatch.core import accelerator
 from anybatch.core.batch import MicroBatch
-from anybatch.core.rng import Dice
-from anybatch.distributed.everyone import Alone, Everyone
+from anybatch.core.rng import RNGState
+from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
 from anybatch.execution.gradients import HALF
 from anybatch.execution.parts import Parts
 from anybatch.execution.retry import in_pieces
@@ -51,7 +51,7 @@ def stream(step: Step) -> Tensor | None:
         normalize = streaming.normalize or normalization(step, [])
     except NotAPartError:
         if streaming.normalize is not None:  # the others count on parts
-            step.everyone.again(coupled=True)
+            step.global_batch.again(coupled=True)
         return None
     if step.gradients is not None and step.batch.size:
         check_trains(streaming.trained)
@@ -91,11 +91,11 @@ class Streaming:
         step = self.step
         if len(Parts(step, micro.inputs)) == 1:
             return
-        dice = Dice.now()
+        rng = RNGState.now()
         with torch.no_grad():
             coupled = step.totals(step.forward(micro), micro) is None
         step.forget_casts()
-        dice.put_back()
+        rng.put_back()
         if coupled:
             normalization(step, None)
 
@@ -117,11 +117,11 @@ def normalization(step: Step, totals: list[Total] | None) -> Normalization:
     Raises:
         NotAPartError: the loss couples samples, here or elsewhere.
     """
-    found = step.everyone.totals(totals)
+    found = step.global_batch.totals(totals)
     if found is None:
         raise NotAPartError
     step.found = step.loss.describe(found)
-    return Normalization(found, step.batch.size, step.everyone, step.nothing())
+    return Normalization(found, step.batch.size, step.global_batch, step.nothing())
 
 
 class Normalization:
@@ -134,7 +134,7 @@ class Normalization:
     Args:
         totals: the terms of the whole batch's loss; at most one denominator is still unknown.
         size: N_B, samples in the mini-batch of this rank.
-        everyone: who else has parts; None (default) is nobody.
+        global_batch: the batch over all ranks; None (default) is one process.
         nothing: 0, as the loss of no samples. Default a float32 on the CPU.
     """
 
@@ -142,12 +142,12 @@ class Normalization:
         self,
         totals: list[Total],
         size: int,
-        everyone: Everyone | None = None,
+        global_batch: GlobalBatch | None = None,
         nothing: Tensor | None = None,
     ) -> None:
         self.totals = totals
         self._size = size
-        self._everyone = everyone or Alone(size)
+        self._global_batch = global_batch or LocalBatch(size)
         self._nothing = torch.zeros(()) if nothing is None else nothing
         self._all: Number | None = None
         self._late = totals[0].denominator is None
@@ -193,26 +193,26 @@ class Normalization:
         if not self._late:
             return self._lacks
         if self._all is None:
-            self._all = self._everyone.sum_of("the denominator", _number(self._counted))
+            self._all = self._global_batch.sum_of("the denominator", _number(self._counted))
         return self._lacks * _ratio(self._estimate, self._all)
 
     def loss(self) -> Tensor:
         """Return the loss of the full batch."""
         correction = self.correction()
         if not self._sums:  # a rank without samples
-            return self._everyone.loss(self._nothing, self._nothing.dtype)
+            return self._global_batch.loss(self._nothing, self._nothing.dtype)
         shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
-        whole = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        return self._everyone.loss(whole * correction, self._weights[0].dtype)
+        full = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+        return self._global_batch.loss(full * correction, self._weights[0].dtype)
 
     def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
         divisors = [_number(total.denominator) for total in self.totals if not self._late]
         if self._late:
             first = _number(parts[0].denominator())
-            alone = self._everyone.size == self._size
+            single_rank = self._global_batch.size == self._size
             # Over ranks it must be the same on all: BatchNorm adds up what their backwards begin.
-            self._estimate, other = first * (self._size / n), float(self._everyone.size)
-            if not alone:
+            self._estimate, other = first * (self._size / n), float(self._global_batch.size)
+            if not single_rank:
                 self._estimate = other
             elif isinstance(first, Tensor):  # nobody waits for its device
                 self._estimate = torch.where(first > 0, self._estimate, other)

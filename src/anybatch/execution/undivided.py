@@ -29,10 +29,10 @@ def undivided(step: Step) -> Tensor:
 
     def train(micro: MicroBatch) -> None:
         outputs = step.forward(micro)
-        loss = step.loss.whole(outputs, micro)
+        loss = step.loss.full_batch(outputs, micro)
         if step.gradients is not None:
             check_trains(step.backward([loss], [torch.ones_like(loss)]))
-        step.compare(outputs, micro, alone=True)  # when the step's graph has gone
+        step.compare(outputs, micro, once=True)  # when the step's graph has gone
         found.append((outputs, loss.detach()))
 
     step.under(train)(micro)

@@ -1,6 +1,6 @@
 """Lightning callback that runs `training_step` on any mini-batch, within a budget.
 
-With it ``Trainer(callbacks=[WholeBatch(memory="6GiB")])`` takes every batch of the loader as one
+With it ``Trainer(callbacks=[FullBatch(memory="6GiB")])`` takes every batch of the loader as one
 step, whatever fits. In automatic optimisation Lightning asks for a loss, empties the gradients, and
 calls backward on the loss, in that order; so the whole batch runs where the loss is asked for, its
 gradients are kept aside, and the backward of the loss that is returned hands them over:
@@ -10,7 +10,7 @@ gradients are kept aside, and the backward of the loss that is returned hands th
     backward(loss)             ->  ``.grad`` += gradient of the whole batch, times what came in
     clip, step, log, schedule      Lightning's own
 
-In manual optimisation a step is the person's code, and `whole_loss` gives it such a loss.
+In manual optimisation a step is the person's code, and `full_batch_loss` gives it such a loss.
 Source: Lightning 2.6, ``Closure`` and ``Strategy.training_step``.
 """
 
@@ -29,14 +29,14 @@ from anybatch.core.plan import Plan
 from anybatch.engine.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
 from anybatch.lockstep.adaptive import Adaptive
-from anybatch.loss.heard import OfModel
+from anybatch.loss.traced import OfModel
 
 require("lightning", "lightning")
 
 from lightning.pytorch import Callback, LightningModule  # noqa: E402
 
 from anybatch.integrations.lightning_handed import Handed, drops_gradients  # noqa: E402
-from anybatch.integrations.lightning_metrics import apart  # noqa: E402
+from anybatch.integrations.lightning_metrics import recorded_metrics  # noqa: E402
 from anybatch.integrations.lightning_refused import (  # noqa: E402
     refuse_accumulation,
     refuse_backward,
@@ -46,12 +46,12 @@ from anybatch.integrations.lightning_refused import (  # noqa: E402
 )
 from anybatch.integrations.lightning_step import (  # noqa: E402
     Log,
-    Overhearing,
     Present,
-    Rows,
-    Seen,
     SkippedError,
     Step,
+    StepModule,
+    StepObserver,
+    TracedStep,
     reads_epoch,
     skips,
 )
@@ -63,11 +63,11 @@ WAY_OUT = (
 )
 
 
-class Part:
+class StepEngine:
     """A step of a module, with the engine that runs it."""
 
     def __init__(self, module: Any, step: Step, present: Present, options: dict[str, Any]) -> None:
-        self.subject = Overhearing(Rows(module, step, present), present.log)
+        self.subject = TracedStep(StepModule(module, step, present), present.log)
         self.engine = Engine(self.subject, OfModel(self.subject, WAY_OUT), **options)
 
     def as_now(self, module: Any) -> None:
@@ -77,13 +77,13 @@ class Part:
             vars(self.subject.model)["epoch"] = int(module.current_epoch)
 
 
-class WholeBatch(Callback):  # type: ignore[misc]
+class FullBatch(Callback):  # type: ignore[misc]
     """Callback that makes each batch of the loader one exact step, within `memory`.
 
     ``training_step`` is called with rows of the batch, and means the whole of it: the loss that
     Lightning shows, and each ``.grad``, are those of one call with all rows, over all ranks with
-    ``strategy="ddp"``. Its loss is a weighted sum of torch's own losses, as `anybatch.loss.heard`
-    hears it, and of what is marked with `anybatch.coupled`, such as Dice or InfoNCE. What it logs
+    ``strategy="ddp"``. Its loss is a weighted sum of torch's own losses, as `anybatch.loss.traced`
+    finds it, and of what is marked with `anybatch.coupled`, such as Dice or InfoNCE. What it logs
     is logged once for a step: the loss exactly, any other value as the mean over samples of what
     micro-batches logged (or with ``reduce_fx`` "sum", "min", "max" by that). What it returns beside
     the loss reaches ``on_train_batch_end`` put together in the same way, and tensors with rows one
@@ -113,7 +113,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
         LossError: at the first step, where the loss is not known.
 
     Example:
-        >>> trainer = Trainer(max_epochs=3, callbacks=[WholeBatch(memory="6GiB")])
+        >>> trainer = Trainer(max_epochs=3, callbacks=[FullBatch(memory="6GiB")])
         >>> trainer.fit(module, loader)
     """
 
@@ -126,10 +126,14 @@ class WholeBatch(Callback):  # type: ignore[misc]
         plan: Plan | None = None,
     ) -> None:
         self.engine: Engine | None = None
-        self._asked: dict[str, Any] = {"memory": memory, "micro_batch": micro_batch, "plan": plan}
+        self._requested: dict[str, Any] = {
+            "memory": memory,
+            "micro_batch": micro_batch,
+            "plan": plan,
+        }
         self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
         self._plans: dict[str, Plan] = {}
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, StepEngine] = {}
         self._present = Present(None, Log())
         self._undo: list[Callable[[], None]] = []
         self._handed: list[Handed] = []
@@ -155,20 +159,22 @@ class WholeBatch(Callback):  # type: ignore[misc]
         before = vars(module).get("training_step")
 
         @functools.wraps(own)
-        def whole_step(batch: Any, *rest: Any) -> Any:
+        def full_step(batch: Any, *rest: Any) -> Any:
             self._present.rest = rest
-            seen = Seen()
+            observer = StepObserver()
             try:
-                loss = self._run(module, "training_step", function_of(own), batch, seen)
+                loss = self._run(module, "training_step", function_of(own), batch, observer)
             except SkippedError:
                 logged: list[Any] = []
-                with logging_to(module, lambda *given, **named: logged.append((given, named))):
+                with logging_to(
+                    module, lambda *arguments, **named: logged.append((arguments, named))
+                ):
                     if not skips(own, batch, *rest):
                         raise
-                for given, named in logged:
-                    module.log(*given, **named)
+                for arguments, named in logged:
+                    module.log(*arguments, **named)
                 return None
-            extra = seen.extra()
+            extra = observer.extra()
             return {"loss": loss, **extra} if extra else loss
 
         def back() -> None:
@@ -176,10 +182,12 @@ class WholeBatch(Callback):  # type: ignore[misc]
             if before is not None:
                 vars(module)["training_step"] = before
 
-        vars(module)["training_step"] = whole_step
+        vars(module)["training_step"] = full_step
         self._undo.append(back)
 
-    def _run(self, module: Any, name: str, step: Step, batch: Any, seen: Seen) -> Tensor:
+    def _run(
+        self, module: Any, name: str, step: Step, batch: Any, observer: StepObserver
+    ) -> Tensor:
         """Return the loss of the full batch; its backward hands over the gradients."""
         trainer, log = self._present.trainer, self._present.log
         refuse_accumulation(trainer)
@@ -193,27 +201,27 @@ class WholeBatch(Callback):  # type: ignore[misc]
         with (
             handed.aside(drop=drop),
             logging_to(module, log),
-            apart(module, log),
+            recorded_metrics(module, log),
             refusing_zero_grad(module, trainer),
         ):
-            loss = part.engine.backward((batch,), scaler=scaler, observe=seen)
+            loss = part.engine.backward((batch,), scaler=scaler, observe=observer)
         self.engine = part.engine
         if part.engine.plan is not None:
             self._plans.setdefault(name, part.engine.plan)
-        seen.update(module)
-        for key, value in (seen.logged(loss, log) | log.metrics).items():
+        observer.update(module)
+        for key, value in (observer.logged(loss, log) | log.metrics).items():
             module.log(key, value, **log.options[key])
         self._handed.append(handed)
         return handed.loss(loss)
 
-    def _part(self, module: Any, name: str, step: Step) -> Part:
+    def _part(self, module: Any, name: str, step: Step) -> StepEngine:
         if name not in self._parts:
-            plan = self._asked["plan"] or self._plans.get(name)
-            options = self._asked if plan is None else {"plan": plan}
+            plan = self._requested["plan"] or self._plans.get(name)
+            options = self._requested if plan is None else {"plan": plan}
             optimizers = self._present.trainer.optimizers
             optimizer = optimizers[0] if len(optimizers) == 1 else None
             options = {**options, **self._how, "optimizer": optimizer}
-            self._parts[name] = Part(module, step, self._present, options)
+            self._parts[name] = StepEngine(module, step, self._present, options)
         return self._parts[name]
 
     def on_before_backward(self, trainer: Any, pl_module: LightningModule, loss: Tensor) -> None:
@@ -227,21 +235,21 @@ class WholeBatch(Callback):  # type: ignore[misc]
         waits = bool(self._handed) and self._handed[-1].waits
         refuse_unreached(waits=waits and pl_module.automatic_optimization)
 
-    def on_train_batch_end(self, *_given: Any) -> None:
+    def on_train_batch_end(self, *_arguments: Any) -> None:
         """Drop gradients that were not handed over."""
         self._handed.clear()
 
     def on_train_end(self, trainer: Any, pl_module: LightningModule) -> None:
         """Give ``training_step`` its place again."""
         del trainer, pl_module
-        self._leave()
+        self._restore()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Give ``training_step`` its place again."""
         del trainer, pl_module, exception
-        self._leave()
+        self._restore()
 
-    def _leave(self) -> None:
+    def _restore(self) -> None:
         while self._undo:
             self._undo.pop()()
         self._present.trainer = None
@@ -250,8 +258,8 @@ class WholeBatch(Callback):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or another process: requested settings, and plans."""
-        fresh = WholeBatch()
-        lasting = ("_asked", "_how", "_plans")
+        fresh = FullBatch()
+        lasting = ("_requested", "_how", "_plans")
         return vars(fresh) | {name: vars(self)[name] for name in lasting}
 
     def state_dict(self) -> dict[str, Any]:
@@ -263,7 +271,7 @@ class WholeBatch(Callback):  # type: ignore[misc]
         self._plans = {n: Plan.from_json(json.dumps(plan)) for n, plan in state_dict.items()}
 
 
-def whole_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) -> Tensor:
+def full_batch_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) -> Tensor:
     """Return the loss of the full batch in manual optimisation, for ``self.manual_backward``.
 
     Args:
@@ -276,20 +284,20 @@ def whole_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) ->
         A 0-dim tensor. Its backward adds to ``.grad`` of every parameter that requires it now.
 
     Raises:
-        ValueError: the Trainer has no `WholeBatch`, or `fn` is not a method of `module`.
+        ValueError: the Trainer has no `FullBatch`, or `fn` is not a method of `module`.
 
     Example:
-        >>> loss = whole_loss(self, self.loss_of_critic, (images, noise))
+        >>> loss = full_batch_loss(self, self.loss_of_critic, (images, noise))
         >>> critic_optimizer.zero_grad()
         >>> self.manual_backward(loss)
         >>> critic_optimizer.step()
     """
     every = [] if module._trainer is None else module.trainer.callbacks
-    callback = next((one for one in every if isinstance(one, WholeBatch)), None)
+    callback = next((one for one in every if isinstance(one, FullBatch)), None)
     if callback is None or callback._present.trainer is None:
         raise ValueError(
-            "whole_loss must be called while a Trainer with WholeBatch trains, and there is none: "
-            "Trainer(callbacks=[WholeBatch()])"
+            "full_batch_loss must be called while a Trainer with FullBatch trains, and there is "
+            "none: Trainer(callbacks=[FullBatch()])"
         )
     if getattr(fn, "__self__", None) is not module:
         raise ValueError(
@@ -297,13 +305,13 @@ def whole_loss(module: LightningModule, fn: Callable[[Any], Any], batch: Any) ->
             f"of it, and fn is {fn!r}: write def my_loss(self, rows), and pass self.my_loss"
         )
     callback._present.rest = ()
-    return callback._run(module, fn.__name__, function_of(fn), batch, Seen())
+    return callback._run(module, fn.__name__, function_of(fn), batch, StepObserver())
 
 
 def function_of(method: Any) -> Step:
     """Return the function of a bound method, to be called with another module."""
     own = getattr(method, "__func__", None)
-    return own if own is not None else lambda _module, *given: method(*given)
+    return own if own is not None else lambda _module, *arguments: method(*arguments)
 
 
 @contextmanager

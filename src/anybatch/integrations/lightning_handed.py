@@ -73,7 +73,7 @@ class Handed:
         if not self._waiting:
             raise RuntimeError(
                 "the gradients of a whole batch can be handed over once, and this is the second "
-                "backward of its loss: call training_step, or whole_loss, again"
+                "backward of its loss: call training_step, or full_batch_loss, again"
             )
         factor = float(gradient) / self._scale
         for p, waiting in self._waiting:

@@ -26,7 +26,7 @@ from anybatch.memory.fakes import is_fake
 WAYS = ("forward", "update")
 
 
-class Call:
+class MetricCall:
     """Recorder in place of a metric's ``forward`` or ``update``; copies of the module share it."""
 
     def __init__(self, path: str, way: str, metric: Metric, log: Log) -> None:
@@ -35,33 +35,33 @@ class Call:
         fresh.reset()
         self._fresh = fresh
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Call:
+    def __deepcopy__(self, memo: dict[int, Any]) -> MetricCall:
         return self
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
         """Take the arguments aside."""
-        places = {str(i): value for i, value in enumerate(given)}
+        places = {str(i): value for i, value in enumerate(arguments)}
         self._log.call(self._path, self._way, [places, named])
         if self._way == "update":
             return None
-        tensors = [t for _, t in tree.tensors((given, named))]
+        tensors = [t for _, t in tree.tensors((arguments, named))]
         if any(is_fake(t) for t in tensors):
             return torch.zeros((), device=tensors[0].device)
         with torch.no_grad():
             self._fresh.reset()
-            value = self._fresh(*tree.map_tensors(Tensor.detach, given), **named)
+            value = self._fresh(*tree.map_tensors(Tensor.detach, arguments), **named)
             self._fresh.reset()
             return _of_samples(value, tensors) if looks_here() else value
 
 
-def _of_samples(value: Any, given: list[Tensor]) -> Any:
+def _of_samples(value: Any, arguments: list[Tensor]) -> Any:
     """Return the value, made to depend on all samples of the arguments.
 
     A metric may read numbers, and make a tensor of them: nobody could follow samples through that.
     """
-    if not given:
+    if not arguments:
         return value
-    every = torch.stack([wide(one.detach().sum().real).cpu() for one in given]).sum()
+    every = torch.stack([wide(one.detach().sum().real).cpu() for one in arguments]).sum()
 
     def marked(one: Tensor) -> Tensor:
         always = torch.ones((), dtype=torch.bool, device=one.device)
@@ -71,11 +71,11 @@ def _of_samples(value: Any, given: list[Tensor]) -> Any:
 
 
 @contextmanager
-def apart(module: nn.Module, log: Log) -> Iterator[None]:
+def recorded_metrics(module: nn.Module, log: Log) -> Iterator[None]:
     """Record arguments of the module's metrics in the body, without a change of their state."""
     metrics = [(path, one) for path, one in module.named_modules() if isinstance(one, Metric)]
     before = [(one, way, vars(one).get(way)) for _, one in metrics for way in WAYS]
-    calls = [(one, way, Call(path, way, one, log)) for path, one in metrics for way in WAYS]
+    calls = [(one, way, MetricCall(path, way, one, log)) for path, one in metrics for way in WAYS]
     for one, way, call in calls:
         vars(one)[way] = call
     try:

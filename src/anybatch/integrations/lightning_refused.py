@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from anybatch.errors import NotExactError, NotYetError
 
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
-LINE = "self.manual_backward(whole_loss(self, self.my_loss, batch))"
+LINE = "self.manual_backward(full_batch_loss(self, self.my_loss, batch))"
 """What to paste in a training_step with manual optimisation."""
 
 
@@ -49,7 +49,7 @@ def refuse_accumulation(trainer: Any) -> None:
     if of_finder:
         raise ValueError(
             "a batch must stay what it is, and a BatchSizeFinder makes it smaller until it fits: "
-            'leave it out, and give WholeBatch(memory="6GiB") or nothing; its plan finds the '
+            'leave it out, and give FullBatch(memory="6GiB") or nothing; its plan finds the '
             "micro-batch"
         )
     scheduled = any(
@@ -58,7 +58,7 @@ def refuse_accumulation(trainer: Any) -> None:
     )
     if trainer.accumulate_grad_batches != 1 or scheduled:
         raise ValueError(
-            "with WholeBatch a step is one batch already, and accumulate_grad_batches is "
+            "with FullBatch a step is one batch already, and accumulate_grad_batches is "
             f"{'scheduled' if scheduled else trainer.accumulate_grad_batches}: leave it out, and "
             "make the loader's batch_size as large as the optimisation wants"
         )
@@ -67,12 +67,12 @@ def refuse_accumulation(trainer: Any) -> None:
 def _refuse_places(trainer: Any, module: Any) -> None:
     if type(trainer.strategy) not in (SingleDeviceStrategy, DDPStrategy):
         raise NotYetError(
-            "WholeBatch trains on one device, or on several with DDPStrategy, and the strategy is "
+            "FullBatch trains on one device, or on several with DDPStrategy, and the strategy is "
             f"{type(trainer.strategy).__name__}: give strategy='auto' or 'ddp'"
         )
     if type(trainer.precision_plugin) not in PRECISIONS:
         raise NotYetError(
-            "WholeBatch has been tried with 32-true, 64-true, 16-true, bf16-true, 16-mixed and "
+            "FullBatch has been tried with 32-true, 64-true, 16-true, bf16-true, 16-mixed and "
             f"bf16-mixed, and the precision is that of {type(trainer.precision_plugin).__name__}: "
             "use one of these"
         )
@@ -104,11 +104,12 @@ def refusing_zero_grad(module: Any, trainer: Any) -> Iterator[None]:
                 vars(owner)["zero_grad"] = own
 
 
-def _no_zero_grad(*_given: Any, **_named: Any) -> None:
+def _no_zero_grad(*_arguments: Any, **_named: Any) -> None:
     raise NotExactError(
         "gradients must stay while micro-batches run, and training_step calls zero_grad, which "
         "empties those of the micro-batches before: leave it out, because Lightning empties them "
-        "before each backward; in manual optimisation, call it outside of what whole_loss is given"
+        "before each backward; in manual optimisation, call it outside of what full_batch_loss is "
+        "given"
     )
 
 
@@ -116,11 +117,11 @@ def refuse_backward(*, handed: bool) -> None:
     """Refuse ``manual_backward`` of a loss that the engine did not compute.
 
     Raises:
-        ValueError: none was asked for since the last one.
+        ValueError: none was requested since the last one.
     """
     if not handed:
         raise ValueError(
-            "with WholeBatch manual_backward must be given the loss of the whole batch, and this "
+            "with FullBatch manual_backward must be given the loss of the whole batch, and this "
             "one was computed in one piece, which cannot be split afterwards: write its lines as a "
             f"method, def my_loss(self, rows), and {LINE}"
         )

@@ -1,7 +1,7 @@
 """Wrapper of a `training_step` for the engine: a module with a forward that runs it on rows.
 
-    Overheard ── Rows ── LightningModule.training_step(rows, batch_idx)
-                   │ what it logs is taken aside, by name, once for each micro-batch
+    TracedModel ── StepModule ── LightningModule.training_step(rows, batch_idx)
+                   │ what it logs is recorded, by name, once for each micro-batch
                    └ {"loss": ..., "logged": {...}, "rows": n, "extra": {...}}
 
 A micro-batch may be run more often than once: without data, to foresee memory, or again. So nothing
@@ -26,10 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
 from anybatch.core import tree
-from anybatch.core.kept import names_of
+from anybatch.core.python_state import names_of
 from anybatch.errors import LossError
-from anybatch.loss.heard import Heard, Overheard
-from anybatch.loss.hearing import rows_of
+from anybatch.loss.traced import TracedModel, TracedOutputs
+from anybatch.loss.tracing import rows_of
 from anybatch.memory.fakes import is_fake
 
 Step = Callable[..., Any]
@@ -51,21 +51,21 @@ class SkippedError(LossError):
 class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode in which nothing may be computed."""
 
-    def __torch_dispatch__(self, *_given: Any, **_named: Any) -> Any:
+    def __torch_dispatch__(self, *_arguments: Any, **_named: Any) -> Any:
         """Refuse a kernel."""
         raise SkippedError("something is computed")
 
 
-def skips(step: Callable[..., Any], *given: Any) -> bool:
+def skips(step: Callable[..., Any], *arguments: Any) -> bool:
     """Say whether ``training_step`` skips a batch, and does so before it computes anything.
 
     None for some rows says nothing of the batch: they may be too few, or one of them not finite.
-    And a forward before it would have moved buffers and dice. Nothing of that can be where no
+    And a forward before it would have moved buffers and RNG states. Nothing of that can be where no
     kernel runs: then this call is what Lightning alone would do.
     """
     try:
         with Untouched():  # type: ignore[no-untyped-call]
-            return step(*given) is None
+            return step(*arguments) is None
     except SkippedError:
         return False
 
@@ -82,7 +82,7 @@ class Log:
     """Recorder in place of ``LightningModule.log`` during micro-batches; a lane is a thread.
 
     Attributes:
-        options: of every name that was logged, what was given with it.
+        options: of every name that was logged, what was passed with it.
         metrics: of every name whose value was a metric, that metric.
     """
 
@@ -107,11 +107,11 @@ class Log:
         self._lane.extra = dict(extra)
         self._lane.is_loss = [n for n, value in self._lane.values.items() if _same(value, loss)]
 
-    def call(self, path: str, way: str, given: Any) -> None:
+    def call(self, path: str, way: str, arguments: Any) -> None:
         """Record the arguments of a metric's call."""
-        self._lane.calls[f"{len(self._lane.calls)} {way} {path}"] = given
+        self._lane.calls[f"{len(self._lane.calls)} {way} {path}"] = arguments
 
-    def taken(self) -> dict[str, Any]:
+    def collected(self) -> dict[str, Any]:
         """Return the micro-batch's logged and returned values, and its metric calls."""
         lane = self._lane
         found = {"logged": lane.values, "is loss": lane.is_loss}
@@ -162,7 +162,7 @@ class Present:
         return self
 
 
-class Rows(nn.Module):
+class StepModule(nn.Module):
     """Wrapper of a LightningModule, with one of its steps as forward.
 
     Args:
@@ -202,22 +202,22 @@ class Rows(nn.Module):
         return {"loss": loss}
 
 
-class Overhearing(Overheard):
+class TracedStep(TracedModel):
     """Wrapper that traces a loss and shows an observer the logged and returned values."""
 
-    def __init__(self, rows: Rows, log: Log) -> None:
+    def __init__(self, rows: StepModule, log: Log) -> None:
         super().__init__(rows)
         self._log = log
 
-    def forward(self, *args: Any, **kwargs: Any) -> Heard:
-        """Run the step, and listen."""
-        heard = super().forward(*args, **kwargs)
-        rows = torch.full((), rows_of((args, kwargs)), device=heard["loss"].device)
-        heard.update(tree.map_tensors(Tensor.detach, self._log.taken()), rows=rows)
-        return heard
+    def forward(self, *args: Any, **kwargs: Any) -> TracedOutputs:
+        """Run the step, and trace its loss."""
+        traced = super().forward(*args, **kwargs)
+        rows = torch.full((), rows_of((args, kwargs)), device=traced["loss"].device)
+        traced.update(tree.map_tensors(Tensor.detach, self._log.collected()), rows=rows)
+        return traced
 
 
-class Seen:
+class StepObserver:
     """The observer of a step."""
 
     def __init__(self) -> None:
@@ -259,12 +259,12 @@ class Seen:
         rows = torch.stack(self._rows)
         for name in self._calls[0]:
             _, way, path = name.split(" ", 2)
-            given, named = [
+            arguments, named = [
                 {key: _together([one[name][i][key] for one in self._calls], rows) for key in keys}
                 for i, keys in enumerate(self._calls[0][name])
             ]
             with torch.no_grad():
-                getattr(module.get_submodule(path), way)(*given.values(), **named)
+                getattr(module.get_submodule(path), way)(*arguments.values(), **named)
 
     def extra(self) -> dict[str, Any]:
         """Return the full batch's values that ``training_step`` returned next to the loss.

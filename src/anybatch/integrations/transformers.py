@@ -30,7 +30,7 @@ from anybatch.engine.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
 from anybatch.integrations.transformers_evaluation import Evaluation, Outcome, may_divide
 from anybatch.integrations.transformers_experts import evenly_over_all
-from anybatch.integrations.transformers_losses import GivenLoss, Items, smoothed
+from anybatch.integrations.transformers_losses import Items, UserLoss, smoothed
 from anybatch.integrations.transformers_padding import OfTrimmed, Trimmed
 from anybatch.integrations.transformers_resume import History
 from anybatch.lockstep.adaptive import Adaptive
@@ -69,7 +69,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     is padded to its longest row by the collator, and so is each micro-batch; ``cut_padding=True``
     leaves out the columns that a micro-batch does not need (`transformers_padding`).
 
-    The loss of the model is heard (`anybatch.loss.heard`): a weighted sum of torch's own losses
+    The loss of the model is traced (`anybatch.loss.traced`): a weighted sum of torch's own losses
     needs no declaration, and ``num_items_in_batch`` is not needed. ``label_smoothing_factor`` and
     ``compute_loss_func`` work as they do there; a function that couples the samples is computed
     once on the outputs of all. Evaluation is the Trainer's own, in parts that fit where `memory`,
@@ -128,30 +128,34 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 'with rng="batch" dropout is drawn for all columns of the undivided batch, and '
                 "cut_padding=True computes fewer: leave one of them out"
             )
-        given = transformers.TrainingArguments("tmp_trainer") if args is None else args
-        refuse_arguments(given)
+        arguments = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        refuse_arguments(arguments)
         self._overrides = Overrides(self, Trainer, transformers.Trainer)
         self._overrides.refuse()
         self.engine: Engine | None = None
-        self._asked: dict[str, Any] = {"memory": memory, "micro_batch": micro_batch, "plan": plan}
+        self._requested: dict[str, Any] = {
+            "memory": memory,
+            "micro_batch": micro_batch,
+            "plan": plan,
+        }
         self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
         self._cuts = cut_padding
-        self._heard: Trimmed | None = None
-        self._given: GivenLoss | None = None
+        self._traced: Trimmed | None = None
+        self._user_loss: UserLoss | None = None
         self._made_for: tuple[int, ...] = ()
         self._folded = 1
-        self._told: Plan | None = None
+        self._logged_plan: Plan | None = None
         self._history = History()
         self._evaluates: Evaluation | None = None
-        super().__init__(model, given, *others, **named)
+        super().__init__(model, arguments, *others, **named)
         self._reached = Reached(self)
         self.callback_handler.add_callback(self._reached)
 
-    def _inner_training_loop(self, *given: Any, **named: Any) -> Any:
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         """Run the loop, in which a step is one batch of the loader."""
         refuse_arguments(self.args)
         with self._one_batch_a_step():
-            return super()._inner_training_loop(*given, **named)
+            return super()._inner_training_loop(*arguments, **named)
 
     @contextmanager
     def _one_batch_a_step(self) -> Iterator[None]:
@@ -197,17 +201,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         inner = model.module if isinstance(model, DistributedDataParallel) else model
         inputs = self._prepare_inputs(inputs) if self._overrides.prepare else inputs
         engine = self._engine_for(inner)
-        if self._heard is not None and self._overrides.counts and self.model_accepts_loss_kwargs:
+        if self._traced is not None and self._overrides.counts and self.model_accepts_loss_kwargs:
             refuse_count(self, transformers.Trainer, inputs, num_items_in_batch)
         rows, labels = self._split(dict(inputs))
-        if self._given is not None:
-            self._given.items = self._items(num_items_in_batch)
+        if self._user_loss is not None:
+            self._user_loss.items = self._items(num_items_in_batch)
         scaler = getattr(self.accelerator, "scaler", None)
         with self._around(inner), self.compute_loss_context_manager():
             self._history.replay(engine)
-            if self._heard is not None:
-                self._heard.training = inner.training
-                rows = self._heard.ordered(rows)
+            if self._traced is not None:
+                self._traced.training = inner.training
+                rows = self._traced.ordered(rows)
             decided = engine._decisions
             loss = engine.backward(rows, labels, scaler=scaler)
             if engine._decisions > decided or self._history.plan is None:
@@ -228,8 +232,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         """
         step, overrides = super().prediction_step, self._overrides
         plain = overrides.behind("prediction_step") is None and not overrides.counts
-        asked = any(value is not None for value in self._asked.values())
-        if plain and asked and may_divide(self, model, inputs):
+        requested = any(value is not None for value in self._requested.values())
+        if plain and requested and may_divide(self, model, inputs):
             overrides.refuse()
             rows = self._prepare_inputs(inputs) if overrides.prepare else inputs
             with self._around(model), self.compute_loss_context_manager():
@@ -251,12 +255,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         found = self._evaluates
         if found is None or found.model is not model or found.optimizer is not optimizer:
-            found = self._evaluates = Evaluation(model, optimizer, self._asked)
+            found = self._evaluates = Evaluation(model, optimizer, self._requested)
         return found
 
     def _split(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], Any]:
         """Return the model's inputs, and the labels for a loss outside of the model, or None."""
-        if self._heard is not None:
+        if self._traced is not None:
             return inputs, None
         labels = inputs.pop("labels", None)
         return inputs, labels
@@ -276,36 +280,36 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         losses = self.compute_loss_func, self.label_smoother
         made_for = (id(model), id(optimizer), *map(id, losses))
         if self.engine is None or self._made_for != made_for:
-            self._heard = self._given = None
+            self._traced = self._user_loss = None
             subject, loss = self._loss_of(model)
-            asked = self._history.asked() or self._asked
-            if asked.get("plan") is not None:
-                asked = {"plan": asked["plan"]}
-            self.engine = Engine(subject, loss, optimizer=optimizer, **asked, **self._how)
+            requested = self._history.options() or self._requested
+            if requested.get("plan") is not None:
+                requested = {"plan": requested["plan"]}
+            self.engine = Engine(subject, loss, optimizer=optimizer, **requested, **self._how)
             self._made_for = made_for
         return self.engine
 
     def _loss_of(self, model: nn.Module) -> tuple[nn.Module, Any]:
         """Return the module that the engine trains, and its loss."""
         if self.compute_loss_func is not None:
-            self._given = GivenLoss(self.compute_loss_func)
-            return model, self._given
+            self._user_loss = UserLoss(self.compute_loss_func)
+            return model, self._user_loss
         if self.label_smoother is not None:
             inner = getattr(getattr(model, "base_model", None), "model", model)
             name = type(inner if hasattr(model, "peft_config") else model).__name__
             return model, smoothed(self.label_smoother, shifts=name in CAUSAL.values())
-        self._heard = Trimmed(model, cuts=self._cuts)
-        return self._heard, OfTrimmed(self._heard, WAY_OUT)
+        self._traced = Trimmed(model, cuts=self._cuts)
+        return self._traced, OfTrimmed(self._traced, WAY_OUT)
 
     def _tell(self, engine: Engine) -> None:
         """Log a new plan, and the bytes of a micro-batch's logits."""
         plan = engine.plan
-        if plan is None or plan == self._told:
+        if plan is None or plan == self._logged_plan:
             return
-        self._told = plan
+        self._logged_plan = plan
         logger.info(str(plan))
-        if self._heard is not None and self._heard.logits and engine.last is not None:
-            logger.info(about_logits(self._heard.logits, plan))
+        if self._traced is not None and self._traced.logits and engine.last is not None:
+            logger.info(about_logits(self._traced.logits, plan))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
@@ -314,7 +318,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None and self._asked["plan"] is None:
+        if checkpoint is not None and self._requested["plan"] is None:
             self._history.load(checkpoint)
 
 

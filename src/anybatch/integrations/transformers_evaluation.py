@@ -1,9 +1,9 @@
 """A step of evaluation in the memory that training has: one forward of the batch, in parts.
 
 transformers evaluates a batch of ``per_device_eval_batch_size`` in one piece, whatever it takes. A
-loss that is heard adds up over parts of the batch exactly, and what else a model returns has rows
+loss that is traced adds up over parts of the batch exactly, and what else a model returns has rows
 that follow one another; so the same numbers come out of micro-batches that fit. What has no rows
-of its own, or a loss that is not heard, is left to transformers, in one piece.
+of its own, or a loss that is not traced, is left to transformers, in one piece.
 
 Source: transformers 5.23, ``Trainer.prediction_step``.
 """
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import tree
-from anybatch.distributed.everyone import Layout
+from anybatch.distributed.local_batch import Layout
 from anybatch.engine.engine import Engine
 from anybatch.errors import AnybatchError, BudgetError
-from anybatch.execution.look import layout_of
+from anybatch.execution.inspection import layout_of
 from anybatch.integrations.transformers_padding import Trimmed
-from anybatch.loss.heard import WEIGHTS, OfModel
+from anybatch.loss.traced import WEIGHTS, OfModel
 
 Outcome = tuple[Any, Any, Any]
 """Loss, outputs and labels, as ``Trainer.prediction_step`` returns them."""
 
 OWN = ("loss", "losses of", WEIGHTS)
-"""What is heard beside the outputs of a model."""
+"""What is traced beside the outputs of a model."""
 
 
 class Evaluation:

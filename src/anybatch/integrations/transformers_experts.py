@@ -53,11 +53,11 @@ def _with_experts(model: nn.Module) -> list[ModuleType]:
     """Return the files of a model's classes and their bases that have the balancing function."""
     classes = {base for module in model.modules() for base in type(module).__mro__}
     files = (sys.modules.get(name) for name in {one.__module__ for one in classes})
-    return [file for file in files if file is not None and _known(vars(file).get(NAME))]
+    return [file for file in files if file is not None and _is_balancing_loss(vars(file).get(NAME))]
 
 
 @cache
-def _known(function: Any) -> bool:
+def _is_balancing_loss(function: Any) -> bool:
     return callable(function) and tuple(inspect.signature(function).parameters) == TAKES
 
 

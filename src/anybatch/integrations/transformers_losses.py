@@ -1,6 +1,6 @@
 """Losses of a `transformers.Trainer` for the engine: traced, label-smoothed or user-defined.
 
-A Trainer has three. The model returns its own (`OfModel` hears what it is made of); a label
+A Trainer has three. The model returns its own (`OfModel` traces what it is made of); a label
 smoother is computed on the logits, and is a sum divided by the labels that are not ignored; a
 ``compute_loss_func`` is a person's function, which divides by the items of the whole batch.
 
@@ -31,7 +31,7 @@ class Items(int):
         return int(self)
 
 
-class GivenLoss:
+class UserLoss:
     """A person's ``compute_loss_func(outputs, labels, num_items_in_batch=...)``.
 
     Attributes:

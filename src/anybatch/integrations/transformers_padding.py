@@ -28,7 +28,7 @@ from anybatch.core import tree
 from anybatch.core.batch import TensorBatch
 from anybatch.core.meeting import looks_here
 from anybatch.errors import NotExactError
-from anybatch.loss.heard import Heard, OfModel, Overheard, first_loss
+from anybatch.loss.traced import OfModel, TracedModel, TracedOutputs, first_loss
 from anybatch.memory.fakes import is_fake
 from anybatch.tools.check import permuted
 
@@ -44,12 +44,12 @@ CUT = (
 )
 HEEDS = (
     "a model must heed its attention mask where cut_padding=True, and the loss of a row of this "
-    "batch is {whole:.8g} with its padding and {cut:.8g} without: leave cut_padding out"
+    "batch is {full:.8g} with its padding and {cut:.8g} without: leave cut_padding out"
 )
 
 
-class Trimmed(Overheard):
-    """An `Overheard` model that is trained on rows without the padding that they share.
+class Trimmed(TracedModel):
+    """A `TracedModel` that is trained on rows without the padding that they share.
 
     Args:
         model: of transformers.
@@ -65,7 +65,7 @@ class Trimmed(Overheard):
         self._cuts, self._compared, self._rows = cuts, False, 0
         self._pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Heard:
+    def forward(self, *args: Any, **kwargs: Any) -> TracedOutputs:
         """Run the model and trace its loss, without cuts in the full batch and inspected rows."""
         if self._cuts and not args and not looks_here() and _rows_of(kwargs) < self._rows:
             kwargs = self._cut(kwargs)
@@ -105,13 +105,13 @@ class Trimmed(Overheard):
         if all(short[name].shape == row[name].shape for name in row):
             return  # no row has padding, which tells nothing of those that have
         with torch.no_grad(), _evaluating(self.model):
-            whole, cut = (float(first_loss(self.model(**x))) for x in (row, short))
-        if whole != whole and cut != cut:
+            full, cut = (float(first_loss(self.model(**x))) for x in (row, short))
+        if full != full and cut != cut:
             return  # no token of it is predicted
         self._compared = True
         bound = torch.finfo(torch.float32).eps ** 0.5
-        if not abs(whole - cut) <= bound * abs(whole):
-            raise NotExactError(HEEDS.format(whole=whole, cut=cut))
+        if not abs(full - cut) <= bound * abs(full):
+            raise NotExactError(HEEDS.format(full=full, cut=cut))
 
 
 class OfTrimmed(OfModel):
@@ -130,8 +130,8 @@ def _rows_of(inputs: Inputs) -> int:
 def _may(inputs: Inputs, *, pair: bool) -> bool:
     """Say whether a batch is of tokens that are padded on the right, and nothing else."""
     mask = inputs.get("attention_mask")
-    known = {*FIRST, "labels", *(SECOND if pair else ())}
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or is_fake(mask) or set(inputs) - known:
+    recognised = {*FIRST, "labels", *(SECOND if pair else ())}
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or is_fake(mask) or set(inputs) - recognised:
         return False
     return bool((mask[:, 1:] <= mask[:, :-1]).all())
 

@@ -67,7 +67,7 @@ SKIPPED = {
     ),
     "training_step": (
         "a step must reach the engine, which runs the batch",
-        "name that class first, class Both({kind}, Trainer), and let it call super()",
+        "name that class first, class Both({class_name}, Trainer), and let it call super()",
     ),
     "_prepare_context_parallel_inputs": (
         "a batch must stay in one piece until the engine splits it",
@@ -106,12 +106,12 @@ class Overrides:
         """Return the name of the class or object that overrides an inherited method, or None."""
         if name in vars(self._trainer):
             return "the object"
-        first = next((kind.__name__ for kind in self._before if name in vars(kind)), None)
+        first = next((class_.__name__ for class_ in self._before if name in vars(class_)), None)
         return first or self.behind(name)
 
     def behind(self, name: str) -> str | None:
         """Return the name of an overriding class after this Trainer in the MRO, or None."""
-        found = next((kind.__name__ for kind in self._between if name in vars(kind)), None)
+        found = next((class_.__name__ for class_ in self._between if name in vars(class_)), None)
         if found is not None:
             return found
         code = getattr(getattr(self._base, name), "__code__", None)
@@ -125,11 +125,10 @@ class Overrides:
             NotExactError: something is.
         """
         for name, (why, instead) in SKIPPED.items():
-            kind = self.behind(name) if name == "training_step" else self.anywhere(name)
-            if kind is not None:
-                raise NotExactError(
-                    f"{why}, and {kind} overrides {name}: {instead.format(kind=kind)}"
-                )
+            class_name = self.behind(name) if name == "training_step" else self.anywhere(name)
+            if class_name is not None:
+                remedy = instead.format(class_name=class_name)
+                raise NotExactError(f"{why}, and {class_name} overrides {name}: {remedy}")
         accelerator = getattr(self._trainer, "accelerator", None)
         own = getattr(type(accelerator), "backward", None) is Accelerator.backward
         if accelerator is not None and (not own or "backward" in vars(accelerator)):
@@ -149,7 +148,7 @@ class Reached(transformers.TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any) -> None:
         self.step = False
-        self._kind = type(trainer).__name__
+        self._class_name = type(trainer).__name__
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_named: Any) -> None:
         """Check that the engine has run the step.
@@ -160,8 +159,8 @@ class Reached(transformers.TrainerCallback):  # type: ignore[misc]
         del args, state, control
         if not self.step:
             raise NotExactError(
-                f"{SKIPPED['training_step'][0]}, and {self._kind}.training_step did not: let it "
-                "call super().training_step(model, inputs, num_items_in_batch)"
+                f"{SKIPPED['training_step'][0]}, and {self._class_name}.training_step did not: let "
+                "it call super().training_step(model, inputs, num_items_in_batch)"
             )
         self.step = False
 
@@ -208,20 +207,20 @@ def refuse_loader(trainer: Any, folded: int) -> None:
         )
 
 
-def refuse_count(trainer: Any, base: Any, inputs: Any, given: Any) -> None:
+def refuse_count(trainer: Any, base: Any, inputs: Any, passed: Any) -> None:
     """Refuse items that were counted in another way, by which a model's loss would be divided.
 
     Raises:
         NotExactError: they are not those of the labels.
     """
     own = base._get_num_items_in_batch(trainer, [inputs], trainer.args.device)
-    there, here = (None if count is None else float(count) for count in (own, given))
+    there, here = (None if count is None else float(count) for count in (own, passed))
     if there != here:
-        kind = trainer._overrides.anywhere("_get_num_items_in_batch")
-        kind = kind or trainer._overrides.anywhere("get_batch_samples")
+        class_name = trainer._overrides.anywhere("_get_num_items_in_batch")
+        class_name = class_name or trainer._overrides.anywhere("get_batch_samples")
         raise NotExactError(
             "the loss of a model must be divided by the labels that it is taken of, and "
-            f"num_items_in_batch is {_number(here)} in {kind} and {_number(there)} in "
+            f"num_items_in_batch is {_number(here)} in {class_name} and {_number(there)} in "
             "transformers.Trainer: leave it, or divide by it in compute_loss_func="
         )
 

@@ -47,7 +47,7 @@ class History:
             shapes = {name: _shape(value) for name, value in inputs.items()}
             self._planned.append((shapes, _shape(labels) if isinstance(labels, Tensor) else None))
 
-    def asked(self) -> dict[str, Any]:
+    def options(self) -> dict[str, Any]:
         """Return options for an engine that continues as before: a budget, a size or a plan."""
         plan = self.plan
         if plan is None:

@@ -23,15 +23,15 @@ from torch import Tensor
 from anybatch.core import tree
 from anybatch.core.accelerator import home
 from anybatch.errors import LossError
-from anybatch.execution.beside import held
-from anybatch.lockstep.batchnorm import Place
+from anybatch.execution.captured import held
+from anybatch.lockstep.batchnorm import BarrierKey
 from anybatch.lockstep.gathered import Around
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device)
 """Types whose values can be written down, and compared with those of other processes."""
 
 
-class Told(NamedTuple):
+class CallRecord(NamedTuple):
     """Record of the arguments of a coupled function, except its rows.
 
     Attributes:
@@ -54,12 +54,12 @@ class Told(NamedTuple):
     did: list[Any]
 
 
-def told(
-    name: str, fn: Callable[..., Any], given: Any, samples: int, *, rows: bool = False
-) -> Told:
+def record_call(
+    name: str, fn: Callable[..., Any], arguments: Any, samples: int, *, rows: bool = False
+) -> CallRecord:
     """Return a record of a function's arguments and held values; `rows` inspects its rows, too."""
     words, numbers, objects, alike = [], [], [], []
-    for path, leaf in tree.leaves(given):
+    for path, leaf in tree.leaves(arguments):
         words.append(path)
         if not isinstance(leaf, Tensor):
             words.append(repr(leaf) if isinstance(leaf, PLAIN) else "")
@@ -71,10 +71,10 @@ def told(
     for path, leaf in held(fn):
         words += [path, repr(leaf) if isinstance(leaf, PLAIN) else ""]
         objects += [] if isinstance(leaf, PLAIN) else [leaf]
-    return Told(name, samples, " ".join(words), numbers, objects, alike, [])
+    return CallRecord(name, samples, " ".join(words), numbers, objects, alike, [])
 
 
-def refuse_looks(calls: list[Told]) -> None:
+def refuse_looks(calls: list[CallRecord]) -> None:
     """Compare the arguments of coupled functions in two forwards of different numbers of samples.
 
     Rows that are one and the same may be as many as the samples (a mask) or belong to none (weights
@@ -84,38 +84,38 @@ def refuse_looks(calls: list[Told]) -> None:
         LossError: something differs that has no rows, or equal rows are as many as before.
     """
     half, odd = divmod(len(calls), 2)
-    for whole, part in zip(calls[:half], calls[half:], strict=False):
-        if odd or whole.name != part.name or whole.samples == part.samples:
+    for full, part in zip(calls[:half], calls[half:], strict=False):
+        if odd or full.name != part.name or full.samples == part.samples:
             return
-        if whole.words != part.words or (whole.did[:1] == part.did[:1] and whole.did != part.did):
-            raise _differs(whole.name)
-        if not all(map(_close, whole.numbers, part.numbers)):  # len(x) as a tensor
-            raise _differs(whole.name)
-        for one, other in zip(whole.alike, part.alike, strict=False):
+        if full.words != part.words or (full.did[:1] == part.did[:1] and full.did != part.did):
+            raise _differs(full.name)
+        if not all(map(_close, full.numbers, part.numbers)):  # len(x) as a tensor
+            raise _differs(full.name)
+        for one, other in zip(full.alike, part.alike, strict=False):
             if one == other and one > 1:
-                raise _no_rows(whole.name, f"with {one} rows for any number of samples,")
+                raise _no_rows(full.name, f"with {one} rows for any number of samples,")
 
 
-def meets_alike(name: str, fn: Callable[..., Any], given: Any, place: Around) -> None:
+def meets_alike(name: str, fn: Callable[..., Any], arguments: Any, place: Around) -> None:
     """Compare the arguments without rows with those of all other micro-batches.
 
     Args:
         name: of the function.
         fn: the function.
-        given: its arguments.
+        arguments: its arguments.
         place: where it is called.
 
     Raises:
         LossError: it differs.
     """
     assert place.meeting is not None
-    own = told(name, fn, given, place.part)
+    own = record_call(name, fn, arguments, place.part)
     values: list[float] = [zlib.crc32(own.words.encode())]
     for number in own.numbers:
         values += [number.real, number.imag]
-    device = next((tensor.device for tensor in tree.flat(given)), torch.device("cpu"))
+    device = next((tensor.device for tensor in tree.flat(arguments)), torch.device("cpu"))
     row = torch.tensor([values], dtype=torch.float64, device=home(device))
-    where = Place(f"coupled {name}, with {len(own.numbers)} numbers", "alike")
+    where = BarrierKey(f"coupled {name}, with {len(own.numbers)} numbers", "alike")
     every, _ = place.meeting.gather(where, row[:0] if place.empty else row)
 
     def compare(parts: list[list[Any]]) -> list[bool]:
@@ -123,7 +123,7 @@ def meets_alike(name: str, fn: Callable[..., Any], given: Any, place: Around) ->
         same = all(all(map(_is, one, first)) and len(one) == len(first) for one in parts)
         return [same] * len(parts)
 
-    same = place.meeting.exchange(Place(f"coupled {name}", "objects"), own.objects, compare)
+    same = place.meeting.exchange(BarrierKey(f"coupled {name}", "objects"), own.objects, compare)
     if not (same and bool(((every == every[:1]) | every.isnan()).all())):
         raise _differs(name)
 
@@ -195,14 +195,14 @@ def refuse_constants(
     Raises:
         LossError: there is one.
     """
-    for one, whole, each in zip(own, every, zip(*parts, strict=True), strict=True):
+    for one, full, each in zip(own, every, zip(*parts, strict=True), strict=True):
         if not one.dim() or place.empty:
             continue
         there = [begin for _, begin in each if begin is not None]
         shared = len(set(there)) < len(there) and max(len(one), place.part) > 1
         shared = shared or (one.is_leaf and one.requires_grad)
         as_many = len({count for count, _ in each}) == 1
-        if shared or (as_many and _constant(one.detach(), whole, place.part)):
+        if shared or (as_many and _constant(one.detach(), full, place.part)):
             raise _no_rows(name, f"of shape {tuple(one.shape)},")
 
 

@@ -10,7 +10,7 @@ that its gradient needs; it computes with its own rows alone.
 
 Running statistics move once for all parts, and not again when a checkpointed part is computed anew.
 
-Source: AGBN, Algorithms 1-3; design of this project, section 5.3.
+Source: AGBN, Algorithms 1-3.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Tracked:
             mean: [C], or None.
             var: [C], or None.
             momentum: the share of the new statistics.
-            calls: id of a running mean -> how often this part has asked for it.
+            calls: id of a running mean -> how often this part has requested it.
         """
         if mean is None or var is None:
             return
@@ -254,7 +254,7 @@ def batch_norm(
             with Unseen(rows):
                 return moments(rows[:0] if layer.empty else rows)
 
-        total = reduce(Place(words, (layer.key, eps)), part, _together, finish)
+        total = reduce(BarrierKey(words, (layer.key, eps)), part, _together, finish)
     out: Tensor = _Normalise.apply(x, weight, bias, total, eps, layer)  # type: ignore[no-untyped-call]
     return out, total
 
@@ -264,7 +264,7 @@ def _together(one: Moments, other: Moments) -> Moments:
         return merged(one, other)
 
 
-class Place(NamedTuple):
+class BarrierKey(NamedTuple):
     """Place where parts meet: its words, and a key that separates places of the same words."""
 
     words: str
@@ -307,7 +307,7 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
     total, needs = ctx.total, ctx.needs_input_grad
     words = f"the backward of {x.shape[1]} channels"
     words += f" ({ctx.layer.name})" if ctx.layer.name else ""
-    place = Place(words, id(total))
+    place = BarrierKey(words, id(total))
 
     def finish(sums: Tensor) -> Tensor:
         with Unseen(sums):

@@ -11,7 +11,7 @@ goes on with the value and with the gradient of its own rows.
 
 The sum makes it exact however the loss of a micro-batch is weighted, as long as the weights are
 those of one whole: 1/K each, samples, tokens.
-Source: the chain rule; design of this project, sections 5.1 and 5.3.
+Source: the chain rule.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from anybatch.core import graph, tree
 from anybatch.core.meeting import as_it_is, in_forward, looks_here, meeting_in, reduce
-from anybatch.core.norm.alone import AloneNorms
+from anybatch.core.norm.non_reducing import NonReducingNorms
 from anybatch.errors import LossError
-from anybatch.execution.beside import Beside
-from anybatch.lockstep.alike import meets_alike, refuse_constants, rows_and_memory, told
-from anybatch.lockstep.batchnorm import Place
+from anybatch.execution.captured import CapturedSamples
+from anybatch.lockstep.alike import meets_alike, record_call, refuse_constants, rows_and_memory
+from anybatch.lockstep.batchnorm import BarrierKey
 from anybatch.lockstep.gathered import Around, around
 from anybatch.loss.declared import scalar
-from anybatch.loss.hearing import Hearing
+from anybatch.loss.tracing import TracingMode
 from anybatch.memory.fakes import is_fake
 
 
@@ -74,17 +74,17 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     name = getattr(fn, "__name__", type(fn).__name__)
 
     @wraps(fn, updated=())
-    def of_the_whole(*args: Any, **named: Any) -> Tensor:
+    def over_full_batch(*args: Any, **named: Any) -> Tensor:
         place = around(f"coupled {name}")
-        hearing = place.mode(Hearing)
-        with nullcontext() if hearing is None else hearing.aside():
+        tracing = place.mode(TracingMode)
+        with nullcontext() if tracing is None else tracing.aside():
             value = scalar(_value(fn, name, (args, named), place), name)
-        return value if hearing is None else hearing.of_all(value, fn)
+        return value if tracing is None else tracing.of_all(value, fn)
 
-    return of_the_whole
+    return over_full_batch
 
 
-class Shared(NamedTuple):
+class CoupledResult(NamedTuple):
     """Result for all parts: the value, its gradients for the rows of all, and their scale."""
 
     value: Tensor
@@ -92,44 +92,44 @@ class Shared(NamedTuple):
     scale: float
 
 
-def _value(fn: Callable[..., Tensor], name: str, given: Any, place: Around) -> Tensor:
+def _value(fn: Callable[..., Tensor], name: str, arguments: Any, place: Around) -> Tensor:
     """Return ``fn`` of the rows of all, with a gradient for these."""
-    args, named = given
+    args, named = arguments
     if place.meeting is None and not place.rows:
         return fn(*args, **named)
     grad = not looks_here()
 
     did: list[Any] | None = None
 
-    def take(every: list[Tensor], trains: list[bool]) -> Shared:
-        return _taken(fn, name, given, every, trains if grad else None, did)
+    def take(every: list[Tensor], trains: list[bool]) -> CoupledResult:
+        return _evaluated(fn, name, arguments, every, trains if grad else None, did)
 
-    own, alone = tree.flat(given), place.mode(AloneNorms)
-    if alone is not None and place.meeting is None and not any(map(is_fake, own)):
-        alone.called.append(told(name, fn, given, place.part, rows=True))
-        did = alone.called[-1].did
+    own, norms = tree.flat(arguments), place.mode(NonReducingNorms)
+    if norms is not None and place.meeting is None and not any(map(is_fake, own)):
+        norms.called.append(record_call(name, fn, arguments, place.part, rows=True))
+        did = norms.called[-1].did
     spark = graph.spark(grad=grad)  # all come to backward, whatever they train
-    found: Tensor = _Coupled.apply(spark, take, (fn, name), place, given, *own)  # type: ignore[no-untyped-call]
+    found: Tensor = _Coupled.apply(spark, take, (fn, name), place, arguments, *own)  # type: ignore[no-untyped-call]
     return found
 
 
-def _taken(
+def _evaluated(
     fn: Callable[..., Tensor],
     name: str,
-    given: Any,
+    arguments: Any,
     every: list[Tensor],
     trains: list[bool] | None,
     did: list[Any] | None,
-) -> Shared:
+) -> CoupledResult:
     """Return the value for the rows of all, and its gradients; record its kernels in `did`."""
     needed = trains or [False] * len(every)
     leaves = [one.detach().requires_grad_(need) for one, need in zip(every, needed, strict=True)]
     versions, left = [leaf._version for leaf in leaves], iter(leaves)
-    args, named = tree.map_tensors(lambda _: next(left), given)
+    args, named = tree.map_tensors(lambda _: next(left), arguments)
     call: Callable[[], Any] = partial(fn, *args, **named)
     if did is not None:
         did.append(list(map(_rows, every)))
-        call = partial(Beside(leaves, did).run, name, call)
+        call = partial(CapturedSamples(leaves, did).run, name, call)
     with as_it_is(), torch.set_grad_enabled(trains is not None):
         with saved_tensors_hooks(_packed, _unpacked):  # a checkpoint around it would save nothing
             value = scalar(call(), name)
@@ -138,7 +138,7 @@ def _taken(
         needs = [leaf for leaf in leaves if leaf.requires_grad]
         found, scale = _gradients(value, needs)
     gradients = iter(found)
-    return Shared(
+    return CoupledResult(
         value.detach(), [next(gradients) if leaf.requires_grad else None for leaf in leaves], scale
     )
 
@@ -179,8 +179,8 @@ def _refuse_hidden(name: str, leaves: list[Tensor], value: Tensor) -> None:
     Raises:
         LossError: it does.
     """
-    known = set(map(id, leaves))
-    if any(id(leaf) not in known for leaf in graph.leaves([value])):
+    leaf_ids = set(map(id, leaves))
+    if any(id(leaf) not in leaf_ids for leaf in graph.leaves([value])):
         raise LossError(
             f"a coupled function must be given what it trains, and {name} uses a parameter, or a "
             "tensor with a gradient, that is none of its arguments: compute with it before the "
@@ -207,10 +207,10 @@ class _Coupled(torch.autograd.Function):
     def forward(
         ctx: Any,
         spark: Tensor,
-        take: Callable[[list[Tensor], list[bool]], Shared],
+        take: Callable[[list[Tensor], list[bool]], CoupledResult],
         called: tuple[Callable[..., Tensor], str],
         place: Around,
-        given: Any,
+        arguments: Any,
         *own: Tensor,
     ) -> Tensor:
         trains, (fn, name) = list(ctx.needs_input_grad[5:]), called
@@ -218,22 +218,22 @@ class _Coupled(torch.autograd.Function):
         ctx.meeting, ctx.empty = place.meeting, place.empty
         if place.meeting is None:
             pairs = [place.stand_in(one, grad=spark.requires_grad) for one in own]
-            ctx.begins, ctx.kept = [0] * len(own), [others for _, others in pairs]
+            ctx.begins, ctx.retained = [0] * len(own), [others for _, others in pairs]
             shared = take([every for every, _ in pairs], trains)
         else:
             real = not any(map(is_fake, own))  # else there is nothing to compare
             if real:
-                meets_alike(name, fn, given, place)
+                meets_alike(name, fn, arguments, place)
             every, ctx.begins = _of_all(ctx.words, own, place)
 
-            def combine(parts: list[tuple[list[bool], list[Any]]]) -> list[Shared]:
+            def combine(parts: list[tuple[list[bool], list[Any]]]) -> list[CoupledResult]:
                 train, rows = zip(*parts, strict=True)
                 if real:
                     refuse_constants(name, own, every, place, list(rows))
                 return [take(every, [any(some) for some in zip(*train, strict=True)])] * len(parts)
 
             part = trains, [rows_and_memory(one) for one in own]
-            shared = place.meeting.exchange(Place(ctx.words, "take"), part, combine)
+            shared = place.meeting.exchange(BarrierKey(ctx.words, "take"), part, combine)
         ctx.sizes = list(map(_rows, own))
         ctx.gradients, ctx.scale, ctx.trains = shared.gradients, shared.scale, trains
         return shared.value.clone()
@@ -244,12 +244,12 @@ class _Coupled(torch.autograd.Function):
         if in_forward():
             raise LossError(
                 f"what is {ctx.words} must be differentiated after forward, with the loss, and "
-                "forward has asked for its gradient: micro-batches have parts of that only"
+                "forward has requested its gradient: micro-batches have parts of that only"
             )
         with meeting_in(ctx.meeting):
             part = torch.zeros_like(u) if ctx.empty else u
-            met = Place(f"the backward of {ctx.words}", "take")
-            total = reduce(met, lambda: part, torch.add, _same)
+            backward_place = BarrierKey(f"the backward of {ctx.words}", "take")
+            total = reduce(backward_place, lambda: part, torch.add, _same)
         columns = zip(ctx.gradients, ctx.begins, ctx.sizes, ctx.trains, strict=True)
         found = [
             _own(g, begin, size, (part if size is None else total), ctx) if train else None
@@ -267,7 +267,7 @@ def _of_all(words: str, own: tuple[Tensor, ...], place: Around) -> tuple[list[Te
             found.append((one.detach(), 0))
             continue
         shape = ", ".join(map(str, one.shape[1:]))
-        where = Place(f"{words}, with [n, {shape}] of {one.dtype}", index)
+        where = BarrierKey(f"{words}, with [n, {shape}] of {one.dtype}", index)
         rows = one.detach()
         found.append(place.meeting.gather(where, rows[:0] if place.empty else rows))
     return [every for every, _ in found], [begin for _, begin in found]

@@ -8,7 +8,7 @@ goes back to the rows that it came from.
     forward     whole = [rows of all micro-batches of all ranks], the same for all
     backward    d rows = (sum of d whole over all who got it), the part that is ours
 
-Source: the chain rule; design of this project, section 5.3.
+Source: the chain rule.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.core.meeting import (
     Meeting,
-    alone_here,
     as_it_is,
     here,
     looks_here,
     meeting_in,
     reduce,
     samples_here,
+    standalone_here,
 )
-from anybatch.core.norm.alone import AloneNorms, HeardNorms
 from anybatch.core.norm.counters import GatherError
-from anybatch.execution.kinds import bytes_of
+from anybatch.core.norm.non_reducing import NonReducingNorms, RefusedNorms
 from anybatch.execution.proof.follow import Follow
-from anybatch.lockstep.batchnorm import MeetingNorms, Place
+from anybatch.execution.signature import bytes_of
+from anybatch.lockstep.batchnorm import BarrierKey, MeetingNorms
 
 M = TypeVar("M")
 
@@ -86,9 +86,9 @@ class Around(NamedTuple):
     part: int
     empty: bool
 
-    def mode(self, kind: type[M]) -> M | None:
+    def mode(self, mode_type: type[M]) -> M | None:
         """Return the active mode of this type, or None."""
-        return next((mode for mode in self.modes if isinstance(mode, kind)), None)
+        return next((mode for mode in self.modes if isinstance(mode, mode_type)), None)
 
     def stand_in(self, rows: Tensor, *, grad: bool) -> tuple[Tensor, Tensor]:
         """Return as many rows as the full batch has, and those that other parts would have.
@@ -102,11 +102,11 @@ class Around(NamedTuple):
         size, own = -(-self.rows * len(rows) // max(self.part, 1)), rows.detach()
         with as_it_is():  # what is called here is no part of the model
             more = _like(own, max(0, size - len(own)))
-            whole = torch.cat([own, more]) if grad else _pattern(torch.cat([own, more]))
-        alone = self.mode(AloneNorms)
-        assert alone is not None
-        alone.gathered += bytes_of(whole)
-        return whole, more
+            full = torch.cat([own, more]) if grad else _pattern(torch.cat([own, more]))
+        norms = self.mode(NonReducingNorms)
+        assert norms is not None
+        norms.gathered += bytes_of(full)
+        return full, more
 
 
 WAVE = 509
@@ -145,19 +145,19 @@ def around(what: str) -> Around:
             found out so that samples meet in `what` begins again.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    alone = next((mode for mode in modes if isinstance(mode, AloneNorms)), None)
+    norms = next((mode for mode in modes if isinstance(mode, NonReducingNorms)), None)
     looked_at = any(isinstance(m, Follow) for m in _get_current_dispatch_mode_stack())
-    looked_at = looked_at or any(isinstance(mode, HeardNorms) for mode in modes)
+    looked_at = looked_at or any(isinstance(mode, RefusedNorms) for mode in modes)
     meeting = here()
-    if alone is None and (looked_at or (meeting is None and alone_here())):
+    if norms is None and (looked_at or (meeting is None and standalone_here())):
         raise GatherError(what)
-    rows = 0 if alone is None or meeting is not None or samples_here() < 0 else alone.rows
+    rows = 0 if norms is None or meeting is not None or samples_here() < 0 else norms.rows
     meets = next((mode for mode in modes if isinstance(mode, MeetingNorms)), None)
     empty = meets is not None and meets.empty
     if meeting is not None and meets is not None:
         meets.meets((what, 0, 0))
-    elif rows and alone is not None:
-        alone.meets((what, 0, 0))
+    elif rows and norms is not None:
+        norms.meets((what, 0, 0))
     return Around(modes, meeting, rows, samples_here(), empty)
 
 
@@ -166,13 +166,14 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, place: Around, grad: bool) -> tuple[Tensor, int]:  # noqa: FBT001
         ctx.meeting, ctx.begin, ctx.size, ctx.empty = place.meeting, 0, len(rows), place.empty
         if place.meeting is None:
-            ctx.kept = whole, _ = place.stand_in(rows, grad=grad)  # as long as any lane needs them
-            return whole.view_as(whole), 0
+            # as long as any lane needs them
+            ctx.retained = full, _ = place.stand_in(rows, grad=grad)
+            return full.view_as(full), 0
         shape = ", ".join(map(str, rows.shape[1:]))
-        ctx.place = Place(f"gather_batch of [n, {shape}] of {rows.dtype}", "gather")
+        ctx.place = BarrierKey(f"gather_batch of [n, {shape}] of {rows.dtype}", "gather")
         own = rows.detach()[:0] if place.empty else rows.detach()
-        whole, ctx.begin = place.meeting.gather(ctx.place, own)
-        return whole.view_as(whole), ctx.begin
+        full, ctx.begin = place.meeting.gather(ctx.place, own)
+        return full.view_as(full), ctx.begin
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -182,7 +183,7 @@ class _Gather(torch.autograd.Function):
             total = before + gradient  # while the first of all, which began the sum, is there
             del first, before
             return total[: ctx.size].clone(), None, None
-        place = Place(f"the backward of {ctx.place}", "gather")
+        place = BarrierKey(f"the backward of {ctx.place}", "gather")
         with meeting_in(ctx.meeting):
             part = torch.zeros_like(gradient) if ctx.empty else gradient
             total = reduce(place, lambda: part, torch.add, _same)

@@ -1,4 +1,4 @@
-"""Micro-batches in lockstep: each is a thread, and a baton lets exactly one of them run.
+"""Micro-batches in lockstep: each is a thread, and a token lets exactly one of them run.
 
 A model with BatchNorm cannot see its micro-batches one after another: the first needs the
 statistics of the last. Here every micro-batch runs up to where samples meet, hands over its part
@@ -49,16 +49,16 @@ NOTICE = 0.2
 
 
 def _nothing() -> None:
-    """Hear nothing."""
+    """Do nothing."""
 
 
 class Turns(Protocol):
     """Hooks that run where the token passes between lanes."""
 
     def begin(self, lane: int) -> None:
-        """A lane takes the baton."""
+        """Give the token to a lane."""
 
-    def leave(self, lane: int, coming: list[int]) -> None:
+    def pass_token(self, lane: int, coming: list[int]) -> None:
         """Pass the token on from a lane; `coming` lists the next lanes, in order."""
 
     def around(self, lane: int) -> None:
@@ -78,7 +78,7 @@ class Lanes:
 
     Args:
         count: lanes.
-        turns: told of every turn.
+        turns: hooks that are called at every turn.
         entered: returns what a lane runs in: the modes of the thread that started them.
         beyond: adds what lanes of other processes have; None (default) where there are none.
     """
@@ -156,7 +156,7 @@ class Lanes:
 
     def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Wait for all lanes at a barrier; the last combines their parts without a barrier."""
-        lane = self._come(key)
+        lane = self._arrive(key)
         self._parts[lane] = part
         del part
         if self._at < self._count - 1:
@@ -165,7 +165,7 @@ class Lanes:
             parts, self._parts = self._parts, [None] * self._count
             with meeting_in(None):
                 self._results = list(combine(parts))
-            self._turn_around(lane)
+            self._reverse_order(lane)
         result, self._results[lane] = self._results[lane], None
         return result
 
@@ -177,7 +177,7 @@ class Lanes:
         finish: Callable[[Any], Any],
     ) -> Any:
         """Wait for all lanes; each adds its part to the sum as it comes."""
-        lane = self._come(key)
+        lane = self._arrive(key)
         self._parts[0] = part() if self._at == 0 else add(self._parts[0], part())
         if self._at < self._count - 1:
             self._hand_on(lane)
@@ -187,7 +187,7 @@ class Lanes:
                 with meeting_in(None):
                     total = self._beyond.reduce(key, total, add)
             self._results = [finish(total)] * self._count
-            self._turn_around(lane)
+            self._reverse_order(lane)
         result, self._results[lane] = self._results[lane], None
         return result
 
@@ -195,16 +195,16 @@ class Lanes:
         """Wait for all lanes; return the rows of all of them, and where these begin."""
 
         def combine(parts: list[Tensor]) -> list[tuple[Tensor, int]]:
-            whole, begin = torch.cat(parts), 0
+            joined, begin = torch.cat(parts), 0
             if self._beyond is not None:
-                whole, begin = self._beyond.gather(key, whole)
+                joined, begin = self._beyond.gather(key, joined)
             before = accumulate(map(len, parts), initial=begin)
-            return [(whole, first) for first, _ in zip(before, parts, strict=False)]
+            return [(joined, first) for first, _ in zip(before, parts, strict=False)]
 
         found: tuple[Tensor, int] = self.exchange(key, rows, combine)
         return found
 
-    def _come(self, key: Any) -> int:
+    def _arrive(self, key: Any) -> int:
         """Return the lane that has reached the barrier of `key`.
 
         Raises:
@@ -224,14 +224,14 @@ class Lanes:
             )
         return lane
 
-    def _turn_around(self, lane: int) -> None:
+    def _reverse_order(self, lane: int) -> None:
         """Let the last lane go on at once."""
         self._order.reverse()
         self._at = 0
         self._turns.around(lane)
 
     def _hand_on(self, lane: int) -> None:
-        self._leave(lane)
+        self._pass_token(lane)
         self._at += 1
         self._go[self._order[self._at]].release()
         self._go[lane].acquire()
@@ -239,9 +239,9 @@ class Lanes:
             raise LaneLeft
         self._turns.begin(lane)
 
-    def _leave(self, lane: int) -> None:
+    def _pass_token(self, lane: int) -> None:
         later = self._order[self._at + 1 :]
-        self._turns.leave(lane, list(dict.fromkeys([*later, *reversed(self._order)])))
+        self._turns.pass_token(lane, list(dict.fromkeys([*later, *reversed(self._order)])))
 
     def _lane(self, lane: int, work: Callable[[int], None]) -> None:
         self._go[lane].acquire()
@@ -252,8 +252,8 @@ class Lanes:
                 with self._entered(), meeting_in(self):
                     self._turns.begin(lane)
                     work(lane)
-                    self._come(END)  # where nobody waits
-                    self._leave(lane)
+                    self._arrive(END)  # where nobody waits
+                    self._pass_token(lane)
                 self._at += 1
         except LaneLeft:
             _drain(drain)
@@ -265,7 +265,7 @@ class Lanes:
             self._wake()
 
     def _wake(self) -> None:
-        """Hand the baton on when a lane is over: to the next, or to one that is to be unwound."""
+        """Pass the token on when a lane is over: to the next, or to one that is to be unwound."""
         if not self._alive:
             self._over.release()
         elif self._failure is not None:

@@ -1,15 +1,15 @@
 """Batch normalisation that a model begins to call in a later step, detected without a mode.
 
-The first look at a model hears what its first forward calls. A bare ``F.batch_norm`` behind a flag
-that is switched on later would normalise each micro-batch by itself. A mode would hear that, and
-every other call too, at the price of each. But ``F.batch_norm``, however a model has imported it,
-looks ``torch.batch_norm`` up when it is called: while a step runs that is divided, something else
-stands there, which costs a comparison, and no compiled model is compiled anew for it.
+The first look at a model traces what its first forward calls. A bare ``F.batch_norm`` behind a
+flag that is switched on later would normalise each micro-batch by itself. A mode would find that,
+and every other call too, at the price of each. But ``F.batch_norm``, however a model has imported
+it, looks ``torch.batch_norm`` up when it is called: while a step runs that is divided, something
+else stands there, which costs a comparison, and no compiled model is compiled anew for it.
 
-    F.batch_norm, nn.BatchNorm ──> torch.batch_norm ──> training, with a part of the batch: heard
+    F.batch_norm, nn.BatchNorm ──> torch.batch_norm ──> training, with a part of the batch: found
                                                     └─> torch's own
 
-Not heard is what has taken ``torch.batch_norm`` itself before the step (``from torch import``),
+Not found is what has taken ``torch.batch_norm`` itself before the step (``from torch import``),
 calls from C++ (a scripted model), and what was compiled outside of a divided step.
 """
 
@@ -24,7 +24,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from anybatch.core.meeting import alone_here, forwards_here, samples_here
+from anybatch.core.meeting import forwards_here, samples_here, standalone_here
 from anybatch.core.norm.counters import BatchStatisticsError, refuse
 from anybatch.core.undo import Before, uninterrupted
 
@@ -36,11 +36,11 @@ SINGLE = "Expected more than 1 value per channel when training"
 """What ``F.batch_norm`` says of a single sample, before it calls anything."""
 
 
-class _Here(threading.local):
+class _ThreadStep(threading.local):
     step: Listening | None = None
 
 
-_HERE = _Here()
+_HERE = _ThreadStep()
 _LOCK = threading.Lock()
 _LISTENING: WeakSet[Listening] = WeakSet()
 _OWN: dict[str, Any] = {}
@@ -75,11 +75,11 @@ class Listening:
         outer: the step of this thread that it is within; None where there is none.
 
     Attributes:
-        heard: what was called; "" where nothing was.
+        called: what was called; "" where nothing was.
     """
 
     def __init__(self, singles: Singles, outer: Listening | None) -> None:
-        self.heard = ""
+        self.called = ""
         self.singles, self._outer = singles, outer
 
     def begin(self) -> None:
@@ -118,8 +118,8 @@ def _hear(name: str, x: Tensor) -> None:
         BatchStatisticsError: it is, and remembers that, whatever becomes of the error.
     """
     step = _HERE.step
-    if step is not None and alone_here() and not step.singles.takes(x):
-        step.heard = name
+    if step is not None and standalone_here() and not step.singles.takes(x):
+        step.called = name
         _refuse(name)
 
 
@@ -147,12 +147,12 @@ def listening(before: Before, singles: Singles) -> Iterator[None]:
     except BatchStatisticsError:
         raise
     except Exception as error:  # of a compiler, perhaps, that has tried to trace the call
-        if step.heard or (isinstance(error, ValueError) and str(error).startswith(SINGLE)):
-            _refuse(step.heard or "batch_norm")
+        if step.called or (isinstance(error, ValueError) and str(error).startswith(SINGLE)):
+            _refuse(step.called or "batch_norm")
         raise
     else:
-        if step.heard:
-            _refuse(step.heard)
+        if step.called:
+            _refuse(step.called)
     finally:
         with uninterrupted():
             step.end()

@@ -10,7 +10,7 @@ the samples is one more meeting, of outputs, and needs no second forward: the gr
 What waiting lanes hold leaves the device as far as there is no room for it
 (`anybatch.memory.pager`).
 
-Source: design of this project, section 5.3; what BatchNorm over parts means: AGBN, Algorithms 1-3.
+Source: what BatchNorm over parts means: AGBN, Algorithms 1-3.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from anybatch.core.batch import MicroBatch, made_up
 from anybatch.core.meeting import exchange
 from anybatch.core.norm.sites import Route
 from anybatch.core.undo import HeldBack, uninterrupted
+from anybatch.execution.loss_gradients import loss_of_all, value_of_all
 from anybatch.execution.second_pass import shares
 from anybatch.execution.step import Step, check_trains, copied
 from anybatch.execution.stream import Normalization, normalization
-from anybatch.execution.taken import loss_of_all, value_of_all
 from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
 from anybatch.lockstep.lanes import Lanes
 from anybatch.lockstep.surroundings import Surroundings
@@ -60,7 +60,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
         LockstepError: the model takes another path for other samples.
         NotAPartError: some micro-batch has shown that the loss couples the samples.
     """
-    together = Together(step)
+    together = LockstepState(step)
     with uninterrupted() as held:  # or a thread of the pager, and its file, would be left
         _run(step, tracked, together, held)
     if step.gradients is not None and step.batch.size:
@@ -70,7 +70,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     return together.loss()
 
 
-def _run(step: Step, tracked: Tracked, together: Together, held: HeldBack) -> None:
+def _run(step: Step, tracked: Tracked, together: LockstepState, held: HeldBack) -> None:
     """Run all lanes; Ctrl-C takes effect during the wait for them."""
     around = Surroundings.now()
     meters = [mode for mode in around.dispatches if isinstance(mode, Meter)]
@@ -78,7 +78,7 @@ def _run(step: Step, tracked: Tracked, together: Together, held: HeldBack) -> No
     pager = _pager(step, meters)
     turns = LaneTurns(lanes, step.slots, step.gradients, pager, everything=step.draws is not None)
     entered = partial(around.entered, None if pager is None else Paging(pager))
-    beyond = step.everyone if step.everyone.several else None
+    beyond = step.global_batch if step.global_batch.several else None
     try:
         if pager is not None:
             pager.ready()
@@ -102,21 +102,23 @@ AHEAD = 1.5
 
 def _pager(step: Step, meters: list[Meter]) -> Pager | None:
     """Return the pager that offloads tensors beyond the budget; None where all tensors fit."""
-    if step.inside is None and (step.room is None or step.count < 2):
+    if step.inside is None and (step.lane_bytes is None or step.count < 2):
         return None
     turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
     return Pager(
-        step.room or 0,
+        step.lane_bytes or 0,
         store_on(step.device, step.spill),
         step.device,
         meters,
         small=small,
-        turns=turns,
+        segments=turns,
         inside=step.inside,
     )
 
 
-def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pager | None) -> None:
+def _lane(
+    step: Step, tracked: Tracked, together: LockstepState, lane: int, pager: Pager | None
+) -> None:
     """Run one lane: forward, its share of the loss, backward."""
     empty = not step.batch.size
     bring = partial(keep, pager) if pager is not None else None
@@ -136,7 +138,7 @@ def _lane(step: Step, tracked: Tracked, together: Together, lane: int, pager: Pa
         step.gradients.restart()
 
 
-class Together:
+class LockstepState:
     """State that the lanes of a step share: the batch that feeds them, and its loss.
 
     Attributes:
@@ -191,8 +193,8 @@ class Together:
             self._count([])
         if step.coupled:
             step.found = step.loss.name
-            rows = step.everyone.rows(None, None, (), 0)
-            with torch.no_grad(), self._whole_loss():
+            rows = step.global_batch.rows(None, None, (), 0)
+            with torch.no_grad(), self._full_batch_draws():
                 self._coupled = value_of_all(step, rows)
         roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
         return roots, [torch.zeros_like(root) for root in roots]
@@ -204,10 +206,10 @@ class Together:
         except NotAPartError:
             self._step.coupled = True
 
-    def _whole_loss(self) -> AbstractContextManager[None]:
+    def _full_batch_draws(self) -> AbstractContextManager[None]:
         """Return the context for the loss of all outputs, with torch's full-batch draws."""
         draws = self._step.draws
-        return nullcontext() if draws is None else draws.whole_loss()
+        return nullcontext() if draws is None else draws.full_loss_draws()
 
     def correction(self) -> float | Tensor:
         """Return the factor that the sum of the gradients still lacks."""
@@ -232,7 +234,7 @@ class Together:
         """Take the loss of all outputs; return its gradients, and where each lane's rows begin."""
         step = self._step
         step.found = step.loss.name
-        with self._whole_loss():
+        with self._full_batch_draws():
             return self._loss_of(parts)
 
     def _loss_of(self, parts: list[tuple[Any, Any, int]]) -> list[tuple[list[Tensor | None], int]]:
@@ -241,12 +243,12 @@ class Together:
         step.check_structure(outputs[0])
         joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
         aims = tree.join(targets, sizes=sizes, name="targets")
-        rows = step.everyone.rows(joined, aims, step.layout or (), step.batch.size)
+        rows = step.global_batch.rows(joined, aims, step.layout or (), step.batch.size)
         del joined, aims
         if step.gradients is None:
             self._coupled = value_of_all(step, rows)
             return [([], 0)] * len(sizes)
         with torch.enable_grad():
-            taken = loss_of_all(step, rows)
-        self._coupled = taken.loss
-        return [(taken.gradients, taken.begin + sum(sizes[:k])) for k in range(len(sizes))]
+            result = loss_of_all(step, rows)
+        self._coupled = result.loss
+        return [(result.gradients, result.begin + sum(sizes[:k])) for k in range(len(sizes))]

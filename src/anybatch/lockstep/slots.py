@@ -4,7 +4,7 @@ A model may keep an activation in an attribute and read it some layers later, pu
 dict by a hook, or swap its parameters for the time of a call. Run to the end, one forward does not
 disturb the next. Lanes stop in the middle, and what one has left would be found by another. So the
 first look at a model compares, wherever a lane would have to wait, what attributes, parameters and
-containers hold with what they held before; what has changed changes hands with the baton.
+containers hold with what they held before; what has changed changes hands with the token.
 
 Source: found by trying to break lanes; ``threading.local`` of a person's own is not carried over.
 """
@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerators import library_switches
-from anybatch.core.kept import Kept, fill
 from anybatch.core.meeting import forwards_here
 from anybatch.core.modules import Modules
 from anybatch.core.norm.sites import Site, Way
+from anybatch.core.python_state import PythonState, fill
 from anybatch.errors import NotExactError
 from anybatch.execution.proof.follow import Follow
 
 
-class LaneLook:
+class LaneInspection:
     """Comparison, wherever samples meet in the first inspection, of state that lanes would share.
 
     Args:
@@ -38,9 +38,9 @@ class LaneLook:
     """
 
     def __init__(self, modules: Modules) -> None:
-        kept = Kept()
-        kept.modules((module for _, module in modules), attributes=True)
-        self._before = [(held, _print(held)) for held in kept.held]
+        snapshot = PythonState()
+        snapshot.modules((module for _, module in modules), attributes=True)
+        self._before = [(held, _print(held)) for held in snapshot.held]
         self._settings = _settings()
         self._changed: dict[int, Any] = {}
         self._sites: list[tuple[int, Site]] = []
@@ -48,12 +48,12 @@ class LaneLook:
         self.follow: Follow | None = None
         self.forwards = 0
 
-    def heard(self, x: Tensor) -> None:
+    def record_input(self, x: Tensor) -> None:
         """Take in a normalisation of `x`."""
         if self.follow is not None:
-            self.follow.heard(x)
+            self.follow.record_norm(x)
 
-    def met(self, site: Site) -> None:
+    def record_site(self, site: Site) -> None:
         """Take in a place where samples meet.
 
         Raises:
@@ -95,19 +95,19 @@ class LaneSlots:
     def __init__(self, slots: Iterable[Any], lanes: int) -> None:
         self._slots = list(slots)
         self._start = [held.copy() for held in self._slots]
-        self._kept = [self._start] * lanes
+        self._stored = [self._start] * lanes
 
     def begin(self, lane: int) -> None:
         """Restore the content that a lane has stored."""
-        self._fill(self._kept[lane])
+        self._fill(self._stored[lane])
 
-    def leave(self, lane: int) -> None:
+    def store(self, lane: int) -> None:
         """Store the content of a lane."""
-        self._kept[lane] = [held.copy() for held in self._slots]
+        self._stored[lane] = [held.copy() for held in self._slots]
 
     def finish(self) -> None:
         """Restore the content of the last micro-batch."""
-        self._fill(self._kept[-1])
+        self._fill(self._stored[-1])
 
     def put_back(self) -> None:
         """Restore the content from before the step."""

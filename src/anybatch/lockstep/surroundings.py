@@ -46,8 +46,8 @@ class Surroundings:
         return cls(
             grad=torch.is_grad_enabled(),
             autocast=tuple(
-                (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-                for kind in accelerators.autocast_types()
+                (type_, torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_))
+                for type_ in accelerators.autocast_types()
             ),
             cache=torch.is_autocast_cache_enabled(),
             functions=tuple(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
@@ -72,10 +72,10 @@ class Surroundings:
                 stack.enter_context(there.on(stream))
             stack.enter_context(torch.set_grad_enabled(self.grad))
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-            for kind, enabled, dtype in self.autocast:
+            for type_, enabled, dtype in self.autocast:
                 if enabled:
                     stack.enter_context(
-                        torch.autocast(kind, dtype=dtype, enabled=True, cache_enabled=self.cache)
+                        torch.autocast(type_, dtype=dtype, enabled=True, cache_enabled=self.cache)
                     )
             if self.hooks:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))

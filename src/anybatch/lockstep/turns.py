@@ -2,7 +2,7 @@
 
 A checkpointed part of a model notes the state of the generator and puts it back when it computes
 again. If it has to wait in the middle of that, the others must not find its state, nor move it. So
-torch's generators change hands with the baton, and so does what forward keeps on the model. The
+torch's generators change hands with the token, and so does what forward keeps on the model. The
 first lane goes on from where the step began, the others from seeds drawn from there, without moving
 it.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from anybatch.core import accelerators
 from anybatch.core.accelerator import States
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.execution.gradients import Gradients
 from anybatch.lockstep.slots import LaneSlots
 from anybatch.memory.pager import Pager
@@ -53,53 +53,53 @@ class LaneTurns:
         source = torch.Generator("cpu")
         source.set_state(self._start)
         self._seeds = torch.randint(2**62, (lanes,), generator=source, device="cpu").tolist()
-        self._dice: dict[int, Dice] | None = {} if everything else None
-        self._kept: list[tuple[Tensor, States] | None] = [None] * lanes
+        self._rng_states: dict[int, RNGState] | None = {} if everything else None
+        self._stored: list[tuple[Tensor, States] | None] = [None] * lanes
 
     def begin(self, lane: int) -> None:
         """Make the lane's state the present one."""
         if self._pager is not None:
             self._pager.begin(lane)
         self._slots.begin(lane)
-        kept = self._kept[lane]
-        if kept is not None:
-            self._put_back(*kept)
+        stored = self._stored[lane]
+        if stored is not None:
+            self._put_back(*stored)
         elif lane == 0:
             self._put_back(self._start, self._states)
         else:
             torch.default_generator.manual_seed(self._seeds[lane])
             if self._states:
                 accelerators.seed(self._seeds[lane])
-        if self._dice and lane in self._dice:
-            self._dice[lane].put_back()
+        if self._rng_states and lane in self._rng_states:
+            self._rng_states[lane].put_back()
 
     def around(self, lane: int) -> None:
         """Continue a lane: its RNG state is in place."""
         if self._pager is not None:
             self._pager.around(lane)
 
-    def leave(self, lane: int, coming: list[int]) -> None:
+    def pass_token(self, lane: int, coming: list[int]) -> None:
         """Store the lane's state, and offload tensors beyond the budget."""
         if self._gradients is not None:
             self._gradients.collect()
         if self._pager is not None:
-            self._pager.leave(lane, coming)
+            self._pager.end(lane, coming)
         if self._states:
             accelerators.clear_workspaces()
-        self._slots.leave(lane)
+        self._slots.store(lane)
         states = accelerators.random_states() if self._states else ()
-        self._kept[lane] = torch.get_rng_state(), states
-        if self._dice is not None:
-            self._dice[lane] = Dice.now()
+        self._stored[lane] = torch.get_rng_state(), states
+        if self._rng_states is not None:
+            self._rng_states[lane] = RNGState.now()
 
     def finish(self) -> None:
         """Restore the RNG state of the first lane, and the attributes of the last one."""
         self._slots.finish()
-        kept = self._kept[0]
-        if kept is not None:
-            self._put_back(*kept)
-        if self._dice:
-            self._dice[0].put_back()
+        stored = self._stored[0]
+        if stored is not None:
+            self._put_back(*stored)
+        if self._rng_states:
+            self._rng_states[0].put_back()
 
     def put_back(self) -> None:
         """Restore the attributes from before a step that failed."""

@@ -24,7 +24,7 @@ from anybatch.core.batch import MicroBatch
 from anybatch.core.functions import keywords
 from anybatch.errors import LossError
 from anybatch.loss.holders import Change, Depth
-from anybatch.loss.repeated import Whole, refuse_hidden
+from anybatch.loss.repeated import FullBatchLoss, refuse_hidden
 from anybatch.loss.state import LossState
 from anybatch.loss.watched import silent
 
@@ -71,27 +71,33 @@ class LossCalls:
         self._left = None
 
     def compare(
-        self, whole: Whole, outputs: Any, micro: MicroBatch, *, trains: bool, alone: bool = False
+        self,
+        loss_fn: FullBatchLoss,
+        outputs: Any,
+        micro: MicroBatch,
+        *,
+        trains: bool,
+        single: bool = False,
     ) -> None:
         """Compare two calls of the loss, once, in the first step of a signature.
 
         Args:
-            whole: the loss.
+            loss_fn: the loss.
             outputs: of the micro-batch.
             micro: the micro-batch.
             trains: compare gradients, too.
-            alone: the step itself calls it once only, so it matters where rehearsals have.
+            single: the step itself calls it once only, so it matters where dry runs have.
 
         Raises:
             LossError: it gives two values: it has state that is not listed.
         """
-        if not self._again or (alone and not self._rehearsed):
+        if not self._again or (single and not self._rehearsed):
             return
         self._again = False
         restore = partial(self._state.restore, self._state.snapshot(Depth.THOROUGH))
-        kept = self._state.large_kept, restore
+        guards = self._state.large_restored, restore
         with self._state.uncounted(self._start), silent():
-            refuse_hidden(whole, outputs, micro, kept, trains=trains)
+            refuse_hidden(loss_fn, outputs, micro, guards, trains=trains)
 
     @property
     def iterators(self) -> list[str]:

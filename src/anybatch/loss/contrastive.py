@@ -94,7 +94,7 @@ class Contrastive(Loss):
         self.name = "contrastive: NT-Xent" if symmetric and within else "contrastive"
         self._temperature, self._symmetric, self._within = temperature, symmetric, within
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of all samples, which are all here."""
         return self.of_rows(outputs, outputs, 0, micro, lambda rows: rows)
 
@@ -122,8 +122,8 @@ class Contrastive(Loss):
             here, factor = self._parsed(own, None)
         pairs = _pairs(len(embeddings), symmetric=self._symmetric, within=self._within)
         task = _Task(pairs, begin, gather)
-        kept = None if own is every else [embedding.detach() for embedding in embeddings]
-        loss: Tensor = _Function.apply(task, kept, factor, *here)  # type: ignore[no-untyped-call]
+        gathered = None if own is every else [embedding.detach() for embedding in embeddings]
+        loss: Tensor = _Function.apply(task, gathered, factor, *here)  # type: ignore[no-untyped-call]
         return loss
 
     def totals(self, scope: Scope) -> list[Total] | None:  # noqa: ARG002
@@ -248,7 +248,7 @@ def _sums(
         add_sums(own[a], there[b], scale, each[a], None, partner, into)
         if both and a != b:
             add_sums(own[b], there[a], scale, each[b], None, partner)
-    return torch.stack([true, *(tensor for one in each for tensor in one.beside(true))])
+    return torch.stack([true, *(tensor for one in each for tensor in one.including(true))])
 
 
 def _log(sums: Sums, true: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class Scope:
         outputs: the first micro-batch's.
         first: the first micro-batch.
         layout: for each output tensor the dimension of the samples, or None.
-        everyone: samples of all processes; 0 (default) where there is one.
+        global_size: samples of all processes; 0 (default) where there is one.
     """
 
     size: int
@@ -55,7 +55,7 @@ class Scope:
     outputs: Any
     first: MicroBatch
     layout: tuple[int | None, ...]
-    everyone: int = 0
+    global_size: int = 0
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Loss(ABC):
         Raises:
             LossError: at a step, where `count` contradicts what the model divides by.
         """
-        return Inside(count)
+        return InsideLoss(count)
 
     @staticmethod
     def algorithm1(fn: Callable[..., Tensor]) -> Loss:
@@ -205,7 +205,7 @@ class Loss(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of an undivided batch, a 0-dim tensor."""
 
     @abstractmethod
@@ -235,7 +235,7 @@ class Ratio(Loss):
         self.name = "declared: sum / count of targets"
         self._num, self._den = num, den
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return num / den."""
         return (self._numerator(outputs, micro) / self._den(micro.targets)).reshape(())
 
@@ -247,7 +247,7 @@ class Ratio(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the micro-batch's sum and count."""
         del totals
-        with ForwardOf(micro.size, alone=True), _derivative_errors():
+        with ForwardOf(micro.size, standalone=True), _derivative_errors():
             numerator = self._numerator(outputs, micro)
         return [Part(numerator, lambda: self._den(micro.targets))]
 
@@ -272,7 +272,7 @@ class PerSample(Loss):
         self.name = "declared: mean over samples"
         self._fn = fn
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the mean."""
         return self._losses(outputs, micro).mean()
 
@@ -283,7 +283,7 @@ class PerSample(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the sum over the micro-batch."""
         del totals
-        with ForwardOf(micro.size, alone=True), _derivative_errors():
+        with ForwardOf(micro.size, standalone=True), _derivative_errors():
             losses = self._losses(outputs, micro)
         return [Part(losses.sum(), lambda: micro.size)]
 
@@ -306,7 +306,7 @@ class PerSample(Loss):
         return losses
 
 
-class Inside(Loss):
+class InsideLoss(Loss):
     """Loss of `Loss.inside`, trusted; an engine compares it with the trace (`model_loss`)."""
 
     takes_outputs = False
@@ -316,7 +316,7 @@ class Inside(Loss):
         self.name = f"inside the model, {'a sum' if count is None else 'its count declared'}"
         self.count = count
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the model's loss."""
         del micro
         return loss_inside(outputs)
@@ -334,11 +334,11 @@ class Inside(Loss):
         if self.count is None:
             return [Part(loss, lambda: 1)]
         count = self.count(micro.inputs, micro.targets)
-        whole = totals[0].denominator
+        total = totals[0].denominator
         # Multiplying by 0 would leave a NaN gradient: a micro-batch without any target is cut,
         # or comes along with nothing where others wait for its backward.
-        fake = is_fake(count) or is_fake(whole)
-        if not fake and bool(count == 0) and (whole is None or bool(whole != 0)):
+        fake = is_fake(count) or is_fake(total)
+        if not fake and bool(count == 0) and (total is None or bool(total != 0)):
             zero = nothing(loss) if in_a_meeting() else torch.zeros_like(loss)
             return [Part(zero, lambda: count)]
         return [Part(loss * count, lambda: count)]
@@ -351,7 +351,7 @@ class Algorithm1(Loss):
         self.name = "MBS Algorithm 1: mean / number of micro-batches"
         self._fn = fn
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss: N_S is 1."""
         return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
 
@@ -362,7 +362,7 @@ class Algorithm1(Loss):
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the micro-batch's mean loss."""
         del totals
-        return [Part(self.whole(outputs, micro), lambda: 1)]
+        return [Part(self.full_batch(outputs, micro), lambda: 1)]
 
     def functions(self) -> tuple[Any, ...]:
         """Return fn."""

@@ -32,18 +32,18 @@ class StandIn:
 
     Args:
         leaf: what it stands for.
-        told: the type of it is added to, for each question.
+        reads: the type of the leaf is added to it, for each read.
     """
 
-    def __init__(self, leaf: Any, told: list[type]) -> None:
-        object.__setattr__(self, "_stands", (type(leaf), told))
+    def __init__(self, leaf: Any, reads: list[type]) -> None:
+        object.__setattr__(self, "_stands", (type(leaf), reads))
 
     def __getattribute__(self, name: str) -> Any:
         """Return its class, which all parts of the batch share; record and refuse other reads."""
-        kind, told = object.__getattribute__(self, "_stands")
+        type_, reads = object.__getattribute__(self, "_stands")
         if name == "__class__":
-            return kind
-        told.append(kind)
+            return type_
+        reads.append(type_)
         raise UnreadError(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -51,15 +51,15 @@ class StandIn:
         getattr(self, name)
 
 
-def _asked(name: str) -> Callable[..., Any]:
-    def ask(self: StandIn, *_: Any) -> Any:
+def _reader(name: str) -> Callable[..., Any]:
+    def read(self: StandIn, *_: Any) -> Any:
         return getattr(self, name)
 
-    return ask
+    return read
 
 
 for _name in (f"__{name}__" for name in ASKS):
-    setattr(StandIn, _name, _asked(_name))
+    setattr(StandIn, _name, _reader(_name))
 
 
 def is_entries(leaf: Any) -> bool:
@@ -75,18 +75,18 @@ def holds(values: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Asked:
+class StandInReads:
     """Types of the stand-ins that were read: one for each read."""
 
     outputs: list[type] = field(default_factory=list)
     targets: list[type] = field(default_factory=list)
 
 
-def unread(values: Any, told: list[type]) -> Any:
+def unread(values: Any, reads: list[type]) -> Any:
     """Return a tree with stand-ins for the rows that are no tensors.
 
     Args:
         values: outputs or targets.
-        told: what the stand-ins tell is added to it.
+        reads: the type of each leaf that is read is added to it.
     """
-    return tree.map_leaves(lambda x: StandIn(x, told) if is_entries(x) else x, values)
+    return tree.map_leaves(lambda x: StandIn(x, reads) if is_entries(x) else x, values)

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anybatch.core.kept import MANY, fill
 from anybatch.core.modules import is_spread
-from anybatch.core.rng import Dice
+from anybatch.core.python_state import MANY, fill
+from anybatch.core.rng import RNGState
 from anybatch.core.undo import same_values
 from anybatch.memory.fakes import is_fake
 from anybatch.memory.paged import paged
@@ -347,7 +347,7 @@ class Random:
         del depth
         generator = self.generator
         if generator is None:
-            return Dice.now()
+            return RNGState.now()
         if isinstance(generator, random.Random):
             return generator.getstate()
         if isinstance(generator, np.random.Generator):
@@ -357,7 +357,7 @@ class Random:
     def same(self, was: Any) -> bool:
         """Say whether nothing was drawn."""
         now = self.copy()
-        if isinstance(was, Dice):
+        if isinstance(was, RNGState):
             return bool(now.others_as(was))
         if isinstance(was, Tensor):
             return torch.equal(now, was)
@@ -371,7 +371,7 @@ class Random:
     def restore(self, was: Any) -> None:
         """Restore the RNG state."""
         generator = self.generator
-        if isinstance(was, Dice):
+        if isinstance(was, RNGState):
             random.setstate(was.python)
             np.random.set_state(was.numpy)
         elif isinstance(generator, random.Random):
@@ -390,5 +390,5 @@ def same_value(a: Any, b: Any) -> bool:
     """Say whether two values are one object, or equal numbers or texts."""
     if a is b:
         return True
-    kind = type(a)
-    return kind is type(b) and kind in ATOMS and bool(a == b or (a != a and b != b))
+    type_ = type(a)
+    return type_ is type(b) and type_ in ATOMS and bool(a == b or (a != a and b != b))

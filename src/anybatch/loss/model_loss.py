@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from anybatch.core.accelerator import of
 from anybatch.core.batch import MicroBatch
 from anybatch.errors import LossError
-from anybatch.loss.declared import Inside, Loss, Number, Part, Scope, Total, loss_among
-from anybatch.loss.heard import Heard, OfModel, Tracer
+from anybatch.loss.declared import InsideLoss, Loss, Number, Part, Scope, Total, loss_among
 from anybatch.loss.model_terms import TermOfAll
 from anybatch.loss.tally import same
+from anybatch.loss.traced import OfModel, TracedOutputs, Tracer
 from anybatch.memory.fakes import is_fake
 
 WAY_OUT = (
@@ -60,15 +60,15 @@ class ModelLoss(OfModel):
                 "that torch.compile has compiled as a whole cannot be: compile its parts, take the "
                 f"loss outside of it, or {WAY_OUT}"
             )
-        outputs, heard = self._tracer.run(forward, inputs, returned_loss)
-        heard["outputs"] = outputs
-        return heard
+        outputs, traced = self._tracer.run(forward, inputs, returned_loss)
+        traced["outputs"] = outputs
+        return traced
 
     def outputs(self, found: Any) -> Any:
         """Return the outputs of the model."""
-        return found["outputs"] if isinstance(found, Heard) else found
+        return found["outputs"] if isinstance(found, TracedOutputs) else found
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the model's loss."""
         del micro
         return returned_loss(self.outputs(outputs))
@@ -85,7 +85,7 @@ class DeclaredLoss(ModelLoss):
         believed: the present step divides by what the person says, and nothing has shown it.
     """
 
-    def __init__(self, model: nn.Module, declared: Inside) -> None:
+    def __init__(self, model: nn.Module, declared: InsideLoss) -> None:
         super().__init__(model)
         self.name = declared.name
         self._declared = declared
@@ -96,13 +96,13 @@ class DeclaredLoss(ModelLoss):
         """Run the model, and trace its loss where that can be done."""
         if is_compiled(self._model):
             return forward()
-        outputs, heard = self._tracer.run(forward, inputs)
-        heard["outputs"] = outputs
-        return heard
+        outputs, traced = self._tracer.run(forward, inputs)
+        traced["outputs"] = outputs
+        return traced
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the model's loss."""
-        return self._declared.whole(self.outputs(outputs), micro)
+        return self._declared.full_batch(self.outputs(outputs), micro)
 
     def totals(self, scope: Scope) -> list[Total]:
         """Return the traced totals where there are any, else the declared ones.
@@ -117,7 +117,7 @@ class DeclaredLoss(ModelLoss):
         if traced is None:
             return declared
         for index, total in enumerate(traced):
-            self._refuse_other_kind(total)
+            self._refuse_other_reduction(total)
             counts = Counts(scope.size, declared[0].denominator, total.denominator)
             if not counts.unknown:
                 self._counts[index] = counts
@@ -140,7 +140,7 @@ class DeclaredLoss(ModelLoss):
 
     def _traced(self, scope: Scope) -> list[Total] | None:
         """Return the traced terms of the loss; None where it cannot be traced."""
-        terms = scope.outputs.terms if isinstance(scope.outputs, Heard) else None
+        terms = scope.outputs.terms if isinstance(scope.outputs, TracedOutputs) else None
         if not terms:
             return None
         if self._tracer.sizes.meets(terms):
@@ -155,7 +155,7 @@ class DeclaredLoss(ModelLoss):
         except LossError:
             return None
 
-    def _refuse_other_kind(self, total: Total) -> None:
+    def _refuse_other_reduction(self, total: Total) -> None:
         """Refuse a mean that was declared a sum, and a sum that was declared a mean."""
         term, mean = total.term, self._declared.count is not None
         if term is None or isinstance(term, TermOfAll) or term.divides == mean:
@@ -168,7 +168,7 @@ class DeclaredLoss(ModelLoss):
 
     def _compare(self, outputs: Any, micro: MicroBatch) -> None:
         """Refuse a micro-batch's count that contradicts another one's or the full batch's."""
-        count, terms = self._declared.count, isinstance(outputs, Heard) and outputs.terms
+        count, terms = self._declared.count, isinstance(outputs, TracedOutputs) and outputs.terms
         if count is None or not terms:
             return
         here = count(micro.inputs, micro.targets)
@@ -246,19 +246,19 @@ def returned_loss(outputs: Any) -> Tensor:
         return loss
     raise LossError(
         "without a loss_fn a model must return its loss, as a 0-dim tensor, as .loss, as ['loss'] "
-        f"or first in a tuple, and it returned {_told(outputs)}: give a loss_fn, "
+        f"or first in a tuple, and it returned {_described(outputs)}: give a loss_fn, "
         "Engine(model, loss_fn), or the labels from which the model computes its loss"
     )
 
 
-def _told(outputs: Any) -> str:
+def _described(outputs: Any) -> str:
     """Return a description of the outputs, for an error."""
     if isinstance(outputs, Tensor):
         return f"a tensor of shape {tuple(outputs.shape)}"
     if isinstance(outputs, Mapping):
         return f"a mapping of {', '.join(map(str, outputs)) or 'nothing'}"
     if isinstance(outputs, tuple | list):
-        first = _told(outputs[0]) if outputs else "nothing"
+        first = _described(outputs[0]) if outputs else "nothing"
         return f"a {type(outputs).__name__} that begins with {first}"
     return f"{type(outputs).__name__}"
 
@@ -272,4 +272,4 @@ def loss_of(model: nn.Module, loss_fn: Loss | None) -> Loss:
     """Return the loss of an engine: that of the model where `loss_fn` is None."""
     if loss_fn is None:
         return ModelLoss(model)
-    return DeclaredLoss(model, loss_fn) if isinstance(loss_fn, Inside) else loss_fn
+    return DeclaredLoss(model, loss_fn) if isinstance(loss_fn, InsideLoss) else loss_fn

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.loss import known
+from anybatch.loss import functionals
 from anybatch.loss.replay import Recipe
 from anybatch.loss.sums import Sum
 from anybatch.loss.terms import Term
@@ -26,7 +26,7 @@ ALIKE = frozenset(["ignore_index"])
 
 
 @dataclass(frozen=True)
-class HeardTerm(Term):
+class TracedTerm(Term):
     """Listed functional that a model called, with its `numerator` and its denominator.
 
     Attributes:
@@ -39,7 +39,7 @@ class HeardTerm(Term):
         bounds: what the denominator of the whole batch goes through: ("least", 1), ("plus", 1e-8).
     """
 
-    count: known.Count
+    count: functionals.Count
     recipes: dict[str, Recipe | None]
     shapes: dict[str, torch.Size]
     dtypes: dict[str, torch.dtype]
@@ -50,21 +50,23 @@ class HeardTerm(Term):
     @property
     def name(self) -> str:
         """The functional's name; for the model's own values the name of their reduction."""
-        own = {known.own_values: "", known.own_weighted_values: "weighted "}.get(self.function)
+        own = {functionals.own_values: "", functionals.own_weighted_values: "weighted "}.get(
+            self.function
+        )
         return super().name if own is None else f"{own}{self.arguments['reduction']} of its own"
 
     @property
     def form(self) -> tuple[Any, ...]:
         """Name, options, factors and bounds, which must be the same in every micro-batch."""
         options = {k: v for k, v in self.options().items() if k not in ALIKE}
-        given = tuple(sorted(options.items(), key=lambda pair: pair[0]))
-        return self.name, given, len(self.factors), self.bounds
+        ordered = tuple(sorted(options.items(), key=lambda pair: pair[0]))
+        return self.name, ordered, len(self.factors), self.bounds
 
-    def bounded(self, count: known.Count) -> known.Count:
+    def bounded(self, count: functionals.Count) -> functionals.Count:
         """Return the denominator of the full batch: its count within the bounds."""
-        for kind, number in self.bounds:
+        for bound, number in self.bounds:
             count = torch.as_tensor(count)
-            count = count.clamp(min=number) if kind == "least" else count + number
+            count = count.clamp(min=number) if bound == "least" else count + number
         return count
 
 
@@ -75,7 +77,7 @@ class Weighed:
     Attributes:
         values: what was added up.
         total: the sum.
-        bounds: what it went through since, as in `HeardTerm`.
+        bounds: what it went through since, as in `TracedTerm`.
     """
 
     values: Tensor
@@ -124,7 +126,7 @@ def _version(tensor: Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class TermOfAll(HeardTerm):
+class TermOfAll(TracedTerm):
     """A value that all parts of the batch share: its mean over samples is the value."""
 
     @property
@@ -154,7 +156,7 @@ class Constant(TermOfAll):
 
 
 @dataclass(frozen=True)
-class SumBySamples(HeardTerm):
+class SumBySamples(TracedTerm):
     """A sum that the model divides by the number of samples it is called with."""
 
     @property

@@ -38,11 +38,11 @@ class Partners(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Hear one function."""
+        """Count a cross-entropy, and run every function."""
         kwargs = keywords(func, kwargs)
         if func is F.cross_entropy:
-            given = dict(zip(("input", "target"), args, strict=False)) | kwargs
-            self.directions += self._pairs(given.get("input"), given.get("target"))
+            arguments = dict(zip(("input", "target"), args, strict=False)) | kwargs
+            self.directions += self._pairs(arguments.get("input"), arguments.get("target"))
         return func(*args, **kwargs)
 
     def _pairs(self, scores: Any, target: Any) -> bool:
@@ -55,9 +55,9 @@ class Partners(TorchFunctionMode):
 
 def directions(model: nn.Module, loss_fn: Any, batch: TensorBatch) -> int:
     """Return in how many directions partners are looked for: 0 where they are not."""
-    heard = Partners(batch.size)
+    partners = Partners(batch.size)
     with torch.no_grad():
         outputs = call_model(model, batch.inputs)
-        with heard:
+        with partners:
             _ = loss_fn(outputs) if batch.targets is None else loss_fn(outputs, batch.targets)
-    return heard.directions
+    return partners.directions

@@ -1,7 +1,7 @@
 """Comparison of two calls of a loss, which reveals state that no walk can list.
 
 A loss may count in a file, in an extension, in an attribute of a library. So in the first step of a
-kind it is called twice on the same outputs, with the same dice and the same listed state. It must
+signature it is called twice on the same outputs, with one RNG state and one listed state. It must
 give the same value and the same gradient, but for rounding: kernels with atomic additions round in
 another order each time.
 """
@@ -21,7 +21,7 @@ from anybatch.core.batch import MicroBatch
 from anybatch.core.meeting import as_it_is
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.pieces import places
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.core.undo import same_values
 from anybatch.errors import LossError
 from anybatch.memory.fakes import is_fake
@@ -33,37 +33,37 @@ MOST = 1e-2
 """What they may differ by in any case, relative to the largest value."""
 
 Around = Callable[[], AbstractContextManager[None]]
-Whole = Callable[[Any, MicroBatch], Tensor]
+FullBatchLoss = Callable[[Any, MicroBatch], Tensor]
 
 
 def refuse_hidden(
-    whole: Whole,
+    loss_fn: FullBatchLoss,
     outputs: Any,
     micro: MicroBatch,
-    kept: tuple[Around, Callable[[], None]],
+    guards: tuple[Around, Callable[[], None]],
     *,
     trains: bool,
 ) -> None:
     """Refuse a loss that gives two values or two gradients for the same outputs.
 
     Args:
-        whole: the loss.
+        loss_fn: the loss.
         outputs: of a micro-batch.
         micro: the micro-batch.
-        kept: what each call is made in, which keeps what is large, and what makes the state that
-            is listed what it was after it.
+        guards: the context of each call, which restores large tensors, and a function that restores
+            the listed state after it.
         trains: compare gradients, too.
 
     Raises:
         LossError: it does.
     """
-    around, restore = kept
-    dice, found, outside = Dice.now(), list[list[Tensor]](), sys.exception()
+    around, restore = guards
+    rng_state, found, outside = RNGState.now(), list[list[Tensor]](), sys.exception()
     for _ in range(2):
         try:
             # no other micro-batch is met, nor told of its batch normalisation
             with around(), as_it_is(), torch._C.DisableTorchFunction():
-                found.append(_called(whole, outputs, micro, trains=trains))
+                found.append(_called(loss_fn, outputs, micro, trains=trains))
         except LossError:
             raise
         except Exception as error:  # it takes all samples only: the step itself tells
@@ -71,7 +71,7 @@ def refuse_hidden(
                 raise
             return
         finally:
-            dice.put_back()
+            rng_state.put_back()
             restore()
     first, second = found
     if any(map(is_fake, first)) or all(map(_alike, first, second)):
@@ -86,7 +86,9 @@ def refuse_hidden(
     )
 
 
-def _called(whole: Whole, outputs: Any, micro: MicroBatch, *, trains: bool) -> list[Tensor]:
+def _called(
+    loss_fn: FullBatchLoss, outputs: Any, micro: MicroBatch, *, trains: bool
+) -> list[Tensor]:
     """Return the loss of copies, and the gradients of those that have one."""
     leaves: list[Tensor] = []
 
@@ -98,7 +100,7 @@ def _called(whole: Whole, outputs: Any, micro: MicroBatch, *, trains: bool) -> l
         return copied
 
     with torch.set_grad_enabled(trains):
-        loss = whole(tree.map_tensors(leaf, outputs), _own(micro))
+        loss = loss_fn(tree.map_tensors(leaf, outputs), _own(micro))
     if not (leaves and loss.requires_grad):
         return [loss.detach()]
     gradients = torch.autograd.grad(loss, leaves, allow_unused=True)
@@ -125,5 +127,5 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 def _differs(a: Tensor, b: Tensor, within: Tensor) -> Tensor:
     """Say whether a number of two pieces differs by more than rounding, or is NaN in only one."""
-    apart = ((a - b).abs().nan_to_num() > within) | (a.isnan() != b.isnan())
-    return apart.any()
+    differs = ((a - b).abs().nan_to_num() > within) | (a.isnan() != b.isnan())
+    return differs.any()

@@ -4,7 +4,7 @@ A model that computes its own loss shifts, pads and flattens its labels on the w
 loss divides by depends on these labels and on nothing that the model computes, so the same few
 functions, called on the labels of the whole mini-batch, tell the denominator of the whole:
 
-    labels ──pad──[..., 1:]──view(-1)──> target             heard of a micro-batch
+    labels ──pad──[..., 1:]──view(-1)──> target             traced for a micro-batch
     all labels ──pad──[..., 1:]──view(-1)──> all targets     made of the mini-batch
 
 Only functions that map every entry or move it are noted; a tensor that is written to in place has
@@ -94,8 +94,8 @@ class Recipes:
         if name_of(function) not in PURE:
             self._forget(args[0] if args else None)
         elif isinstance(result, Tensor) and args and id(args[0]) in self._made:
-            given = [*tree.tensors((args, kwargs))]
-            if all(id(tensor) in self._made for _, tensor in given):
+            sources = [*tree.tensors((args, kwargs))]
+            if all(id(tensor) in self._made for _, tensor in sources):
                 there = tree.map_tensors(lambda t: self._made[id(t)], (args, kwargs))
                 self._note(result, Recipe(function, *there))
 

@@ -67,8 +67,8 @@ def axis_after(
     if name in ALONG:
         return axis if _dim(name, args, kwargs) not in (None, axis, axis - tensor.dim()) else None
     if name in RESHAPES:
-        whole = axis == 0 and result.dim() > 0 and result.shape[0] % size == 0
-        return 0 if whole else None
+        divisible = axis == 0 and result.dim() > 0 and result.shape[0] % size == 0
+        return 0 if divisible else None
     if name == "__getitem__":
         return _after_index(args[1], tensor.dim(), axis)
     if name in ("transpose", "swapaxes", "swapdims", "t", "T", "mT", "permute", "movedim"):
@@ -85,8 +85,8 @@ def axis_after(
 def _only_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if name in ("to", "type", "type_as"):
         return True
-    given = (*args, *kwargs.values())
-    return all(value is None or isinstance(value, Real | str) for value in given)
+    values = (*args, *kwargs.values())
+    return all(value is None or isinstance(value, Real | str) for value in values)
 
 
 def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
@@ -134,8 +134,8 @@ def _after_permutation(
     if name in ("t", "T"):
         order.reverse()
     elif name == "permute":
-        given = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
-        order = [_normal(int(dim), dims) for dim in (given or kwargs["dims"])]
+        permutation = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+        order = [_normal(int(dim), dims) for dim in (permutation or kwargs["dims"])]
     elif name == "movedim":
         if not all(isinstance(arg, int) for arg in args[1:]) or len(args) != 3:
             return None

@@ -46,8 +46,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core.kept import HOOKS, MANY
 from anybatch.core.modules import Modules, walk
+from anybatch.core.python_state import HOOKS, MANY
 from anybatch.loss.holders import (
     ATOMS,
     SMALL,
@@ -162,7 +162,7 @@ class LossState:
         return [place for place in self._places if isinstance(place, TensorPlace)]
 
     @contextmanager
-    def large_kept(self) -> Iterator[None]:
+    def large_restored(self) -> Iterator[None]:
         """Restore large tensors that the body writes to; snapshots copy those from then on."""
         large = [p for p in self.tensors() if p.tensor.nbytes > SMALL and not is_fake(p.tensor)]
         if not large:
@@ -222,7 +222,7 @@ class _Listing:
         self._bare: list[tuple[FunctionType, str]] = []
         self._of_model = {id(m) for _, m in walk(model)} if model is not None else set()
         self._alive: list[Any] = []
-        self._seen: set[Any] = set()
+        self._visited: set[Any] = set()
         self._names: set[str] = set()
         self._bearers: dict[int, Any] = {}
         self._open: list[tuple[Any, str]] = []
@@ -255,9 +255,9 @@ class _Listing:
             if type(value) is str and value.isidentifier():
                 self._names.add(value)  # getattr(model, name)
             return
-        if id(value) in self._seen or len(self._seen) > MOST:
+        if id(value) in self._visited or len(self._visited) > MOST:
             return
-        self._seen.add(id(value))
+        self._visited.add(id(value))
         self._alive.append(value)
         if isinstance(value, Tensor | np.ndarray):
             self._values(value, path, via)
@@ -344,8 +344,8 @@ class _Listing:
     def _python_module(self, module: ModuleType, path: str) -> None:
         name = module.__name__
         if name in ("random", "numpy.random") or (name == "numpy" and "random" in self._names):
-            if "random" not in self._seen:
-                self._seen.add("random")
+            if "random" not in self._visited:
+                self._visited.add("random")
                 self.places.append(Random(None, "random" if name == "random" else "numpy.random"))
         elif name == "os" and "environ" in self._names:
             self._ahead.append((module.environ, f"{path}.environ", None))
@@ -360,8 +360,8 @@ class _Listing:
             return
         dot = f"{path}." if path else ""
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            if id(cell) not in self._seen:
-                self._seen.add(id(cell))
+            if id(cell) not in self._visited:
+                self._visited.add(id(cell))
                 place = Place(cell, name, name)
                 self.places.append(place)
                 self._ahead.append((place.copy(), name, None))
@@ -385,9 +385,9 @@ class _Listing:
 
     def _name(self, holder: Any, name: str, path: str) -> None:
         """Follow the value of a name in a module or a class."""
-        if (id(holder), name) in self._seen:
+        if (id(holder), name) in self._visited:
             return
-        self._seen.add((id(holder), name))
+        self._visited.add((id(holder), name))
         value = holder[name] if type(holder) is dict else vars(holder)[name]
         if isinstance(value, property):
             self._ahead += [(f, path, None) for f in (value.fget, value.fset) if f is not None]
@@ -427,8 +427,8 @@ class _Listing:
                 if type(named) is dict and named:
                     self.places.append(Container(named, path, module, None))
                     self._ahead += [(t, f"{path}.{n}", (module, n)) for n, t in named.items()]
-        for kind in () if ours else HOOKS:
-            self._ahead += [(hook, path, None) for hook in getattr(module, kind, {}).values()]
+        for hooks in () if ours else HOOKS:
+            self._ahead += [(hook, path, None) for hook in getattr(module, hooks, {}).values()]
         self._bearers.update((id(t), t) for t in tensors if t is not None)
         inner = [(n, m) for n, m in module._modules.items() if m is not None]
         self._ahead += [(m, f"{path}.{n}", None) for n, m in inner]
@@ -466,15 +466,15 @@ class _Listing:
                 continue
             slots = vars(cls).get("__slots__", ())
             for name in {slots} if isinstance(slots, str) else set(slots) & self._names:
-                if (id(value), name) not in self._seen:
-                    self._seen.add((id(value), name))
+                if (id(value), name) not in self._visited:
+                    self._visited.add((id(value), name))
                     place = Place(value, name, f"{path}.{name}")
                     self.places.append(place)
                     self._ahead.append((place.copy(), place.path, (value, name)))
         held: dict[str, Any] = {} if module else getattr(value, "__dict__", {})
         for name in self._names & held.keys():
-            if (id(value), name) not in self._seen:
-                self._seen.add((id(value), name))
+            if (id(value), name) not in self._visited:
+                self._visited.add((id(value), name))
                 self._ahead.append((held[name], f"{path}.{name}", (value, name)))
 
 

@@ -31,15 +31,15 @@ class Tally:
 
     Args:
         size: samples of the batch.
-        wholes: what each term of the loss is divided by; None where that is not known.
+        denominators: of each term of the loss over the full batch; None where it cannot be counted.
         waits: whether a device may be waited for.
 
     Attributes:
         done: all samples have come, and were compared.
     """
 
-    def __init__(self, size: int, wholes: Sequence[Count | None], *, waits: bool) -> None:
-        self._size, self._wholes, self._waits = size, wholes, waits
+    def __init__(self, size: int, denominators: Sequence[Count | None], *, waits: bool) -> None:
+        self._size, self._denominators, self._waits = size, denominators, waits
         self._parts: dict[int, tuple[int, Sequence[Count]]] = {}
         self.done = False
 
@@ -65,15 +65,15 @@ class Tally:
             return
         every = [counts for _, counts in self._parts.values()]
         sums = [sum(each[1:], each[0]) for each in zip(*every, strict=True)]
-        for whole, found, name in zip(self._wholes, sums, names, strict=True):
-            if whole is None or not (self._here(whole) and self._here(found)):
+        for denominator, found, name in zip(self._denominators, sums, names, strict=True):
+            if denominator is None or not (self._here(denominator) and self._here(found)):
                 continue
-            if not same(float(found), float(whole), *map(rounding, (found, whole))):
+            if not same(float(found), float(denominator), *map(rounding, (found, denominator))):
                 raise LossError(
                     "a loss inside the model must be divided by what all samples have whatever "
                     f"comes along, and {name} is divided by {float(found):g} in the micro-batches "
-                    f"and by {float(whole):g} in the whole batch: the model cuts its rows to the "
-                    "longest of those that come along, or chooses among them. Keep one length "
+                    f"and by {float(denominator):g} in the whole batch: the model cuts its rows to "
+                    "the longest of those that come along, or chooses among them. Keep one length "
                     "(total_length=) and mask what does not count, or give micro_batch >= the "
                     "batch size"
                 )
@@ -95,8 +95,8 @@ def same(a: float, b: float, *rounding: float) -> bool:
     """
     if math.isnan(a) or math.isnan(b):
         return True
-    whole = a.is_integer() and b.is_integer()
-    return math.isclose(a, b, rel_tol=max((0.0 if whole else ROUNDING), *rounding, 0.0))
+    integers = a.is_integer() and b.is_integer()
+    return math.isclose(a, b, rel_tol=max((0.0 if integers else ROUNDING), *rounding, 0.0))
 
 
 def rounding(count: Count) -> float:

@@ -1,6 +1,6 @@
 """One call of a listed functional in a loss: its numerator, denominator and arguments.
 
-`Watch` finds the terms of the whole batch on outputs without data; `Numerators` then answers the
+`LossTrace` finds the terms of the full batch on outputs without data; `Numerators` then answers the
 same calls for a micro-batch with numbers, and follows nothing.
 """
 
@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from anybatch.core.functions import keywords
-from anybatch.loss import known
+from anybatch.loss import functionals
 from anybatch.memory.fakes import is_fake
 
 
@@ -30,9 +30,9 @@ class Term:
         arguments: what it was called with, by name.
         constants: names of the arguments that are tensors and hold no samples (class weights).
         numerator: the sum over the rows.
-        samples: whose rows they are. Default 0: nobody has counted.
+        samples: whose rows they are. Default 0: not counted.
         axes: name -> the dimension along which an argument holds samples. Default none.
-        seen: what the loss of the whole batch was seen to be, for its parts. Default None.
+        trace: the traced loss of the full batch, for comparison with its parts. Default None.
     """
 
     index: int
@@ -42,7 +42,7 @@ class Term:
     numerator: Tensor
     samples: int = field(default=0, kw_only=True)
     axes: dict[str, int] = field(default_factory=dict, kw_only=True)
-    seen: Any = field(default=None, kw_only=True, repr=False, compare=False)
+    trace: Any = field(default=None, kw_only=True, repr=False, compare=False)
 
     @property
     def name(self) -> str:
@@ -52,11 +52,11 @@ class Term:
     @property
     def divides(self) -> bool:
         """Whether the call divides its sum."""
-        return bool(known.divides(self.function, self.arguments))
+        return bool(functionals.divides(self.function, self.arguments))
 
-    def denominator(self) -> known.Count:
+    def denominator(self) -> functionals.Count:
         """Count the denominator of the sum; 1 for a plain sum."""
-        return known.TABLE[self.function].count(self.arguments) if self.divides else 1
+        return functionals.TABLE[self.function].count(self.arguments) if self.divides else 1
 
     def options(self) -> dict[str, Any]:
         """Return the arguments that are no tensors: one number may stand for that of all rows."""
@@ -76,8 +76,8 @@ class Term:
         tests/unit/loss/test_state.py).
         """
         return self._is_like(other, _looks_the_same) and all(
-            _rows_alike(self.arguments[name], self.samples, whole, other.samples, other.axes[name])
-            for name, whole in other.arguments.items()
+            _rows_alike(self.arguments[name], self.samples, full, other.samples, other.axes[name])
+            for name, full in other.arguments.items()
             if name in other.axes
         )
 
@@ -89,7 +89,7 @@ class Term:
     @property
     def layer(self) -> tuple[Tensor | None, ...]:
         """Parameters that the functional takes, of no sample."""
-        return tuple(self.arguments.get(n) for n in known.TABLE[self.function].parameters)
+        return tuple(self.arguments.get(n) for n in functionals.TABLE[self.function].parameters)
 
 
 class Numerators(TorchFunctionMode):
@@ -116,23 +116,23 @@ class Numerators(TorchFunctionMode):
     ) -> Any:
         """Return the numerator for a listed functional that is a term; run all others."""
         kwargs = keywords(func, kwargs)
-        if func in known.TABLE:
+        if func in functionals.TABLE:
             term = self._terms.get(self._calls)
             self._calls += 1
             if term is not None and func is term.function:
-                arguments = known.bind(func, args, kwargs)
-                sums = known.numerator(func, arguments)
+                arguments = functionals.bind(func, args, kwargs)
+                sums = functionals.numerator(func, arguments)
                 own = (term.index, func, arguments, term.constants, sums)
                 self.found.append(Term(*own, samples=self._samples))
                 return sums
         return func(*args, **kwargs)
 
 
-def _rows_alike(part: Any, n: int, whole: Any, size: int, axis: int) -> bool:
+def _rows_alike(part: Any, n: int, full: Any, size: int, axis: int) -> bool:
     """Return whether `part` has the full batch's shape, but for its number of samples."""
-    if not isinstance(part, Tensor) or part.dim() != whole.dim():
+    if not isinstance(part, Tensor) or part.dim() != full.dim():
         return False
-    pairs = enumerate(zip(part.shape, whole.shape, strict=True))
+    pairs = enumerate(zip(part.shape, full.shape, strict=True))
     return all(i * size == j * n if dim == axis else i == j for dim, (i, j) in pairs)
 
 

@@ -67,7 +67,7 @@ class Sums(NamedTuple):
         """Return empty sums, as many as `like`; their maximum is finite: -inf - -inf is NaN."""
         return cls(torch.full_like(like, torch.finfo(like.dtype).min), torch.zeros_like(like))
 
-    def beside(self, other: Tensor) -> Sums:
+    def including(self, other: Tensor) -> Sums:
         """Return the sums relative to a maximum that includes the [n] values of `other`."""
         most = torch.maximum(self.most, other)
         return Sums(most, (self.most - most).exp_().mul_(self.of))

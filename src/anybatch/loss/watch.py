@@ -1,7 +1,7 @@
 """Watch a loss function being called, and find the sum over samples in it, if it is one.
 
 A person writes ``lambda out, y: F.cross_entropy(out, y) + 0.5 * F.mse_loss(...)``; torch sees only
-tensors. A ``TorchFunctionMode`` sees the functionals. `Watch` answers each call of a known
+tensors. A ``TorchFunctionMode`` sees the functionals. `LossTrace` answers each call of a listed
 functional with an empty numerator, follows the samples from the model's outputs to its arguments
 (`rows`), and follows the results to the returned value, which must be a weighted sum of them:
 
@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from anybatch.core import tree
 from anybatch.core.functions import keywords
-from anybatch.loss import known, rows
+from anybatch.loss import functionals, rows
 from anybatch.loss.sums import Sum, arithmetic
 from anybatch.loss.terms import Term
 
@@ -39,8 +39,8 @@ class UnfollowableError(Exception):
     """Error for a loss that reads a value, writes to a tensor, or cannot be traced."""
 
 
-class Watch(TorchFunctionMode):
-    """Run a loss function inside ``with watch:`` and ask for `combination` of its result.
+class LossTrace(TorchFunctionMode):
+    """Function mode that traces a loss function run inside it, for `combination`.
 
     Args:
         outputs: tree of meta tensors, and for each of them the dimension of the samples, or None.
@@ -59,7 +59,7 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self.terms: list[Term] = []
         self.calls: list[Call] = []
-        self._known_calls = 0
+        self._listed_calls = 0
         self._size = size
         self._device = device
         self._alive: list[Any] = []  # an id is only a name while its tensor lives
@@ -98,7 +98,7 @@ class Watch(TorchFunctionMode):
             raise
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in known.TABLE:
+        if func in functionals.TABLE:
             term = self._term(func, args, kwargs)
             if term is not None:
                 return term
@@ -117,13 +117,13 @@ class Watch(TorchFunctionMode):
     def _term(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        index, self._known_calls = self._known_calls, self._known_calls + 1
-        arguments = known.bind(func, args, kwargs)
-        if known.divides(func, arguments) is None or not self._lies_apart(
-            known.TABLE[func], arguments
+        index, self._listed_calls = self._listed_calls, self._listed_calls + 1
+        arguments = functionals.bind(func, args, kwargs)
+        if functionals.divides(func, arguments) is None or not self._is_separate(
+            functionals.TABLE[func], arguments
         ):
             return None
-        entry = known.TABLE[func]
+        entry = functionals.TABLE[func]
         constants = tuple(n for n in entry.constants if not self._is_sample(arguments.get(n)))
         empty = _nothing()
         self._sums[id(empty)] = {len(self.terms): 1.0}
@@ -133,12 +133,12 @@ class Watch(TorchFunctionMode):
         self.terms.append(Term(*own, samples=self._size, axes=axes))
         for name in entry.rows:
             if isinstance(arguments[name], Tensor):
-                given = (torch.is_grad_enabled(),)
-                self._note(name, given, arguments[name], [arguments[name]])
+                numbers = (torch.is_grad_enabled(),)
+                self._note(name, numbers, arguments[name], [arguments[name]])
         self._touch(empty)
         return empty
 
-    def _lies_apart(self, entry: known.Known, arguments: dict[str, Any]) -> bool:
+    def _is_separate(self, entry: functionals.Functional, arguments: dict[str, Any]) -> bool:
         """Say whether every row of the call belongs to one sample."""
         axes = set()
         for name, wanted in entry.rows.items():
@@ -210,8 +210,8 @@ class Watch(TorchFunctionMode):
         self._axes.pop(id(result), None)
         if axis is not None:
             self._axes[id(result)] = axis
-        given = () if name in rows.RESHAPES else (*args[1:], *sorted(kwargs.items()))
-        numbers = tuple(g for g in given if not isinstance(g, Tensor))
+        options = () if name in rows.RESHAPES else (*args[1:], *sorted(kwargs.items()))
+        numbers = tuple(g for g in options if not isinstance(g, Tensor))
         if name == "contiguous":  # itself where it lies so, and that may depend on the size
             self._places[id(result)] = self._places[id(touched[0])]
         self._note(name, numbers, result, touched)
@@ -241,10 +241,10 @@ class Watch(TorchFunctionMode):
             self._sums[id(result)] = combined
 
     def _note(
-        self, name: str, given: tuple[Any, ...], result: Tensor, sources: list[Tensor]
+        self, name: str, numbers: tuple[Any, ...], result: Tensor, sources: list[Tensor]
     ) -> None:
         places = tuple(self._places.get(id(source), ANY) for source in sources)
-        self.calls.append((name, given, places, result.shape, self._axes.get(id(result))))
+        self.calls.append((name, numbers, places, result.shape, self._axes.get(id(result))))
         self._touch(result)
 
     def _touch(self, tensor: Tensor) -> None:
@@ -260,17 +260,17 @@ class Watch(TorchFunctionMode):
         return self._touched.get(id(tensor)) is tensor.grad_fn
 
 
-def same_calls(a: Watch, b: Watch) -> bool:
+def same_calls(a: LossTrace, b: LossTrace) -> bool:
     """Say whether two watches saw the same, but for the number of samples."""
 
     def same_shape(x: torch.Size, y: torch.Size, axis: int | None) -> bool:
         grown = [i * b._size == j * a._size for i, j in zip(x, y, strict=False)]
         equal = [i == j for i, j in zip(x, y, strict=False)]
         free = axis is None or axis == ANY  # no samples: filled to the size, or not
-        kept = [e or (free and g) for e, g in zip(equal, grown, strict=True)]
+        agrees = [e or (free and g) for e, g in zip(equal, grown, strict=True)]
         if axis is not None and axis != ANY:
-            kept[axis] = grown[axis]
-        return len(x) == len(y) and all(kept)
+            agrees[axis] = grown[axis]
+        return len(x) == len(y) and all(agrees)
 
     return (
         len(a.calls) == len(b.calls)

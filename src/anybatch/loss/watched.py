@@ -26,9 +26,9 @@ from anybatch.core import tree
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.loss.declared import Loss, Part, Scope, Total, call_loss, scalar
-from anybatch.loss.entries import Asked, holds, unread
+from anybatch.loss.entries import StandInReads, holds, unread
 from anybatch.loss.terms import Numerators, Term
-from anybatch.loss.watch import Watch, same_calls
+from anybatch.loss.watch import LossTrace, same_calls
 
 Weighted = list[tuple[float, Term]]
 
@@ -42,7 +42,7 @@ MANY = 100
 
 
 @dataclass(frozen=True)
-class Seen:
+class FullBatchTrace:
     """Traced loss of the full batch, for comparison with that of its parts.
 
     Attributes:
@@ -52,7 +52,7 @@ class Seen:
         layout: where each output holds the samples.
         device: of the outputs.
         terms: weights and terms.
-        watch: all that was called.
+        loss_trace: all that was called.
         reads: it reads rows that are no tensors.
         parts: places and sizes of the micro-batches that have been compared.
     """
@@ -63,7 +63,7 @@ class Seen:
     layout: tuple[int | None, ...]
     device: torch.device
     terms: Weighted
-    watch: Watch
+    loss_trace: LossTrace
     reads: bool
     parts: set[tuple[int, int]] = field(default_factory=set)
 
@@ -78,15 +78,15 @@ class Seen:
         return outputs, _of_size(self.targets, size, None)
 
 
-class Watched(Loss):
-    """A plain callable: watched at every step."""
+class CallableLoss(Loss):
+    """A plain callable as a loss, traced at every step."""
 
     def __init__(self, fn: Callable[..., Tensor]) -> None:
         self.name = "as written"
         self._fn = fn
         self._held: set[Any] = set()
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss as the person wrote it."""
         return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
 
@@ -96,13 +96,15 @@ class Watched(Loss):
         real = scope.first.targets if scope.batch is None else scope.batch.targets
         first = _without_data(scope.outputs), _without_data(scope.first.targets)
         targets = _of_size(first[1], scope.size, None) if lazy else real
-        whole, reads = self._whole(_of_size(first[0], scope.size, scope.layout), targets, scope)
-        if whole is None or (reads and (lazy or scope.everyone)):
+        traced, reads = self._traced_full_batch(
+            _of_size(first[0], scope.size, scope.layout), targets, scope
+        )
+        if traced is None or (reads and (lazy or scope.global_size)):
             return None  # the entries of all samples are not here
-        seen = self._seen(scope, first, whole, reads=reads)
-        if not self._holds_in_all_parts(seen, scope):
+        trace = self._full_batch_trace(scope, first, traced, reads=reads)
+        if not self._holds_in_all_parts(trace, scope):
             return None
-        found = whole[0] if not scope.everyone else self._of_everyone(seen, scope)
+        found = traced[0] if not scope.global_size else self._over_all_ranks(trace, scope)
         if found is None:
             return None
         late = lazy and any(term.divides for _, term in found)
@@ -117,7 +119,7 @@ class Watched(Loss):
         if any(isinstance(count, Tensor) and count.is_meta for count in counts):
             return None  # classes that the model returns, of which only some are here
         return [
-            Total(weight, count, replace(term, seen=seen))
+            Total(weight, count, replace(term, trace=trace))
             for (weight, term), count in zip(found, counts, strict=True)
         ]
 
@@ -138,8 +140,8 @@ class Watched(Loss):
                 raise
             raise NotAPartError from error
         same = len(mode.found) == len(terms) and all(map(Term.part_of, mode.found, terms))
-        seen = terms[0].seen if terms else None
-        if not same or (seen is not None and not self._is_part(seen, outputs, micro)):
+        trace = terms[0].trace if terms else None
+        if not same or (trace is not None and not self._is_part(trace, outputs, micro)):
             raise NotAPartError
         return [Part(term.numerator, term.denominator) for term in mode.found]
 
@@ -147,124 +149,143 @@ class Watched(Loss):
         """Return the callable."""
         return (self._fn,)
 
-    def _of_everyone(self, here: Seen, scope: Scope) -> Weighted | None:
+    def _over_all_ranks(self, here: FullBatchTrace, scope: Scope) -> Weighted | None:
         """Return the terms that were found here, weighted as in the loss of all processes."""
-        every = self._watch(*here.rows(scope.everyone), here, scope.everyone)
+        every = self._watch(*here.rows(scope.global_size), here, scope.global_size)
         terms = here.terms
-        if every is None or not same_calls(every[1], here.watch) or len(every[0]) != len(terms):
+        if (
+            every is None
+            or not same_calls(every[1], here.loss_trace)
+            or len(every[0]) != len(terms)
+        ):
             return None
         return [(weight, term) for (weight, _), (_, term) in zip(every[0], terms, strict=True)]
 
-    def _whole(
+    def _traced_full_batch(
         self, outputs: Any, targets: Any, scope: Scope
-    ) -> tuple[tuple[Weighted, Watch] | None, bool]:
+    ) -> tuple[tuple[Weighted, LossTrace] | None, bool]:
         """Trace the loss of the full batch; return whether it reads rows that are no tensors.
 
         What a list says of the samples must be seen in each part of the batch, and what one among
         the outputs says of all of them is not known.
         """
-        asked = Asked()
+        recorded = StandInReads()
         if not (holds(outputs) or holds(targets)):
             return self._watch(outputs, targets, scope, scope.size), False
-        found = self._watch(outputs, targets, scope, scope.size, asked)
-        if asked.outputs or (found is not None and not asked.targets):
-            return None if asked.outputs else found, False
+        found = self._watch(outputs, targets, scope, scope.size, recorded)
+        if recorded.outputs or (found is not None and not recorded.targets):
+            return None if recorded.outputs else found, False
         return self._watch(outputs, targets, scope, scope.size), True
 
-    def _seen(
-        self, scope: Scope, first: tuple[Any, Any], whole: tuple[Weighted, Watch], *, reads: bool
-    ) -> Seen:
+    def _full_batch_trace(
+        self,
+        scope: Scope,
+        first: tuple[Any, Any],
+        traced: tuple[Weighted, LossTrace],
+        *,
+        reads: bool,
+    ) -> FullBatchTrace:
         shapes = tuple(tensor.shape for tensor in tree.flat(first))
-        told = repr(
-            ([call[:3] for call in whole[1].calls], [(t.name, t.options()) for _, t in whole[0]])
+        text = repr(
+            ([call[:3] for call in traced[1].calls], [(t.name, t.options()) for _, t in traced[0]])
         )
-        key = scope.size, shapes, told, scope.batch is None
-        return Seen(key, *first, scope.layout, _device_of(scope.outputs), *whole, reads=reads)
+        key = scope.size, shapes, text, scope.batch is None
+        return FullBatchTrace(
+            key, *first, scope.layout, _device_of(scope.outputs), *traced, reads=reads
+        )
 
-    def _holds_in_all_parts(self, seen: Seen, scope: Scope) -> bool:
+    def _holds_in_all_parts(self, trace: FullBatchTrace, scope: Scope) -> bool:
         """Compare with the loss of each size of a micro-batch; of each one, where it reads lists.
 
         All is known so before the first backward.
         """
-        if seen.reads and scope.batch is not None:
+        if trace.reads and scope.batch is not None:
             # all of them, where a rehearsal has the first few
             each = TensorBatch.micro_batches(scope.batch, scope.first.size)
-            return all(self._is_part(seen, scope.outputs, micro) for micro in each)
+            return all(self._is_part(trace, scope.outputs, micro) for micro in each)
         n = scope.first.size
-        if all((seen.key, size) in self._held for size in (n, scope.size % n or n)):
+        if all((trace.key, size) in self._held for size in (n, scope.size % n or n)):
             return True
         # Two calls, tail or none: what a rehearsal counts must not depend on whether there is one.
-        held = [self._holds_anew(seen, size) for size in (n, scope.size % n or n)]
+        held = [self._holds_anew(trace, size) for size in (n, scope.size % n or n)]
         return all(held)
 
-    def _is_part(self, seen: Seen, outputs: Any, micro: MicroBatch) -> bool:
+    def _is_part(self, trace: FullBatchTrace, outputs: Any, micro: MicroBatch) -> bool:
         """Return whether a micro-batch's loss is the full batch's, but for its samples."""
-        if not seen.reads:
-            lazy = seen.key[-1] and not seen.entries and holds(micro.targets)
-            return not lazy and self._holds_at(seen, micro.size)
+        if not trace.reads:
+            lazy = trace.key[-1] and not trace.entries and holds(micro.targets)
+            return not lazy and self._holds_at(trace, micro.size)
         place = micro.begin, micro.size
-        if place in seen.parts:
+        if place in trace.parts:
             return True
-        outputs = _of_size(_without_data(outputs), micro.size, seen.layout)
-        if self._compare(seen, outputs, micro.targets, micro.size):
-            seen.parts.add(place)
-        return place in seen.parts
+        outputs = _of_size(_without_data(outputs), micro.size, trace.layout)
+        if self._compare(trace, outputs, micro.targets, micro.size):
+            trace.parts.add(place)
+        return place in trace.parts
 
-    def _holds_at(self, seen: Seen, size: int) -> bool:
+    def _holds_at(self, trace: FullBatchTrace, size: int) -> bool:
         """Compare with the loss of so many samples, once for each that calls the same."""
-        return (seen.key, size) in self._held or self._holds_anew(seen, size)
+        return (trace.key, size) in self._held or self._holds_anew(trace, size)
 
-    def _holds_anew(self, seen: Seen, size: int) -> bool:
-        held = self._compare(seen, *seen.rows(size), size)
+    def _holds_anew(self, trace: FullBatchTrace, size: int) -> bool:
+        held = self._compare(trace, *trace.rows(size), size)
         if held:
             if len(self._held) > MANY:  # a weight that moves in every step
                 self._held.clear()
-            self._held.add((seen.key, size))
+            self._held.add((trace.key, size))
         return held
 
-    def _compare(self, seen: Seen, outputs: Any, targets: Any, size: int) -> bool:
-        part = self._watch(outputs, targets, seen, size)
-        lazy = seen.key[-1]
+    def _compare(self, trace: FullBatchTrace, outputs: Any, targets: Any, size: int) -> bool:
+        part = self._watch(outputs, targets, trace, size)
+        lazy = trace.key[-1]
         return (
             part is not None
-            and same_calls(seen.watch, part[1])
-            and (not lazy or seen.terms[0][0] == part[0][0][0])
+            and same_calls(trace.loss_trace, part[1])
+            and (not lazy or trace.terms[0][0] == part[0][0][0])
         )
 
     def _watch(
-        self, outputs: Any, targets: Any, of: Scope | Seen, size: int, asked: Asked | None = None
-    ) -> tuple[Weighted, Watch] | None:
+        self,
+        outputs: Any,
+        targets: Any,
+        of: Scope | FullBatchTrace,
+        size: int,
+        recorded: StandInReads | None = None,
+    ) -> tuple[Weighted, LossTrace] | None:
         """Return the terms for `size` samples; with stand-ins, where reads are recorded."""
-        device = of.device if isinstance(of, Seen) else _device_of(of.outputs)
+        device = of.device if isinstance(of, FullBatchTrace) else _device_of(of.outputs)
         with unset_fake_temporarily():
-            watch = Watch((outputs, of.layout), targets, size, device)
-            if asked is not None:
-                outputs, targets = unread(outputs, asked.outputs), unread(targets, asked.targets)
+            loss_trace = LossTrace((outputs, of.layout), targets, size, device)
+            if recorded is not None:
+                outputs, targets = (
+                    unread(outputs, recorded.outputs),
+                    unread(targets, recorded.targets),
+                )
             try:
-                with watch, silent():
+                with loss_trace, silent():
                     result = call_loss(self._fn, outputs, targets)
-                found = watch.combination(result)
+                found = loss_trace.combination(result)
             except Exception:  # whatever it did with data that is not there: not known
                 return None
-            return None if found is None else (found, watch)
+            return None if found is None else (found, loss_trace)
 
 
-class Rehearsed(Watched):
+class Rehearsed(CallableLoss):
     """The same where fewer rows are tried than the batch has.
 
     A loss that closes over something for every sample of the batch (labels, weights) takes all of
     them only. A step calls it so; in a rehearsal of fewer rows a sum of the outputs stands for it.
     """
 
-    def __init__(self, loss: Watched) -> None:
+    def __init__(self, loss: CallableLoss) -> None:
         super().__init__(loss._fn)
         self._held = loss._held
 
-    def whole(self, outputs: Any, micro: MicroBatch) -> Tensor:
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss as the person wrote it, if it can be had, with a gradient in any case."""
         outside = sys.exception()
         try:
-            return super().whole(outputs, micro)
+            return super().full_batch(outputs, micro)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             of_fakes = type(error).__module__ != "builtins"  # they have no data to tell
             if of_fakes or out_of_memory(error, outside=outside):

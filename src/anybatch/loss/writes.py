@@ -1,4 +1,4 @@
-"""Hear which tensors are written to: ``.data`` has another count of writes, and the same memory."""
+"""Detection of writes to tensors by memory: ``.data`` has another count of writes."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Writes(TorchDispatchMode):
-    """Hears in the body which of some tensors kernels write to.
+    """Dispatch mode that records which of some tensors kernels write to.
 
     Args:
-        tensors: those that are asked for.
+        tensors: those that matter.
         keep: copy the values of one before it is written to. Default False.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._asked = {_memory(tensor): tensor for tensor in tensors if _has_memory(tensor)}
-        self._heard: set[int] = set()
+        self._watched = {_memory(tensor): tensor for tensor in tensors if _has_memory(tensor)}
+        self._written: set[int] = set()
         self._keep = keep
-        self._kept: list[tuple[Tensor, Tensor]] = []
+        self._saved: list[tuple[Tensor, Tensor]] = []
 
     def __bool__(self) -> bool:
-        return bool(self._heard)
+        return bool(self._written)
 
     def wrote(self, tensor: Tensor) -> bool:
         """Say whether a kernel wrote to the memory of a tensor."""
-        return _has_memory(tensor) and _memory(tensor) in self._heard
+        return _has_memory(tensor) and _memory(tensor) in self._written
 
     def put_back(self) -> None:
         """Restore the copied values of the tensors."""
         with torch.no_grad():
-            for data, values in self._kept:
+            for data, values in self._saved:
                 data.copy_(values)
 
     def __torch_dispatch__(
@@ -52,20 +52,20 @@ class Writes(TorchDispatchMode):
             named = ((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)
             for argument, value in (*pairs, *named):
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._hear(value if isinstance(value, list | tuple) else (value,))
+                    self._detect(value if isinstance(value, list | tuple) else (value,))
         run: Callable[..., Any] = func
         return run(*args, **kwargs)
 
-    def _hear(self, values: Iterable[Any]) -> None:
+    def _detect(self, values: Iterable[Any]) -> None:
         for value in values:
-            if isinstance(value, Tensor) and _has_memory(value) and _memory(value) in self._asked:
+            if isinstance(value, Tensor) and _has_memory(value) and _memory(value) in self._watched:
                 self._note(_memory(value))
 
     def _note(self, memory: int) -> None:
-        if self._keep and memory not in self._heard:
-            data = self._asked[memory].detach()
-            self._kept.append((data, data.to("cpu", copy=True)))  # no room of the step's is taken
-        self._heard.add(memory)
+        if self._keep and memory not in self._written:
+            data = self._watched[memory].detach()
+            self._saved.append((data, data.to("cpu", copy=True)))  # no room of the step's is taken
+        self._written.add(memory)
 
 
 def _has_memory(tensor: Tensor) -> bool:

@@ -1,12 +1,12 @@
-"""Record of the storages that lanes use in their step phases, made by the first of them.
+"""Record of the storages that lanes use in their segments, made by the first of them.
 
 Lanes go through the same layers in the same order. So the storage that a lane makes as its 17th is
-to it what the 17th of another is to that one, and what the first lane to come through a turn has
-needed of what was there before, the next one will need too: it can be brought in ahead of its turn,
-and what will not be needed can leave first.
+to it what the 17th of another is to that one, and what the first lane in a segment, between two
+barriers, has needed of what was there before, the next one will need too: it can be prefetched
+before it runs, and what will not be needed can be evicted first.
 
-    turn 3 of lane 7:   uses its 4th, 17th, 18th
-    turn 3 of lane 6:   its own 4th, 17th, 18th are on their way while lane 7 computes
+    segment 3 of lane 7:   uses its 4th, 17th, 18th
+    segment 3 of lane 6:   its own 4th, 17th, 18th are on their way while lane 7 computes
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-class Turn:
-    """Record of a step phase, made by the first lane in it."""
+class SegmentRecord:
+    """Record of a segment, made by the first lane in it."""
 
     def __init__(self, lane: int) -> None:
         self.lane = lane
@@ -24,48 +24,48 @@ class Turn:
 
 
 class Book:
-    """Record of every step phase, made by the first lane in it.
+    """Record of every segment, made by the first lane in it.
 
     Attributes:
-        top: the most bytes that a lane has held in one turn so far.
+        top: the most bytes that a lane has held in one segment so far.
     """
 
     def __init__(self) -> None:
         self.top = 0
-        self._turns: dict[int, Turn] = {}
+        self._segments: dict[int, SegmentRecord] = {}
 
-    def begin(self, lane: int, turn: int) -> None:
-        """Record that a lane begins its step phase of this number."""
-        if turn not in self._turns:
-            self._turns[turn] = Turn(lane)
+    def begin(self, lane: int, segment: int) -> None:
+        """Record that a lane begins its segment of this number."""
+        if segment not in self._segments:
+            self._segments[segment] = SegmentRecord(lane)
 
-    def uses(self, lane: int, turn: int, number: int, size: int) -> None:
-        """Record that a lane uses its storage of this number, made in an earlier step phase."""
-        shown = self._turns[turn]
+    def uses(self, lane: int, segment: int, number: int, size: int) -> None:
+        """Record that a lane uses its storage of this number, made in an earlier segment."""
+        shown = self._segments[segment]
         if shown.lane == lane:
             shown.numbers.append(number)
             shown.bytes += size
 
-    def holds(self, turn: int, size: int) -> None:
-        """Record the bytes used or made that a lane holds in its step phase of this number."""
-        shown = self._turns[turn]
+    def holds(self, segment: int, size: int) -> None:
+        """Record the bytes used or made that a lane holds in its segment of this number."""
+        shown = self._segments[segment]
         shown.top, self.top = max(shown.top, size), max(self.top, size)
 
-    def most(self, turn: int, lane: int) -> int:
-        """Return the most bytes that a lane will hold in a step phase; 0 if no other has run it."""
-        return self._turns[turn].top if self.shown(turn, lane) else 0
+    def most(self, segment: int, lane: int) -> int:
+        """Return the most bytes that a lane will hold in a segment; 0 if no other has run it."""
+        return self._segments[segment].top if self.shown(segment, lane) else 0
 
-    def shown(self, turn: int, lane: int) -> bool:
-        """Return whether another lane has run this step phase before this one."""
-        found = self._turns.get(turn)
+    def shown(self, segment: int, lane: int) -> bool:
+        """Return whether another lane has run this segment before this one."""
+        found = self._segments.get(segment)
         return found is not None and found.lane != lane
 
-    def used(self, turn: int) -> Sequence[int]:
-        """Return the numbers of storages used in a step phase, in order; a list that may grow."""
-        found = self._turns.get(turn)
+    def used(self, segment: int) -> Sequence[int]:
+        """Return the numbers of storages used in a segment, in order; a list that may grow."""
+        found = self._segments.get(segment)
         return () if found is None else found.numbers
 
-    def brings(self, turn: int) -> int:
+    def brings(self, segment: int) -> int:
         """Return the bytes of that."""
-        found = self._turns.get(turn)
+        found = self._segments.get(segment)
         return 0 if found is None else found.bytes

@@ -1,11 +1,11 @@
-"""A thread that copies while the lane with the baton computes.
+"""A thread that copies while the lane with the token computes.
 
 A copy to a file or from it waits for the kernel of the system, not for Python: the thread gives the
 interpreter away meanwhile. Jobs are done in the order in which they were started, so what is read
 back was written before. Where the device has streams they run on one of their own, which waits for
 all that was computed until then.
 
-    lane with the baton:  kernels of lane 1 ....... kernels of lane 2 ....... kernels of lane 3
+    lane with the token:  kernels of lane 1 ....... kernels of lane 2 ....... kernels of lane 3
     this thread:          lane 0 goes, lane 2 comes │ lane 1 goes, lane 3 comes
 """
 

@@ -108,9 +108,9 @@ class Fakes:
         """
         if not type(optimizer).__module__.startswith("torch.optim."):
             return None
-        kind = type(optimizer)
-        twin = kind.__new__(kind)
-        twin.__setstate__({**kind.__getstate__(optimizer), "state": defaultdict(dict)})
+        cls = type(optimizer)
+        twin = cls.__new__(cls)
+        twin.__setstate__({**cls.__getstate__(optimizer), "state": defaultdict(dict)})
         twin.param_groups = [
             {**group, "params": [self.of(parameter) for parameter in group["params"]]}
             for group in optimizer.param_groups

@@ -1,9 +1,10 @@
 """The most bytes of indivisible storages that fit within a limit.
 
-Lanes that leave while they run hold, before each kernel, no more than a limit. But a storage is
-there or away, nothing between, so what is there is a sum of sizes. Where all of them are large the
-limit is missed by as much as one, and a plan that counts the limit itself foresees more than is
-ever held. The sums that can be are found as in the subset-sum problem, on the bits of an integer:
+Lanes that are offloaded while they run hold, before each kernel, no more than a limit. But a
+storage is resident or offloaded, nothing between, so what is there is a sum of sizes.
+Where all of them are large the limit is missed by as much as one, and a plan that counts the limit
+itself foresees more than is ever held. The sums that can be are found as in the subset-sum problem,
+on the bits of an integer:
 
     sizes 4, 4, 4    limit 10     sums 0 4 8 12         8
     sizes 4, 4, 3    limit 10     sums 0 3 4 7 8 11     8
@@ -43,8 +44,8 @@ def filled(sizes: Mapping[int, int], limit: int) -> int:
     unit = reduce(gcd, large, 0)
     if unit == 0 or limit // unit > WIDEST:
         return limit
-    whole = limit // unit
-    reached, within = 1, (1 << (whole + 1)) - 1
+    units = limit // unit
+    reached, within = 1, (1 << (units + 1)) - 1
     for size, count in large.items():
         reached = _also(reached, size // unit, min(count, limit // size), within)
     return min(limit, (reached.bit_length() - 1) * unit + small)
@@ -52,9 +53,9 @@ def filled(sizes: Mapping[int, int], limit: int) -> int:
 
 def _also(reached: int, size: int, count: int, within: int) -> int:
     """Return the sums that can be reached with up to `count` more of `size`, as bits."""
-    taken = 1
+    chunk = 1
     while count > 0:  # 1, 2, 4 ... of them, and what is left
-        some = min(taken, count)
+        some = min(chunk, count)
         reached = (reached | reached << (some * size)) & within
-        count, taken = count - some, 2 * taken
+        count, chunk = count - some, 2 * chunk
     return reached

@@ -6,7 +6,7 @@ what the real kernel returns. Three kinds are known:
     a mean     its scalar lies in the memory of all its terms
     an LSTM    what its forward keeps for backward is foreseen as empty, and its backward returns
                the gradients of two biases, foreseen as one
-    BatchNorm  a gradient of its input that nobody has asked for is foreseen, and not made
+    BatchNorm  a gradient of its input that nobody has requested is foreseen, and not made
 
 What an LSTM keeps is the library's secret: some buffers, each of so many bytes a row and
 rounded up to a page. So a few rows of zeros are run once, and r rows are bounded by
@@ -18,7 +18,7 @@ one row has as much as R = 1 needs, and more rows are run where a budget has roo
 many again and again, so that more room never tells of more. Anything else is found by the small
 real step that each forecast is compared with (`anybatch.planner.ladder`).
 
-Source: design of this project, section 5.5; oneDNN's guide to its RNN primitive, "Workspace".
+Source: oneDNN's guide to its RNN primitive, "Workspace".
 """
 
 from __future__ import annotations
@@ -97,12 +97,12 @@ def _with_both_biases(result: Any) -> Any:
 
 def _with_workspace(args: tuple[Any, ...], result: Any, spare: int) -> Any:
     """Return the results of a forward with the buffer that it saves for backward."""
-    kept = result[-1]
-    if not isinstance(kept, FakeTensor) or kept.numel():
+    saved = result[-1]
+    if not isinstance(saved, FakeTensor) or saved.numel():
         return result
     rows = int(args[0].shape[-2])
-    a_row = _kept(tuple(map(_described, range(len(args)), args)), spare)
-    return (*result[:-1], kept.new_empty(rows * a_row + PAGES))
+    a_row = _saved_per_row(tuple(map(_described, range(len(args)), args)), spare)
+    return (*result[:-1], saved.new_empty(rows * a_row + PAGES))
 
 
 @dataclass(frozen=True)
@@ -137,11 +137,11 @@ def _described(index: int, value: Any) -> Any:
     return _Sizes(shape, (), value.dtype, has_rows=False)
 
 
-def _kept(args: tuple[Any, ...], spare: int) -> int:
+def _saved_per_row(args: tuple[Any, ...], spare: int) -> int:
     """Return the bytes that a layer keeps for each row, but for some pages: it is run."""
     every, _ = _run(args, 1)
-    room = min(MOST, max(1, spare // every))
-    rows = 1 << (room.bit_length() - 1)
+    affordable = min(MOST, max(1, spare // every))
+    rows = 1 << (affordable.bit_length() - 1)
     return -(-_run(args, rows)[1] // rows)
 
 
@@ -149,7 +149,7 @@ def _kept(args: tuple[Any, ...], spare: int) -> int:
 def _run(args: tuple[Any, ...], rows: int) -> tuple[int, int]:
     """Return the bytes that a layer of zeros takes, with its rows, and those that it keeps."""
     with unset_fake_temporarily(), torch.enable_grad():
-        given = [arg.zeros(rows) if isinstance(arg, _Sizes) else arg for arg in args]
-        made = torch.ops.aten.mkldnn_rnn_layer.default(*given)
-        there = [*(given[index] for index in OF_ROWS), *made]
+        arguments = [arg.zeros(rows) if isinstance(arg, _Sizes) else arg for arg in args]
+        made = torch.ops.aten.mkldnn_rnn_layer.default(*arguments)
+        there = [*(arguments[index] for index in OF_ROWS), *made]
         return sum(t.untyped_storage().nbytes() for t in there), int(made[-1].numel())

@@ -1,12 +1,12 @@
 """Storages of waiting lanes: resident, offloaded, or being copied.
 
 Copies are made by a thread while a lane computes (`anybatch.memory.copier`). Memory counts from
-when it is taken until it is given back, so what is on its way is here. `anybatch.memory.pager`
-decides what goes.
+when it is allocated until it is freed, so what is on its way is here. `anybatch.memory.pager`
+decides what is evicted.
 
-    HERE ──send──> LEAVING ──copied──> AWAY ──call──> COMING ──copied──> HERE
-      ^                │ used              └────────────used─────────────^
-      └────────────────┘
+    RESIDENT ─evict─> EVICTING ─copied─> OFFLOADED ─call─> PREFETCHING ─copied─> RESIDENT
+      ^                   │ used             └────────────────used─────────────────^
+      └───────────────────┘
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from anybatch.memory.copier import Copier, Job
 from anybatch.memory.meter import Meter
 from anybatch.memory.stores import Store
 
-HERE, LEAVING, AWAY, COMING = range(4)
+RESIDENT, EVICTING, OFFLOADED, PREFETCHING = range(4)
 
 
 class Held:
@@ -36,25 +36,25 @@ class Held:
         nbytes: bytes that it holds.
         lane: whose it is.
         number: of the storages that this lane has made.
-        used: the turn in which it was used last.
-        state: HERE, LEAVING (being copied out), AWAY (without memory), COMING (being copied in).
-        kept: a copy of its bytes is in the store, or on its way there.
-        leaves: it was used while it was copied out; until that has ended, whoever lets go of it,
-            its memory is there, so it counts with what waits.
-        stays: it does not leave: more than one lane has used it, or its address is known.
+        used: the segment in which it was used last.
+        state: RESIDENT, EVICTING (being copied out), OFFLOADED or PREFETCHING (being copied in).
+        has_copy: a copy of its bytes is in the store, or on its way there.
+        used_while_leaving: it was used while it was copied out; until that has ended its memory is
+            there, whoever drops it, so it counts with what waits.
+        pinned: it is never evicted: more than one lane has used it, or its address was read.
         job: the copy that was started last, until it is known to have ended.
     """
 
     __slots__ = (
-        *("job", "kept", "lane", "leaves", "nbytes", "number", "size", "state", "stays"),
-        *("storage", "used"),
+        *("has_copy", "job", "lane", "nbytes", "number", "pinned", "size", "state", "storage"),
+        *("used", "used_while_leaving"),
     )
 
     def __init__(self, storage: Any, nbytes: int, lane: int, number: int, used: int) -> None:
         self.storage, self.nbytes, self.lane, self.number = storage, nbytes, lane, number
         self.size = nbytes
-        self.used, self.state = used, HERE
-        self.kept = self.stays = self.leaves = False
+        self.used, self.state = used, RESIDENT
+        self.has_copy = self.pinned = self.used_while_leaving = False
         self.job: Job | None = None
 
 
@@ -68,11 +68,11 @@ class Hold:
 
     Attributes:
         all: by the address of the storage.
-        movable: those of them that have memory and may leave.
+        movable: those of them that have memory and may be evicted.
         here: bytes of these.
-        going: those of them that are LEAVING.
-        touched: those of them that were used in turn `since` or later.
-        since: a turn.
+        going: those of them that are EVICTING.
+        touched: those of them that were used in segment `since` or later.
+        since: a segment.
         moved: bytes that were copied out and in.
     """
 
@@ -91,9 +91,9 @@ class Hold:
         """Bytes of those here that were not touched."""
         return self.here - self.touched
 
-    def add(self, key: int, storage: Any, size: int, lane: int, number: int, turn: int) -> None:
+    def add(self, key: int, storage: Any, size: int, lane: int, number: int, segment: int) -> None:
         """Take in a storage that a lane has made."""
-        held = Held(weakref.ref(storage, partial(self._died, key)), size, lane, number, turn)
+        held = Held(weakref.ref(storage, partial(self._died, key)), size, lane, number, segment)
         held.size = self.rounded(size)
         self.all[key] = held
         self._numbered[lane, number] = key
@@ -139,36 +139,36 @@ class Hold:
             if job.error is not None:
                 self._failed(key, held)
             self._copier.wait(job)
-            if held.state == LEAVING:
+            if held.state == EVICTING:
                 self._empty(key, held)
-            elif held.state == COMING:
-                held.state = HERE
+            elif held.state == PREFETCHING:
+                held.state = RESIDENT
 
     def stirred(self) -> bool:
         """Say whether there is something to settle."""
         return bool(self._dead or (self._moving and self._moving[0][2].done))
 
-    def touch(self, key: int, held: Held, turn: int) -> None:
-        """Record the use of a storage in a step phase, and make it resident."""
-        if held.state == LEAVING and held.used < self.since:
-            held.leaves = True
-        if held.used < self.since and key in self.movable and not held.leaves:
+    def touch(self, key: int, held: Held, segment: int) -> None:
+        """Record the use of a storage in a segment, and make it resident."""
+        if held.state == EVICTING and held.used < self.since:
+            held.used_while_leaving = True
+        if held.used < self.since and key in self.movable and not held.used_while_leaving:
             self.touched += held.size
-        held.used = turn
-        if held.state != HERE:
+        held.used = segment
+        if held.state != RESIDENT:
             self.bring_back(key, held)
 
-    def send_away(self, key: int, held: Held) -> None:
+    def evict(self, key: int, held: Held) -> None:
         """Start to offload a storage; where a copy of it is stored, free its memory at once.
 
-        Whoever has chosen it while it was on its way out may come when it is away.
+        It may be chosen while it is on its way out, and be offloaded by then.
         """
         storage = held.storage()
-        if storage is None or held.state in (LEAVING, AWAY):
+        if storage is None or held.state in (EVICTING, OFFLOADED):
             return
-        self._come(held)
+        self._await_copy_in(held)
         if not storage.resizable():
-            self.stay(key, held)
+            self.pin(key, held)
             return
         if storage.nbytes() != held.nbytes:
             self.forget_copy(key, held)
@@ -176,15 +176,15 @@ class Hold:
             held.nbytes = storage.nbytes()
             held.size = self.rounded(held.nbytes)
             self._count(key, held)
-        if held.kept and held.job is None:
+        if held.has_copy and held.job is None:
             self._empty(key, held)
             return
-        if not held.kept:
+        if not held.has_copy:
             held.job = self._copier.start(self._store.writing(key, storage))
-            held.kept = True
+            held.has_copy = True
             self.moved += held.size
         assert held.job is not None
-        held.state = LEAVING
+        held.state = EVICTING
         self.going += held.size
         self._moving.append((key, held, held.job))
 
@@ -201,11 +201,11 @@ class Hold:
     def call(self, key: int, held: Held) -> None:
         """Begin to move a storage in."""
         storage = held.storage()
-        if storage is None or held.state != AWAY:
+        if storage is None or held.state != OFFLOADED:
             return
         storage.resize_(held.nbytes)
         held.job = self._copier.start(self._store.reading(key, storage))
-        held.state = COMING
+        held.state = PREFETCHING
         self._moving.append((key, held, held.job))
         self.moved += held.size
         self._count(key, held)
@@ -213,19 +213,19 @@ class Hold:
 
     def bring_back(self, key: int, held: Held) -> None:
         """Make a storage be here now."""
-        if held.state == LEAVING:
-            held.state = HERE
+        if held.state == EVICTING:
+            held.state = RESIDENT
             self.going -= held.size
-        elif held.state == COMING:
-            self._come(held)
-        elif held.state == AWAY:
+        elif held.state == PREFETCHING:
+            self._await_copy_in(held)
+        elif held.state == OFFLOADED:
             storage = held.storage()
             storage.resize_(held.nbytes)
             self._metered(storage)
             self._store.reading(key, storage)()
             self.moved += held.size
-            held.state = HERE
-            if not held.stays:
+            held.state = RESIDENT
+            if not held.pinned:
                 self._count(key, held)
 
     def forget_copy(self, key: int, held: Held) -> None:
@@ -240,9 +240,9 @@ class Hold:
                 self._drop(key, held)
         self._drop(key, held)
 
-    def stay(self, key: int, held: Held) -> None:
+    def pin(self, key: int, held: Held) -> None:
         """Exclude a resident storage from offloading; it is not counted, so no copy may hold it."""
-        held.stays = True
+        held.pinned = True
         self.forget_copy(key, held)
         self._discount(key, held)
 
@@ -278,7 +278,9 @@ class Hold:
         """Bring a storage back where it has no memory."""
         storage = held.storage()
         failed = held.job is not None and held.job.error is not None
-        if storage is None or not (held.state == AWAY or (held.state == COMING and failed)):
+        if storage is None or not (
+            held.state == OFFLOADED or (held.state == PREFETCHING and failed)
+        ):
             return
         storage.resize_(held.nbytes)
         try:
@@ -289,25 +291,25 @@ class Hold:
 
     def _failed(self, key: int, held: Held) -> None:
         """Handle a failed copy: a storage going out is resident, one coming in is offloaded."""
-        if held.state == COMING:
+        if held.state == PREFETCHING:
             self._empty(key, held)
-        elif held.state == LEAVING:
-            held.state = HERE
+        elif held.state == EVICTING:
+            held.state = RESIDENT
             self.going -= held.size
             self._drop(key, held)
         else:
             self._drop(key, held)
 
     def _drop(self, key: int, held: Held) -> None:
-        if held.kept:
+        if held.has_copy:
             self._store.drop(key)
-            held.kept = False
+            held.has_copy = False
 
     def _empty(self, key: int, held: Held) -> None:
         """Give the memory of a storage back."""
         storage = held.storage()
         self._discount(key, held)
-        held.state = AWAY
+        held.state = OFFLOADED
         if storage is not None:
             storage.resize_(0)
             self._metered(storage)
@@ -316,19 +318,19 @@ class Hold:
         for meter in self._meters:
             meter.resized(storage)
 
-    def _come(self, held: Held) -> None:
+    def _await_copy_in(self, held: Held) -> None:
         """Wait for a storage that is being copied in."""
-        if held.state == COMING:
+        if held.state == PREFETCHING:
             assert held.job is not None
             self._copier.wait(held.job)
             held.job.work = None
-            held.job, held.state = None, HERE
+            held.job, held.state = None, RESIDENT
 
     def _free(self, key: int, held: Held) -> None:
         """Record the end of a copy out: a storage used meanwhile counts as used."""
-        if held.leaves and held.used >= self.since and key in self.movable:
+        if held.used_while_leaving and held.used >= self.since and key in self.movable:
             self.touched += held.size
-        held.leaves = False
+        held.used_while_leaving = False
 
     def _died(self, key: int, _watch: Any) -> None:
         self._dead.append(key)
@@ -337,14 +339,14 @@ class Hold:
         """Count a resident storage that may be offloaded."""
         self.movable[key] = held
         self.here += held.size
-        if held.used >= self.since and not held.leaves:
+        if held.used >= self.since and not held.used_while_leaving:
             self.touched += held.size
 
     def _discount(self, key: int, held: Held) -> None:
         """Remove a storage from the count: offloaded, gone, or excluded from offloading."""
         if self.movable.pop(key, None) is not None:
             self.here -= held.size
-            if held.used >= self.since and not held.leaves:
+            if held.used >= self.since and not held.used_while_leaving:
                 self.touched -= held.size
-            if held.state == LEAVING:
+            if held.state == EVICTING:
                 self.going -= held.size

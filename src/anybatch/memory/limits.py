@@ -53,8 +53,8 @@ def _shared(limits: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
     launched = torch.distributed.is_available() and torch.distributed.is_torchelastic_launched()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else 1
     for free, words in limits:
-        alone = ranks == 1 or words.startswith("RLIMIT")
-        yield (free, words) if alone else (free // ranks, f"{words}, for each of {ranks} ranks")
+        unshared = ranks == 1 or words.startswith("RLIMIT")
+        yield (free, words) if unshared else (free // ranks, f"{words}, for each of {ranks} ranks")
 
 
 def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
@@ -68,10 +68,10 @@ def _host_limits(root: Path) -> Iterator[tuple[int, str]]:
     if sys.platform == "win32":
         return
     used = _fields(root / "proc/self/status")
-    for name, kind in (("VmSize", "RLIMIT_AS"), ("VmData", "RLIMIT_DATA")):
-        limit = resource.getrlimit(getattr(resource, kind))[0]
+    for name, limit_name in (("VmSize", "RLIMIT_AS"), ("VmData", "RLIMIT_DATA")):
+        limit = resource.getrlimit(getattr(resource, limit_name))[0]
         if limit != resource.RLIM_INFINITY and name in used:
-            yield limit - used[name] * 1024, kind
+            yield limit - used[name] * 1024, limit_name
 
 
 def _of_control_groups(root: Path) -> Iterator[tuple[int, str]]:

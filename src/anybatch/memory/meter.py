@@ -8,8 +8,8 @@ the memory is free again. The same mode counts a step on fake tensors, which cos
     the storage is freed        ──>  until the next kernel
 
 What a kernel allocates and frees inside itself is not seen, unless it says so (`within_kernel`).
-Storages that were there before are counted where they are named (`Meter(known=...)`), and otherwise
-belong to the caller.
+Storages that were there before are counted where they are named (`Meter(existing=...)`), and
+otherwise belong to the caller.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         device: only tensors on this type of device count.
-        known: owner -> tensors that are there already and count.
+        existing: owner -> tensors that are there already and count.
         spare: bytes that may be tried with real tensors where a kernel on fakes tells too little
             (`anybatch.memory.hidden`). Default 0: what a step of one row has anyway.
 
@@ -71,7 +71,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         device: torch.device,
-        known: Mapping[str, Iterable[Tensor]] | None = None,
+        existing: Mapping[str, Iterable[Tensor]] | None = None,
         *,
         spare: int = 0,
     ) -> None:
@@ -84,7 +84,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._fakes = any(isinstance(mode, FakeTensorMode) for mode in modes)
         self._open: dict[int, _Span] = {}
         self._spans: list[_Span] = []
-        for owner, tensors in (known or {}).items():
+        for owner, tensors in (existing or {}).items():
             for tensor in tensors:
                 self._see(tensor, owner)
         self.peak = self.live
@@ -102,7 +102,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if span is not None and span.owner == STEP:
                     span.owner = owner
 
-    def leave_out(self, tensors: Iterable[Tensor]) -> None:
+    def exclude(self, tensors: Iterable[Tensor]) -> None:
         """Count live tensors no more: something else does."""
         for tensor in tensors:
             for storage in self._storages(tensor):
@@ -167,14 +167,14 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage in self._storages(tensor):
             key, size = storage._cdata, storage.nbytes()
             span = self._open.get(key)
-            if span is not None and (span.told == size or span.owner == FOREIGN):
+            if span is not None and (span.reported == size or span.owner == FOREIGN):
                 continue
             if span is not None:  # resized in place
                 self._end(key)
             self._begin(storage, owner, 0 if owner == FOREIGN else max(size, least), size)
 
-    def _begin(self, storage: Any, owner: str, size: int, told: int) -> None:
-        span = _Span(owner, size, len(self._events), told)
+    def _begin(self, storage: Any, owner: str, size: int, reported: int) -> None:
+        span = _Span(owner, size, len(self._events), reported)
         span.watch = weakref.ref(storage, partial(self._end, storage._cdata))
         self._open[storage._cdata] = span
         self.live += self._rounded(size)
@@ -201,10 +201,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Span:
     """One storage: its owner, size, reported size, and the events after which it is live."""
 
-    __slots__ = ("end", "first", "owner", "size", "told", "watch")
+    __slots__ = ("end", "first", "owner", "reported", "size", "watch")
 
-    def __init__(self, owner: str, size: int, first: int, told: int) -> None:
-        self.owner, self.size, self.first, self.told = owner, size, first, told
+    def __init__(self, owner: str, size: int, first: int, reported: int) -> None:
+        self.owner, self.size, self.first, self.reported = owner, size, first, reported
         self.end: int | None = None
         self.watch: Any = None
 

@@ -1,9 +1,9 @@
 """Paged parameters, as the forecast, the plan and the meter of a step count them.
 
 Inside `anybatch.offload_states` with a model, parameters and gradients share a number of bytes,
-however many they are. So a step is counted without them, and beside it stands that room.
+however many they are. So a step is counted without them, and that limit is added to it.
 
-    parameters, gradients from when they are added     in the room
+    parameters, gradients from when they are added     in the limit
     a new gradient until it is added, and all else     counted
 
 Source: Hayakawa and Narihira, Out-of-core training, section 3: all variables are scheduled.
@@ -26,21 +26,21 @@ from anybatch.memory.meter import Meter
 from anybatch.memory.pager import key_of
 
 OWNER = "paged parameters"
-"""Who holds the room, in a ledger: parameters and gradients, and a part of an update's state."""
+"""Owner of the limit, in a ledger: parameters and gradients, and a part of an update's state."""
 
 PAGES = "pages"
 """The attribute of a mode that brings in what kernels read: where parameters are."""
 
 
-class Pages(Protocol):
+class BoundedMemory(Protocol):
     """A bounded memory for parameters and gradients.
 
     Attributes:
-        room: bytes that may be here.
+        limit: bytes that may be here.
         most: the most bytes that were here at a time.
     """
 
-    room: int
+    limit: int
     most: int
 
     @property
@@ -50,11 +50,11 @@ class Pages(Protocol):
     def has(self, key: int) -> bool:
         """Return whether a storage is in it, resident or offloaded."""
 
-    def use(self, given: list[tuple[int, bool]], name: str) -> None:
+    def use(self, accesses: list[tuple[int, bool]], name: str) -> None:
         """Make storages be here.
 
         Args:
-            given: their keys, and whether they are written to.
+            accesses: their keys, and whether they are written to.
             name: of what needs them.
         """
 
@@ -67,12 +67,12 @@ class Paged:
         every: they are few: one for each model.
     """
 
-    every: tuple[Pages, ...]
+    every: tuple[BoundedMemory, ...]
 
     @property
-    def room(self) -> int:
+    def limit(self) -> int:
         """Bytes that may be here."""
-        return sum(pages.room for pages in self.every)
+        return sum(pages.limit for pages in self.every)
 
     @property
     def here(self) -> int:
@@ -85,7 +85,7 @@ class Paged:
         return sum(pages.most for pages in self.every)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Say whether the memory of a tensor comes and goes."""
+        """Say whether a tensor is paged."""
         if not self.every or tensor.layout is not torch.strided:
             return False
         with torch._C.DisableTorchFunction():  # nobody asks for its address here
@@ -140,7 +140,7 @@ def uncounted(meter: Meter, leaves: Iterable[Tensor], ids: frozenset[int]) -> It
     @service
     def added(leaf: Tensor) -> None:
         if leaf.grad is not None and large(leaf.grad):
-            meter.leave_out([leaf.grad])
+            meter.exclude([leaf.grad])
 
     chosen: list[Any] = [leaf for leaf in leaves if id(leaf) in ids and leaf.requires_grad]
     handles = [leaf.register_post_accumulate_grad_hook(added) for leaf in chosen]

@@ -1,19 +1,19 @@
 """Pager of waiting lanes' storages: evicted while a lane waits, back when a kernel needs them.
 
 ``saved_tensors_hooks`` move what autograd saves, and nothing else: what Python holds at a meeting
-(inputs, the branch of a residual, the tensor that is normalised) would stay, a fifth of the whole
+(inputs, the branch of a residual, the tensor that is normalised) would stay, a fifth of the full
 batch's peak however small the micro-batches. Here a tensor keeps its storage, and the storage gives
-its memory away: its bytes are copied out, and it is resized to nothing. Every kernel is seen before
+up its memory: its bytes are copied out, and it is resized to nothing. Every kernel is seen before
 it runs, in forward and in backward (`anybatch.memory.paging`), and what it needs is there when it
 does.
 
-    lane 0 runs ── meets ── its storages leave, the furthest next use first ── ... ── its turn: what
-    it will use comes ahead of it; what was not written to need not be copied out again
+    lane 0 runs ── barrier ── its storages leave, the furthest next use first ── ... ── it is next:
+    what it will use comes ahead of it; what was not written to need not be copied out again
 
 Who runs next is known, and what it will use has been shown by the first lane that was there.
 
-Where not even one lane fits, the lane that runs gives memory away, too: before each of its kernels
-so much leaves that what the kernel needs has room, of the lanes that wait first, and then of its
+Where not even one lane fits, the lane that runs gives up memory, too: before each of its kernels
+so much is evicted that what the kernel needs fits, of the lanes that wait first, and then of its
 own what it has not used for longest. What a chain of layers saves first is needed last in backward,
 so that is also what is needed last.
 """
@@ -26,11 +26,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from anybatch.core.memory import Inside, Room
+from anybatch.core.memory import Capacity, LockstepLimits
 from anybatch.memory.book import Book
-from anybatch.memory.hold import AWAY, HERE, LEAVING, Held, Hold
+from anybatch.memory.hold import EVICTING, OFFLOADED, RESIDENT, Held, Hold
+from anybatch.memory.lockstep_budget import in_segment
 from anybatch.memory.meter import Meter
-from anybatch.memory.room import in_turn
 from anybatch.memory.stores import Store
 
 SMALL = 256
@@ -41,37 +41,37 @@ class Pager:
     """Pager that limits resident bytes of waiting lanes to a capacity and a permitted excess.
 
     Args:
-        room: bytes, the same in every turn or of each.
+        capacity: bytes, the same in every segment or of each.
         store: where the rest goes.
-        device: of the storages; others stay.
+        device: of the storages; others are never evicted.
         meters: count what is here. Default none.
-        small: bytes below which a storage stays. Default `SMALL`.
-        turns: waiting lanes may hold, beside that, what a lane has held in a turn, so many times.
-            Default 0.
+        small: bytes below which a storage is never evicted. Default `SMALL`.
+        segments: waiting lanes may hold, in addition, what a lane has held in a segment, so many
+            times. Default 0.
         inside: what all of them may hold, the lane that runs among them; None (default) lets that
             one hold whatever it will.
     """
 
     def __init__(
         self,
-        room: Room,
+        capacity: Capacity,
         store: Store,
         device: torch.device,
         meters: Sequence[Meter] = (),
         *,
         small: int = SMALL,
-        turns: float = 0,
-        inside: Inside | None = None,
+        segments: float = 0,
+        inside: LockstepLimits | None = None,
     ) -> None:
-        self.room, self._device = room, device.type
+        self.capacity, self._device = capacity, device.type
         self.limit = None if inside is None else inside.limit
-        self._later = () if inside is None else inside.later
-        self._makes = () if inside is None else inside.makes
-        self._away_next: deque[tuple[int, Held]] | None = None
+        self._later = () if inside is None else inside.segment_extra
+        self._makes = () if inside is None else inside.segment_kernel
+        self._evicted_next: deque[tuple[int, Held]] | None = None
         self._distance: dict[int, int] = {}
-        self._turns, self._small = turns, small
+        self._segments, self._small = segments, small
         self._hold, self._book = Hold(store, device, meters), Book()
-        self._turn = self._lane = 0
+        self._segment = self._lane = 0
         self._number: dict[int, int] = {}
         self._made = 0
         self._last: dict[int, int] = {}
@@ -89,67 +89,67 @@ class Pager:
         self._hold.ready()
 
     def begin(self, lane: int) -> None:
-        """Begin the next step phase of a lane that takes the token."""
+        """Begin the next segment of a lane that takes the token."""
         self._untouched()
         self.around(lane)
 
     def around(self, lane: int) -> None:
-        """Begin a lane's next step phase: evict and prefetch for it.
+        """Begin a lane's next segment: evict and prefetch for it.
 
-        What it has used until now waits from here on, where what waits has room of its own.
+        What it has used until now waits from here on, where what waits has a capacity of its own.
         """
-        if self.limit is None and not self._turns:
+        if self.limit is None and not self._segments:
             self._untouched()
         self._hold.settle()
-        self._turn += 1
+        self._segment += 1
         self._lane = lane
-        turn = self._number[lane] = self._number.get(lane, 0) + 1
-        self._book.begin(lane, turn)
-        allowed = self._allowed(turn)
-        self._send_others(min(allowed, self._beside(lane, turn)), allowed, {lane: -1})
+        segment = self._number[lane] = self._number.get(lane, 0) + 1
+        self._book.begin(lane, segment)
+        limit = self._limit_in(segment)
+        self._send_others(min(limit, self._others(lane, segment)), limit, {lane: -1})
         self._called = self._noted = self._made = 0
-        self._away_next = None
-        self._call_next(None if self.limit is None else allowed)
+        self._evicted_next = None
+        self._call_next(None if self.limit is None else limit)
 
-    def leave(self, lane: int, waiting: Iterable[int]) -> None:
-        """End a lane's step phase, and evict storages for the next lane.
+    def end(self, lane: int, waiting: Iterable[int]) -> None:
+        """End a lane's segment, and evict storages for the next lane.
 
         Args:
             lane: which.
             waiting: all lanes, the one that runs next first.
         """
         self._hold.settle()
-        self._last[lane] = self._turn
+        self._last[lane] = self._segment
         self._untouched()
         order = list(waiting)
         self._next = order[1] if len(order) > 1 else None
         running = order[0] if order else lane
-        turn = self._coming(running)
-        allowed = self._allowed(turn)
+        segment = self._coming(running)
+        limit = self._limit_in(segment)
         ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
-        beside = min(allowed, self._beside(running, turn))
+        other_bytes = min(limit, self._others(running, segment))
         self._distance = {other: place for place, other in enumerate(order)}
-        wanted = max(min(in_turn(self.room, turn), allowed), beside - ahead)
-        self._send_others(wanted, allowed, self._distance)
+        wanted = max(min(in_segment(self.capacity, segment), limit), other_bytes - ahead)
+        self._send_others(wanted, limit, self._distance)
 
     def before(self, keys: Iterable[int]) -> None:
         """Evict storages until a kernel's operands fit, where there is a limit.
 
-        What the next lane will use comes in what room is left then, and not before the kernel has
-        run, whenever a copy ends meanwhile: it would take the room that was made.
+        What the next lane will use comes in what space is left then, and not before the kernel has
+        run, whenever a copy ends meanwhile: it would take the space that was made.
 
         Args:
-            keys: of the storages that it needs; they do not leave.
+            keys: of the storages that it needs; they are not evicted.
         """
         assert self.limit is not None
         hold = self._hold
         if hold.stirred():
             self._settle()
         needed = set(keys)
-        most = self._allowed(self._number.get(self._lane, 0)) - self._coming_back(needed)
+        most = self._limit_in(self._number.get(self._lane, 0)) - self._coming_back(needed)
         if hold.here - hold.going > most:
             for key, held in self._first_to_go(needed):
-                hold.send_away(key, held)
+                hold.evict(key, held)
                 if hold.here - hold.going <= most:
                     break
         while hold.here > most and hold.wait():
@@ -163,13 +163,13 @@ class Pager:
         hold, coming = self._hold, 0
         for key in needed:
             held = hold.all.get(key)
-            if held is None or held.stays:
+            if held is None or held.pinned:
                 continue
-            if held.state == AWAY:
+            if held.state == OFFLOADED:
                 coming += held.size
             elif key in hold.movable:  # they are in the order of their last use
                 hold.movable[key] = hold.movable.pop(key)
-                if held.state == LEAVING:
+                if held.state == EVICTING:
                     hold.bring_back(key, held)
         return coming
 
@@ -181,14 +181,14 @@ class Pager:
         held = hold.all.get(key)
         if held is None:
             return
-        if held.used < self._turn or held.state != HERE:
+        if held.used < self._segment or held.state != RESIDENT:
             if held.lane == self._lane:
                 self._book.uses(self._lane, self._number[self._lane], held.number, held.size)
-            hold.touch(key, held, self._turn)
+            hold.touch(key, held, self._segment)
             self._note()
-        if held.lane != self._lane and not held.stays:
-            hold.stay(key, held)
-        if writes and held.kept:
+        if held.lane != self._lane and not held.pinned:
+            hold.pin(key, held)
+        if writes and held.has_copy:
             hold.forget_copy(key, held)
 
     def take(self, key: int, tensor: Tensor) -> None:
@@ -202,9 +202,9 @@ class Pager:
         size = storage.nbytes()
         if size < self._small or not storage.resizable():
             return
-        self._made += 1  # from the start in every turn: who comes last makes some things for all
+        self._made += 1  # from the start in every segment: the last lane makes some things for all
         number = (self._number.get(self._lane, 0) << 32) + self._made
-        hold.add(key, storage, size, self._lane, number, self._turn)
+        hold.add(key, storage, size, self._lane, number, self._segment)
         self._note()
 
     def keep(self, key: int) -> None:
@@ -212,7 +212,7 @@ class Pager:
         self.use(key, True)
         held = self._hold.all.get(key)
         if held is not None:
-            self._hold.stay(key, held)
+            self._hold.pin(key, held)
 
     def give_up(self, key: int) -> None:
         """Make a storage resident, and stop tracking it: another owner moves it from now on."""
@@ -223,12 +223,12 @@ class Pager:
         self._hold.close()
 
     def _coming(self, lane: int) -> int:
-        """Return the number of a lane's next step phase."""
+        """Return the number of a lane's next segment."""
         return self._number.get(lane, 0) + 1
 
     def _untouched(self) -> None:
         """From here on another lane touches storages."""
-        self._hold.since, self._hold.touched = self._turn + 1, 0
+        self._hold.since, self._hold.touched = self._segment + 1, 0
 
     def _note(self) -> None:
         if self._hold.touched > self._noted:
@@ -240,54 +240,54 @@ class Pager:
         if self.limit is None:
             self._call_next(None)
         else:
-            self._stirred = True  # the next kernel's room comes first
+            self._stirred = True  # the next kernel's space comes first
 
     def _first_to_go(self, needed: set[int]) -> Iterator[tuple[int, Held]]:
         """Yield the storages to evict while a lane runs: those of waiting lanes, then its own."""
         hold = self._hold
-        if self._away_next is None:
+        if self._evicted_next is None:
             waiting = [item for item in hold.movable.items() if item[1].used < hold.since]
             waiting.sort(key=lambda item: self._order(item[1], self._distance))
-            self._away_next = deque(waiting)
-        while self._away_next:
-            key, held = self._away_next.popleft()
+            self._evicted_next = deque(waiting)
+        while self._evicted_next:
+            key, held = self._evicted_next.popleft()
             if hold.all.get(key) is held and held.used < hold.since and key not in needed:
                 yield key, held
         for key, held in list(hold.movable.items()):
             if key not in needed:
                 yield key, held
 
-    def _allowed(self, turn: int) -> int:
-        """Return the bytes that others may hold during a lane's step phase of this number."""
+    def _limit_in(self, segment: int) -> int:
+        """Return the bytes that others may hold during a lane's segment of this number."""
         if self.limit is not None:
-            return self.limit + in_turn(self._later, turn)
-        return in_turn(self.room, turn) + int(self._turns * self._book.top)
+            return self.limit + in_segment(self._later, segment)
+        return in_segment(self.capacity, segment) + int(self._segments * self._book.top)
 
-    def _beside(self, lane: int, turn: int) -> int:
-        """Return the bytes of others to hold next to a lane in a step phase; any excess is evicted.
+    def _others(self, lane: int, segment: int) -> int:
+        """Return the bytes of others to hold next to a lane in a segment; any excess is evicted.
 
-        In a turn that nobody has shown, what its kernels have no room for leaves when they run. In
-        others a lane holds most when a kernel has made something, for which the limit leaves room.
+        In a segment that no lane has shown, what does not fit is evicted when its kernels run. In
+        others a lane holds most when a kernel has made something, for which the limit leaves space.
         """
-        allowed = self._allowed(turn)
+        limit = self._limit_in(segment)
         if self.limit is None:
-            return allowed
-        most = self._book.most(turn, lane) - in_turn(self._makes, turn)
-        return max(0, allowed - max(0, most))
+            return limit
+        most = self._book.most(segment, lane) - in_segment(self._makes, segment)
+        return max(0, limit - max(0, most))
 
-    def _ahead(self, lane: int, turn: int) -> int:
-        """Return the bytes that others may hold during a step phase, prefetched ones included."""
-        if self.limit is None or self._book.shown(turn, lane):
-            return self._beside(lane, turn)
+    def _ahead(self, lane: int, segment: int) -> int:
+        """Return the bytes that others may hold during a segment, prefetched ones included."""
+        if self.limit is None or self._book.shown(segment, lane):
+            return self._others(lane, segment)
         return 0
 
-    def _send_others(self, wanted: int, allowed: int, distance: dict[int, int]) -> None:
+    def _send_others(self, wanted: int, limit: int, distance: dict[int, int]) -> None:
         """Evict storages that have not been touched.
 
         Args:
             wanted: bytes; what is more begins to leave.
-            allowed: bytes; what is more has left in the end.
-            distance: how far lanes are from their turn.
+            limit: bytes; what is more has left in the end.
+            distance: how far lanes are from running.
         """
         hold = self._hold
         if hold.waiting - hold.going > wanted:
@@ -296,19 +296,19 @@ class Pager:
             for key, held in others:
                 if hold.waiting - hold.going <= wanted:
                     break
-                if held.state != LEAVING:
-                    hold.send_away(key, held)
-        while hold.waiting > allowed and hold.wait():
+                if held.state != EVICTING:
+                    hold.evict(key, held)
+        while hold.waiting > limit and hold.wait():
             pass
 
     def _order(self, held: Held, distance: dict[int, int]) -> tuple[int, int]:
-        """Return a sort key: storages needed much later first, then lanes far from their phase.
+        """Return a sort key: storages needed much later first, then lanes far from their segment.
 
-        Of the lane that runs, at distance -1, its turn has come.
+        Of the lane that runs, at distance -1, its segment has begun.
         """
-        turn = self._coming(held.lane) - (distance.get(held.lane, 0) < 0)
-        if self._book.shown(turn, held.lane):
-            later = held.number not in self._book.used(turn)
+        segment = self._coming(held.lane) - (distance.get(held.lane, 0) < 0)
+        if self._book.shown(segment, held.lane):
+            later = held.number not in self._book.used(segment)
         else:
             later = held.used < self._last.get(held.lane, 0)
         return (0, held.used) if later else (1, -distance.get(held.lane, 0))
@@ -318,17 +318,17 @@ class Pager:
 
         Args:
             most: bytes that may be here, those of the lane that runs among them: what a smaller
-                lane has shown of this turn tells too little of it. None where there is no limit.
+                lane has shown of this segment tells too little of it. None where there is no limit.
         """
         if self._next is None or self._next == self._lane:
             return
         numbers = self._book.used(self._coming(self._next))
-        allowed = self._ahead(self._lane, self._number[self._lane])
+        limit = self._ahead(self._lane, self._number[self._lane])
         while self._called < len(numbers):
             found = self._hold.find(self._next, numbers[self._called])
-            if found is not None and found[1].state == AWAY:
+            if found is not None and found[1].state == OFFLOADED:
                 hold, size = self._hold, found[1].size
-                if hold.waiting + size > allowed or (most is not None and hold.here + size > most):
+                if hold.waiting + size > limit or (most is not None and hold.here + size > most):
                     return
                 self._hold.call(*found)
             self._called += 1

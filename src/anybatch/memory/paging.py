@@ -22,7 +22,7 @@ OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device
 """Types that hold no tensor; asked for first, because every kernel has some."""
 
 
-class Keeper(Protocol):
+class KernelObserver(Protocol):
     """Protocol of an observer of every kernel: a pager, or a recorder of calls to one."""
 
     limit: int | None
@@ -52,7 +52,7 @@ class Paging(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, pager: Keeper) -> None:
+    def __init__(self, pager: KernelObserver) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pager = pager
         self._writes: dict[Any, bool] = {}
@@ -79,53 +79,53 @@ class Paging(TorchDispatchMode):
             schema = getattr(func, "_schema", None)
             writes = self._writes[func] = schema is None or schema.is_mutable
         with torch._C.DisableTorchFunction():
-            given: list[int | None] = []
+            operands: list[int | None] = []
             if self._pager.limit is not None:
                 self._pager.before(_keys((args, kwargs)))
-            self._bring(args, given, writes)
+            self._bring(args, operands, writes)
             if kwargs:
-                self._bring(kwargs.values(), given, writes)
+                self._bring(kwargs.values(), operands, writes)
                 result = func(*args, **kwargs)
             else:
                 result = func(*args)
-            self._take(result, given)
+            self._take(result, operands)
         return result
 
-    def _bring(self, values: Any, given: list[int | None], writes: bool) -> None:  # noqa: FBT001
+    def _bring(self, values: Any, operands: list[int | None], writes: bool) -> None:  # noqa: FBT001
         for value in values:
-            kind = type(value)
-            if kind in OTHERS:
+            type_ = type(value)
+            if type_ in OTHERS:
                 continue
-            if kind in PLAIN or isinstance(value, Tensor):
-                if value.layout is torch.strided and (kind in PLAIN or not _wraps(value)):
+            if type_ in PLAIN or isinstance(value, Tensor):
+                if value.layout is torch.strided and (type_ in PLAIN or not _wraps(value)):
                     key = key_of(value)
-                    given.append(key)
+                    operands.append(key)
                     if key is not None:
                         self._pager.use(key, writes)
                 else:
                     keep(self._pager, value)
             elif isinstance(value, list | tuple):
-                self._bring(value, given, writes)
+                self._bring(value, operands, writes)
             elif isinstance(value, dict):
-                self._bring(value.values(), given, writes)
+                self._bring(value.values(), operands, writes)
 
-    def _take(self, value: Any, given: list[int | None]) -> None:
-        kind = type(value)
-        if kind in PLAIN or isinstance(value, Tensor):
-            if value.layout is torch.strided and (kind in PLAIN or not _wraps(value)):
+    def _take(self, value: Any, operands: list[int | None]) -> None:
+        type_ = type(value)
+        if type_ in PLAIN or isinstance(value, Tensor):
+            if value.layout is torch.strided and (type_ in PLAIN or not _wraps(value)):
                 key = key_of(value)
-                if key is not None and key not in given:
+                if key is not None and key not in operands:
                     self._pager.take(key, value)
             else:
                 keep(self._pager, value)
         elif isinstance(value, list | tuple):
             for item in value:
-                self._take(item, given)
+                self._take(item, operands)
         elif isinstance(value, dict):
-            self._take(list(value.values()), given)
+            self._take(list(value.values()), operands)
 
 
-def keep(pager: Keeper, tensor: Tensor) -> None:
+def keep(pager: KernelObserver, tensor: Tensor) -> None:
     """Make a tensor resident for good: other code has its address."""
     for inner in _inside(tensor):
         key = key_of(inner)

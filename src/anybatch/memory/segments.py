@@ -32,7 +32,7 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 class Segments(Protocol):
     """Protocol of the memory segments of a device."""
 
-    def told(self) -> str:
+    def in_words(self) -> str:
         """Return the plan's words on the segments; empty where there is nothing to report."""
 
     def ask(self) -> str:
@@ -51,7 +51,7 @@ def segments_of(device: torch.device) -> Segments:
 class HostSegments:
     """The null object: the host's memory is always made of pages."""
 
-    def told(self) -> str:
+    def in_words(self) -> str:
         """Return nothing."""
         return ""
 
@@ -66,7 +66,7 @@ class CudaSegments:
     def __init__(self, device: torch.device) -> None:
         self._device, self._there = device, accelerator.of(device)
 
-    def told(self) -> str:
+    def in_words(self) -> str:
         """Return how it is, and how to change it."""
         if self._there.allocator != "native":
             return ""

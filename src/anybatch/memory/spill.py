@@ -111,12 +111,12 @@ def takes(device: torch.device) -> tuple[str, ...]:
 
 
 def maker(
-    given: str | PathLike[str] | None, device: torch.device, *, check: bool = False
+    destination: str | PathLike[str] | None, device: torch.device, *, check: bool = False
 ) -> Callable[[], Store]:
     """Return a function that makes the store.
 
     Args:
-        given: "host", "file", a folder for the file, or None: what the device takes.
+        destination: "host", "file", a folder for the file, or None: what the device takes.
         device: that is left.
         check: compare checksums of what returns with those of what had left. Default False.
 
@@ -124,16 +124,17 @@ def maker(
         ValueError: it means nothing on this device.
     """
     nearest = store_of(device)
-    if given in (None, "host") and nearest == "host":
+    if destination in (None, "host") and nearest == "host":
         return partial(HostStore, check=check)
-    if given != "host":
-        folder = None if given in (None, "file") else Path(given)
+    if destination != "host":
+        folder = None if destination in (None, "file") else Path(destination)
         if folder is None or folder.is_dir():
             make = FileStore if nearest == "file" else StagedStore
             return partial(make, folder, direct=True, check=check)
     raise ValueError(
         'store must be "file" or a folder that is there, or "host" from a GPU, and it is '
-        f"{str(given)!r} on {type_of(device)}: leave it out to have what is nearest to the device"
+        f"{str(destination)!r} on {type_of(device)}: leave it out to have what is nearest to the "
+        "device"
     )
 
 
@@ -151,7 +152,7 @@ def require_place(store: str, device: torch.device) -> None:
         )
 
 
-def clocked(given: str | None, size: int, device: torch.device) -> Link:
+def clocked(destination: str | None, size: int, device: torch.device) -> Link:
     """Return the speeds of `size` bytes to a store, named as in `maker`, and back.
 
     It is the faster of two times.
@@ -159,7 +160,7 @@ def clocked(given: str | None, size: int, device: torch.device) -> Link:
     Raises:
         OSError: they cannot.
     """
-    store, storage = maker(given, device)(), empty(size, device)
+    store, storage = maker(destination, device)(), empty(size, device)
     spent = [inf, inf]
     try:
         for key in range(2):
@@ -172,15 +173,15 @@ def clocked(given: str | None, size: int, device: torch.device) -> Link:
     return Link(out=size / spent[0], back=size / spent[1])
 
 
-def require_room(size: int, given: str) -> None:
+def require_space(size: int, destination: str) -> None:
     """Require that `size` bytes can go to a store, "host", "file" or the folder of a file.
 
     Raises:
         StoreError: the folder of the file has less left, or is gone.
     """
-    if given == "host" or not size:
+    if destination == "host" or not size:
         return
-    where = tempfile.gettempdir() if given == "file" else given
+    where = tempfile.gettempdir() if destination == "file" else destination
     try:
         left = shutil.disk_usage(where).free
     except OSError as error:
@@ -189,4 +190,4 @@ def require_room(size: int, given: str) -> None:
             "name another one (spill=)"
         ) from error
     otherwise = "name another folder (spill=), or give more memory="
-    stores.require_room(size, left, of=SENT, folder=where, otherwise=otherwise)
+    stores.require_space(size, left, of=SENT, folder=where, otherwise=otherwise)

@@ -57,7 +57,7 @@ class Store(Protocol):
 
 
 @contextmanager
-def told(what: str, *, of: str, then: str) -> Iterator[None]:
+def store_errors(what: str, *, of: str, then: str) -> Iterator[None]:
     """Explain an error of the system that the body raises.
 
     Args:
@@ -79,9 +79,9 @@ def told(what: str, *, of: str, then: str) -> Iterator[None]:
         ) from error
 
 
-def require_room(
+def require_space(
     size: int,
-    room: int | None,
+    space: int | None,
     *,
     of: str,
     folder: str = "the folder of the spill file",
@@ -91,24 +91,24 @@ def require_room(
 
     Args:
         size: bytes that it will be sent.
-        room: bytes that it can keep; None where nobody knows.
+        space: bytes that it can hold; None where that cannot be determined.
         of: what is sent, in words.
         folder: of its file, in words.
-        otherwise: what to do but for making room there.
+        otherwise: what to do but for making space there.
 
     Raises:
         StoreError: it has not.
     """
-    if room is not None and room < size:
+    if space is not None and space < size:
         raise StoreError(
             f"{of} must fit where it goes, and that is {show_bytes(size)}, and {folder} has "
-            f"{show_bytes(room)} left: make room there, {otherwise}"
+            f"{show_bytes(space)} left: make room there, {otherwise}"
         )
 
 
-def room_of(store: Store) -> int | None:
+def space_of(store: Store) -> int | None:
     """Return the bytes that a store can hold; None where that cannot be determined."""
-    return store.room() if isinstance(store, FileStore) else None
+    return store.space() if isinstance(store, FileStore) else None
 
 
 class HostStore:
@@ -120,7 +120,7 @@ class HostStore:
 
     def __init__(self, *, check: bool = False) -> None:
         self._check = check
-        self._kept: dict[Hashable, tuple[Tensor, Sums | None]] = {}
+        self._held: dict[Hashable, tuple[Tensor, Sums | None]] = {}
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return a function that stores a copy of a storage."""
@@ -134,22 +134,22 @@ class HostStore:
         """Keep a copy."""
         host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=of(data.device).facts.pins)
         host.copy_(data)
-        self._kept[key] = host, checksums(_memory(host.untyped_storage())) if self._check else None
+        self._held[key] = host, checksums(_memory(host.untyped_storage())) if self._check else None
 
     def get(self, key: Hashable, out: Tensor) -> None:
         """Fill `out`."""
-        host, sums = self._kept[key]
+        host, sums = self._held[key]
         if sums is not None:
             require_same(_memory(host.untyped_storage()), sums, "host memory")
         out.copy_(host)
 
     def drop(self, key: Hashable) -> None:
         """Forget a copy."""
-        self._kept.pop(key, None)
+        self._held.pop(key, None)
 
     def close(self) -> None:
         """Forget all copies."""
-        self._kept.clear()
+        self._held.clear()
 
 
 @dataclass(slots=True)
@@ -202,11 +202,11 @@ class FileStore:
         """Return a function that writes a copy of a storage."""
         self._require(storage)
         size = storage.nbytes()
-        whole = self._whole(size)
-        free = self._free.get(whole)
+        nbytes = self._in_blocks(size)
+        free = self._free.get(nbytes)
         begin = free.pop() if free else self._end
         place = self._places[key] = _Place(begin, size)
-        self._end = max(self._end, begin + whole)
+        self._end = max(self._end, begin + nbytes)
         return partial(self._write, storage, place)
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
@@ -230,7 +230,7 @@ class FileStore:
         address, buffer = storage.data_ptr(), self._buffer()
         for at, part in _parts(place.size):
             ctypes.memmove(_address(buffer), address + at, part)
-            self._put_all(buffer[: self._whole(part)], place.begin + at)
+            self._put_all(buffer[: self._in_blocks(part)], place.begin + at)
 
     def _read(self, storage: Any, place: _Place) -> None:
         if self._buffers is None:
@@ -238,7 +238,7 @@ class FileStore:
         else:
             address, buffer = storage.data_ptr(), self._buffer()
             for at, part in _parts(place.size):
-                self._get_all(buffer[: self._whole(part)], place.begin + at)
+                self._get_all(buffer[: self._in_blocks(part)], place.begin + at)
                 ctypes.memmove(address + at, _address(buffer), part)
         if place.sums is not None:
             require_same(_memory(storage), place.sums, "the spill file")
@@ -259,7 +259,7 @@ class FileStore:
             if got == 0 or (done < len(view) and done % self._block):  # what is left is no block
                 raise OSError(f"the spill file ends at {begin + done} of {begin + len(view)} bytes")
 
-    def _whole(self, size: int) -> int:
+    def _in_blocks(self, size: int) -> int:
         """Return the bytes of the blocks that hold so many."""
         return -(-size // self._block) * self._block
 
@@ -275,14 +275,14 @@ class FileStore:
         """Make its place free."""
         place = self._places.pop(key, None)
         if place is not None:
-            self._free.setdefault(self._whole(place.size), []).append(place.begin)
+            self._free.setdefault(self._in_blocks(place.size), []).append(place.begin)
 
     def close(self) -> None:
         """Close the file, with which it is gone."""
         self._file = -1
         self._closing()
 
-    def room(self) -> int:
+    def space(self) -> int:
         """Return the bytes that it can hold: those of the file, and those left in its folder."""
         return self._end + left_for(self._file, self._folder)
 
@@ -332,13 +332,13 @@ class StagedStore(FileStore):
                 place.sums = checksums(_memory(flat.cpu().untyped_storage()))
             for at, part in _parts(place.size):
                 host[:part].copy_(flat[at : at + part])
-                self._put_all(view[: self._whole(part)], place.begin + at)
+                self._put_all(view[: self._in_blocks(part)], place.begin + at)
 
     def _read(self, storage: Any, place: _Place) -> None:
         flat, (host, view) = _flat(storage), self._stage(storage.device)
         with _unseen():
             for at, part in _parts(place.size):
-                self._get_all(view[: self._whole(part)], place.begin + at)
+                self._get_all(view[: self._in_blocks(part)], place.begin + at)
                 flat[at : at + part].copy_(host[:part])
             if place.sums is not None:
                 require_same(_memory(flat.cpu().untyped_storage()), place.sums, "the spill file")
@@ -349,8 +349,8 @@ class StagedStore(FileStore):
         if found is None:
             with _unseen():
                 pinned = of(device).facts.pins
-                whole = torch.empty(BOUNCE + BLOCK, dtype=torch.uint8, pin_memory=pinned)
-                host = whole[-whole.data_ptr() % BLOCK :][:BOUNCE]
+                buffer = torch.empty(BOUNCE + BLOCK, dtype=torch.uint8, pin_memory=pinned)
+                host = buffer[-buffer.data_ptr() % BLOCK :][:BOUNCE]
             view = memoryview((ctypes.c_char * BOUNCE).from_address(host.data_ptr())).cast("B")
             found = self._stages.memory = host, view
         return found
@@ -363,17 +363,18 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def store_on(device: torch.device, given: str | None = None) -> Store:
+def store_on(device: torch.device, destination: str | None = None) -> Store:
     """Return where bytes of a device go: host memory from a GPU, a file from the host's own.
 
     Args:
         device: that is left.
-        given: "host", "file", or the folder of the file; None (default) is what the device takes.
+        destination: "host", "file", or the folder of the file; None (default) is what the
+            device takes.
     """
-    folder = None if given in (None, "host", "file") else Path(str(given))
+    folder = None if destination in (None, "host", "file") else Path(str(destination))
     if of(device).host:
         return FileStore(folder)
-    return HostStore() if given in (None, "host") else StagedStore(folder)
+    return HostStore() if destination in (None, "host") else StagedStore(folder)
 
 
 SENT = "what leaves the device"

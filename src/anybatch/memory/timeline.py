@@ -86,24 +86,24 @@ class Timeline:
         live = np.vstack([lasted.live, last + extra])
         return replace(lasted, events=(*self.events, event), live=live)
 
-    def rounded(self, others: Sequence[tuple[Timeline, int]], n: int, room: int) -> Timeline:
+    def rounded(self, others: Sequence[tuple[Timeline, int]], n: int, reserve: int) -> Timeline:
         """Return the timeline with a reserve for the rounding in kernels, as the owner "rounding".
 
         Args:
             others: two more timelines of the same events, and their samples.
             n: samples of this one.
-            room: bytes for each allocation whose three sizes are not on a line.
+            reserve: bytes for each allocation whose three sizes are not on a line.
         """
         (low, n_low), (high, n_high) = others
         three = zip(low.spans, self.spans, high.spans, strict=False)
         spans = [
-            ("rounding", room, span[2], span[3])
+            ("rounding", reserve, span[2], span[3])
             for a, span, b in three
             if (span[1] - a[1]) * (n_high - n_low) != (b[1] - a[1]) * (n - n_low)
         ]
-        return self.beside(record(spans, list(self.events), ("rounding",)), "rounding")
+        return self.with_owner(record(spans, list(self.events), ("rounding",)), "rounding")
 
-    def beside(self, other: Timeline, owner: str) -> Timeline:
+    def with_owner(self, other: Timeline, owner: str) -> Timeline:
         """Return the timeline with one more owner, as another one of the same events has it."""
         column = other.live[:, [other.owners.index(owner)]]
         live = np.hstack([self.live, column])
@@ -208,16 +208,16 @@ class AffineTimeline:
         cls, low: Timeline, high: Timeline, n: int, m: int, margin: float
     ) -> AffineTimeline:
         """Return the line of the requested bytes, plus the most that rounding can add."""
-        asked = [record(one.spans, list(one.events), one.owners) for one in (low, high)]
-        base, slope = _line(asked[0].live, asked[1].live, n, m, margin)
-        more = [one.live - raw.live for one, raw in zip((low, high), asked, strict=True)]
+        requested = [record(one.spans, list(one.events), one.owners) for one in (low, high)]
+        base, slope = _line(requested[0].live, requested[1].live, n, m, margin)
+        more = [one.live - raw.live for one, raw in zip((low, high), requested, strict=True)]
         counts = [
             record([(o, 1, a, b) for o, _, a, b in one.spans], list(one.events), one.owners).live
             for one in (low, high)
         ]
         # What was counted past the allocations, such as a constant, is rounded already.
-        beside = np.maximum(more[0] - counts[0] * (low.grain - 1), 0)
-        base += np.maximum(*counts) * (low.grain - 1) + beside
+        extra = np.maximum(more[0] - counts[0] * (low.grain - 1), 0)
+        base += np.maximum(*counts) * (low.grain - 1) + extra
         lines = Lines.through(low, high, n, m, margin)
         return cls(low.owners, low.events, base, slope, lines)
 
@@ -298,8 +298,8 @@ def record(
     change = np.zeros((len(events) + 1, len(owners)), np.int64)
     index = {name: column for column, name in enumerate(owners)}
     last = len(events)
-    for owner, asked, first, end in spans:
-        count = -(-asked // grain) * grain
+    for owner, requested, first, end in spans:
+        count = -(-requested // grain) * grain
         change[min(first, last), index[owner]] += count
         change[min(end, last), index[owner]] -= count
     return Timeline(owners, tuple(events), change.cumsum(0)[:-1], tuple(spans), grain)

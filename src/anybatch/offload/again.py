@@ -8,7 +8,7 @@ reads what it is made from, so whatever plans a step has that in memory then; wh
 another variable. Which storages: those with the fewest seconds for their bytes, and not two of
 which one is made from the other, unless both are asked for soon after one another.
 
-Source: design 5.7; `benchmarks.simulators.recompute` does the same where every kernel is known.
+Source: `benchmarks.simulators.recompute` does the same where every kernel is known.
 """
 
 from __future__ import annotations
@@ -129,14 +129,14 @@ def choices(
 def _together(recording: Recording, link: Link) -> list[int]:
     """Return the storages that may be recomputed in one step, the fewest seconds per byte first."""
     sizes, remakes = recording.sizes, recording.remakes
-    asked = {cut.number: i for i, cut in reversed(list(enumerate(recording.cuts))) if not cut.saves}
+    first = {cut.number: i for i, cut in reversed(list(enumerate(recording.cuts))) if not cut.saves}
     travel = 1 / link.out + 1 / link.back
     cheap = [k for k, remake in remakes.items() if remake.seconds < sizes[k] * travel]
     found: list[int] = []
     for k in sorted(cheap, key=lambda k: (remakes[k].seconds / sizes[k], k)):
         related = {s for s in remakes[k].sources if s in found}
         related |= {other for other in found if k in remakes[other].sources}
-        if all(abs(asked[k] - asked[other]) <= SOON for other in related):
+        if all(abs(first[k] - first[other]) <= SOON for other in related):
             found.append(k)
     return found
 

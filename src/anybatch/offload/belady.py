@@ -5,7 +5,7 @@ differ, and the walk gives up too much: a small variable leaves, and soon after 
 would have done for both. So the largest that need not have left stay after all (`anybatch.offload
 .fit`), which also says when the others go and come.
 
-Source: design 5.7; the paper asks for the same with one hyperparameter, `window`.
+Source: the paper asks for the same with one hyperparameter, `window`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from anybatch.offload.draft import too_small
 from anybatch.offload.fit import fitted
-from anybatch.offload.gaps import Gap, as_schedule, given_gaps
+from anybatch.offload.gaps import Gap, as_schedule, forced_gaps
 from anybatch.offload.schedule import Schedule
 from anybatch.offload.trace import Trace
 
@@ -46,7 +46,7 @@ def furthest_leaves(trace: Trace, budget: int) -> list[Gap]:
         walk.dead(i)
     walk.stage(len(trace.functions), trace.after)
     end = len(trace.functions) + 1
-    return given_gaps(trace) + [gap for gap in walk.gaps if gap.next < end]
+    return forced_gaps(trace) + [gap for gap in walk.gaps if gap.next < end]
 
 
 class _Walk:
@@ -63,10 +63,10 @@ class _Walk:
         needed = set(uses)
         self.held += self.trace.bytes_of(needed.difference(self.last))
         if self.held > self.budget:
-            self.make_room(i, needed)
+            self.evict(i, needed)
         self.last |= dict.fromkeys(needed, i)
 
-    def make_room(self, i: int, needed: set[int]) -> None:
+    def evict(self, i: int, needed: set[int]) -> None:
         """Evict the variables with the furthest next use until the others fit in the budget."""
         variables = self.trace.variables
         free = [v for v in self.last if v not in needed and not variables[v].stays]

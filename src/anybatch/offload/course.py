@@ -120,13 +120,13 @@ def wanted(schedule: Schedule) -> Schedule:
     return replace(schedule, stages=tuple(reversed(stages)))
 
 
-def too_little(needed: int, given: int) -> BudgetError:
+def too_little(needed: int, budget: int) -> BudgetError:
     """Return the error for a step that does not fit with all movable storages offloaded."""
     return BudgetError(
-        f"a step must fit in memory, and with all that autograd saves away it holds "
+        f"a step must fit in memory, and with all saved tensors offloaded it holds "
         f"{show_bytes(needed)} (weights, gradients, and what its kernels work with), and "
-        f'{show_bytes(given)} is given: give memory="{-(-needed // 1024)}KiB" or more, or a '
+        f'{show_bytes(budget)} is given: give memory="{-(-needed // 1024)}KiB" or more, or a '
         "smaller batch",
         needed=needed,
-        given=given,
+        budget=budget,
     )

@@ -1,8 +1,8 @@
 """Schedule under construction: resident variables, evictions in progress, and stages so far.
 
-Policies that go through the functions one by one say `bring` and `leave`; a draft counts bytes, and
-where they run short it waits for the oldest copy that has begun, as the paper does (Fig. 2b). What
-is wanted again before anybody has waited for its copy has never been away.
+Policies that go through the functions one by one call `bring` and `evict`; a draft counts bytes,
+and where they run short it waits for the oldest copy that has begun, as the paper does (Fig. 2b).
+What is wanted again before its copy was waited for has never been evicted.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Draft:
             self.leaving.pop(v, None)
         for v in wanted:
             if v not in self.here:
-                self._room_for(self.trace.size(v))
+                self._make_space(self.trace.size(v))
                 self._ins.append(v)
                 self.here.add(v)
 
@@ -56,7 +56,7 @@ class Draft:
         i, trace = self.stage, self.trace
         function = trace.functions[i]
         self.bring(function.reads)
-        self._room_for(trace.bytes_of(function.makes))
+        self._make_space(trace.bytes_of(function.makes))
         self.here.update(function.makes)
         self._copied.difference_update(function.writes)
         dead = set(trace.dies[i])
@@ -64,7 +64,7 @@ class Draft:
         self.held -= trace.bytes_of(dead)
         self._close()
 
-    def leave(self, variables: Iterable[int]) -> None:
+    def evict(self, variables: Iterable[int]) -> None:
         """Begin copies after the latest function; skip variables that are never evicted."""
         outs = []
         for v in dict.fromkeys(variables):
@@ -83,18 +83,18 @@ class Draft:
 
     def schedule(self, policy: str) -> Schedule:
         """Evict the host's variables, bring in those needed at the end; return the schedule."""
-        self.leave(v for v in self.trace.hosted if v in self.here)
+        self.evict(v for v in self.trace.hosted if v in self.here)
         for v in [v for v in self.trace.hosted if v in self.leaving]:
             self._free(v)
         self.bring(self.trace.after)
         self._close()
         return Schedule(policy, self.budget, tuple(self._stages))
 
-    def _room_for(self, count: int) -> None:
+    def _make_space(self, count: int) -> None:
         self.held += count
         while self.held > self.budget:
             if not self.leaving:
-                raise short_of_room(self.trace, self.budget, self.stage, self.held)
+                raise over_budget(self.trace, self.budget, self.stage, self.held)
             self._free(next(iter(self.leaving)))
 
     def _free(self, v: int) -> None:
@@ -115,11 +115,11 @@ def too_small(trace: Trace, budget: int) -> BudgetError:
         f"a step needs {show_bytes(trace.floor)} on the device even if everything else is away, "
         f"and it was given {show_bytes(budget)}: give it as much, or make the micro-batch smaller",
         needed=trace.floor,
-        given=budget,
+        budget=budget,
     )
 
 
-def short_of_room(trace: Trace, budget: int, i: int, held: int) -> BudgetError:
+def over_budget(trace: Trace, budget: int, i: int, held: int) -> BudgetError:
     """Return the error for a policy that evicts too few bytes where another may suffice."""
     if trace.floor > budget:
         return too_small(trace, budget)
@@ -127,5 +127,5 @@ def short_of_room(trace: Trace, budget: int, i: int, held: int) -> BudgetError:
         f"a policy must let enough leave for each function, and at stage {i} this one holds "
         f"{show_bytes(held)} of {show_bytes(budget)}: let more leave, or bring less back ahead",
         needed=held,
-        given=budget,
+        budget=budget,
     )

@@ -1,7 +1,7 @@
 """Policy that evicts variables with both copies hidden: before memory is short, and after.
 
-Of a long time without use, little may be of use to a copy. It has to have ended before memory runs
-short, and what returns finds no room until that is over:
+A variable may be idle for long, yet a copy can use only two parts of that time: one before memory
+runs short, and one after memory is free again, for the return:
 
     last use ── the copy hides here ──╮ memory is short ╭── the return hides here ── next use
                      before           first          last          after

@@ -11,7 +11,7 @@ some storages begin to leave, some have left, and some begin to return for a lat
 A step that does not do what was recorded leaves its course at that cut. From there on everything
 leaves at once and returns on demand, which is right for any step.
 
-Source: design 5.7; Hayakawa and Narihira, section 3.
+Source: Hayakawa and Narihira, section 3.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch import Tensor
 from anybatch.core.graph import name_of
 from anybatch.offload.course import Course
 from anybatch.offload.mover import Mover, gone
-from anybatch.offload.recipes import Recipe, read
+from anybatch.offload.recipes import RecomputeRecipe, read
 from anybatch.offload.recording import STAYED, Cut, Remake
 from anybatch.offload.saved import SMALL, Handle, Saved, Stays, probe, same, uncounted
-from anybatch.offload.watch import Watch
+from anybatch.offload.watch import StepRecorder
 from anybatch.offload.weights import is_weight, may_move
 
 
-class Step:
+class StepHooks:
     """State and actions of the saved-tensor hooks of one step.
 
     Args:
@@ -53,7 +53,7 @@ class Step:
         self,
         mover: Mover,
         device: torch.device,
-        watch: Watch | None,
+        watch: StepRecorder | None,
         courses: Mapping[Cut, Course],
     ) -> None:
         self.course: Course | None = None
@@ -64,7 +64,7 @@ class Step:
         self._over = self._failed = False
         self._saved: list[weakref.ref[Saved]] = []
         self._places: dict[int, weakref.ref[Saved]] = {}
-        self._recipes: dict[int, Recipe] = {}  # to be tried in a step that is recorded
+        self._recipes: dict[int, RecomputeRecipe] = {}  # to be tried in a step that is recorded
         self._lock = threading.RLock()
 
     def pack(self, tensor: Tensor) -> Handle | Stays:
@@ -167,7 +167,7 @@ class Step:
         if course is not None:
             cuts = course.recording.cuts
             if self._at >= len(cuts) or cuts[self._at] != cut:
-                self._leave_course()
+                self._abandon_course()
             elif course.stages is not None:
                 for number in course.step.made.get(self._at, ()):
                     self._pass(course)
@@ -228,7 +228,7 @@ class Step:
         else:  # what it makes is what was there before those writes
             saved.recipe = None
             saved.holds(storage)
-            self._leave_course()
+            self._abandon_course()
 
     def _bring(self, saved: Saved) -> Any:
         """Return a storage, in memory."""
@@ -256,7 +256,7 @@ class Step:
         recipe = read(tensor, self._mine)
         planned = course.recording.remakes[saved.number].sources
         if recipe is None or any(one.number not in planned for one in recipe.sources()):
-            self._leave_course()
+            self._abandon_course()
             return
         recipe.hold()
         saved.recipe, saved.storage = recipe, None
@@ -285,18 +285,18 @@ class Step:
             storage = self._follow(source) if has else self._mover.fetch(source)
         return storage
 
-    def _try(self, saved: Saved, watch: Watch) -> None:
+    def _try(self, saved: Saved, watch: StepRecorder) -> None:
         """Check whether the recipe of an offloaded storage reproduces it bit for bit."""
         recipe = self._recipes.pop(saved.number, None)
         if recipe is None or saved.here() is not None or not recipe.good():
             return
         sources = recipe.sources()
-        away = sum(source.size for source in sources if source.here() is None)
-        if not watch.room(away + max(recipe.most(), 2 * saved.size)):
+        offloaded = sum(source.size for source in sources if source.here() is None)
+        if not watch.permits(offloaded + max(recipe.most(), 2 * saved.size)):
             return
-        with watch.apart():
+        with watch.excluded():
             found = {source.number: self._present(source) for source in sources}
-            with watch.apart() as work:
+            with watch.excluded() as work:
                 start = self._mover.now()
                 try:
                     storage = recipe.storage(lambda source: found[source.number])
@@ -318,7 +318,7 @@ class Step:
         course = self.course
         return course is None or course.stages is None or saved.number in course.recording.loose
 
-    def _leave_course(self) -> None:
+    def _abandon_course(self) -> None:
         """Drop the course of the step, and evict all resident storages."""
         self.course, self.missed = None, True
         for saved in self._living():

@@ -31,7 +31,7 @@ class Gap:
         back: the stage at which its return begins.
         next: the function that uses it next; the number of functions for the end, and one more
             where it does not return.
-        given: it is on the host in any case.
+        forced: it is on the host in any case.
     """
 
     v: int
@@ -39,7 +39,7 @@ class Gap:
     freed: int
     back: int
     next: int
-    given: bool = False
+    forced: bool = False
 
     @classmethod
     def between(cls, v: int, last: int, following: int) -> Gap:
@@ -47,19 +47,19 @@ class Gap:
         return cls(v, last, max(last, 0) + 1, following, following)
 
 
-def given_gaps(trace: Trace) -> list[Gap]:
+def forced_gaps(trace: Trace) -> list[Gap]:
     """Return the gaps before and after all uses of variables that begin and end on the host."""
     found = []
     for v in trace.hosted:
         first, last, end = trace.uses[v][0], trace.uses[v][-1], len(trace.functions) + 1
-        found.append(Gap(v, -1, 0, first, first, given=True))
-        found.append(Gap(v, last, last + 1, end, end, given=True))
+        found.append(Gap(v, -1, 0, first, first, forced=True))
+        found.append(Gap(v, last, last + 1, end, end, forced=True))
     return found
 
 
 def all_gaps(trace: Trace) -> list[Gap]:
     """Return every gap between uses of the variables that may be offloaded."""
-    found = given_gaps(trace)
+    found = forced_gaps(trace)
     for v, variable in enumerate(trace.variables):
         if variable.stays or (variable.before and not trace.uses[v] and not variable.after):
             continue
@@ -78,7 +78,7 @@ def as_schedule(policy: str, trace: Trace, budget: int, gaps: Iterable[Gap]) -> 
     outs: list[list[int]] = [[] for _ in range(count)]
     copied = dict.fromkeys(trace.hosted, -1)  # variable -> the use before its last copy
     for gap in sorted(gaps, key=lambda gap: gap.next):
-        if gap.last >= 0 or not gap.given:
+        if gap.last >= 0 or not gap.forced:
             frees[gap.freed].append(gap.v)
         if gap.back < count:
             ins[gap.back].append(gap.v)

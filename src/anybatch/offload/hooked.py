@@ -1,7 +1,7 @@
 """Step under its hooks, and its cleanup after a failure or an interrupt.
 
 Whatever ends the body, hooks and modes are gone and threads have ended afterwards. What a failed
-step has sent away is lost, for nobody can ask for it any more.
+step has offloaded is lost, for nothing can request it any more.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 from anybatch.core.modules import eager
 from anybatch.core.undo import uninterrupted
-from anybatch.offload.execute import Step
+from anybatch.offload.execute import StepHooks
 from anybatch.offload.mover import Mover
-from anybatch.offload.watch import Watch
+from anybatch.offload.watch import StepRecorder
 
 
 class Hooked:
@@ -27,7 +27,7 @@ class Hooked:
         watch: records the body; None where it is not recorded.
     """
 
-    def __init__(self, step: Step, mover: Mover, watch: Watch | None) -> None:
+    def __init__(self, step: StepHooks, mover: Mover, watch: StepRecorder | None) -> None:
         self._step, self._mover, self._watch = step, mover, watch
         self._entered: list[Any] = []
 
@@ -46,14 +46,14 @@ class Hooked:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
         try:
             with uninterrupted(once=True):
-                self._leave()
-                if kind is not None:
+                self._exit()
+                if exc_type is not None:
                     self.give_up()
                 else:
                     self._mover.rest()
@@ -64,11 +64,11 @@ class Hooked:
 
     def give_up(self) -> None:
         """Remove the hooks, and drop all offloaded tensors; another call does no harm."""
-        self._leave()
+        self._exit()
         self._step.fail()
         self._mover.close()
         self._step.forget_copies()
 
-    def _leave(self) -> None:
+    def _exit(self) -> None:
         while self._entered:
             self._entered.pop().__exit__(None, None, None)

@@ -17,7 +17,7 @@ import torch
 from anybatch.core import accelerator
 from anybatch.errors import StoreError
 from anybatch.memory.copier import Copier, Job
-from anybatch.memory.stores import SENT, Store, empty, require_room, room_of, told
+from anybatch.memory.stores import SENT, Store, empty, require_space, space_of, store_errors
 from anybatch.offload.saved import Saved
 
 
@@ -66,7 +66,7 @@ class Mover:
         """Begin a copy; the memory stays until `free`."""
         if saved.copied:
             return
-        with _told("written to"):
+        with _store_errors("written to"):
             work = self._opened().writing(saved.key, saved.storage)
         saved.copied = True
         saved.out = self._writer.start(work)
@@ -77,10 +77,10 @@ class Mover:
         """Copy an already copied storage again as it is now, and evict it if it was evicted."""
         if not saved.copied:
             return
-        kept = saved.storage
+        resident = saved.storage
         self.ended.append((saved.key, saved.out))
         saved.key, saved.out, saved.copied, saved.storage = self.key(), None, False, storage
-        if kept is None:
+        if resident is None:
             self.send_now(saved)
         else:
             self.send(saved)
@@ -89,7 +89,7 @@ class Mover:
         """Give up the memory, once the copy has ended."""
         self.arrived(saved)
         if saved.out is not None:
-            with _told("written to"):
+            with _store_errors("written to"):
                 self._wait(self._writer, saved.out)
             saved.out.work = None
             saved.out = None
@@ -103,7 +103,7 @@ class Mover:
             saved.storage = storage
             return
         saved.holds(empty(saved.size, saved.device))
-        with _told("read from"):
+        with _store_errors("read from"):
             saved.back = self._reader.start(self._reading(saved, saved.storage))
         self._jobs.append(saved.back)
         self.back += saved.size
@@ -111,7 +111,7 @@ class Mover:
     def arrived(self, saved: Saved) -> None:
         """Wait for a return that is under way."""
         if saved.back is not None:
-            with _told("read from"):
+            with _store_errors("read from"):
                 self._wait(self._reader, saved.back)
             saved.back.work = None
             saved.back = None
@@ -121,7 +121,7 @@ class Mover:
         if not saved.copied:
             self.settle()
             start = perf_counter()
-            with _told("written to"):
+            with _store_errors("written to"):
                 self._opened().writing(saved.key, saved.storage)()
             saved.copied = True
             self._clocked(0, saved.size, perf_counter() - start)
@@ -131,7 +131,7 @@ class Mover:
     def call_now(self, saved: Saved) -> None:
         """Copy back."""
         storage, start = empty(saved.size, saved.device), perf_counter()
-        with _told("read from"):
+        with _store_errors("read from"):
             self._reading(saved, storage)()
         self._clocked(1, saved.size, perf_counter() - start)
         self.back += saved.size
@@ -140,7 +140,7 @@ class Mover:
     def fetch(self, saved: Saved) -> Any:
         """Return a private copy of an offloaded storage."""
         storage = empty(saved.size, saved.device)
-        with _told("read from"):
+        with _store_errors("read from"):
             self._reading(saved, storage)()
         return storage
 
@@ -161,7 +161,7 @@ class Mover:
             if self._store is not None:
                 self._store.drop(key)
 
-    def require_room(self, size: int) -> None:
+    def require_space(self, size: int) -> None:
         """Require capacity for so many bytes in the store, where it can be checked in advance.
 
         Raises:
@@ -169,10 +169,10 @@ class Mover:
         """
         if size == 0:
             return
-        with _told("opened"):
-            room = room_of(self._opened())
-        require_room(
-            size, room, of=SENT, otherwise="name another folder (store=), or give more memory="
+        with _store_errors("opened"):
+            space = space_of(self._opened())
+        require_space(
+            size, space, of=SENT, otherwise="name another folder (store=), or give more memory="
         )
 
     def rest(self) -> None:
@@ -229,9 +229,9 @@ def gone() -> StoreError:
     )
 
 
-_told = partial(
-    told,
+_store_errors = partial(
+    store_errors,
     of=SENT,
     then="the gradients of this step are not complete, so set them to zero before the next",
 )
-"""Says what a system's error means for a saved tensor."""
+"""Explain an error of the system for a saved tensor."""

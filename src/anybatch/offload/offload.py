@@ -24,13 +24,13 @@ from anybatch.memory.spill import maker
 from anybatch.memory.step_timeline import StepTimeline
 from anybatch.memory.stores import Store
 from anybatch.offload.course import Course, too_little
-from anybatch.offload.execute import Step
+from anybatch.offload.execute import StepHooks
 from anybatch.offload.hooked import Hooked
-from anybatch.offload.known import Known, Recorded, link_of
 from anybatch.offload.mover import Mover
 from anybatch.offload.recording import Cut
+from anybatch.offload.schedule_cache import Recorded, ScheduleCache, link_of
 from anybatch.offload.unroll import of_course
-from anybatch.offload.watch import Watch
+from anybatch.offload.watch import StepRecorder
 
 
 @dataclass(frozen=True)
@@ -38,17 +38,17 @@ class OffloadReport:
     """Report of one step under `offload`.
 
     Attributes:
-        kind: "recorded", "planned", or "on demand" where it was like none that was recorded, or
-            fits only with everything away.
+        mode: "recorded", "planned", or "on demand" where it was like none that was recorded, or
+            fits only with everything offloaded.
         predicted_bytes: the most bytes it was to hold; of a recorded step, those it held. None
             where nothing is known of such a step.
         out_bytes: bytes that have left.
         back_bytes: bytes that have returned.
         waited: seconds in which the step waited for copies.
-        remade_bytes: bytes that were dropped, and computed again from what was saved beside them.
+        remade_bytes: bytes that were dropped, and computed again from what else was saved.
     """
 
-    kind: str
+    mode: str
     predicted_bytes: int | None
     out_bytes: int
     back_bytes: int
@@ -82,11 +82,11 @@ class Offload:
         self._tries = memory if recompute else 0
         self.last: OffloadReport | None = None
         self._device, self._mover = device, Mover(make, device)
-        self._known = Known()
+        self._cache = ScheduleCache()
         self._followed: Course | None = None
         self._newest: Recorded | None = None
         self._there = 0
-        self._inside: tuple[Hooked, Step, Watch | None] | None = None
+        self._inside: tuple[Hooked, StepHooks, StepRecorder | None] | None = None
 
     def __enter__(self) -> Self:
         if self._inside is not None:
@@ -97,9 +97,11 @@ class Offload:
         self._mover.begin()
         self._there = allocated(self._device)
         courses = self._courses()
-        watch = Watch(self._device, self._tries, self._there) if self._known.to_record else None
-        self._mover.require_room(max((course.sent for course in courses.values()), default=0))
-        step = Step(self._mover, self._device, watch, courses)
+        watch = (
+            StepRecorder(self._device, self._tries, self._there) if self._cache.to_record else None
+        )
+        self._mover.require_space(max((course.sent for course in courses.values()), default=0))
+        step = StepHooks(self._mover, self._device, watch, courses)
         hooked = Hooked(step, self._mover, watch)
         try:
             self._inside = hooked, step, watch
@@ -112,7 +114,7 @@ class Offload:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -120,13 +122,13 @@ class Offload:
         hooked, step, watch = self._inside
         course = step.course
         try:
-            hooked.__exit__(kind, value, trace)
+            hooked.__exit__(exc_type, value, trace)
         except BaseException:  # an interrupt, most likely before it was held back
             hooked.give_up()
             raise
         finally:
             self._inside = None
-        if kind is None:
+        if exc_type is None:
             self._learn(step, watch, course)
 
     def timeline(self) -> StepTimeline:
@@ -165,16 +167,16 @@ class Offload:
 
         More may be there than when they were (gradients), of which it is not known when it counts.
         """
-        known, found = self._known, dict[Cut, Course]()
-        for cut, one in () if known.to_record else known.recorded.items():
+        cache, found = self._cache, dict[Cut, Course]()
+        for cut, one in () if cache.to_record else cache.recorded.items():
             course = one.course(self.memory, one.more(self._there))
             if course is None:
-                known.to_record = 1
+                cache.to_record = 1
                 return {}
             found[cut] = course
         return found
 
-    def _learn(self, step: Step, watch: Watch | None, course: Course | None) -> None:
+    def _learn(self, step: StepHooks, watch: StepRecorder | None, course: Course | None) -> None:
         """Take in a step that has gone well."""
         mover = self._mover
         moved = mover.out, mover.back, mover.waited, step.remade
@@ -185,7 +187,7 @@ class Offload:
                 self._followed, self._newest = course, None
             self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
             if step.missed:
-                self._known.missed()
+                self._cache.missed()
             return
         recording = watch.recording(self._there)
         most = max(recording.peak, watch.tried + recording.outside)
@@ -193,7 +195,7 @@ class Offload:
         if recording.peak > self.memory:
             raise too_little(recording.peak, self.memory)
         one = Recorded(recording, link_of(mover), watch, self._there)
-        self._known.learn(one)
+        self._cache.learn(one)
         if recording.cuts:
             self._newest = one
 

@@ -29,14 +29,14 @@ from anybatch.core.undo import uninterrupted
 from anybatch.core.units import parse_bytes
 from anybatch.memory.spill import maker
 from anybatch.memory.stores import Store
-from anybatch.offload.states.keeper import Keeper
 from anybatch.offload.states.paging import PagedModel
 from anybatch.offload.states.parts import AT_A_TIME
 from anybatch.offload.states.seams import Seams
+from anybatch.offload.states.state_mover import StateMover
 from anybatch.offload.states.stepping import send_all, step_in_parts
 
-ROOM = 64 << 20
-"""Bytes of state that are in memory at a time where nobody has said."""
+RESIDENT_BYTES = 64 << 20
+"""Bytes of state that are in memory at a time by default."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class StatesReport:
 
     Attributes:
         parts: how many the step was made in.
-        away_bytes: bytes of state that are away after it.
+        offloaded_bytes: bytes of state that are offloaded after it.
         most_bytes: the most bytes of them that were in memory at a time; in the first step a bound.
         out_bytes: bytes that have left.
         back_bytes: bytes that have come back.
@@ -53,7 +53,7 @@ class StatesReport:
     """
 
     parts: int
-    away_bytes: int
+    offloaded_bytes: int
     most_bytes: int
     out_bytes: int
     back_bytes: int
@@ -65,10 +65,10 @@ class OffloadedStates:
 
     Args:
         optimizer: whose state it is.
-        room: bytes of it that may be in memory at a time.
+        resident_bytes: bytes of it that may be in memory at a time.
         make: returns a store.
         device: of the state.
-        paged: the model whose parameters and gradients leave too, or None.
+        paged: the model whose parameters and gradients are offloaded too, or None.
 
     Attributes:
         last: what the last step has done; None before the first.
@@ -77,20 +77,20 @@ class OffloadedStates:
     def __init__(
         self,
         optimizer: optim.Optimizer,
-        room: int,
+        resident_bytes: int,
         make: Callable[[], Store],
         device: torch.device,
         paged: PagedModel | None,
     ) -> None:
-        self._memory = room
+        self._memory = resident_bytes
         self.last: StatesReport | None = None
-        self._optimizer, self._keeper = optimizer, Keeper(make, device)
+        self._optimizer, self._mover = optimizer, StateMover(make, device)
         self._open, self._paged = True, paged
         self._entered = False
         with uninterrupted():
-            self._seams = Seams(optimizer, self._step, self._snapshot, self._send, room)
+            self._seams = Seams(optimizer, self._step, self._snapshot, self._send, resident_bytes)
             try:
-                send_all(optimizer, self._keeper)
+                send_all(optimizer, self._mover)
             except BaseException:
                 self.back()
                 raise
@@ -101,11 +101,11 @@ class OffloadedStates:
         return self._memory
 
     @memory.setter
-    def memory(self, room: int) -> None:
-        self._memory = room
-        self._seams.room = room
+    def memory(self, resident_bytes: int) -> None:
+        self._memory = resident_bytes
+        self._seams.resident_bytes = resident_bytes
         if self.entered and self._paged is not None:
-            self._paged.pages.squeeze(room)
+            self._paged.pages.squeeze(resident_bytes)
 
     @property
     def paged(self) -> bool:
@@ -126,7 +126,7 @@ class OffloadedStates:
 
     def __exit__(
         self,
-        kind: type[BaseException] | None,
+        exc_type: type[BaseException] | None,
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
@@ -136,24 +136,24 @@ class OffloadedStates:
         """Make all state resident, and restore the optimizer as it was without `offload_states`.
 
         Raises:
-            StoreError: it cannot be read; what was not read is still away.
+            StoreError: it cannot be read; what was not read is still offloaded.
         """
         states = self._optimizer.state.values()
         with uninterrupted(once=True):
             if self._open:
-                self._keeper.check(states)
+                self._mover.check(states)
                 try:
                     for state in states:
-                        self._keeper.arrive(state)
+                        self._mover.arrive(state)
                 finally:
-                    self._keeper.rest()
+                    self._mover.rest()
             self.close()
 
     def close(self) -> None:
         """Give up the file or the host memory, and the optimizer's state that is in it.
 
-        Where some was away the optimizer must be given another before it can step or be saved.
-        Parameters and gradients come back.
+        Where some was offloaded the optimizer needs another before it can step or be saved.
+        Parameters and gradients are made resident.
         """
         with uninterrupted():
             if not self._open:
@@ -161,9 +161,9 @@ class OffloadedStates:
             self._open = False
             if self._paged is not None and self._entered:
                 self._entered = False
-                self._paged.leave()
-            lost = self._keeper.away
-            self._keeper.close()
+                self._paged.exit()
+            lost = self._mover.offloaded_bytes
+            self._mover.close()
             if not lost:
                 self._seams.remove()
 
@@ -173,20 +173,20 @@ class OffloadedStates:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        optimizer, keeper = self._optimizer, self._keeper
+        optimizer, mover = self._optimizer, self._mover
         inner = inner_step(optimizer)
         if not self._open:
-            keeper.check(optimizer.state.values())
+            mover.check(optimizer.state.values())
             inner(optimizer)
             return loss
-        with uninterrupted(once=True), self._beside() as (room, paged):
-            parts, most = step_in_parts(optimizer, inner, keeper, room, paged=paged)
-        moved = keeper.out, keeper.back, keeper.waited
-        self.last = StatesReport(parts, keeper.away, most, *moved)
+        with uninterrupted(once=True), self._shared_memory() as (resident_bytes, paged):
+            parts, most = step_in_parts(optimizer, inner, mover, resident_bytes, paged=paged)
+        moved = mover.out, mover.back, mover.waited
+        self.last = StatesReport(parts, mover.offloaded_bytes, most, *moved)
         return loss
 
     @contextmanager
-    def _beside(self) -> Iterator[tuple[int, bool]]:
+    def _shared_memory(self) -> Iterator[tuple[int, bool]]:
         """Share the memory between the optimizer's state and the parameters for the body."""
         if self._paged is None or not self._entered:
             yield self.memory, False
@@ -196,20 +196,20 @@ class OffloadedStates:
         try:
             yield self.memory // 2, True
         finally:
-            pages.room = self.memory
-            self._paged.look()
+            pages.limit = self.memory
+            self._paged.register_new()
             pages.ended()
 
     def _snapshot(self) -> dict[Any, Any]:
         """Return the state with all tensors in memory; the offloaded ones remain offloaded."""
         state = self._optimizer.state
-        self._keeper.check(state.values())
-        return {parameter: self._keeper.copied(one) for parameter, one in state.items()}
+        self._mover.check(state.values())
+        return {parameter: self._mover.copied(one) for parameter, one in state.items()}
 
     def _send(self) -> None:
         """Offload a newly loaded state."""
         if self._open:
-            send_all(self._optimizer, self._keeper)
+            send_all(self._optimizer, self._mover)
 
 
 def offload_states(
@@ -227,7 +227,7 @@ def offload_states(
     schedules and `torch.amp.GradScaler` see one step. ``state_dict()``, copies and pickles of the
     optimizer have real tensors, all in memory; ``load_state_dict()`` takes them.
 
-    In ``optimizer.state`` a tensor that is away is a tensor on the meta device: it shows its shape,
+    In ``optimizer.state`` an offloaded tensor is a tensor on the meta device: it shows its shape,
     and whoever asks it for a value gets torch's error. Tensors below a block of the file (4 KiB)
     stay in memory.
 
@@ -253,7 +253,7 @@ def offload_states(
 
     Returns:
         What has ``back()``, after which all is in memory again, as after ``with states:``; and
-        ``close()``, after which the optimizer's state that was away is lost.
+        ``close()``, after which the optimizer's state that was offloaded is lost.
 
     Raises:
         NotExactError: parts of this optimizer's step would not be its step; its ``step`` was
@@ -279,14 +279,14 @@ def offload_states(
     optimizer = bare(optimizer)
     inner_step(optimizer)
     device = device_of(optimizer)
-    room = default_room(optimizer) if memory is None else parse_bytes(memory)
-    room *= 2 if model is not None and memory is None else 1
+    resident_bytes = default_resident(optimizer) if memory is None else parse_bytes(memory)
+    resident_bytes *= 2 if model is not None and memory is None else 1
     make = maker(store, device)
-    paged = None if model is None else PagedModel(model, room, make)
-    return OffloadedStates(optimizer, room, make, device, paged)
+    paged = None if model is None else PagedModel(model, resident_bytes, make)
+    return OffloadedStates(optimizer, resident_bytes, make, device, paged)
 
 
-def default_room(optimizer: optim.Optimizer) -> int:
+def default_resident(optimizer: optim.Optimizer) -> int:
     """Return the default budget in bytes for the state that is resident at a time."""
     bounds = (state_bound(optimizer, g, p) for g in optimizer.param_groups for p in g["params"])
-    return max(ROOM, AT_A_TIME * max(bounds))
+    return max(RESIDENT_BYTES, AT_A_TIME * max(bounds))

@@ -12,7 +12,7 @@ step. Operands are what nodes of the graph have saved through the same hooks, wh
 tensor is written to; leaves; and what rules make of these. Where anything else comes in, there is
 no recipe.
 
-Source: design 5.7; Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3.
+Source: Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Bring = Callable[[Saved], Any]
 """Returns a storage, in memory."""
 
 
-class Known:
+class Operand:
     """A tensor that a node has saved."""
 
     __slots__ = ("_handle", "held")
@@ -128,7 +128,7 @@ class Operation:
     def most(self) -> int:
         """Return bytes that it makes, at most."""
         size = prod(self.shape) * self.dtype.itemsize
-        return SLACK + int((self.rule.beside + (not self.writes)) * size)
+        return SLACK + int((self.rule.workspace + (not self.writes)) * size)
 
     @property
     def writes(self) -> bool:
@@ -140,18 +140,18 @@ class Operation:
 
     def tensor(self, bring: Bring) -> Tensor:
         """Do it."""
-        given = [None if one is None else one.tensor(bring) for one in self.operands]
+        values = [None if one is None else one.tensor(bring) for one in self.operands]
         if self.rule.operands is None:
-            return self.rule.run(given, *self.constants)
+            return self.rule.run(values, *self.constants)
         run = self.rule.over if self.writes else self.rule.run
         assert run is not None
-        return run(*given, *self.constants)
+        return run(*values, *self.constants)
 
 
-Value = Known | Leaf | Number | Operation | None
+Value = Operand | Leaf | Number | Operation | None
 
 
-class Recipe:
+class RecomputeRecipe:
     """How to have a storage again.
 
     Args:
@@ -168,17 +168,17 @@ class Recipe:
 
     def hold(self) -> None:
         """Have it all live as long as this does."""
-        for known in self._known():
-            known.held = known.handle()
+        for operand in self._operands():
+            operand.held = operand.handle()
 
     def good(self) -> bool:
         """Say whether all that it starts from is there, and as it was."""
-        starts = (one for one in _all(self._operation) if isinstance(one, Known | Leaf | Number))
+        starts = (one for one in _all(self._operation) if isinstance(one, Operand | Leaf | Number))
         return all(one.good() for one in starts)
 
     def sources(self) -> list[Saved]:
         """Return the storages that it starts from, without those that are never offloaded."""
-        handles = (known.handle() for known in self._known())
+        handles = (operand.handle() for operand in self._operands())
         found = {h.saved.number: h.saved for h in handles if isinstance(h, Handle)}
         return list(found.values())
 
@@ -199,8 +199,8 @@ class Recipe:
             place.set_(storage, 0, self._shape, self._stride).copy_(found)
             return storage
 
-    def _known(self) -> Iterator[Known]:
-        return (one for one in _all(self._operation) if isinstance(one, Known))
+    def _operands(self) -> Iterator[Operand]:
+        return (one for one in _all(self._operation) if isinstance(one, Operand))
 
 
 def _all(value: Value) -> Iterator[Value]:
@@ -210,7 +210,7 @@ def _all(value: Value) -> Iterator[Value]:
             yield from _all(operand)
 
 
-def read(tensor: Tensor, mine: Callable[[Saved], bool]) -> Recipe | None:
+def read(tensor: Tensor, mine: Callable[[Saved], bool]) -> RecomputeRecipe | None:
     """Return the recipe of a tensor that is being saved; None where no cheap one is found.
 
     Args:
@@ -222,7 +222,7 @@ def read(tensor: Tensor, mine: Callable[[Saved], bool]) -> Recipe | None:
     if tensor.grad_fn is None or not full or dense != tensor.numel():
         return None
     operation = _Reader(mine).made_by(tensor.grad_fn, tensor.output_nr, DEPTH)
-    return None if operation is None else Recipe(operation, tensor)
+    return None if operation is None else RecomputeRecipe(operation, tensor)
 
 
 class _Reader:
@@ -258,10 +258,10 @@ class _Reader:
         found: list[Value] = []
         for k, name in enumerate(names):
             edge, nr = edges[k] if k < len(edges) else (None, 0)
-            kept = _kept(node, name.rstrip("?")) if name else None
+            saved = _substitute(node, name.rstrip("?")) if name else None
             value: Value
-            value = self._known(kept) if kept is not None else self._value(edge, nr, depth)
-            absent = name.endswith("?") and kept is None and edge is None
+            value = self._operand(saved) if saved is not None else self._value(edge, nr, depth)
+            absent = name.endswith("?") and saved is None and edge is None
             if value is None and not absent:
                 return None
             found.append(value)
@@ -273,27 +273,27 @@ class _Reader:
             return None
         if name_of(node) == LEAF:
             return Leaf(node.variable) if type(node.variable) in MOVES else None
-        kept = None if nr else _kept(node, "result")
-        return self.made_by(node, nr, depth - 1) if kept is None else self._known(kept)
+        saved = None if nr else _substitute(node, "result")
+        return self.made_by(node, nr, depth - 1) if saved is None else self._operand(saved)
 
-    def _known(self, kept: Any) -> Known | Number | None:
+    def _operand(self, saved: Any) -> Operand | Number | None:
         """Return a tensor that a node has saved by the hooks of this step, or a number."""
-        if isinstance(kept, Number):
-            return kept
-        if isinstance(kept, Stays):
-            return Known(kept) if kept.current() and type(kept.tensor) in MOVES else None
-        if isinstance(kept, Handle) and kept.current() and self._mine(kept.saved):
-            return Known(kept)
+        if isinstance(saved, Number):
+            return saved
+        if isinstance(saved, Stays):
+            return Operand(saved) if saved.current() and type(saved.tensor) in MOVES else None
+        if isinstance(saved, Handle) and saved.current() and self._mine(saved.saved):
+            return Operand(saved)
         return None
 
 
-def _kept(node: Any, name: str) -> Any:
+def _substitute(node: Any, name: str) -> Any:
     """Return the hook's substitute for a tensor that a node has saved; None if it saved none."""
     raw = getattr(node, f"_raw_saved_{name}", None)
-    kept = None if raw is None else getattr(raw, "data", None)
-    if isinstance(kept, Tensor) and getattr(raw, "unpack_hook", 0) is None and not kept.dim():
-        return Number(kept)
-    return kept
+    saved = None if raw is None else getattr(raw, "data", None)
+    if isinstance(saved, Tensor) and getattr(raw, "unpack_hook", 0) is None and not saved.dim():
+        return Number(saved)
+    return saved
 
 
 def _signed(constant: Any) -> Any:

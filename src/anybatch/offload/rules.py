@@ -10,7 +10,7 @@ Running statistics are left out of that call, so nothing is updated twice; and w
 and deviation can take their place, they are not reduced again. No rule has a product of
 matrices, a convolution or a draw in it. A node without a rule is not cheap.
 
-Source: design 5.7; AGBN's "memory monger".
+Source: AGBN's "memory monger".
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Rule:
         over: the same as `run`, written over the first operand; None where that cannot be.
         view: the result may lie in the memory of the first operand.
         shaped: takes the shape and dtype of the result, too.
-        beside: bytes of what `run` makes beside its result, as a share of it, at most.
+        workspace: bytes of what `run` makes in addition to its result, as a share of it, at most.
     """
 
     run: Callable[..., Tensor]
@@ -51,17 +51,17 @@ class Rule:
     over: Callable[..., Tensor] | None = None
     view: bool = False
     shaped: bool = False
-    beside: float = 0.25
+    workspace: float = 0.25
 
 
 def _batch_norm(
     x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
     """Normalise with saved statistics; the CPU kernel multiplies weight and invstd itself."""
-    given: tuple[Any, ...] = (weight, bias, None, None, True, 0.0, eps)
+    arguments: tuple[Any, ...] = (weight, bias, None, None, True, 0.0, eps)
     if of(x.device).host:
-        given = (weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)
-    found: Tensor = aten.native_batch_norm(x, *given)[0]
+        arguments = (weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)
+    found: Tensor = aten.native_batch_norm(x, *arguments)[0]
     return found
 
 
@@ -195,7 +195,7 @@ RULES = {
         ("normalized_shape",),
     ),
     "MaxPool2DWithIndicesBackward0": Rule(
-        _max_pool, constants=(*POOL, "dilation", "ceil_mode"), beside=4.0
+        _max_pool, constants=(*POOL, "dilation", "ceil_mode"), workspace=4.0
     ),
     "AvgPool2DBackward0": Rule(
         aten.avg_pool2d,

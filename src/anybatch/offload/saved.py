@@ -47,7 +47,7 @@ class Saved:
         size: bytes.
         counts: those of writes that it was saved under, each by a probe, and what it stood at.
         storage: it, where it is held here; None where nothing here holds it.
-        seen: a weak reference on it, wherever it is held.
+        weak_storage: a weak reference on it, wherever it is held.
         copied: a copy is in the store, or on its way there.
         out: that copy, until it is known to have ended.
         back: a return that is under way, or None.
@@ -56,7 +56,7 @@ class Saved:
 
     __slots__ = (
         "__weakref__", "back", "copied", "counts", "device", "ended", "key", "number", "out",
-        "recipe", "seen", "size", "storage",
+        "recipe", "size", "storage", "weak_storage",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +67,7 @@ class Saved:
         self.device, self.ended = tensor.device, ended
         self.counts: list[tuple[Tensor, int]] = [(probe(tensor), tensor._version)]
         self.storage: Any = storage
-        self.seen: Any = weakref.ref(storage)
+        self.weak_storage: Any = weakref.ref(storage)
         self.copied = False
         self.out: Job | None = None
         self.back: Job | None = None
@@ -79,7 +79,7 @@ class Saved:
 
     def holds(self, storage: Any) -> None:
         """Replace its storage with another resident one."""
-        self.storage, self.seen = storage, weakref.ref(storage)
+        self.storage, self.weak_storage = storage, weakref.ref(storage)
 
     def unchanged(self, tensor: Tensor) -> bool | None:
         """Say whether a tensor's count of writes stands as it did; None where it is a new one."""
@@ -90,7 +90,7 @@ class Saved:
 
     def here(self) -> Any:
         """Return the storage if it is still in memory, by any reference; else None."""
-        return self.storage if self.storage is not None else self.seen()
+        return self.storage if self.storage is not None else self.weak_storage()
 
 
 class Handle:

@@ -33,7 +33,7 @@ OWNERS = (THERE, REST, SAVED, LEAVING, COPIED, RETURNING)
 autograd saves, in four states."""
 
 
-class _Turn(NamedTuple):
+class _Change(NamedTuple):
     """Change of variable `v` to `state` at `time`; "" for offloaded or dead."""
 
     time: float
@@ -58,15 +58,15 @@ def unroll(trace: Trace, schedule: Schedule, link: Link, *, there: int = 0) -> S
         The step; its peak is `there` and that of the simulation.
     """
     run = simulate(trace, schedule, link)
-    turns = [_Turn(0.0, v, _owner(trace, v), "begin") for v in trace.before]
-    turns += _turns(trace, schedule, run)
+    changes = [_Change(0.0, v, _owner(trace, v), "begin") for v in trace.before]
+    changes += _changes(trace, schedule, run)
     sizes = [variable.size for variable in trace.variables]
     moves = [
         Move(trace.variables[v].name, sizes[v], back, one.begin, one.end)
         for back, each in ((False, run.outs), (True, run.ins))
         for v, one in each
     ]
-    return _played(turns, sizes, there, schedule.budget + there, moves, run.runs, run.seconds)
+    return _played(changes, sizes, there, schedule.budget + there, moves, run.runs, run.seconds)
 
 
 def of_course(course: Course) -> StepTimeline:
@@ -82,7 +82,7 @@ def _owner(trace: Trace, v: int) -> str:
     return REST if variable.stays else SAVED
 
 
-def _turns(trace: Trace, schedule: Schedule, run: Simulation) -> Iterator[_Turn]:
+def _changes(trace: Trace, schedule: Schedule, run: Simulation) -> Iterator[_Change]:
     """Yield the state changes of every variable; those that change a sum are in time order."""
     outs, ins = iter(run.outs), iter(run.ins)
     copied: dict[int, float] = {}
@@ -92,27 +92,27 @@ def _turns(trace: Trace, schedule: Schedule, run: Simulation) -> Iterator[_Turn]
     for i, stage in enumerate(schedule.stages):
         for v in stage.frees:
             clock = max(clock, copied[v], here.pop(v, 0.0))
-            yield _Turn(clock, v, "", "free")
+            yield _Change(clock, v, "", "free")
         for v in stage.ins:
             _, way = next(ins)
             here[v] = way.end
-            yield _Turn(clock, v, RETURNING, "bring")
-            yield _Turn(way.end, v, SAVED, "there again")
+            yield _Change(clock, v, RETURNING, "bring")
+            yield _Change(way.end, v, SAVED, "there again")
         if i == len(trace.functions):
             return
         function, at = trace.functions[i], run.runs[i]
         clock = at.end
         for v in function.makes:
             here[v] = at.end
-            yield _Turn(at.begin, v, _owner(trace, v), function.name)
+            yield _Change(at.begin, v, _owner(trace, v), function.name)
         for v in trace.dies[i]:
-            yield _Turn(at.end, v, "", function.name)
+            yield _Change(at.end, v, "", function.name)
         for v in stage.outs:
             _, way = next(outs)
             copied[v] = way.end
-            yield _Turn(way.begin, v, LEAVING, "leave")
+            yield _Change(way.begin, v, LEAVING, "leave")
             wanted = last.get(v, -1) <= i  # again, before its bytes were
-            yield _Turn(way.end, v, SAVED if wanted else COPIED, "copied")
+            yield _Change(way.end, v, SAVED if wanted else COPIED, "copied")
 
 
 def _on_demand(course: Course) -> StepTimeline:
@@ -122,37 +122,37 @@ def _on_demand(course: Course) -> StepTimeline:
     bounds their sum.
     """
     recording, link = course.recording, course.link
-    room = recording.peak - recording.outside
+    limit = recording.peak - recording.outside
     stored = len(recording.sizes)
-    sizes, turns, moves = list(recording.sizes), list[_Turn](), list[Move]()
-    runs, clock, away = list[Interval](), 0.0, set[int]()
+    sizes, changes, moves = list(recording.sizes), list[_Change](), list[Move]()
+    runs, clock, offloaded = list[Interval](), 0.0, set[int]()
     last = {k: i for i, used in enumerate(recording.used) for k in used}
     for i, used in enumerate(recording.used):
         before = recording.used[i - 1] if i else frozenset()
         for k in sorted(used - before):
-            if k in away:
-                turns.append(_Turn(clock, k, RETURNING, "bring"))
+            if k in offloaded:
+                changes.append(_Change(clock, k, RETURNING, "bring"))
                 begin, clock = clock, clock + sizes[k] / link.back
                 moves.append(Move(f"storage {k}", sizes[k], True, begin, clock))
-            turns.append(_Turn(clock, k, SAVED, "there"))
-        sizes.append(max(0, min(recording.rest[i], room - sum(sizes[k] for k in used))))
+            changes.append(_Change(clock, k, SAVED, "there"))
+        sizes.append(max(0, min(recording.rest[i], limit - sum(sizes[k] for k in used))))
         runs.append(Interval(clock, clock + recording.seconds[i]))
-        turns.append(_Turn(clock, stored + i, REST, f"interval {i}"))
+        changes.append(_Change(clock, stored + i, REST, f"interval {i}"))
         clock = runs[-1].end
-        turns.append(_Turn(clock, stored + i, "", f"interval {i}"))
+        changes.append(_Change(clock, stored + i, "", f"interval {i}"))
         after = recording.used[i + 1] if i + 1 < len(recording.used) else frozenset()
         for k in sorted(used - after):
-            if last[k] > i and k not in away:
-                away.add(k)
-                turns.append(_Turn(clock, k, LEAVING, "leave"))
+            if last[k] > i and k not in offloaded:
+                offloaded.add(k)
+                changes.append(_Change(clock, k, LEAVING, "leave"))
                 begin, clock = clock, clock + sizes[k] / link.out
                 moves.append(Move(f"storage {k}", sizes[k], False, begin, clock))
-            turns.append(_Turn(clock, k, "", "free"))
-    return _played(turns, sizes, course.there, course.budget, moves, runs, clock)
+            changes.append(_Change(clock, k, "", "free"))
+    return _played(changes, sizes, course.there, course.budget, moves, runs, clock)
 
 
 def _played(
-    turns: list[_Turn],
+    changes: list[_Change],
     sizes: list[int],
     there: int,
     budget: int,
@@ -164,17 +164,17 @@ def _played(
     state, row = dict[int, str](), dict.fromkeys(OWNERS, 0)
     row[THERE] = there
     rows, events, seconds = [list(row.values())], ["begin"], [0.0]
-    for turn in sorted(turns, key=lambda turn: turn.time):
-        before = state.get(turn.v, "")
-        if before == turn.state or (not before and turn.why in ("leave", "copied")):
+    for change in sorted(changes, key=lambda change: change.time):
+        before = state.get(change.v, "")
+        if before == change.state or (not before and change.why in ("leave", "copied")):
             continue
-        state[turn.v] = turn.state
-        for owner, sign in ((before, -1), (turn.state, 1)):
+        state[change.v] = change.state
+        for owner, sign in ((before, -1), (change.state, 1)):
             if owner:
-                row[owner] += sign * sizes[turn.v]
+                row[owner] += sign * sizes[change.v]
         rows.append(list(row.values()))
-        events.append(turn.why)
-        seconds.append(turn.time)
+        events.append(change.why)
+        seconds.append(change.time)
     ledger = Timeline(OWNERS, tuple(events), np.array(rows, np.int64))
     return StepTimeline(
         title="a step under offload",

@@ -27,7 +27,7 @@ RRELU = (torch.ops.aten.rrelu_with_noise.default, torch.ops.aten.rrelu_with_nois
 RRELU_TAKES = ("self", "noise", "lower", "upper", "training")
 
 
-class Apart:
+class ExcludedWork:
     """Live bytes of work that is excluded from the recording.
 
     Attributes:
@@ -39,7 +39,7 @@ class Apart:
         self.before = self.most = before
 
 
-class Watch(Meter):  # type: ignore[no-untyped-call]
+class StepRecorder(Meter):  # type: ignore[no-untyped-call]
     """Records a step while everything leaves as soon as it can.
 
     Args:
@@ -75,7 +75,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         self._rest = [0]
         self._seconds: list[float] = []
         self._ends: dict[int, int] = {}  # storage -> the interval in which its last handle died
-        self._asked: set[int] = set()
+        self._requested: set[int] = set()
         self._loose: set[int] = set()
         self._place = device
         self._since = perf_counter()
@@ -90,20 +90,20 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         self._seconds.append(self._now() - self._since)
         self._cuts.append(cut)
         if not cut.saves:
-            self._asked.add(cut.number)
+            self._requested.add(cut.number)
         self._used.append(set(self._alive))
         self._rest.append(self.live - self._moving)
         self._standing.append(self._rest[-1])
 
-    def room(self, size: int) -> bool:
+    def permits(self, size: int) -> bool:
         """Return whether the budget permits so many more bytes for a trial."""
-        beside = 0 if self._there is None else max(self.outside, self._there)
-        return self.live + beside + size <= self.tries
+        existing = 0 if self._there is None else max(self.outside, self._there)
+        return self.live + existing + size <= self.tries
 
     @contextmanager
-    def apart(self) -> Iterator[Apart]:
+    def excluded(self) -> Iterator[ExcludedWork]:
         """Count the work in the body separately: it is no part of the step."""
-        found = Apart(self.live)
+        found = ExcludedWork(self.live)
         peak, rest, begin = self.peak, self._rest[-1], self.events
         self.peak = self.live
         try:
@@ -164,7 +164,7 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
         last = {number: i for i, used in enumerate(self._used) for number in used}
         for number in range(len(self._sizes)):
             end = self._ends.get(number)
-            if number not in self._asked or end is None or end > last[number]:
+            if number not in self._requested or end is None or end > last[number]:
                 self._loose.add(number)
         remakes = {
             number: remake
@@ -220,10 +220,10 @@ class Watch(Meter):  # type: ignore[no-untyped-call]
                 self.gradients += gradient_bytes(tensor)
         super()._see(tensor, owner, least)
 
-    def _begin(self, storage: Any, owner: str, size: int, told: int) -> None:
-        super()._begin(storage, owner, size, told)
+    def _begin(self, storage: Any, owner: str, size: int, reported: int) -> None:
+        super()._begin(storage, owner, size, reported)
         if owner == FOREIGN:
-            self.outside += self._rounded(told)
+            self.outside += self._rounded(reported)
 
     def _gone(self, number: int, _watch: Any = None) -> None:
         if number in self._alive:

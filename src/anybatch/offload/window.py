@@ -39,7 +39,7 @@ def window(trace: Trace, budget: int, size: int) -> Schedule:
         draft.run()
         sequence.made.update(function.makes)
         used = function.uses if i else (*function.uses, *trace.before)
-        draft.leave(v for v in used if v not in inside)  # (c), (d)
+        draft.evict(v for v in used if v not in inside)  # (c), (d)
     return draft.schedule(f"window of {show_bytes(size)}")
 
 

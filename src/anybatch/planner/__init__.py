@@ -3,6 +3,6 @@
 This folder knows steps as far as they can be run without data. It knows no engine.
 
 Read `rehearse` (a dry run), `forecast` (bytes for every size), `ladder` (how it is made),
-`staying`, `leaving` and `narrow` (all tensors stay, saved tensors leave, lanes kernel by kernel),
-`choice` and `duel` (timing), `decision`, `planner`.
+`resident`, `offloaded` and `paged_lockstep` (all tensors resident, saved tensors offloaded, lanes
+paged between kernels), `choice` and `duel` (timing), `decision`, `planner`.
 """

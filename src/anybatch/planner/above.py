@@ -9,10 +9,8 @@ that larger ones take. And what does not fit has to go and come back.
     bytes            │ cap        what is too much, out and back  at least so many seconds
 
 No trial where either leaves less than a twentieth of a step to be won. After two in a row that have
-lost there are two points of another line, that of what is away, and it says the same of what is
+lost there are two points of another line, that of offloaded ones, and it says the same of what is
 larger still: where moving costs much whatever the size, large micro-batches may yet win.
-
-Source: Law 3 of this project's design, at a price.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ LOST = 2
 
 Trial = Callable[[int, float], float | None]
 """Samples, and the seconds after which it has lost -> seconds of a micro-batch with its saved
-tensors away; None where it cannot be run."""
+tensors offloaded; None where it cannot be run."""
 
 
 def above(cap: int, size: int) -> list[int]:
@@ -74,7 +72,7 @@ def try_above(
         worth = (1 - GAIN) * best
         if least_seconds(timed, n, size) > worth or moving(n) > worth:
             continue
-        if lost >= LOST and _least_away(found, n, size) > worth:
+        if lost >= LOST and _least_offloaded(found, n, size) > worth:
             continue
         seconds = trial(n, SLOWER * best * n / size)
         if seconds is None:
@@ -106,7 +104,7 @@ def least_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
     return full * one(n) + (one(rest) if rest else 0.0)
 
 
-def _least_away(found: Mapping[int, float], n: int, size: int) -> float:
+def _least_offloaded(found: Mapping[int, float], n: int, size: int) -> float:
     """Return the fewest seconds of a step in micro-batches of `n`, larger than all that were tried.
 
     They are on the line through the last two, and so is the last one of the step, outside of these.

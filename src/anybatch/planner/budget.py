@@ -43,7 +43,7 @@ def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> Bud
         f"{enough(floor)} or more, {workspace}a smaller model, smaller samples, or "
         "an optimizer that keeps less",
         needed=floor,
-        given=budget,
+        budget=budget,
     )
 
 
@@ -72,7 +72,7 @@ def ran_out(device: torch.device, budget: int, source: str) -> BudgetError:
         f"{show_bytes(budget)} may be held ({source}). Free memory of the device, or give smaller "
         "samples or a smaller model, or micro_batch= instead of memory=, which runs nothing before",
         needed=every + 1,
-        given=budget,
+        budget=budget,
     )
 
 
@@ -116,7 +116,7 @@ def _workspace(case: Case, found: Forecast, n: int, size: int) -> int | None:
     """Return the bytes of workspace of a micro-batch of `n`; None where memory runs out."""
     run = replace(case, lanes=case.lanes and n < size)  # undivided, BatchNorm is torch's own
     try:
-        return workspace(run, found.look, n, _made_alone(found, n, size))
+        return workspace(run, found.inspection, n, _own_bytes(found, n, size))
     except Exception as error:
         if out_of_memory(error) or n > 1 or size == 1:
             raise
@@ -129,7 +129,7 @@ def on_absent(found: Forecast, case: Case, device: AbsentDevice) -> Forecast:
     return found.with_more(CUBLAS, device.workspace)
 
 
-def _made_alone(found: Forecast, n: int, size: int) -> int:
+def _own_bytes(found: Forecast, n: int, size: int) -> int:
     """Return the bytes that a micro-batch of `n` allocates where no other is on its way."""
     line = found.divided.at(n) if n < size else found.undivided.at(n)
     held = line.at_peak()

@@ -1,15 +1,15 @@
 """Which micro-batch is fastest, of those that fit: a search over measured times, as pure functions.
 
-The largest that fits is not the fastest: on a CPU its tensors leave the caches and its blocks are
-mapped and unmapped again. So sizes are timed, few of them, the
-cheap ones first: doubling from a small one for as long as that pays, then the ones between.
+The largest that fits is not the fastest: on a CPU its tensors do not fit in the caches, and its
+blocks are mapped and unmapped again. So a few sizes are timed, the cheap ones first: doubling from
+a small one for as long as that pays, then the ones between.
 
     4  8  16  32  64      doubling, until two in a row are slower
           24  32  48      between the best and its neighbours; the close ones again
              34           and no small last one: 100 are 34, 34 and 32 as soon as 48, 48 and 4
     a step of N samples:  floor(N / n) * t(n) + t(N mod n)
 
-Source: design of this project; MBS, section 4.3.2, determines the size "experimentally".
+Source: MBS, section 4.3.2, determines the size "experimentally".
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 A plan tells the peak and who holds it. Why it is the peak, and how far below it the rest of a step
 stays, is in the lines of the forecast it was made from:
 
-    first look │ mu_0  mu_1  mu_2 │ update        at n: a_t + b_t * n bytes after every event
+    inspection │ mu_0  mu_1  mu_2 │ update        at n: a_t + b_t * n bytes after every event
 
 The peak of it is the plan's. What the plan counts beside the lines has no hour: what one more
-rehearsal found is there from beginning to end, and the room of micro-batches that wait as long as
+rehearsal found is there from beginning to end, and the bytes of micro-batches that wait as long as
 there are any.
 """
 
@@ -15,42 +15,42 @@ from __future__ import annotations
 from dataclasses import replace
 
 from anybatch.execution.case import MICRO_BATCHES
-from anybatch.execution.kinds import Allowed
-from anybatch.memory.room import WAITING
+from anybatch.execution.signature import RunPlan
+from anybatch.memory.lockstep_budget import WAITING
 from anybatch.memory.step_timeline import Phase, StepTimeline
 from anybatch.memory.timeline import joined
 from anybatch.planner.forecast import DIVIDED, Forecast
 from anybatch.planner.touching import lane_of, step_of
 
 
-def depict(foreseen: Forecast, allowed: Allowed, size: int) -> StepTimeline:
+def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
     """Return the step of a plan as it passes.
 
     Args:
         foreseen: what the plan was made from.
-        allowed: what it says.
+        planned: the plan.
         size: N_B, samples in the mini-batch.
 
     Returns:
         The step, in the order of its events. Its peak is what the plan predicts, or less where
         micro-batches wait and the peak is not in theirs but in the update. Where saved tensors
-        leave it has the seconds that they were planned with, if it was run for that.
+        are offloaded it has the seconds that they were planned with, if it was run for that.
     """
-    n, memory = min(allowed.micro_batch, size), allowed.memory
-    title = _title(n, size, lanes=allowed.lanes)
-    if allowed.passes is not None:
-        return replace(allowed.passes(), title=f"{title}, saved tensors away")
-    parts = foreseen.phases(n, size, apart=allowed.apart)
-    lane = lane_of(foreseen, n, size, rehearsed=False) if allowed.lanes else None
+    n, memory = min(planned.micro_batch, size), planned.memory
+    title = _title(n, size, lanes=planned.lanes)
+    if planned.passes is not None:
+        return replace(planned.passes(), title=f"{title}, saved tensors offloaded")
+    parts = foreseen.phases(n, size, accumulator=planned.accumulator)
+    lane = lane_of(foreseen, n, size, rehearsed=False) if planned.lanes else None
     if lane is not None:
-        found, room = step_of(lane, foreseen, n, size, memory.budget)
-        if room == memory.room and found.peak <= memory.predicted:
+        found, waiting = step_of(lane, foreseen, n, size, memory.budget)
+        if waiting == memory.waiting_capacity and found.peak <= memory.predicted:
             parts[DIVIDED] = found
     more = max(0, memory.predicted - joined(list(parts.values())).peak)
-    if more and allowed.lanes:
+    if more and planned.lanes:
         parts[DIVIDED] = parts[DIVIDED].plus({WAITING: more})
     elif more:
-        owner = "gradients" if allowed.apart else "activations"
+        owner = "gradients" if planned.accumulator else "activations"
         parts = {name: part.plus({owner: more}) for name, part in parts.items()}
     phases, first = list[Phase](), 0
     for name, part in parts.items():

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 
-from anybatch.core.memory import Candidate, Memory, Room
-from anybatch.execution.kinds import Allowed
-from anybatch.memory.room import least
+from anybatch.core.memory import Candidate, Capacity, Memory
+from anybatch.execution.signature import RunPlan
+from anybatch.memory.lockstep_budget import least
 from anybatch.planner.choice import step_seconds
 from anybatch.planner.forecast import Forecast, total
 from anybatch.planner.touching import lane_of, step_of
@@ -23,7 +23,7 @@ def describe(
     source: str,
     trains: bool,
     confirmed: bool,
-) -> Allowed:
+) -> RunPlan:
     """Return how a batch is run, and why.
 
     Args:
@@ -38,34 +38,34 @@ def describe(
     """
     owners = foreseen.owners(n, size)
     peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
-    apart, lanes = False, foreseen.look.lanes and n < size
+    accumulator, lanes = False, foreseen.inspection.lanes and n < size
     if trains and n < size and not lanes:
-        kept = foreseen.apart(n, size, confirmed=confirmed)
-        apart, peak = kept <= budget, max(peak, kept) if kept <= budget else peak
+        summed = foreseen.accumulator_peak(n, size, confirmed=confirmed)
+        accumulator, peak = summed <= budget, max(peak, summed) if summed <= budget else peak
     more = peak - sum(owners.values())
-    owner = "gradients" if apart and more > 0 else "activations"
+    owner = "gradients" if accumulator and more > 0 else "activations"
     owners[owner] = more + owners.get(owner, 0)
-    room: Room = 0
+    waiting: Capacity = 0
     predicted = peak
     if lanes:
-        room = _room(budget - peak, owners, -(-size // n))
+        waiting = _waiting_bytes(budget - peak, owners, -(-size // n))
         shown = _shown(foreseen, n, size, budget, confirmed=confirmed)
-        owners, room = (owners, room) if shown is None else shown
+        owners, waiting = (owners, waiting) if shown is None else shown
         predicted = min(budget, peak + foreseen.of_samples(size))
         predicted = predicted if shown is None else total(owners)
     memory = Memory(
         budget=budget,
         source=source,
         predicted=predicted,
-        room=room,
+        waiting_capacity=waiting,
         owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
         floor=_floor(foreseen, size, confirmed=confirmed),
-        whole=foreseen.peak(size, size),
+        undivided=foreseen.peak(size, size),
         how=foreseen.how,
         candidates=candidates(foreseen, n, size, timed, budget),
     )
-    coupled = foreseen.look.coupled and not lanes
-    return Allowed(n, apart, memory, coupled, foreseen.look.loss, lanes)
+    coupled = foreseen.inspection.coupled and not lanes
+    return RunPlan(n, accumulator, memory, coupled, foreseen.inspection.loss, lanes)
 
 
 def _floor(foreseen: Forecast, size: int, *, confirmed: bool) -> int:
@@ -79,7 +79,7 @@ def _floor(foreseen: Forecast, size: int, *, confirmed: bool) -> int:
 
 def _shown(
     foreseen: Forecast, n: int, size: int, budget: int, *, confirmed: bool
-) -> tuple[dict[str, int], Room] | None:
+) -> tuple[dict[str, int], Capacity] | None:
     """Return owner -> bytes at the peak of a step in lanes, and the budget of waiting lanes.
 
     None where what a lane touches is not known.
@@ -87,17 +87,17 @@ def _shown(
     lane = lane_of(foreseen, n, size, rehearsed=confirmed)
     if lane is None:
         return None
-    step, room = step_of(lane, foreseen, n, size, budget)
-    if least(room) < 0:
+    step, waiting = step_of(lane, foreseen, n, size, budget)
+    if least(waiting) < 0:
         return None
-    return max([step.at_peak(), *foreseen.beside(n, size)], key=total), room
+    return max([step.at_peak(), *foreseen.other_peaks(n, size)], key=total), waiting
 
 
 SHARED = ("parameters", "buffers", "optimizer", "transfer buffers", "shards")
 """Owners of what is there once for all lanes."""
 
 
-def _room(left: int, owners: Mapping[str, int], lanes: int) -> int | None:
+def _waiting_bytes(left: int, owners: Mapping[str, int], lanes: int) -> int | None:
     """Return the bytes that waiting lanes may hold; None where all that they hold fits.
 
     Args:

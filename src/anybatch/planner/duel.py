@@ -7,8 +7,6 @@ are run again as whole steps, first all of them once and then all of them again:
 
     timed        4: .31   8: .24   9: .25   16: .26   32: .40        of a step, by its micro-batch
     duel         8: .27   9: .22   16: .25    8: .27   9: .21 ...    chosen: 9
-
-Source: Law 3 of this project's design: of the plans that fit, the fastest one measured.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ def duel(timed: Mapping[int, float], size: int, step: StepSeconds) -> dict[int, 
         step: runs a step.
 
     Returns:
-        Size -> seconds of a step, the mean over all turns, of those that were run and could be;
+        Size -> seconds of a step, the mean over all rounds, of those that were run and could be;
         none where there is nothing to compare, or a step is long.
     """
     best = min((step_seconds(timed, n, size) for n in timed), default=inf)

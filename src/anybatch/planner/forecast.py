@@ -2,7 +2,7 @@
 
 A forecast is data and arithmetic. It has the timelines of a divided and of an undivided step as
 functions of the samples, and what is there beside them: the optimizer's state, copies of buffers,
-the first look, the update. How it is made is `anybatch.planner.ladder`.
+the first inspection, the update. How it is made is `anybatch.planner.ladder`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from anybatch.conv.heard import Hearing
+from anybatch.conv.recorder import KernelRecorder
 from anybatch.errors import AnybatchError
 from anybatch.execution.case import MICRO_BATCHES, Case, first_rows
-from anybatch.execution.dice.weigh import largest_draw
-from anybatch.memory.room import Lane
+from anybatch.execution.full_batch_rng.weigh import largest_draw
+from anybatch.memory.lockstep_budget import Lane
 from anybatch.memory.timeline import Line, Timeline
 from anybatch.planner import rehearse
-from anybatch.planner.rehearse import Look
+from anybatch.planner.rehearse import Inspection
 
 ASIDE = "gradients set aside"
 """The owner of gradients that were there before a step; at the update the sums are in them."""
@@ -28,10 +28,10 @@ DRAW = "a draw of the whole batch"
 """The owner of what is there while every micro-batch draws as the whole batch would."""
 
 GATHERED = "gathered of all samples"
-"""The owner of rows that a model gathers, and that no micro-batch may send away."""
+"""The owner of rows that a model gathers, and that no micro-batch may offload."""
 
 SHARDS = "shards"
-"""The owner of what stays of parameters that were gathered, and of this rank's gradients."""
+"""The owner of what remains of parameters that were gathered, and of this rank's gradients."""
 
 WORKSPACE = "workspace"
 """The owner of what convolutions allocate beside their operands and results."""
@@ -46,7 +46,7 @@ DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
 SHARE = 24
-"""Of the bytes of a look masks hold this part, or less: a byte for a row of a tensor, or a few."""
+"""Masks hold this part of an inspection's bytes or less: a byte a row of a tensor, or few."""
 
 MASKS = 12
 """Blocks of masks beside that, where a block is larger than its mask.
@@ -63,24 +63,24 @@ class Forecast:
 
     Attributes:
         how: the rung of the ladder, in words.
-        looked: the first look at the model, at units of two samples.
+        looked: the first inspection of the model, at units of two samples.
         divided: three micro-batches.
         undivided: a step that is not divided.
-        kept: the divided step with an accumulator, where it was rehearsed; else None.
+        accumulated: the divided step with an accumulator, where it was rehearsed; else None.
         update: ``optimizer.step()``; None where there is none, or it cannot be rehearsed.
         constant: owner -> bytes that are there during all of a step.
         copied: bytes of the buffers, which a step copies.
         gradients: bytes of a set of gradients.
-        look: what the first look found out.
+        inspection: findings of the first inspection.
         case: the fakes, where there are some: a size can be rehearsed exactly.
         entries: bytes that a sample adds to sparse gradients, whose sums grow.
         draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
-        everyone: samples of all ranks, for which such a draw is made; 0 (default) is one process.
+        global_samples: of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
         indivisible: the model takes no fewer samples than the batch has.
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
-        heard: sizes whose convolutions were listened to, and these.
+        recorded: sizes whose convolutions were recorded, and these.
         lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> that lane as
             it was rehearsed; None where that tells nothing.
     """
@@ -89,23 +89,23 @@ class Forecast:
     looked: Line
     divided: Line
     undivided: Line
-    kept: Line | None
+    accumulated: Line | None
     update: Timeline | None
     constant: Mapping[str, int]
     copied: int
     gradients: int
-    look: Look
+    inspection: Inspection
     case: Case | None = field(repr=False)
     entries: int = 0
     draws: tuple[tuple[int, tuple[int, ...]], ...] = ()
-    everyone: int = 0
+    global_samples: int = 0
     pieces: int = 0
     indivisible: bool = False
     grain: int = 1
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
     )
-    heard: dict[int, Hearing] = field(default_factory=dict, repr=False, compare=False)
+    recorded: dict[int, KernelRecorder] = field(default_factory=dict, repr=False, compare=False)
     lanes: dict[tuple[int, int], Lane | None] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -113,7 +113,7 @@ class Forecast:
     @property
     def meets_ranks(self) -> bool:
         """Whether more samples on other ranks are more bytes here."""
-        return self.look.coupled or self.look.lanes
+        return self.inspection.coupled or self.inspection.lanes
 
     def owners(self, n: int, size: int) -> dict[str, int]:
         """Return owner -> bytes at the peak of a step of `size` samples in micro-batches of `n`."""
@@ -162,7 +162,7 @@ class Forecast:
         except (ValueError, IndexError, RuntimeError, torch.jit.Error):  # as few rows make it raise
             return False
 
-    def apart(self, n: int, size: int, *, confirmed: bool) -> int:
+    def accumulator_peak(self, n: int, size: int, *, confirmed: bool) -> int:
         """Return the bytes of the peak where gradients are summed in an accumulator.
 
         Args:
@@ -170,46 +170,50 @@ class Forecast:
             size: N_B, samples in the mini-batch.
             confirmed: rehearse it, where that costs no memory; else a bound will do.
         """
-        if self.kept is not None:
-            line = self.summed(self.kept.at(n))
+        if self.accumulated is not None:
+            line = self.summed(self.accumulated.at(n))
             held = total(line) + total(self.held(size, divided=True)) + self.grown(n, size)
-            return max(held, *map(total, self.beside(n, size)))
+            return max(held, *map(total, self.other_peaks(n, size)))
         if self.case is None or not confirmed:
             return self.peak(n, size) + self.gradients
-        return max(self._rehearsed(n, size, apart=True), *map(total, self.beside(n, size)))
+        return max(
+            self._rehearsed(n, size, accumulator=True), *map(total, self.other_peaks(n, size))
+        )
 
     def confirm(self, n: int, size: int) -> int:
         """Return the bytes of the peak at just this size: rehearsed, where that costs nothing."""
         if self.case is None:
             return self.peak(n, size)
-        return max(self._rehearsed(n, size, apart=False), *map(total, self.beside(n, size)))
+        return max(
+            self._rehearsed(n, size, accumulator=False), *map(total, self.other_peaks(n, size))
+        )
 
-    def _rehearsed(self, n: int, size: int, *, apart: bool) -> int:
+    def _rehearsed(self, n: int, size: int, *, accumulator: bool) -> int:
         """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
-        key = n, size, self.everyone, apart
+        key = n, size, self.global_samples, accumulator
         found = self.confirmed.get(key)
         if found is None:
-            found = self.confirmed[key] = self._rehearse(n, size, apart=apart)
+            found = self.confirmed[key] = self._rehearse(n, size, accumulator=accumulator)
         held = self.held(size, divided=self.divides(n, size))
         return total(self.summed(found)) + total(held)
 
-    def _rehearse(self, n: int, size: int, *, apart: bool) -> Timeline:
+    def _rehearse(self, n: int, size: int, *, accumulator: bool) -> Timeline:
         assert self.case is not None
         if not self.divides(n, size):
-            return rehearse.whole(self.case, size, self.look)
-        case = replace(first_rows(self.case, size), everyone=self.everyone)
-        return rehearse.divided(case, n, self.look, apart=apart)
+            return rehearse.full_batch(self.case, size, self.inspection)
+        case = replace(first_rows(self.case, size), global_samples=self.global_samples)
+        return rehearse.divided(case, n, self.inspection, accumulator=accumulator)
 
-    def convolutions(self, n: int) -> Hearing | None:
+    def convolutions(self, n: int) -> KernelRecorder | None:
         """Return the convolutions of a micro-batch of `n`; None where there are no fakes to tell.
 
         Those of a step are that of all its micro-batches: `n`, and what the last one has.
         """
         if self.case is None:
             return None
-        if n not in self.heard:
-            self.heard[n] = rehearse.kernels(self.case, n, self.look)
-        return self.heard[n]
+        if n not in self.recorded:
+            self.recorded[n] = rehearse.kernels(self.case, n, self.inspection)
+        return self.recorded[n]
 
     def with_constant(self, more: Mapping[str, int]) -> Forecast:
         """Return the forecast with more bytes that are there all the time, by owner."""
@@ -219,17 +223,17 @@ class Forecast:
         """Return the forecast with `count` more bytes of one owner."""
         return self.with_constant({owner: self.constant.get(owner, 0) + count})
 
-    def phases(self, n: int, size: int, *, apart: bool = False) -> dict[str, Timeline]:
+    def phases(self, n: int, size: int, *, accumulator: bool = False) -> dict[str, Timeline]:
         """Return a step of `size` samples in micro-batches of `n`, phase by phase.
 
         Args:
             n: samples in a micro-batch.
             size: N_B, samples in the mini-batch.
-            apart: gradients are summed in an accumulator, where that was rehearsed.
+            accumulator: gradients are summed in an accumulator, where that was rehearsed.
 
         Returns:
             Name -> its timeline; of a divided step the first three micro-batches. The peak of all
-            is `peak`, where `apart` is False.
+            is `peak`, where `accumulator` is False.
         """
         found = dict[str, Timeline]()
         divided = self.divides(n, size)
@@ -237,24 +241,26 @@ class Forecast:
         if divided:
             found["first look"] = self.looked.at(min(n, 2)).plus(merged(held, self._masks(n)))
         line = self.divided if divided else self.undivided
-        step = (self.kept if apart and self.kept is not None else line).at(n if divided else size)
-        if self.everyone:
+        step = (self.accumulated if accumulator and self.accumulated is not None else line).at(
+            n if divided else size
+        )
+        if self.global_samples:
             step = step.ended("sum over ranks", {"gradients": self.pieces})
         found[DIVIDED if divided else UNDIVIDED] = step.plus(
             {**held, "gradients": self.grown(n, size)}
         )
         if self.update is not None:
-            found["update"] = self.update.plus(self._beside_update())
+            found["update"] = self.update.plus(self._outside_update())
         return found
 
     def divides(self, n: int, size: int) -> bool:
         """Say whether a step goes the way of several micro-batches; over ranks it always does."""
-        return n < size or self.everyone > 0
+        return n < size or self.global_samples > 0
 
     def summed(self, line: Timeline) -> dict[str, int]:
         """Return owner -> bytes at the peak of a step, up to the reduce of gradients over ranks."""
         held = line.at_peak()
-        if not self.everyone:
+        if not self.global_samples:
             return held
         ended = merged(line.final(), {"gradients": self.pieces})
         return max(held, ended, key=total)
@@ -265,11 +271,11 @@ class Forecast:
         held = merged(self.summed(self._line(n, size)), self.held(size, divided=divided))
         if grown := self.grown(n, size):
             held = merged(held, {"gradients": grown})
-        return [held, *self.beside(n, size)]
+        return [held, *self.other_peaks(n, size)]
 
     def _line(self, n: int, size: int) -> Timeline:
         """Return a step of `size` samples in micro-batches of `n`, or the first three of them."""
-        found = self.confirmed.get((n, size, self.everyone, False))
+        found = self.confirmed.get((n, size, self.global_samples, False))
         if found is not None:
             return found
         return self.divided.at(n) if self.divides(n, size) else self.undivided.at(size)
@@ -286,16 +292,16 @@ class Forecast:
             return 0
         return 2 * self._rounded(self.entries * max(0, size - MICRO_BATCHES * n))
 
-    def beside(self, n: int, size: int) -> list[dict[str, int]]:
+    def other_peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return owner -> bytes at the peaks of the first inspection, if any, and the update."""
         found: list[dict[str, int]] = [{}]
         if self.divides(
             n, size
-        ):  # in units of two rows, at most four: `anybatch.execution.look.two_sizes`
+        ):  # in units of two rows, at most four: `anybatch.execution.inspection.two_sizes`
             looked = merged(self.looked.at(min(n, 2)).at_peak(), self._masks(n))
             found.append(merged(looked, self.held(size, divided=True)))
         if self.update is not None:
-            found.append(merged(self.update.at_peak(), self._beside_update()))
+            found.append(merged(self.update.at_peak(), self._outside_update()))
         return found
 
     def _masks(self, n: int) -> dict[str, int]:
@@ -303,7 +309,7 @@ class Forecast:
         peak = total(self.looked.at(min(n, 2)).at_peak())
         return {"activations": peak // SHARE + MASKS * self.grain}
 
-    def _beside_update(self) -> dict[str, int]:
+    def _outside_update(self) -> dict[str, int]:
         """Return owner -> bytes that are live during the update and not its own."""
         outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
         return merged(outside, {"activations": self._rounded(LOSS)})
@@ -316,10 +322,18 @@ class Forecast:
         copies = self.copied * (2 if divided else 1)
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
         shared = any(found) and divided
-        draw = self._rounded(largest_draw(found, counts, max(size, self.everyone))) if shared else 0
-        gathered = self._rounded(self.look.gathers * max(size, self.everyone)) if divided else 0
-        beside = {"buffers": copies, DRAW: draw, GATHERED: gathered}
-        return merged(self.constant, {owner: count for owner, count in beside.items() if count})
+        draw = (
+            self._rounded(largest_draw(found, counts, max(size, self.global_samples)))
+            if shared
+            else 0
+        )
+        gathered = (
+            self._rounded(self.inspection.gathers * max(size, self.global_samples))
+            if divided
+            else 0
+        )
+        extra = {"buffers": copies, DRAW: draw, GATHERED: gathered}
+        return merged(self.constant, {owner: count for owner, count in extra.items() if count})
 
 
 def total(owners: Mapping[str, int]) -> int:

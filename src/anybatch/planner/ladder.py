@@ -1,15 +1,13 @@
 """Ladder of forecast methods, from dry runs on fake tensors to the peaks of small real steps.
 
-    1  two rehearsals on tensors without data: n = 2 and 3    costs no memory, exact at every event
-    2  two rehearsals on a few real rows: n = 2 and 3         where a value is read, or 1 is wrong
+    1  two dry runs on fake tensors: n = 2 and 3    costs no memory, exact at every event
+    2  two steps on a few real rows: n = 2 and 3         where a value is read, or 1 is wrong
     3  the peaks of a few small steps, on a line              where events differ from run to run
 
-Whether rung 1 is right is not believed: one real rehearsal at two samples is measured beside it (a
-kernel may keep a workspace that no fake knows of; that of the CPU's LSTM is known by now, see
-`anybatch.memory.hidden`). Rung 3 is a guess with a margin, and says so; what is wrong with it, a
-step's own way out of an out-of-memory error mends.
-
-Source: design of this project, section 5.5.
+Rung 1 is checked: one real step at two samples is measured and compared with it (a kernel may keep
+a workspace that no fake tensor shows; that of the CPU's LSTM is counted, see
+`anybatch.memory.hidden`). Rung 3 is an estimate with a margin, and says so. If it is too low, the
+step's own retry after an out-of-memory error corrects it.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from anybatch.core import tree
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import tensors_of
 from anybatch.core.norm.counters import BatchStatisticsError
-from anybatch.core.optimizers import room_of
+from anybatch.core.optimizers import resident_state_bytes
 from anybatch.core.rounding import allocated, rounded, rounding
 from anybatch.distributed.pieces import copied_bytes, small_bytes
 from anybatch.errors import AnybatchError, NotExactError
 from anybatch.execution.case import MICRO_BATCHES, Case, as_fakes, few
-from anybatch.execution.kinds import bytes_of
+from anybatch.execution.signature import bytes_of
 from anybatch.lockstep.parts import values_of_a_part
 from anybatch.memory.paged import OWNER
 from anybatch.memory.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
@@ -46,10 +44,10 @@ NEAR = 4
 """Samples of the smaller of two more rehearsals on real rows: kernels round what they allocate."""
 
 FARTHER = {16: 1.01, 8: 1.05}
-"""Samples of the larger one, if there is room -> what the bytes a sample are multiplied by."""
+"""Samples of the larger one, if it fits -> what the bytes a sample are multiplied by."""
 
 NEAR_MARGIN = 1.2
-"""The same, where there is room for neither: rounded up weighs most."""
+"""The same, where neither fits: rounded up weighs most."""
 
 ROUNDING = 16384
 """Bytes that a kernel may round an allocation up by, between sizes that were rehearsed: 4 pages."""
@@ -77,17 +75,17 @@ def _as_it_is(found: Forecast) -> Forecast:
     return found
 
 
-FAKE = "two rehearsals on tensors without data"
-REAL = "two rehearsals on a few real rows"
+FAKE = "two dry runs on fake tensors"
+REAL = "two steps on a few real rows"
 PEAKS = "a line through measured peaks, and a tenth"
-UNDIVIDED = "a rehearsal of the whole batch on tensors without data, as it takes no fewer samples"
+UNDIVIDED = "a dry run of the full batch, since the model takes no fewer samples"
 
 
 def forecast(
     case: Case,
     optimizer: torch.optim.Optimizer | None,
     *,
-    room: int,
+    available: int,
     verify: bool,
     others: int = 0,
     on_device: OnDevice = _as_it_is,
@@ -97,10 +95,10 @@ def forecast(
     Args:
         case: the real one.
         optimizer: its state is counted as it will be after its first step.
-        room: bytes that a rehearsal on real rows may take.
+        available: bytes that a rehearsal on real rows may take.
         verify: measure one small real step, and do not believe a rehearsal that it contradicts;
             without, nothing real is run, so there is only the first rung.
-        others: bytes of the room that other tensors hold. Default 0.
+        others: bytes of these that other tensors hold. Default 0.
         on_device: adds what a device holds beside a step's tensors, which has to be there before
             anything real is run. Default: nothing, as on the host.
 
@@ -111,9 +109,11 @@ def forecast(
         Exception: what the step itself raises on real rows; without `verify`, on fakes.
     """
     update, held = _state(case, optimizer)
-    state = update, held | _shards(case) | ({OWNER: case.room} if case.room else {})
+    state = update, held | _shards(case) | ({OWNER: case.page_bytes} if case.page_bytes else {})
     try:
-        fakes = replace(as_fakes(case), spare=_spare(case, sum(state[1].values()), room - others))
+        fakes = replace(
+            as_fakes(case), spare=_spare(case, sum(state[1].values()), available - others)
+        )
         found = _rehearsed(fakes, state, FAKE)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
@@ -123,11 +123,11 @@ def forecast(
         found = None
     if found is not None:
         found = on_device(found)
-        missing = _missing(found, case, room) if verify else 0
+        missing = _missing(found, case, available) if verify else 0
         if missing <= SLACK:
             return found.with_more("activations", missing) if missing > 0 else found
     try:
-        return on_device(_on_rows(case, state, room - others))
+        return on_device(_on_rows(case, state, available - others))
     except (AnybatchError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # the step itself raises it, or the model takes batches of its own size alone
@@ -138,15 +138,19 @@ def forecast(
         return on_device(undivided)
 
 
-def _on_rows(case: Case, state: State, room: int) -> Forecast:
+def _on_rows(case: Case, state: State, available: int) -> Forecast:
     """Return the forecast of rehearsals on a few real rows."""
     one = _of_one(case, state)
-    if one is not None and _held_at(one, case, SMALL + 1) > room:
+    if one is not None and _held_at(one, case, SMALL + 1) > available:
         return one
     found = _on_real(case, state)
     # Two small steps know little of what larger ones round up, and these have an accumulator too.
     far = next(
-        (n for n in FARTHER if NEAR_MARGIN * _held_at(found, case, n) + found.gradients <= room),
+        (
+            n
+            for n in FARTHER
+            if NEAR_MARGIN * _held_at(found, case, n) + found.gradients <= available
+        ),
         None,
     )
     if far is not None:
@@ -160,8 +164,8 @@ def _on_rows(case: Case, state: State, room: int) -> Forecast:
 def _from_one(found: Forecast, one: Forecast, case: Case) -> Forecast:
     """Return the forecast with micro-batches of one sample as they were measured.
 
-    A line through larger ones is only a guess there, and `one` is all that little room tells. So
-    the floor is the same, however much room there was.
+    A line through larger ones is only a guess there, and `one` is all that few bytes tell. So
+    the floor is the same, however many there were.
 
     Args:
         found: of larger micro-batches.
@@ -173,27 +177,27 @@ def _from_one(found: Forecast, one: Forecast, case: Case) -> Forecast:
         assert isinstance(single, BentTimeline)
         return BentTimeline(single.many if found.how == PEAKS else single.few, line, SMALL)
 
-    sums = found.kept
+    sums = found.accumulated
     if sums is not None:
-        case = unharmed(case, MICRO_BATCHES, writes=one.look.copies)
-        single = rehearse.divided(case, 1, one.look, apart=case.trains)
+        case = unharmed(case, MICRO_BATCHES, writes=one.inspection.copies)
+        single = rehearse.divided(case, 1, one.inspection, accumulator=case.trains)
         sums = bent(_line([single], (1,), PEAKS), sums)
     return replace(
         found,
         looked=bent(one.looked, found.looked),
         divided=bent(one.divided, found.divided),
         undivided=bent(one.undivided, found.undivided),
-        kept=sums,
+        accumulated=sums,
     )
 
 
-def _spare(case: Case, held: int, room: int) -> int:
+def _spare(case: Case, held: int, available: int) -> int:
     """Return the bytes of the budget that states and gradients do not hold."""
     modules = [module for _, module in case.modules]
-    every = [tensors_of(modules, kind) for kind in ("_parameters", "_buffers")]
+    every = [tensors_of(modules, attribute) for attribute in ("_parameters", "_buffers")]
     there = {id(t): t for t in (*chain(*every), *case.leaves)}.values()
     gradients = (t.grad for t in there if t.grad is not None)
-    return max(0, room - held - sum(map(allocated, (*there, *gradients))))
+    return max(0, available - held - sum(map(allocated, (*there, *gradients))))
 
 
 State = tuple[Timeline | None, dict[str, int]]
@@ -202,7 +206,7 @@ State = tuple[Timeline | None, dict[str, int]]
 
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     update, held = _state_of(case, optimizer)
-    if not case.everyone:
+    if not case.global_samples:
         return update, held
     sent = rounded(copied_bytes(case.leaves), case.device) if case.trains else 0
     return update, held | {"transfer buffers": sent + COLLECTIVES}
@@ -217,7 +221,7 @@ def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         coming = UNKNOWN_STATE * sum(map(allocated, stepped))
-        coming = min(coming, room_of(optimizer) or coming)
+        coming = min(coming, resident_state_bytes(optimizer) or coming)
     count = max(there, coming)
     return update if case.trains else None, {"optimizer": count} if count else {}
 
@@ -245,12 +249,12 @@ def _undivided(case: Case, state: State) -> Forecast | None:
 
     A micro-batch of any size holds what all of it holds: the batch fits as it is, or not at all.
     """
-    if case.lazy or case.everyone:
+    if case.lazy or case.global_samples:
         return None
     try:
         fakes = as_fakes(case)
         size = case.size
-        peak = _peaks([rehearse.whole(replace(fakes, size=size), size)], (size,))
+        peak = _peaks([rehearse.full_batch(replace(fakes, size=size), size)], (size,))
     except Exception:  # the step raises what there is to say
         return None
     fixed = AffineTimeline(peak.owners, peak.events, peak.at(size).live, 0 * peak.slope)
@@ -259,12 +263,12 @@ def _undivided(case: Case, state: State) -> Forecast | None:
         looked=fixed,
         divided=fixed,
         undivided=fixed,
-        kept=None,
+        accumulated=None,
         update=state[0],
         constant=state[1],
         copied=0,
         gradients=_gradients(case) if case.trains else 0,
-        look=rehearse.Look((), copies=False),
+        inspection=rehearse.Inspection((), copies=False),
         case=None,
         indivisible=True,
     )
@@ -297,26 +301,30 @@ def _rehearsed(
     Raises:
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
     """
-    looked, looks = zip(*[rehearse.look(case, 2 * n if n > 1 else 1) for n in sizes], strict=True)
-    seen = rehearse.watch_loss(case, looks[0])
-    case = unharmed(case, case.rows.size, writes=seen.copies)
+    looked, looks = zip(
+        *[rehearse.inspect_model(case, 2 * n if n > 1 else 1) for n in sizes], strict=True
+    )
+    inspection = rehearse.watch_loss(case, looks[0])
+    case = unharmed(case, case.rows.size, writes=inspection.copies)
     buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
     return Forecast(
         how=how,
         looked=_line(looked, sizes, how),
-        divided=_line((rehearse.divided(case, n, seen, apart=False) for n in sizes), sizes, how),
-        undivided=_line((rehearse.whole(case, n, seen) for n in sizes), sizes, how),
-        kept=None,
+        divided=_line(
+            (rehearse.divided(case, n, inspection, accumulator=False) for n in sizes), sizes, how
+        ),
+        undivided=_line((rehearse.full_batch(case, n, inspection) for n in sizes), sizes, how),
+        accumulated=None,
         update=state[0],
         constant=state[1],
         copied=sum(rounded(b.untyped_storage().nbytes(), b.device) for b in buffers.values()),
         gradients=_gradients(case) if case.trains else 0,
-        look=seen,
+        inspection=inspection,
         case=case if case.fake else None,
-        entries=0 if case.fake else rehearse.entries(case, sizes[0], seen),
+        entries=0 if case.fake else rehearse.entries(case, sizes[0], inspection),
         draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
-        everyone=case.everyone,
-        pieces=_pieces(case) if case.everyone and case.trains else 0,
+        global_samples=case.global_samples,
+        pieces=_pieces(case) if case.global_samples and case.trains else 0,
         grain=rounding(case.device),
     )
 
@@ -364,27 +372,28 @@ def _farther(found: Forecast, case: Case, far: int) -> Forecast:
         if _alike(steps):
             ends = [(low, SMALL), (high, far)]
             column = near.rounded(ends, NEAR, ROUNDING)
-            both = column, high.beside(column, "rounding")
+            both = column, high.with_owner(column, "rounding")
         try:
             return BentTimeline(few_samples, _line(both, (NEAR, far), found.how), NEAR)
         except NotAffineError:
             return BentTimeline(few_samples, _line(both, (NEAR, far), PEAKS), NEAR)
 
-    def divided(*, apart: bool) -> list[Timeline]:
+    def divided(*, accumulator: bool) -> list[Timeline]:
         return [
-            rehearse.divided(case, n, found.look, apart=apart and case.trains)
+            rehearse.divided(case, n, found.inspection, accumulator=accumulator and case.trains)
             for n in (SMALL, SMALL + 1, NEAR, far)
         ]
 
-    kept = divided(apart=True)
-    first = _line(kept[:2], (SMALL, SMALL + 1), found.how) if _alike(kept) else None
+    summed = divided(accumulator=True)
+    first = _line(summed[:2], (SMALL, SMALL + 1), found.how) if _alike(summed) else None
     return replace(
         found,
-        divided=bent(found.divided, divided(apart=False)),
+        divided=bent(found.divided, divided(accumulator=False)),
         undivided=bent(
-            found.undivided, [rehearse.whole(case, n, found.look) for n in (SMALL, NEAR, far)]
+            found.undivided,
+            [rehearse.full_batch(case, n, found.inspection) for n in (SMALL, NEAR, far)],
         ),
-        kept=None if first is None else bent(first, kept),
+        accumulated=None if first is None else bent(first, summed),
     )
 
 
@@ -395,7 +404,7 @@ def _alike(steps: list[Timeline]) -> bool:
 def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> Line:
     """Return the line through two timelines, or through the peaks of one or more.
 
-    What was rehearsed alone, at one sample, is there just as it was.
+    What was rehearsed only at one sample is there just as it was.
     """
     found = list(steps)
     if sizes == (1,):
@@ -417,13 +426,13 @@ def _peaks(found: list[Timeline], sizes: tuple[int, ...]) -> AffineTimeline:
     return AffineTimeline(("all",), ("peak",), np.array([[fixed]]), np.array([[slope]]))
 
 
-def _missing(found: Forecast, case: Case, room: int) -> int:
+def _missing(found: Forecast, case: Case, available: int) -> int:
     """Return the bytes that a small real step holds at its peak and the forecast does not know.
 
-    One sample is run wherever it has room, so more room makes no forecast smaller there. Where it
-    has none, nothing is run, and the forecast is taken as it is.
+    One sample is run wherever it fits, so more bytes make no forecast smaller there. Where it does
+    not fit, nothing is run, and the forecast is taken as it is.
     """
-    sizes = [n for n in (1, SMALL) if _held_at(found, case, n) <= room]
+    sizes = [n for n in (1, SMALL) if _held_at(found, case, n) <= available]
     return max((_missing_at(n, found, case, fewer=n < sizes[-1]) for n in sizes), default=0)
 
 
@@ -438,13 +447,13 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
     """
     fakes = found.case
     assert fakes is not None
-    real = unharmed(few(case, n * MICRO_BATCHES), n * MICRO_BATCHES, writes=found.look.copies)
+    real = unharmed(few(case, n * MICRO_BATCHES), n * MICRO_BATCHES, writes=found.inspection.copies)
     try:  # what all outputs need may hide what a micro-batch needs, so undivided too
         if n == SMALL:
-            divided, whole = found.divided.at(n).peak, found.undivided.at(n).peak
+            divided, undivided = found.divided.at(n).peak, found.undivided.at(n).peak
         else:
-            divided, whole = _divided(fakes, found, n), _whole(fakes, found, n)
-        return max(_divided(real, found, n) - divided, _whole(real, found, n) - whole)
+            divided, undivided = _divided(fakes, found, n), _undivided_peak(fakes, found, n)
+        return max(_divided(real, found, n) - divided, _undivided_peak(real, found, n) - undivided)
     except Exception as error:
         few_rows = fewer or isinstance(error, ValueError | IndexError)
         refused = isinstance(error, AnybatchError) and not fewer
@@ -454,8 +463,8 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
 
 
 def _divided(case: Case, found: Forecast, n: int) -> int:
-    return rehearse.divided(case, n, found.look, apart=False).peak
+    return rehearse.divided(case, n, found.inspection, accumulator=False).peak
 
 
-def _whole(case: Case, found: Forecast, n: int) -> int:
-    return rehearse.whole(case, n, found.look).peak
+def _undivided_peak(case: Case, found: Forecast, n: int) -> int:
+    return rehearse.full_batch(case, n, found.inspection).peak

@@ -35,14 +35,14 @@ def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[
         yield lambda: None
         return
     before = counts.peak(device)
-    known = before == counts.allocated(device)
-    if anew and not known:
+    recorded = before == counts.allocated(device)
+    if anew and not recorded:
         counts.reset_peak(device)
-        known = True
+        recorded = True
 
     def peak() -> int | None:
         found = counts.peak(device)
-        return found if known or found > before else None
+        return found if recorded or found > before else None
 
     yield peak
 
@@ -76,7 +76,7 @@ def measured(
     pages = paged()
     there = [*tensors_of(every, "_parameters"), *shards]
     gradients = [gradient for _, gradient in before.gradients if gradient is not None]
-    known = {
+    owned = {
         FOREIGN: [t for t in (*there, *gradients) if pages.holds(t)],
         "parameters": there,
         "buffers": [
@@ -89,7 +89,7 @@ def measured(
     leaves = [leaf for leaf, _ in before.gradients]
     with (
         eager(),
-        Meter(device, known) as meter,
+        Meter(device, owned) as meter,
         uncounted(meter, leaves, pages.ids(leaves)),
     ):
         yield lambda: int(meter.peak) + pages.most

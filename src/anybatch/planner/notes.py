@@ -1,12 +1,10 @@
 """Record of the storages that each phase of a lane touches, in place of a pager.
 
-A pager (`anybatch.memory.pager`) hears of every kernel what it needs and what it has made. Here
-somebody hears the same, and only writes it down: for each storage of the lane the turn that needed
-it last, until it dies. And a meeting of one lane, which ends a turn where BatchNorm would wait.
+A pager (`anybatch.memory.pager`) gets of every kernel what it needs and what it has made. The
+recorder here gets the same, and only writes it down: for each storage of the lane the phase that
+needed it last, until it dies. A barrier of one lane ends a phase where BatchNorm would wait.
 
-    use, take ──> turn of each storage ──> untouched: those of earlier turns
-
-Source: design of this project, sections 5.3 and 5.5.
+    use, take ──> phase of each storage ──> untouched: those of earlier phases
 """
 
 from __future__ import annotations
@@ -29,29 +27,29 @@ from anybatch.core.rounding import rounded
 class Noted:
     """Storage of a lane: its bytes, the last phase to touch it, and whether it is evictable."""
 
-    __slots__ = ("shared", "size", "stays", "turn", "watch")
+    __slots__ = ("phase", "shared", "size", "stays", "watch")
 
-    def __init__(self, size: int, turn: int, *, shared: bool) -> None:
-        self.size, self.turn, self.shared, self.stays = size, turn, shared, False
+    def __init__(self, size: int, phase: int, *, shared: bool) -> None:
+        self.size, self.phase, self.shared, self.stays = size, phase, shared, False
         self.watch: Any = None
 
 
-class Notes:
+class StorageRecorder:
     """Recorder of storages with the interface of a pager, which evicts nothing.
 
     Args:
-        device: of the storages that could leave.
+        device: of the storages that could be evicted.
 
     Attributes:
-        limit: None, as for a pager that keeps to none within a turn.
-        turn: of the lane, from 0.
-        unknown: the lane has met for something else than BatchNorm.
-        ever: sizes of the storages that there were in this turn, and how many of each.
+        limit: None, as for a pager that keeps to none within a phase.
+        phase: of the lane, from 0.
+        unknown: the lane was at a barrier that is not BatchNorm's.
+        ever: sizes of the storages that there were in this phase, and how many of each.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.limit: int | None = None
-        self.turn, self.unknown = 0, False
+        self.phase, self.unknown = 0, False
         self._device, self._sharing = device.type, False
         self._all: dict[int, Noted] = {}
         self.ever: Counter[int] = Counter()
@@ -63,7 +61,7 @@ class Notes:
         """Record that a kernel of this phase needs a storage."""
         del writes
         if key in self._all:
-            self._all[key].turn = self.turn
+            self._all[key].phase = self.phase
 
     def take(self, key: int, tensor: Tensor) -> None:
         """Record a storage that a kernel of this phase has made."""
@@ -71,7 +69,7 @@ class Notes:
             return
         storage = tensor.untyped_storage()
         noted = self._all[key] = Noted(
-            rounded(storage.nbytes(), tensor.device), self.turn, shared=self._sharing
+            rounded(storage.nbytes(), tensor.device), self.phase, shared=self._sharing
         )
         self.ever[noted.size] += 1
         noted.watch = weakref.ref(storage, partial(self._died, key))
@@ -102,34 +100,34 @@ class Notes:
     @property
     def untouched(self) -> int:
         """Bytes that this phase has not touched, and that may be evicted."""
-        return sum(one.size for one in self._leaving() if one.turn < self.turn)
+        return sum(one.size for one in self._offloading() if one.phase < self.phase)
 
     @property
     def holds(self) -> int:
         """Bytes that may be evicted."""
-        return sum(one.size for one in self._leaving())
+        return sum(one.size for one in self._offloading())
 
     @property
-    def known(self) -> int:
+    def accounted(self) -> int:
         """Bytes that all lanes share, or that may be evicted."""
         return sum(one.size for one in self._all.values() if one.shared or not one.stays)
 
-    def _leaving(self) -> Iterator[Noted]:
+    def _offloading(self) -> Iterator[Noted]:
         return (one for one in self._all.values() if not (one.stays or one.shared))
 
     def _died(self, key: int, _watch: Any) -> None:
         self._all.pop(key, None)
 
 
-class Alone:
+class SingleLaneBarrier:
     """Barrier of a single lane, with results of the same shapes as for all lanes.
 
     Args:
         notes: of the lane.
-        ended: told that a turn has ended.
+        ended: called where a phase has ended.
     """
 
-    def __init__(self, notes: Notes, ended: Callable[[], None]) -> None:
+    def __init__(self, notes: StorageRecorder, ended: Callable[[], None]) -> None:
         self._notes, self._ended = notes, ended
 
     def reduce(

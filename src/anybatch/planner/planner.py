@@ -5,13 +5,11 @@ The first batch is foreseen (`anybatch.planner.forecast`), the sizes that fit ar
 that was given says it already. What comes later is never timed again:
 
     another batch size, such as a last partial one     the same plan
-    smaller samples (shorter sequences)                bounded by what is known of larger ones
+    smaller samples (shorter sequences)                bounded by forecasts of larger ones
     larger samples                                     foreseen, at the next power of two
 
 A bound holds because a kernel on fewer elements needs no more memory. So 500 random lengths cost a
 handful of rehearsals, and every one of them keeps within the budget.
-
-Source: design of this project, section 4.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ from anybatch.core.memory_errors import release
 from anybatch.core.plan import Plan
 from anybatch.core.units import parse_bytes
 from anybatch.execution.case import Case
-from anybatch.execution.kinds import Allowed, Kind
+from anybatch.execution.signature import RunPlan, Signature
 from anybatch.memory.spill import Spill
 from anybatch.memory.step_timeline import StepTimeline
-from anybatch.planner.asked import Asked
 from anybatch.planner.budget import default_budget, ran_out
 from anybatch.planner.contest import StepTimer
-from anybatch.planner.decision import Decision, Terms, beside
+from anybatch.planner.decision import Decision, Terms, completed
 from anybatch.planner.depict import depict
 from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.foreseen import Foreseen
 from anybatch.planner.precedent import Precedent
+from anybatch.planner.request import PlanningRequest
 from anybatch.planner.workspaces import Workspaces
 
 
@@ -54,7 +52,7 @@ class Planner:
         settled: what a plan made before has decided; nothing is foreseen for the first batch.
 
     Attributes:
-        spill: where saved tensors may go.
+        spill: store of offloaded tensors.
         workspaces: of convolutions.
     """
 
@@ -64,16 +62,18 @@ class Planner:
         *,
         fixed: int | None = None,
         timed: bool = True,
-        settled: Allowed | None = None,
+        settled: RunPlan | None = None,
     ) -> None:
         self.spill = Spill()
         self.workspaces = Workspaces()
         self.budget, self.source = budget, "as given"
         self.timed = timed
         self._settled = settled
-        self._precedent = Precedent(fixed, sends=settled is not None and settled.away is not None)
+        self._precedent = Precedent(
+            fixed, sends=settled is not None and settled.offload is not None
+        )
         self._foreseen = Foreseen()
-        self._allowed: dict[Kind, Allowed] = {}
+        self._planned: dict[Signature, RunPlan] = {}
 
     @contextmanager
     def timing(self, wanted: bool) -> Iterator[None]:  # noqa: FBT001
@@ -96,16 +96,16 @@ class Planner:
 
     def allow(
         self,
-        kind: Kind,
+        signature: Signature,
         make_case: Callable[[], Case],
         optimizer: torch.optim.Optimizer | None,
         refuse_division: Callable[[], None],
         time_step: StepTimer,
-    ) -> Allowed:
+    ) -> RunPlan:
         """Return how a batch of this signature is run.
 
         Args:
-            kind: of the batch.
+            signature: of the batch.
             make_case: returns what is rehearsed; called where nothing is known yet.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
@@ -114,114 +114,114 @@ class Planner:
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
         """
-        kind = self._foreseen.plain(kind)
-        found = self._allowed.get(kind)
+        signature = self._foreseen.plain(signature)
+        found = self._planned.get(signature)
         if found is None:
             case = cache(make_case)
-            foreseen = partial(self._foreseen.bound, kind)
+            foreseen = partial(self._foreseen.bound, signature)
             time_step = self.workspaces.before(foreseen, time_step)
-            asked = Asked(kind, case, optimizer, refuse_division, time_step)
-            found = self.workspaces.within(self._known_budget, partial(self._decide, asked))
-            found = self._settled_in(found, kind)
-            # Has another plan been wrong, this one is worth a look.
-            self._precedent.decided += kind.most > 0
-            self._allowed[self._foreseen.plain(kind)] = found
+            request = PlanningRequest(signature, case, optimizer, refuse_division, time_step)
+            found = self.workspaces.within(self._fixed_budget, partial(self._decide, request))
+            found = self._settled_in(found, signature)
+            # Has another plan been wrong, this one is worth a measurement.
+            self._precedent.decided += signature.most > 0
+            self._planned[self._foreseen.plain(signature)] = found
         return found
 
-    def timeline(self, kind: Kind) -> StepTimeline | None:
+    def timeline(self, signature: Signature) -> StepTimeline | None:
         """Return the timeline of a step of this signature.
 
         None where none was foreseen, and of a plan that was given in which saved tensors leave.
         """
-        kind = self._foreseen.plain(kind)
-        allowed, foreseen = self._allowed.get(kind), self._foreseen.bound(kind)
-        if allowed is None or foreseen is None or (allowed.away and not allowed.passes):
+        signature = self._foreseen.plain(signature)
+        planned, foreseen = self._planned.get(signature), self._foreseen.bound(signature)
+        if planned is None or foreseen is None or (planned.offload and not planned.passes):
             return None
-        held = dict(allowed.memory.owners).get(WORKSPACE, 0)
+        held = dict(planned.memory.owners).get(WORKSPACE, 0)
         more = max(0, held - foreseen.constant.get(WORKSPACE, 0))
-        return depict(beside(foreseen, kind, more), allowed, kind.size)
+        return depict(completed(foreseen, signature, more), planned, signature.size)
 
-    def learn(self, kind: Kind, peak: int, states: int) -> None:
+    def learn(self, signature: Signature, peak: int, states: int) -> None:
         """Record the measured peak of a step; bytes above the prediction are added to forecasts.
 
         Args:
-            kind: of the step.
+            signature: of the step.
             peak: bytes.
             states: bytes of them that are the optimizer's; the first step has none yet.
         """
-        kind = self._foreseen.plain(kind)
-        allowed = self._allowed[kind]
-        coming = max(0, dict(allowed.memory.owners).get("optimizer", 0) - states)
-        missing = peak + coming - allowed.memory.predicted
+        signature = self._foreseen.plain(signature)
+        planned = self._planned[signature]
+        coming = max(0, dict(planned.memory.owners).get("optimizer", 0) - states)
+        missing = peak + coming - planned.memory.predicted
         if missing <= 0:
             return
-        del self._allowed[kind]
+        del self._planned[signature]
         self._foreseen.hold_more(missing)
-        given = self._precedent.best is not None and not self._foreseen.rehearsed
-        if given and peak + coming <= allowed.memory.budget:
+        obeyed = self._precedent.best is not None and not self._foreseen.rehearsed
+        if obeyed and peak + coming <= planned.memory.budget:
             # A plan that was given is obeyed, for as long as it keeps to its own budget.
             self._settled = replace(
-                allowed, memory=replace(allowed.memory, predicted=peak + coming)
+                planned, memory=replace(planned.memory, predicted=peak + coming)
             )
 
-    def recall(self, n: int, kind: Kind) -> None:
+    def recall(self, n: int, signature: Signature) -> None:
         """Take the size that an earlier run has chosen with a clock, instead of the present one.
 
         Args:
             n: samples in a micro-batch.
-            kind: of the batch that it was chosen for, and that has been planned again.
+            signature: of the batch that it was chosen for, and that has been planned again.
         """
-        self._precedent.best = n, kind.elements
-        self._allowed.pop(self._foreseen.plain(kind), None)
+        self._precedent.best = n, signature.elements
+        self._planned.pop(self._foreseen.plain(signature), None)
 
-    def _known_budget(self) -> int:
+    def _fixed_budget(self) -> int:
         assert self.budget is not None
         return self.budget
 
-    def _decide(self, asked: Asked) -> Allowed:
-        settled = self._of_plan(asked)
+    def _decide(self, request: PlanningRequest) -> RunPlan:
+        settled = self._of_plan(request)
         if settled is not None:
             return settled
         if self.budget is None:
-            self.budget, self.source = default_budget(asked.case(), asked.optimizer)
+            self.budget, self.source = default_budget(request.case(), request.optimizer)
         terms = Terms(self.budget, self.source, self.spill, self.timed)
-        decision = Decision(asked, terms, self._precedent, self._foreseen, self.workspaces)
+        decision = Decision(request, terms, self._precedent, self._foreseen, self.workspaces)
         outside = sys.exception()
         try:
             return decision.made()
         except torch.OutOfMemoryError as error:
-            if accelerator.of(asked.case().device).host:
+            if accelerator.of(request.case().device).host:
                 raise
             release(error, outside=outside)
-        raise ran_out(asked.case().device, self.budget, self.source)
+        raise ran_out(request.case().device, self.budget, self.source)
 
-    def _of_plan(self, asked: Asked) -> Allowed | None:
+    def _of_plan(self, request: PlanningRequest) -> RunPlan | None:
         """Return the decision of a plan passed in for its first batch; None for other batches.
 
         One without lanes is none for a batch that is divided where its samples meet.
         """
-        settled, kind = self._settled, asked.kind
+        settled, signature = self._settled, request.signature
         if settled is None:
             return None
         self.budget, self.source = settled.memory.budget, settled.memory.source
-        self._precedent.best = settled.micro_batch, kind.elements
-        if settled.lanes != kind.lanes and settled.micro_batch < kind.size:
+        self._precedent.best = settled.micro_batch, signature.elements
+        if settled.lanes != signature.lanes and settled.micro_batch < signature.size:
             return None
-        if settled.away is not None:
-            asked.refuse_spread()
+        if settled.offload is not None:
+            request.refuse_spread()
         self._settled = None
         self._precedent.decided += 1
         return settled
 
-    def _settled_in(self, found: Allowed, kind: Kind) -> Allowed:
+    def _settled_in(self, found: RunPlan, signature: Signature) -> RunPlan:
         """Return how a batch is run, with the workspace that its convolutions really take."""
-        foreseen = self._foreseen.bound(kind) if self._foreseen.knows(kind) else None
+        foreseen = self._foreseen.bound(signature) if self._foreseen.knows(signature) else None
 
         def taking(workspace: int) -> Forecast:
             assert foreseen is not None
-            return beside(foreseen, kind, workspace)
+            return completed(foreseen, signature, workspace)
 
-        return self.workspaces.settle(found, foreseen, kind.size, taking)
+        return self.workspaces.settle(found, foreseen, signature.size, taking)
 
 
 def planner_of(
@@ -246,11 +246,11 @@ def planner_of(
             )
         if plan.memory is None:
             return None
-        apart = plan.accumulate == "accumulator"
-        coupled = plan.mechanism == "gathering"
-        lanes = plan.mechanism == "lanes"
-        settled = Allowed(
-            plan.micro_batch, apart, plan.memory, coupled, plan.loss, lanes, plan.offload
+        accumulator = plan.accumulate == "accumulator"
+        coupled = plan.mechanism == "two-pass"
+        lanes = plan.mechanism == "lockstep"
+        settled = RunPlan(
+            plan.micro_batch, accumulator, plan.memory, coupled, plan.loss, lanes, plan.offload
         )
         return Planner(plan.memory.budget, settled=settled)
     if memory is None and micro_batch is not None:

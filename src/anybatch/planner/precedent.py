@@ -1,7 +1,7 @@
 """Decisions of earlier batches that later ones follow, at any signature.
 
-Only the first batch is timed. Later ones take its size over, as work that is done at once: of
-samples half as large twice as many. And where saved tensors have left, they may have to again.
+Only the first batch is timed. Later ones keep the number of elements in a micro-batch: of samples
+half as large, twice as many. If saved tensors were offloaded, they may be again.
 
     timed: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from anybatch.execution.kinds import Kind
+from anybatch.execution.signature import Signature
 from anybatch.planner.choice import even
 
 
@@ -22,7 +22,7 @@ class Precedent:
         fixed: samples in a micro-batch that must be kept to; None (default) chooses.
         best: samples in the micro-batch that was chosen first, and elements of each; None (default)
             before that.
-        sends: whether saved tensors have left.
+        sends: whether saved tensors were offloaded.
         decided: forecasts made, and decisions of a plan that was given.
     """
 
@@ -31,27 +31,27 @@ class Precedent:
     sends: bool = False
     decided: int = 0
 
-    def sent(self, n: int, kind: Kind) -> None:
+    def sent(self, n: int, signature: Signature) -> None:
         """Record saved tensors as offloaded in micro-batches of `n`; the first size is stored."""
         self.sends = True
         if self.best is None:
-            self.best = n, kind.elements
+            self.best = n, signature.elements
 
-    def keeps_away(self, kind: Kind) -> bool:
+    def keeps_offloading(self, signature: Signature) -> bool:
         """Return whether saved tensors are offloaded as before: not under another plan."""
-        return self.sends and not kind.most
+        return self.sends and not signature.most
 
-    def fixed_for(self, kind: Kind) -> int | None:
+    def fixed_for(self, signature: Signature) -> int | None:
         """Return the required samples of a micro-batch; None where the size is free."""
-        return None if self.fixed is None else min(self.fixed, kind.largest)
+        return None if self.fixed is None else min(self.fixed, signature.largest)
 
-    def pick(self, kind: Kind, cap: int) -> int:
+    def pick(self, signature: Signature, cap: int) -> int:
         """Return a size up to `cap` that does as much work at once as the first one chosen did."""
         if self.fixed is not None:
             return min(self.fixed, cap)
         if self.best is None:
-            return even(kind.size, cap)
+            return even(signature.size, cap)
         n, elements = self.best
-        if elements == kind.elements:
+        if elements == signature.elements:
             return min(cap, n)
-        return max(1, min(cap, round(n * elements / max(kind.elements, 1))))
+        return max(1, min(cap, round(n * elements / max(signature.elements, 1))))

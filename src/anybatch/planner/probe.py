@@ -21,9 +21,9 @@ from anybatch.execution.device import link_to
 from anybatch.execution.discover import discoverer
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.parts import Parts
-from anybatch.execution.step import Away, Step
+from anybatch.execution.step import MicroBatchOffloader, Step
 from anybatch.planner.measure import read_peak
-from anybatch.planner.rehearse import Look
+from anybatch.planner.rehearse import Inspection
 from anybatch.planner.stage import make_step, put_back, unharmed
 
 RUNS = 3
@@ -41,38 +41,42 @@ LONG = 0.5
 
 def seconds(
     case: Case,
-    seen: Look,
+    inspection: Inspection,
     n: int,
     *,
-    apart: bool = False,
-    away: Away | None = None,
+    accumulator: bool = False,
+    offload: MicroBatchOffloader | None = None,
     enough: float = LONG,
 ) -> float | None:
     """Time forward and backward of one micro-batch, as one of many or as the only one of its size.
 
     Args:
-        case: the real one; its model, gradients and dice are put back.
-        seen: what the first look found out.
+        case: the real one; its model, gradients and RNG state are restored.
+        inspection: findings of the first inspection.
         n: samples in the micro-batch.
-        apart: its gradients are added to an accumulator, which small micro-batches pay for more
-            often. Default False.
-        away: where its saved tensors may go; the first of each kind are recorded, and one more is
-            planned: these are not timed.
+        accumulator: its gradients are added to one, which small micro-batches pay for more often.
+            Default False.
+        offload: where its saved tensors may go; the first of each sort are recorded, and one more
+            is planned: these are not timed.
         enough: seconds after which a first run is taken as it is. Default: those of a long one.
 
     Returns:
         Seconds; None where it ran out of memory.
     """
     try:
-        alone, once_only = n >= case.size, 2 * n > case.size
-        case = unharmed(few(case, n), n, writes=seen.copies)
+        single, once_only = n >= case.size, 2 * n > case.size
+        case = unharmed(few(case, n), n, writes=inspection.copies)
         with put_back(case) as before, torch.set_grad_enabled(case.trains):
-            apart = apart and not alone
-            gradients = Gradients(case.leaves, wide=not alone, apart=apart) if case.trains else None
+            accumulator = accumulator and not single
+            gradients = (
+                Gradients(case.leaves, wide=not single, accumulator=accumulator)
+                if case.trains
+                else None
+            )
             step = make_step(case, link_to(case.device), n, gradients, 1)
-            step.layout, step.copies = seen.layout, seen.copies
+            step.layout, step.copies = inspection.layout, inspection.copies
             step.discover = discoverer(step, before)
-            step.away, step.coupled = away, seen.coupled and not alone
+            step.offloader, step.coupled = offload, inspection.coupled and not single
             (micro,) = step.feed()
 
             def once() -> float:
@@ -80,16 +84,16 @@ def seconds(
                     step.gradients.restart()  # it comes first, and finds no sums
                 return _timed(step, micro)
 
-            for _ in range(0 if away is None else 2 if once_only else RECORDED + 1):
+            for _ in range(0 if offload is None else 2 if once_only else RECORDED + 1):
                 once()
-            return told(once, enough)
+            return median_seconds(once, enough)
     except Exception as error:
         if not out_of_memory(error):
             raise
     return None
 
 
-def told(once: Callable[[], float], enough: float = LONG) -> float:
+def median_seconds(once: Callable[[], float], enough: float = LONG) -> float:
     """Return the median seconds of a few runs, or those of the first if it is long.
 
     Args:
@@ -100,12 +104,12 @@ def told(once: Callable[[], float], enough: float = LONG) -> float:
     return first if first > min(LONG, enough) else median(once() for _ in range(RUNS))
 
 
-def workspace(case: Case, seen: Look, n: int, held: int) -> int | None:
+def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | None:
     """Return the bytes that CUDA's allocator adds to a micro-batch's forecast tensors.
 
     Args:
         case: the real one.
-        seen: what the first look found out.
+        inspection: findings of the first inspection.
         n: samples in the micro-batch.
         held: bytes of tensors that it holds at its peak, beside what is allocated before.
 
@@ -118,7 +122,7 @@ def workspace(case: Case, seen: Look, n: int, held: int) -> int | None:
     accelerators.clear_workspaces()
     before = there.allocated(case.device)
     with read_peak(case.device, anew=True) as peak:
-        ran = seconds(case, seen, n)
+        ran = seconds(case, inspection, n)
     if ran is None:
         return None
     # What stays is known to the byte; what is held at the peak is foreseen, and may be less.
@@ -136,7 +140,7 @@ def _timed(step: Step, micro: MicroBatch) -> float:
         if step.coupled:  # such a loss is never called with a part of the batch
             _train_in_parts(step, parts, micro)
             return
-        loss = step.loss.whole(step.forward(micro), micro)
+        loss = step.loss.full_batch(step.forward(micro), micro)
         step.backward([loss], [torch.ones_like(loss)])
 
     step.under(train)(micro)

@@ -6,7 +6,7 @@ run the batch is run, on fakes of the model, the loss and the rows, for three mi
 first finds no gradients, the second finds them and another micro-batch on its way, the third is
 like the second. The events of later ones are the same again.
 
-    look: forward, forward of fewer │ mu_0 │ mu_1 │ mu_2 │ update        bytes live at every kernel
+    inspection: forward, forward of fewer │ mu_0 │ mu_1 │ mu_2 │ update  bytes live at every kernel
 
 Real tensors go the same way where fakes cannot (a value is read, a kernel hides its workspace).
 """
@@ -24,24 +24,24 @@ import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 
-from anybatch.conv.heard import Hearing
+from anybatch.conv.recorder import KernelRecorder
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch
-from anybatch.core.norm.alone import AloneNorms, HeardNorms
+from anybatch.core.norm.non_reducing import NonReducingNorms, RefusedNorms
 from anybatch.core.pieces import rehearse_difference
-from anybatch.distributed.everyone import Absent, Rows
+from anybatch.distributed.local_batch import AbsentRanks, Rows
 from anybatch.execution.case import MICRO_BATCHES, Case, Claiming, first_rows
-from anybatch.execution.dice.weigh import Weighing
 from anybatch.execution.discover import discoverer
+from anybatch.execution.full_batch_rng.weigh import Weighing
 from anybatch.execution.gather import COUPLED
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.kinds import bytes_of
-from anybatch.execution.look import comparable, layout_of, rough_layout, two_sizes, written
+from anybatch.execution.inspection import comparable, layout_of, rough_layout, two_sizes, written
+from anybatch.execution.loss_gradients import loss_of_all, value_of_all
 from anybatch.execution.parts import Lap, Parts, feed, laps
 from anybatch.execution.second_pass import pull, shares
-from anybatch.execution.step import Away, Layout, Step
+from anybatch.execution.signature import bytes_of
+from anybatch.execution.step import Layout, MicroBatchOffloader, Step
 from anybatch.execution.stream import stream
-from anybatch.execution.taken import loss_of_all, value_of_all
 from anybatch.execution.undivided import undivided
 from anybatch.loss.writes import Writes
 from anybatch.memory.meter import Meter
@@ -53,7 +53,7 @@ WATCHED = 2
 
 
 @dataclass(frozen=True)
-class Look:
+class Inspection:
     """Findings of the first inspection of a model.
 
     Attributes:
@@ -75,7 +75,7 @@ class Look:
     gathers: int = 0
 
 
-def look(case: Case, n: int) -> tuple[Timeline, Look]:
+def inspect_model(case: Case, n: int) -> tuple[Timeline, Inspection]:
     """Run the first inspection of a model under the meter, as a step would.
 
     Args:
@@ -85,35 +85,39 @@ def look(case: Case, n: int) -> tuple[Timeline, Look]:
     Returns:
         What it holds, and what it finds out.
     """
-    heard = case.batchnorm == "exact" and not case.lanes
-    with metered(case) as (meter, _), torch.no_grad(), HeardNorms([]) if heard else nullcontext():
+    exact_norms = case.batchnorm == "exact" and not case.lanes
+    with (
+        metered(case) as (meter, _),
+        torch.no_grad(),
+        RefusedNorms([]) if exact_norms else nullcontext(),
+    ):
         step = make_step(case, Claiming(case.device, meter), n, None, MICRO_BATCHES)
-        whole, part = two_sizes(step)
-        outputs, gathered = step.forward(whole), _gathered_so_far()
+        full, part = two_sizes(step)
+        outputs, gathered = step.forward(full), _gathered_so_far()
         fewer = step.forward(part)
         find = layout_of if step.loss.takes_outputs else rough_layout
-        held = find(outputs, fewer, whole.size, part.size)
+        held = find(outputs, fewer, full.size, part.size)
         layout = held if step.loss.takes_outputs else ()
         for _, _, one, _ in comparable(outputs, fewer, held, part.size):
             rehearse_difference(one)
         if case.draws:  # what learning them compares is there while forward runs again
-            kept = tree.map_tensors(torch.empty_like, fewer)
-            step.forward(whole)
-            del kept
-    copies = written(whole) or written(part)
-    shows = -(-sum(bytes_of(t) for _, t in tree.tensors(outputs)) // whole.size)
+            compared = tree.map_tensors(torch.empty_like, fewer)
+            step.forward(full)
+            del compared
+    copies = written(full) or written(part)
+    shows = -(-sum(bytes_of(t) for _, t in tree.tensors(outputs)) // full.size)
     gathers = -(-gathered // case.together)
-    found = Look(layout, copies, lanes=case.lanes, shows=shows, gathers=gathers)
+    found = Inspection(layout, copies, lanes=case.lanes, shows=shows, gathers=gathers)
     return meter.timeline(), found
 
 
 def _gathered_so_far() -> int:
     """Return the bytes of the rows of all samples that forward has gathered."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return max((mode.gathered for mode in modes if isinstance(mode, AloneNorms)), default=0)
+    return max((mode.gathered for mode in modes if isinstance(mode, NonReducingNorms)), default=0)
 
 
-Sends = Callable[[Meter], Away]
+Sends = Callable[[Meter], MicroBatchOffloader]
 """Returns where the saved tensors of a rehearsal go."""
 
 Around = Callable[[], AbstractContextManager[Any]]
@@ -123,9 +127,9 @@ Around = Callable[[], AbstractContextManager[Any]]
 def divided(
     case: Case,
     n: int,
-    seen: Look,
+    inspection: Inspection,
     *,
-    apart: bool,
+    accumulator: bool,
     sends: Sends | None = None,
     around: Around = nullcontext,
 ) -> Timeline:
@@ -134,19 +138,19 @@ def divided(
     Args:
         case: what is rehearsed.
         n: samples in a micro-batch.
-        seen: what the first look found out.
-        apart: gradients are summed in an accumulator.
-        sends: where saved tensors go; None (default) lets them stay.
+        inspection: findings of the first inspection.
+        accumulator: gradients are summed in an accumulator.
+        sends: returns what offloads saved tensors; None (default) keeps them resident.
         around: returns what a loss of all outputs is taken in. Default nothing.
     """
     with metered(case) as (meter, before):
-        gradients = Gradients(case.leaves, apart=apart) if case.trains else None
+        gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
         step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
-        step.layout, step.copies = seen.layout, seen.copies
+        step.layout, step.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
-        step.away = None if sends is None else sends(meter)
+        step.offloader = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
-            coupled = seen.coupled
+            coupled = inspection.coupled
             if not coupled and stream(step) is None:  # as these rows tell, and fewer did not
                 step.restart()
                 coupled = True
@@ -156,40 +160,40 @@ def divided(
     return meter.timeline()
 
 
-def kernels(case: Case, n: int, seen: Look) -> Hearing:
+def kernels(case: Case, n: int, inspection: Inspection) -> KernelRecorder:
     """Return the convolutions recorded in a micro-batch; the case is made of fakes.
 
     Args:
         case: what is rehearsed.
         n: samples in the micro-batch.
-        seen: what the first look found out.
+        inspection: findings of the first inspection.
     """
-    hearing = Hearing(case.model)
+    recorder = KernelRecorder(case.model)
 
     @contextmanager
     def mode() -> Iterator[None]:
-        with case.mode(), hearing:
+        with case.mode(), recorder:
             yield
 
-    whole(replace(first_rows(case, n), mode=mode), n, seen)
-    return hearing
+    full_batch(replace(first_rows(case, n), mode=mode), n, inspection)
+    return recorder
 
 
-def watch_loss(case: Case, seen: Look) -> Look:
+def watch_loss(case: Case, inspection: Inspection) -> Inspection:
     """Return the findings plus the name, coupling and writes of the loss, traced on few rows."""
     rows = own_rows(case, 2 * WATCHED)
     tried = replace(case, rows=rows, size=rows.size)
     with metered(case) as (meter, _), torch.no_grad():
         step = make_step(tried, Claiming(case.device, meter), min(WATCHED, rows.size), None, 1)
-        step.layout, step.copies = seen.layout, seen.copies
+        step.layout, step.copies = inspection.layout, inspection.copies
         coupled = stream(step) is None
         (micro,) = step.feed()
-        given = [t for _, t in tree.tensors(rows.targets)]
-        with Writes(given) as heard:
-            step.loss.whole(step.forward(micro), micro)
-    writes = bool(heard) or any(t._version > 0 for t in given)
+        targets = [t for _, t in tree.tensors(rows.targets)]
+        with Writes(targets) as observed:
+            step.loss.full_batch(step.forward(micro), micro)
+    writes = bool(observed) or any(t._version > 0 for t in targets)
     loss = COUPLED if coupled else step.found
-    return replace(seen, coupled=coupled, loss=loss, copies=seen.copies or writes)
+    return replace(inspection, coupled=coupled, loss=loss, copies=inspection.copies or writes)
 
 
 def draws(case: Case, n: int) -> list[int]:
@@ -205,34 +209,34 @@ def draws(case: Case, n: int) -> list[int]:
     return found
 
 
-def entries(case: Case, n: int, seen: Look) -> int:
+def entries(case: Case, n: int, inspection: Inspection) -> int:
     """Return the bytes that a sample adds to sparse gradients; 0 where they are dense."""
     if not case.trains:
         return 0
     with metered(case) as (meter, before):
         gradients = Gradients(case.leaves)
         step = make_step(case, Claiming(case.device, meter), n, gradients, 1)
-        step.layout, step.copies = seen.layout, seen.copies
+        step.layout, step.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
         with torch.enable_grad():
             (micro,) = step.feed()
-            loss = step.loss.whole(step.forward(micro), micro)
+            loss = step.loss.full_batch(step.forward(micro), micro)
             step.pull([loss], [torch.ones_like(loss)])
         there = [p.grad for p in gradients.parameters if p.grad is not None and p.grad.is_sparse]
         return -(-sum(map(bytes_of, there)) // n)
 
 
-def whole(
-    case: Case, size: int, seen: Look | None = None, *, sends: Sends | None = None
+def full_batch(
+    case: Case, size: int, inspection: Inspection | None = None, *, sends: Sends | None = None
 ) -> Timeline:
     """Run an undivided step of `size` samples under the meter; `sends` offloads saved tensors."""
-    case = case if seen is None else unharmed(case, size, writes=seen.copies)
-    alone = replace(case, size=0, meets=0)  # nothing but these samples is gathered
-    with metered(alone, whole=True) as (meter, before):
+    case = case if inspection is None else unharmed(case, size, writes=inspection.copies)
+    ungathered = replace(case, size=0, meets=0)  # nothing but these samples is gathered
+    with metered(ungathered, undivided=True) as (meter, before):
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)
-        step.away = None if sends is None else sends(meter)
+        step.offloader = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
             undivided(step)
         claim_gradients(meter, gradients)
@@ -251,9 +255,9 @@ def _gathered(step: Step, case: Case, around: Around) -> None:
     with torch.no_grad():
         outputs = step.forward(first)
     own = size = max(step.batch.size, first.size)
-    kept = _rows_of_all(step, outputs, size)
+    all_rows = _rows_of_all(step, outputs, size)
     parts, trains = Parts(step, first.inputs), step.gradients is not None
-    found = parts.outputs(first, graph=trains) if step.away is None else []
+    found = parts.outputs(first, graph=trains) if step.offloader is None else []
     places = [0, *accumulate(len(tree.flat(one)) for one in found)]
     last = found[-1:]
     del found
@@ -261,27 +265,30 @@ def _gathered(step: Step, case: Case, around: Around) -> None:
     of_all = partial(_targets_of_all, cut, device=case.device)
     with around():
         every, targets = _rows_of_all(step, outputs, size), of_all(size)
-        del kept
-        if case.everyone:
+        del all_rows
+        if case.global_samples:
             here = every, targets
-            size = max(size, case.everyone)
+            size = max(size, case.global_samples)
             every, targets = _rows_of_all(step, outputs, size), of_all(size)
             del here
         del outputs
-        whole = Rows(every, targets, size, 0, leads=True, here=own)
-        alone, step.everyone = step.everyone, Absent(size) if case.everyone else step.everyone
+        full = Rows(every, targets, size, 0, leads=True, here=own)
+        local, step.global_batch = (
+            step.global_batch,
+            AbsentRanks(size) if case.global_samples else step.global_batch,
+        )
         if step.gradients is None:
-            value_of_all(step, whole)
+            value_of_all(step, full)
             return
-        taken, step.everyone = loss_of_all(step, whole), alone
+        captured, step.global_batch = loss_of_all(step, full), local
     for graph in map(tree.flat, last):
-        place = len(taken.gradients) - len(graph)
-        step.pull(*shares(step, graph, taken.gradients, 0, place))
+        place = len(captured.gradients) - len(graph)
+        step.pull(*shares(step, graph, captured.gradients, 0, place))
         del graph
     last.clear()
 
     def again(micro: MicroBatch, lap: Lap) -> None:
-        pull(step, micro, taken.gradients, 0, lap=lap, place=places[lap or 0])
+        pull(step, micro, captured.gradients, 0, lap=lap, place=places[lap or 0])
 
     for lap in laps(step):
         for micro in chain([first], micro_batches) if lap is None else feed(step, lap):

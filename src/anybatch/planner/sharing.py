@@ -48,10 +48,10 @@ def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], floa
     plain = foresee(None)
     if plain.memory is None:
         return plain
-    room = plain.memory.budget - plain.memory.floor
+    available = plain.memory.budget - plain.memory.floor
     tried: dict[int, Plan] = {}
     for share in SHARES:
-        workspace = room // share
+        workspace = available // share
         if workspace < LEAST:
             break
         try:
@@ -63,14 +63,14 @@ def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], floa
         tried[workspace] = found
     if not tried:
         return plain
-    taken = {workspace: seconds(plan) for workspace, plan in tried.items()}
+    measured = {workspace: seconds(plan) for workspace, plan in tried.items()}
     without = seconds(plain)
-    best = min(taken, key=lambda workspace: (taken[workspace], workspace))
-    chosen = tried[best] if taken[best] < GAIN * without else plain
-    return replace(chosen, reasons=(*chosen.reasons, _told(without, taken)))
+    best = min(measured, key=lambda workspace: (measured[workspace], workspace))
+    chosen = tried[best] if measured[best] < GAIN * without else plain
+    return replace(chosen, reasons=(*chosen.reasons, _reason(without, measured)))
 
 
-def _told(without: float, taken: dict[int, float]) -> str:
+def _reason(without: float, measured: dict[int, float]) -> str:
     rows = [f"{show_seconds(without)} without workspace"]
-    rows += [f"{show_seconds(found)} within {show_bytes(one)}" for one, found in taken.items()]
+    rows += [f"{show_seconds(found)} within {show_bytes(one)}" for one, found in measured.items()]
     return f"{TRIED}, and a step takes {', '.join(rows)}"

@@ -17,22 +17,22 @@ from torch import Tensor
 
 from anybatch.core import tree
 from anybatch.core.batch import TensorBatch
-from anybatch.core.kept import Kept
 from anybatch.core.modules import renormalised, tensors_of
-from anybatch.core.norm.alone import AloneNorms
 from anybatch.core.norm.counters import counters
+from anybatch.core.norm.non_reducing import NonReducingNorms
+from anybatch.core.python_state import PythonState
 from anybatch.core.undo import Before, no_optimizer_step, uninterrupted
 from anybatch.errors import LossError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.case import Case
-from anybatch.execution.device import Link
+from anybatch.execution.device import DeviceLink
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.look import quietly
+from anybatch.execution.inspection import quietly
 from anybatch.execution.step import Step
 from anybatch.lockstep.batchnorm import batch_norm
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.holders import Depth
-from anybatch.loss.watched import Rehearsed, Watched
+from anybatch.loss.watched import CallableLoss, Rehearsed
 from anybatch.memory.meter import FOREIGN, Meter
 from anybatch.memory.paged import uncounted
 from anybatch.planner.notes import shapes_of_moments
@@ -55,12 +55,12 @@ def own_rows(case: Case, rows: int) -> TensorBatch:
 
 
 @contextmanager
-def put_back(case: Case, *, whole: bool = False) -> Iterator[Before]:
+def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
     """Run the body on a case without its gradients, and restore all that it changed.
 
     Args:
         case: the real one, or fakes of it.
-        whole: the batch is not divided, so BatchNorm is torch's own. Default False.
+        undivided: the batch is not divided, so BatchNorm is torch's own. Default False.
 
     Raises:
         LossError: the loss draws from an iterator, which cannot be put back.
@@ -72,8 +72,8 @@ def put_back(case: Case, *, whole: bool = False) -> Iterator[Before]:
             "nothing, or count in an attribute"
         )
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
-    kept = Kept()
-    kept.modules((module for _, module in case.modules), attributes=not case.fake)
+    attributes = PythonState()
+    attributes.modules((module for _, module in case.modules), attributes=not case.fake)
     state = None if case.state is None else case.state.snapshot(Depth.THOROUGH)
     _forget_casts(case)
     try:
@@ -81,11 +81,16 @@ def put_back(case: Case, *, whole: bool = False) -> Iterator[Before]:
         Gradients(case.leaves).set_aside()
         for _, module in [] if case.fake else renormalised(case.modules):
             module.max_norm = None  # or a rehearsal would write to its weight
-        with no_optimizer_step(before), _in_one_piece(case), case.mode(), _alone(case, whole):
+        with (
+            no_optimizer_step(before),
+            _in_one_piece(case),
+            case.mode(),
+            _single_lane(case, undivided),
+        ):
             yield before
     finally:
         with uninterrupted():
-            kept.put_back()
+            attributes.put_back()
             if case.state is not None and state is not None:
                 case.state.restore(state)
             failures = before.put_back()
@@ -100,7 +105,7 @@ def _forget_casts(case: Case) -> None:
         torch.clear_autocast_cache()
 
 
-class LoneNorms(AloneNorms):
+class LoneNorms(NonReducingNorms):
     """Runs BatchNorm by the kernels of a lane, forward and backward, without other lanes.
 
     Half precision is widened there, which torch's own backward does not do.
@@ -119,9 +124,9 @@ class LoneNorms(AloneNorms):
         return batch_norm(x, weight, bias, eps, moments=shapes_of_moments)[0]
 
 
-def _alone(case: Case, whole: bool) -> AbstractContextManager[Any]:  # noqa: FBT001
+def _single_lane(case: Case, undivided: bool) -> AbstractContextManager[Any]:  # noqa: FBT001
     """Return a context without BatchNorm's barrier: one lane runs, and no statistics move."""
-    norms = AloneNorms if whole else LoneNorms
+    norms = NonReducingNorms if undivided else LoneNorms
     return norms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
 
 
@@ -131,31 +136,33 @@ def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def metered(case: Case, *, whole: bool = False) -> Iterator[tuple[Meter, Before]]:
+def metered(case: Case, *, undivided: bool = False) -> Iterator[tuple[Meter, Before]]:
     """Run the body as `put_back` does, under a meter that knows the tensors of the model."""
     modules = [module for _, module in case.modules]
     every = [*tensors_of(modules, "_parameters"), *case.leaves]
-    known = {
+    owned = {
         "parameters": [p for p in every if id(p) not in case.paged],
         "buffers": tensors_of(modules, "_buffers"),
         FOREIGN: [p for p in every if id(p) in case.paged],
     }
     with (
         quietly(),
-        put_back(case, whole=whole) as before,
-        _large_kept(case),
-        Meter(case.device, known, spare=case.spare) as meter,
+        put_back(case, undivided=undivided) as before,
+        _keep_large(case),
+        Meter(case.device, owned, spare=case.spare) as meter,
         uncounted(meter, case.leaves, case.paged),
     ):
         yield meter, before
 
 
-def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count: int) -> Step:
+def make_step(
+    case: Case, link: DeviceLink, n: int, gradients: Gradients | None, count: int
+) -> Step:
     """Return the step of a case in micro-batches of `n`, of which `count` will be run."""
     buffers = tensors_of((module for _, module in case.modules), "_buffers")
     return Step(
         model=case.model,
-        loss=Rehearsed(case.loss) if type(case.loss) is Watched else case.loss,
+        loss=Rehearsed(case.loss) if type(case.loss) is CallableLoss else case.loss,
         batch=case.batch(count),
         micro_batch=n,
         link=link,
@@ -167,9 +174,9 @@ def make_step(case: Case, link: Link, n: int, gradients: Gradients | None, count
     )
 
 
-def _large_kept(case: Case) -> AbstractContextManager[None]:
+def _keep_large(case: Case) -> AbstractContextManager[None]:
     state = case.state
-    return nullcontext() if case.fake or state is None else state.large_kept()
+    return nullcontext() if case.fake or state is None else state.large_restored()
 
 
 def _calls(case: Case) -> LossCalls | None:

@@ -1,19 +1,16 @@
 """Memory touched by each phase of a lane, traced by a dry run of that lane only.
 
-A turn goes from one place where samples meet to the next. What a lane has made in earlier turns may
-be away until a kernel asks for it (`anybatch.memory.pager`), so the memory of a lane that runs is
-what its turn has touched so far. Which tensors these are nobody needs to model: the lane runs as it
-will, through the same BatchNorm and under the same mode, and in place of the pager somebody takes
-notes.
+A phase goes from one barrier to the next. What a lane has made in earlier phases may be evicted
+until a kernel needs it (`anybatch.memory.pager`), so the memory of a lane that runs is what its
+phase has touched so far. Which tensors these are need not be modelled: the lane runs as it will,
+through the same BatchNorm and under the same mode, with a recorder in place of the pager.
 
-    kernels      conv  relu  conv │ meet │ norm  relu  conv │ meet │ ...
+    kernels      conv  relu  conv │ wait │ norm  relu  conv │ wait │ ...
     touched      a,x   ab    abc  │      │ cd    cde   cdef │      │
     untouched    -     -     -    │      │ ab    ab    ab   │      │
 
-Where turns end otherwise than in BatchNorm, or more than one lane is needed to know what is there,
-nothing is said.
-
-Source: design of this project, sections 5.3 and 5.5.
+Where phases end otherwise than in BatchNorm, or one lane does not show what is there, nothing is
+said.
 """
 
 from __future__ import annotations
@@ -33,13 +30,13 @@ from anybatch.core.norm.counters import counters
 from anybatch.execution.case import MICRO_BATCHES, Case, few, first_rows
 from anybatch.execution.gradients import HALF, gradient_dtype
 from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
+from anybatch.memory.lockstep_budget import Lane, Sizes
 from anybatch.memory.meter import STEP, Meter
 from anybatch.memory.paging import Paging, keep
-from anybatch.memory.room import Lane, Sizes
 from anybatch.memory.timeline import Bytes, Timeline
 from anybatch.planner import rehearse
 from anybatch.planner.forecast import Forecast, merged, total
-from anybatch.planner.notes import Alone, Notes, shapes_of_moments
+from anybatch.planner.notes import SingleLaneBarrier, StorageRecorder, shapes_of_moments
 
 INPUTS = "inputs"
 """The owner of a micro-batch on the device."""
@@ -60,7 +57,7 @@ def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) ->
         size: N_B, samples in the mini-batch.
         rehearsed: rehearse it where that was not done before. Default True.
     """
-    key, case = (n, size if foreseen.look.coupled else 0), foreseen.case
+    key, case = (n, size if foreseen.inspection.coupled else 0), foreseen.case
     if rehearsed and key not in foreseen.lanes:
         foreseen.lanes[key] = None if case is None else _rehearsed(foreseen, case, n, size)
     return foreseen.lanes.get(key)
@@ -79,15 +76,15 @@ def step_of(
         budget: bytes.
 
     Returns:
-        The step at the kernels of a lane, and the room; None where all that waits may stay,
-        negative where there is no room for one lane that runs.
+        The step at the kernels of a lane, and the bytes for waiting ones; None where all of them
+        fit, negative where one lane that runs does not.
     """
-    lanes, shown = count_micro_batches(size, n), size * foreseen.look.shows
-    joins = shown if foreseen.look.coupled else 0  # by one lane, so they do not leave any more
+    lanes, shown = count_micro_batches(size, n), size * foreseen.inspection.shows
+    joins = shown if foreseen.inspection.coupled else 0  # by one lane: resident
     held = merged(foreseen.held(size, divided=True), {STEP: lane.others(lanes) + joins})
     waits = lane.waits(lanes, shown - joins)
-    room = lane.room(budget - total(held), waits)
-    return lane.step(held, waits, room), room
+    waiting = lane.capacity(budget - total(held), waits)
+    return lane.step(held, waits, waiting), waiting
 
 
 def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None:
@@ -96,26 +93,26 @@ def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None
     with case.mode():  # or there would be fewer of them than three, or the last one smaller
         case = few(case, n * MICRO_BATCHES)
     case = first_rows(case, n * MICRO_BATCHES)
-    coupled = foreseen.look.coupled
+    coupled = foreseen.inspection.coupled
     case = replace(case, size=size) if coupled else case
-    watched: list[Turns] = []
+    watched: list[LaneRehearsal] = []
 
-    def sends(meter: Meter) -> Turns:
-        watched.append(Turns(meter, case, coupled=coupled))
+    def sends(meter: Meter) -> LaneRehearsal:
+        watched.append(LaneRehearsal(meter, case, coupled=coupled))
         return watched[0]
 
-    line = rehearse.divided(case, n, foreseen.look, apart=False, sends=sends)
-    (turns,) = watched
-    lane = turns.lane(line)
-    return lane if lane is None or not coupled else turns.with_loss(lane, line)
+    line = rehearse.divided(case, n, foreseen.inspection, accumulator=False, sends=sends)
+    (lanes,) = watched
+    lane = lanes.lane(line)
+    return lane if lane is None or not coupled else lanes.with_loss(lane, line)
 
 
 def _alike(foreseen: Forecast, case: Case) -> bool:
     """Return whether a single lane behaves like each of many."""
-    elsewhere = foreseen.everyone or case.draws or case.lazy or case.paged or case.sharded
+    elsewhere = foreseen.global_samples or case.draws or case.lazy or case.paged or case.sharded
     if elsewhere or not case.trains:
         return False
-    half = any(gradient_dtype(leaf) in HALF for leaf in case.leaves)  # summed between turns
+    half = any(gradient_dtype(leaf) in HALF for leaf in case.leaves)  # summed between phases
     return not half and not torch.is_autocast_enabled(case.device.type)
 
 
@@ -128,12 +125,12 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
 
     Attributes:
         untouched: event -> bytes; of an event in which several kernels ran, the fewest.
-        most: the most bytes that may leave since this was last set.
+        most: the most bytes that may be evicted since this was last set.
         makes: the most bytes that a kernel has made since this was last set.
-        outside: the most bytes that may not leave since this was last set, whoever has them.
+        outside: the most bytes that may not be evicted since this was last set, of any owner.
     """
 
-    def __init__(self, notes: Notes, meter: Meter) -> None:
+    def __init__(self, notes: StorageRecorder, meter: Meter) -> None:
         super().__init__(notes)
         self._notes, self._meter = notes, meter
         self.untouched: dict[int, int] = {}
@@ -158,18 +155,18 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
         return result
 
 
-class Turns:
+class LaneRehearsal:
     """Runs each micro-batch of a rehearsal as a lane; the last of them counts.
 
     Args:
         meter: counts the bytes of the rehearsal.
         case: what is rehearsed.
-        coupled: in some turn lanes wait once more, for the loss of all outputs.
+        coupled: in some phase lanes wait once more, for the loss of all outputs.
     """
 
     def __init__(self, meter: Meter, case: Case, *, coupled: bool) -> None:
         self._meter, self._case, self._coupled = meter, case, coupled
-        self._notes = Notes(case.device)
+        self._notes = StorageRecorder(case.device)
         self._touching = Touching(self._notes, meter)
         self._ends: list[tuple[int, int, int]] = []
         self._first_ends: list[int] = []
@@ -183,7 +180,7 @@ class Turns:
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples, as a lane."""
         del size
-        self._notes = notes = Notes(self._case.device)
+        self._notes = notes = StorageRecorder(self._case.device)
         self._begin, self._there = self._meter.events, self._meter.live
         self._first = self._begin if self._first is None else self._first
         self._stays, self._ends = 0, []
@@ -191,7 +188,7 @@ class Turns:
         tracked = Tracked(counters(self._case.modules))
         norms = MeetingNorms(tracked, partial(keep, notes), moments=shapes_of_moments)
         self._touching = Touching(notes, self._meter)
-        with self._touching, meeting_in(Alone(notes, self._end)), norms:
+        with self._touching, meeting_in(SingleLaneBarrier(notes, self._end)), norms:
             work()
         self._end()
         if first:
@@ -207,8 +204,8 @@ class Turns:
         self._began, self._notes.ever = ended, ended.copy()
         self._touching.most = self._touching.makes = self._touching.outside = 0
         self._ends.append((self._meter.events, self._notes.holds, most))
-        self._stays = max(self._stays, self._meter.live - self._there - self._notes.known)
-        self._notes.turn += 1
+        self._stays = max(self._stays, self._meter.live - self._there - self._notes.accounted)
+        self._notes.phase += 1
 
     def lane(self, line: Timeline) -> Lane | None:
         """Return the lane of the dry run `line`; None where a barrier was not BatchNorm's."""
@@ -224,18 +221,18 @@ class Turns:
         if GRADIENTS in line.owners:
             column = line.owners.index(GRADIENTS)
             live[:, column] -= self._not_yet(line.live[:, column], live[:, column])
-        kept, apart = Timeline(line.owners, events, live), self._apart(len(events))
+        resident, waiting = Timeline(line.owners, events, live), self._waiting(len(events))
         if INPUTS in line.owners:  # copied to the device, where each lane has its own
-            apart += int(live[0, line.owners.index(INPUTS)])
-        turns, storages = self._numbers(len(events)), tuple(self._storages)
+            waiting += int(live[0, line.owners.index(INPUTS)])
+        phases, storages = self._numbers(len(events)), tuple(self._storages)
         each = tuple(self._makes), tuple(self._shared)
-        return Lane(kept, untouched, apart, turns, self._stays, *each, storages)
+        return Lane(resident, untouched, waiting, phases, self._stays, *each, storages)
 
     def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
         """Return the bytes of gradients that are made after the phase of each event.
 
         The lane that counts has found sums of earlier ones. A step begins without any, and lanes
-        are in the same turn: what is there by the end of a turn, the first lane has shown.
+        are in the same phase: what is there by the end of one, the first lane has shown.
 
         Args:
             rehearsed: [events of the rehearsal] bytes of gradients.
@@ -254,22 +251,26 @@ class Turns:
     def with_loss(self, lane: Lane, line: Timeline) -> Lane:
         """Return the lane with the loss of all outputs, which the last of them computes.
 
-        It came before all lanes in the rehearsal. Where in a turn it comes does not matter: it is
-        counted beside the most that a turn has touched, and the most that waits.
+        It came before all lanes in the rehearsal. Where in a phase it comes does not matter: it is
+        counted beside the most that a phase has touched, and the most that waits.
         """
-        before, kept = line.live[: self._first], lane.kept
+        before, resident = line.live[: self._first], lane.resident
         if not self._first:
             return lane
-        row, own, there = before[int(before.sum(1).argmax())].copy(), kept.live.sum(1), self._there
-        if GRADIENTS in kept.owners:  # none of them is there before backward
-            column = kept.owners.index(GRADIENTS)
-            own, there = own - kept.live[:, column], there - int(line.live[self._begin, column])
-        row[kept.owners.index(STEP)] += int(own.max()) - min(there, int(own.min()))
-        events, live = (*kept.events, LOSS), np.vstack([kept.live, row])
+        row, own, there = (
+            before[int(before.sum(1).argmax())].copy(),
+            resident.live.sum(1),
+            self._there,
+        )
+        if GRADIENTS in resident.owners:  # none of them is there before backward
+            column = resident.owners.index(GRADIENTS)
+            own, there = own - resident.live[:, column], there - int(line.live[self._begin, column])
+        row[resident.owners.index(STEP)] += int(own.max()) - min(there, int(own.min()))
+        events, live = (*resident.events, LOSS), np.vstack([resident.live, row])
         untouched = np.append(lane.untouched, lane.untouched.max())
-        apart = np.append(lane.apart, lane.apart.max())
-        turns = np.append(lane.turns, 0)
-        return Lane(Timeline(kept.owners, events, live), untouched, apart, turns, lane.stays)
+        waiting = np.append(lane.at_barrier, lane.at_barrier.max())
+        phases = np.append(lane.segments, 0)
+        return Lane(Timeline(resident.owners, events, live), untouched, waiting, phases, lane.stays)
 
     def _numbers(self, events: int) -> Bytes:
         """Return the number of the phase of each event."""
@@ -279,7 +280,7 @@ class Turns:
             begin = event - self._begin
         return found
 
-    def _apart(self, events: int) -> Bytes:
+    def _waiting(self, events: int) -> Bytes:
         """Return the bytes of a lane at the begin of the phase of each event, or at its end."""
         found, before, begin = np.zeros(events, np.int64), 0, 0
         for event, holds, most in self._ends:

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from anybatch.core import accelerator, tree
 from anybatch.core.absent import type_of
 from anybatch.core.modules import local, tensors_of
-from anybatch.core.optimizers import SMALL, inner_step, room_of, state_bound
+from anybatch.core.optimizers import SMALL, inner_step, resident_state_bytes, state_bound
 from anybatch.core.rounding import rounded
 from anybatch.distributed.sharded import Sharded
-from anybatch.execution.look import quietly
+from anybatch.execution.inspection import quietly
 from anybatch.memory.fakes import Fakes, interrupted_between_functions
 from anybatch.memory.meter import FOREIGN, Meter
 from anybatch.memory.paged import large, paged
@@ -39,8 +39,8 @@ def update(
         sharded: has made them whole for the step alone. Default None.
 
     Returns:
-        What it holds, in parts where its state is away; None where the optimizer is not torch's
-        own, or reads a value.
+        What it holds, in parts where its state is offloaded; None where the optimizer is not
+        torch's own, or reads a value.
     """
     fakes = Fakes()
     twin = fakes.optimizer(optimizer)
@@ -50,58 +50,58 @@ def update(
     device = next((p.device for p in stepped), torch.device("cpu"))
     try:
         there = {id(p) for p in stepped}
-        stay = _parameters(modules, sharded)
-        trained = [fakes.of(p) for p in stay if p.requires_grad]
+        resident = _parameters(modules, sharded)
+        trained = [fakes.of(p) for p in resident if p.requires_grad]
         others = [p for p in trained if id(p) not in there]  # another optimizer's, perhaps
         pages = paged()
-        real = [*(p for group in optimizer.param_groups for p in group["params"]), *stay]
-        away = frozenset(id(fakes.of(p)) for p in real if pages.holds(p))
+        real = [*(p for group in optimizer.param_groups for p in group["params"]), *resident]
+        paged_ids = frozenset(id(fakes.of(p)) for p in real if pages.holds(p))
         with interrupted_between_functions(), fakes.mode:
-            beside = [torch.empty_like(p) for p in others]
+            other_gradients = [torch.empty_like(p) for p in others]
             for parameter in stepped:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
         foreach = accelerator.of(type_of(device)).facts.foreach
         for group in twin.param_groups:
             if foreach and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True  # what torch does there, and not for fakes
-        pairs = [*zip(others, beside, strict=True), *((p, p.grad) for p in stepped)]
+        pairs = [*zip(others, other_gradients, strict=True), *((p, p.grad) for p in stepped)]
         made = [(p, gradient) for p, gradient in pairs if gradient is not None]
-        known = {
-            FOREIGN: _paged(made, [*stepped, *map(fakes.of, stay)], away),
-            "parameters": [*stepped, *map(fakes.of, stay)],
+        owned = {
+            FOREIGN: _paged(made, [*stepped, *map(fakes.of, resident)], paged_ids),
+            "parameters": [*stepped, *map(fakes.of, resident)],
             "buffers": map(fakes.of, tensors_of(modules, "_buffers")),
             "gradients": [gradient for _, gradient in made],
         }
-        room = room_of(optimizer)
+        available = resident_state_bytes(optimizer)
         with (
             interrupted_between_functions(),
             quietly(),
             torch.no_grad(),
             fakes.mode,
-            Meter(device, known) as meter,
+            Meter(device, owned) as meter,
         ):
-            if room is None:
+            if available is None:
                 type(twin).step(twin)
             else:
-                _step_in_parts(twin, room, meter, both=bool(away))
+                _step_in_parts(twin, available, meter, both=bool(paged_ids))
     except Exception:  # whatever an optimizer does that fakes cannot
         return None
     meter.claim("optimizer", state_tensors(twin))
     found: Timeline = meter.timeline()
-    return found if room is None else _with_room(found, 0 if away else room)
+    return found if available is None else _with_parts(found, 0 if paged_ids else available)
 
 
 def _paged(
-    made: list[tuple[Tensor, Tensor]], parameters: list[Tensor], away: frozenset[int]
+    made: list[tuple[Tensor, Tensor]], parameters: list[Tensor], paged_ids: frozenset[int]
 ) -> list[Tensor]:
     """Return parameters that are paged, and gradients that are."""
-    gradients = [gradient for p, gradient in made if id(p) in away and large(gradient)]
-    return [*(p for p in parameters if id(p) in away), *gradients]
+    gradients = [gradient for p, gradient in made if id(p) in paged_ids and large(gradient)]
+    return [*(p for p in parameters if id(p) in paged_ids), *gradients]
 
 
 def _step_in_parts(
     twin: torch.optim.Optimizer,
-    room: int,
+    available: int,
     meter: Meter,
     *,
     both: bool,
@@ -110,14 +110,16 @@ def _step_in_parts(
 
     Args:
         twin: the optimizer, of fakes.
-        room: bytes of state that may be in memory at a time.
+        available: bytes of state that may be in memory at a time.
         meter: counts.
-        both: parameters and gradients come and go in half of that room.
+        both: parameters and gradients are paged within half of these.
     """
     every, inner = twin.param_groups, inner_step(twin)
     size_of = partial(state_bound, twin)
-    size_of, room = (partial(widest, size_of), room // 2) if both else (size_of, room)
-    for part in parts_of(twin, size_of, room):
+    size_of, available = (
+        (partial(widest, size_of), available // 2) if both else (size_of, available)
+    )
+    for part in parts_of(twin, size_of, available):
         twin.param_groups = part.groups(every)
         inner(twin)
         for _, parameter in part.members:
@@ -127,10 +129,10 @@ def _step_in_parts(
     twin.param_groups = every
 
 
-def _with_room(found: Timeline, room: int) -> Timeline:
+def _with_parts(found: Timeline, available: int) -> Timeline:
     """Return a timeline in which parts fill their budget, since they overlap as they are paged.
 
-    What all the state needs is the most that can be in it. A room that parameters share with it is
+    What all the state needs is the most that can be in it. Bytes that parameters share with it are
     counted where theirs is.
     """
     live = found.live.copy()
@@ -138,7 +140,7 @@ def _with_room(found: Timeline, room: int) -> Timeline:
         live[:, found.owners.index(IN_PARTS)] = 0
     sizes, grain = [size for o, size, *_ in found.spans if o == IN_PARTS], found.grain
     made = sum(-(-size // grain) * grain for size in sizes)
-    return replace(found, live=live).plus({IN_PARTS: min(room, made)})
+    return replace(found, live=live).plus({IN_PARTS: min(available, made)})
 
 
 def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tensor]:

@@ -6,9 +6,7 @@ tells all three, and how much a lane would hold if nothing left.
 
     kernel t     needs a, b (made by this lane) ──> makes c         widest: max needs, max makes
 
-A loss of all outputs is computed by one lane, and what it makes may leave as well.
-
-Source: design of this project, sections 2 (one ledger) and 5.7 (the storage-level pager).
+A loss of all outputs is computed by one lane, and what it makes may be evicted as well.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from anybatch.core import tree
 from anybatch.core.batch import count_micro_batches
 from anybatch.core.rounding import rounded, rounding
 from anybatch.execution.case import Case, first_rows
-from anybatch.execution.kinds import bytes_of
+from anybatch.execution.signature import bytes_of
 from anybatch.memory.meter import Meter, tensors_in
 from anybatch.memory.timeline import Bytes, Timeline
 from anybatch.planner import rehearse
@@ -38,7 +36,7 @@ class Widths:
 
     Attributes:
         there: owner -> what is there once for all lanes, the inputs of one among it.
-        beside: owner -> the peak of what comes before and after the step.
+        other_peak: owner -> the peak of what comes before and after the step.
         needs: the most that a kernel needs of what its lane has made.
         makes: the most that a kernel makes.
         events: kernels of a lane, forward and backward.
@@ -47,7 +45,7 @@ class Widths:
     """
 
     there: dict[str, int]
-    beside: dict[str, int]
+    other_peak: dict[str, int]
     needs: int
     makes: int
     events: tuple[str, ...]
@@ -66,7 +64,7 @@ class Widths:
     @property
     def floor(self) -> int:
         """Return the fewest bytes with which such a step can be made."""
-        return max(total(self.there) + self.needs + self.makes, total(self.beside))
+        return max(total(self.there) + self.needs + self.makes, total(self.other_peak))
 
     def limit(self, budget: int) -> int:
         """Return the bytes that all lanes may hold before a kernel runs, within a budget."""
@@ -82,65 +80,70 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
         n: samples in a micro-batch; all of them only where other ranks have more.
         size: N_B, samples in the mini-batch.
     """
-    watched: list[Watched] = []
+    watched: list[WidthRecorder] = []
 
-    def sends(meter: Meter) -> Watched:
-        watched.append(Watched(meter))
+    def sends(meter: Meter) -> WidthRecorder:
+        watched.append(WidthRecorder(meter))
         return watched[0]
 
-    case = replace(first_rows(fakes, size), everyone=foreseen.everyone)
+    case = replace(first_rows(fakes, size), global_samples=foreseen.global_samples)
     line = rehearse.divided(
-        case, n, foreseen.look, apart=False, sends=sends, around=lambda: watched[0].joins
+        case,
+        n,
+        foreseen.inspection,
+        accumulator=False,
+        sends=sends,
+        around=lambda: watched[0].joins,
     )
-    (seen,) = watched
-    last = len(seen.spans) - 1
-    full = max(range(last + 1), key=lambda i: (seen.sizes[i], i))  # the last may be smaller
-    (begin, end), before = seen.spans[full], _before(line, full, seen)
-    most = np.maximum(before, _before(line, last, seen))  # of inputs, and of gradients
+    (recorder,) = watched
+    last = len(recorder.spans) - 1
+    full = max(range(last + 1), key=lambda i: (recorder.sizes[i], i))  # the last may be smaller
+    (begin, end), before = recorder.spans[full], _before(line, full, recorder)
+    most = np.maximum(before, _before(line, last, recorder))  # of inputs, and of gradients
     there = dict(zip(line.owners, map(int, most), strict=True))
     own = line.live[begin:end] - before
     if full == 0 < last:  # it makes the gradients, which are there once
         own = own[:, [owner != "gradients" for owner in line.owners]]
     lane = own.sum(1)
     held = foreseen.held(size, divided=True)
-    if len(seen.spans) == 1:  # the only one of this rank makes the gradients
+    if len(recorder.spans) == 1:  # the only one of this rank makes the gradients
         held = merged(held, {"gradients": foreseen.gradients})
-    outside = [t for t in range(len(line.events)) if not any(a <= t < b for a, b in seen.spans)]
+    outside = [t for t in range(len(line.events)) if not any(a <= t < b for a, b in recorder.spans)]
     between = max((int(line.live[t].sum()) for t in outside), default=0) - sum(map(int, most))
     # All lanes bring what a loss of all outputs is taken of, which is sent to other ranks, too.
-    brought = _brought(foreseen, case, n, size) if foreseen.look.coupled else 0
+    brought = _brought(foreseen, case, n, size) if foreseen.inspection.coupled else 0
     return Widths(
         there={owner: count for owner, count in merged(there, held).items() if count},
-        beside=max(foreseen.beside(n, size), key=total),
+        other_peak=max(foreseen.other_peaks(n, size), key=total),
         needs=max(
-            seen.needs,
-            seen.joins.needs + brought,
+            recorder.needs,
+            recorder.joins.needs + brought,
             foreseen.pieces,  # of gradients, when lanes hold nothing
         ),
-        makes=max(seen.makes, seen.joins.makes),
+        makes=max(recorder.makes, recorder.joins.makes),
         events=line.events[begin:end],
         held=tuple(max(0, int(count)) for count in lane),
-        joined=max(0, between) if foreseen.look.coupled else 0,
+        joined=max(0, between) if foreseen.inspection.coupled else 0,
     )
 
 
 def _brought(foreseen: Forecast, case: Case, n: int, size: int) -> int:
     """Return the bytes of the outputs and targets of all samples, in micro-batches of `n`."""
     there = [t for _, t in tree.tensors(case.rows.targets) if t.dim()]
-    row = foreseen.look.shows + sum(-(-bytes_of(t) // max(len(t), 1)) for t in there)
-    tensors = count_micro_batches(size, n) * (len(foreseen.look.layout) + len(there))
+    row = foreseen.inspection.shows + sum(-(-bytes_of(t) // max(len(t), 1)) for t in there)
+    tensors = count_micro_batches(size, n) * (len(foreseen.inspection.layout) + len(there))
     return size * row + tensors * (rounding(case.device) - 1)
 
 
-def _before(line: Timeline, i: int, seen: Watched) -> Bytes:
+def _before(line: Timeline, i: int, recorder: WidthRecorder) -> Bytes:
     """Return the live bytes as the i-th micro-batch begins; for the last one, gradients too."""
-    begin, _ = seen.spans[i]
+    begin, _ = recorder.spans[i]
     there: Bytes = line.live[begin - 1] if begin else 0 * line.live[0]
     return there
 
 
-class Watched:
-    """Watches the kernels of micro-batches; nothing leaves.
+class WidthRecorder:
+    """Recorder of the bytes that kernels of micro-batches need and make; nothing is evicted.
 
     Args:
         meter: counts the bytes of the rehearsal.
@@ -150,11 +153,11 @@ class Watched:
         makes: the most bytes that a kernel has made.
         spans: where each micro-batch begins and ends, in kernels.
         sizes: samples of each.
-        joins: watches the kernels of a loss of all outputs.
+        joins: records the kernels of a loss of all outputs.
     """
 
     def __init__(self, meter: Meter) -> None:
-        self._meter, self.joins = meter, Kernels(meter)
+        self._meter, self.joins = meter, KernelBytes(meter)
         self.needs = self.makes = 0
         self.spans: list[tuple[int, int]] = []
         self.sizes: list[int] = []
@@ -163,14 +166,14 @@ class Watched:
         """Do `work`, forward and backward of a micro-batch of `size` samples."""
         del first
         begin = self._meter.events
-        with Kernels(self._meter) as kernels:
+        with KernelBytes(self._meter) as kernels:
             work()
         self.needs, self.makes = max(self.needs, kernels.needs), max(self.makes, kernels.makes)
         self.spans.append((begin, self._meter.events))
         self.sizes.append(size)
 
 
-class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KernelBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that records the bytes that each kernel needs and makes.
 
     Args:
@@ -199,11 +202,11 @@ class Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one kernel."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():
-            given = _storages((args, kwargs))
-            self.needs = max(self.needs, sum(self._made.get(key, 0) for key in given))
+            operands = _storages((args, kwargs))
+            self.needs = max(self.needs, sum(self._made.get(key, 0) for key in operands))
             before = self._meter.live
             result = func(*args, **kwargs)
-            made = {key: size for key, size in _storages(result).items() if key not in given}
+            made = {key: size for key, size in _storages(result).items() if key not in operands}
         self._made |= made
         self.makes = max(self.makes, self._meter.live - before)
         return result

@@ -1,12 +1,12 @@
 """Workspace of convolutions in a plan: a bound before kernels are chosen, then the actual bytes.
 
-Until a size has been chosen a step may take all the workspace that was given. Which kernels a size
-has is heard on fakes. They are chosen before it is timed, so its seconds are those it will have;
+Until a size has been chosen a step may take all the workspace that was granted. Which kernels one
+has is recorded on fakes. They are chosen before it is timed, so its seconds are those it will have;
 and of the size that was taken the plan counts what its kernels really allocate.
 
-    whole workspace counted ──> sizes that fit ──> kernels of each chosen, timed ──> one ──> counted
+    all workspace counted ──> sizes that fit ──> kernels of each chosen, timed ──> one ──> counted
 
-What was given is a ceiling. Where it leaves too little for a step, kernels may take half of what
+What was granted is a ceiling. Where it leaves too little for a step, kernels may take half of what
 the budget has above that step without them, and where even that is too much, nothing.
 
 Source: u-cuDNN, section III; the trade of a smaller micro-batch for a faster algorithm is the
@@ -21,12 +21,12 @@ from dataclasses import replace
 
 from anybatch.conv.chooser import Chooser
 from anybatch.conv.engaged import Engaged
-from anybatch.conv.heard import sizes_of
 from anybatch.conv.network import Key
-from anybatch.core.memory import Memory, Room
-from anybatch.core.plan import Away
+from anybatch.conv.recorder import sizes_of
+from anybatch.core.memory import Capacity, Memory
+from anybatch.core.plan import OffloadPlan
 from anybatch.errors import BudgetError
-from anybatch.execution.kinds import Allowed
+from anybatch.execution.signature import RunPlan
 from anybatch.planner.contest import StepTimer
 from anybatch.planner.forecast import WORKSPACE, Forecast, total
 
@@ -35,8 +35,8 @@ class Workspaces:
     """Convolutions and their workspace in a planner.
 
     Attributes:
-        engaged: what computes them; None while nobody has said.
-        kernels: those of all steps that were planned, as far as they were heard.
+        engaged: the session that computes them; None (default) where there is none yet.
+        kernels: those of all steps that were planned, as far as they were recorded.
     """
 
     def __init__(self) -> None:
@@ -53,10 +53,10 @@ class Workspaces:
         chooser = self.chooser
         if chooser is None or not chooser.most:
             return 0
-        heard = foreseen.convolutions(1)
-        return 0 if heard is not None and not heard.keys else chooser.most
+        recorded = foreseen.convolutions(1)
+        return 0 if recorded is not None and not recorded.keys else chooser.most
 
-    def within(self, budget: Callable[[], int], decide: Callable[[], Allowed]) -> Allowed:
+    def within(self, budget: Callable[[], int], decide: Callable[[], RunPlan]) -> RunPlan:
         """Decide, with a smaller workspace where nothing fits next to the requested one.
 
         Args:
@@ -83,9 +83,9 @@ class Workspaces:
     def ready(self, foreseen: Forecast, n: int) -> None:
         """Choose how the convolutions of a micro-batch are computed, before it is timed."""
         chooser = self.chooser
-        heard = None if chooser is None else foreseen.convolutions(n)
-        if chooser is not None and heard is not None:
-            chooser.choose(heard.keys)
+        recorded = None if chooser is None else foreseen.convolutions(n)
+        if chooser is not None and recorded is not None:
+            chooser.choose(recorded.keys)
 
     def before(self, foreseen: Callable[[], Forecast | None], time_step: StepTimer) -> StepTimer:
         """Return a step timer that first chooses the convolutions of the step.
@@ -95,21 +95,21 @@ class Workspaces:
             time_step: times it.
         """
 
-        def timed(n: int, room: Room, away: Away | None) -> float | None:
-            known = foreseen()
-            if known is not None:
-                self.ready(known, n)
-            return time_step(n, room, away)
+        def timed(n: int, waiting: Capacity, offload: OffloadPlan | None) -> float | None:
+            forecast = foreseen()
+            if forecast is not None:
+                self.ready(forecast, n)
+            return time_step(n, waiting, offload)
 
         return timed
 
     def settle(
         self,
-        found: Allowed,
+        found: RunPlan,
         foreseen: Forecast | None,
         size: int,
-        beside: Callable[[int], Forecast],
-    ) -> Allowed:
+        forecast_with: Callable[[int], Forecast],
+    ) -> RunPlan:
         """Choose how all convolutions of a step are computed, and count their actual workspace.
 
         Where micro-batches wait, saved tensors leave or a network shares its workspace, all of it
@@ -119,7 +119,7 @@ class Workspaces:
             found: how the step is run.
             foreseen: its forecast; None where there is none that tells its kernels.
             size: N_B, samples in the mini-batch.
-            beside: returns the forecast with so many bytes of workspace.
+            forecast_with: returns the forecast with so many bytes of workspace.
         """
         chooser = self.chooser
         if chooser is None:
@@ -128,24 +128,24 @@ class Workspaces:
         if foreseen is None or chooser.found.shared:
             return found
         every = [foreseen.convolutions(n) for n in sizes_of(size, found.micro_batch)]
-        keys = [key for heard in every if heard is not None for key in heard.keys]
+        keys = [key for recorded in every if recorded is not None for key in recorded.keys]
         chooser.choose(keys)
         self.kernels.update(keys)
         owners = dict(found.memory.owners)
-        if not keys or WORKSPACE not in owners or found.lanes or found.away is not None:
+        if not keys or WORKSPACE not in owners or found.lanes or found.offload is not None:
             return found
         used = chooser.used(keys)
         less = min(owners[WORKSPACE], chooser.most) - used
         predicted = found.memory.predicted - less
         owners[WORKSPACE] -= less
-        after = beside(used).owners(found.micro_batch, size)
+        after = forecast_with(used).owners(found.micro_batch, size)
         if total(after) > predicted:  # now it is the update that holds most
             owners, predicted = after, total(after)
         rows = tuple(sorted(owners.items(), key=lambda pair: -pair[1]))
         return replace(found, memory=_settled(found, predicted, rows))
 
 
-def _settled(found: Allowed, predicted: int, rows: tuple[tuple[str, int], ...]) -> Memory:
+def _settled(found: RunPlan, predicted: int, rows: tuple[tuple[str, int], ...]) -> Memory:
     """Return the memory of a plan, with the predicted bytes in the chosen candidate.
 
     The others keep all the workspace that they may take: theirs was not looked at.
@@ -153,7 +153,7 @@ def _settled(found: Allowed, predicted: int, rows: tuple[tuple[str, int], ...]) 
     memory = found.memory
     candidates = tuple(
         replace(one, peak_bytes=min(one.peak_bytes, predicted))
-        if (one.micro_batch, one.away) == (found.micro_batch, False)
+        if (one.micro_batch, one.offloaded) == (found.micro_batch, False)
         else one
         for one in memory.candidates
     )

@@ -3,5 +3,5 @@
 This folder asks an engine. No part of a step knows it.
 
 Read `check` and `diagnose`, `planning` and `question`, `profile` with `profiled` and `stages`, then
-`scaled`, `gpus`, `loop`, `servers` and `minibatch` (the guide's equations and lemmas).
+`scaled`, `gpus`, `loop` and `servers` (the lemmas of Zou et al.).
 """

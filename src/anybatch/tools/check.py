@@ -22,9 +22,9 @@ from anybatch.core.batch import TensorBatch
 from anybatch.core.evidence import Evidence
 from anybatch.core.modules import walk
 from anybatch.core.norm.counters import training_batchnorms
-from anybatch.core.rng import Dice
-from anybatch.engine.crew import several
+from anybatch.core.rng import RNGState
 from anybatch.engine.engine import Engine, RngMode
+from anybatch.engine.rank_session import several
 from anybatch.errors import AnybatchError, BatchError, NotYetError
 from anybatch.loss.declared import Loss
 from anybatch.loss.holders import Depth
@@ -76,7 +76,7 @@ def check(
     Example:
         >>> print(anybatch.check(model, nn.CrossEntropyLoss(), (inputs, targets)))
     """
-    dice = Dice.now()
+    rng_state = RNGState.now()
     if targets is None and not (isinstance(batch, tuple | list) and len(batch) == 2):
         raise BatchError(
             "a check needs inputs and targets, and it got one of them, a "
@@ -91,11 +91,11 @@ def check(
         return run.report(micro_batch)
     finally:
         restore()
-        dice.put_back()
+        rng_state.put_back()
 
 
 @dataclass(frozen=True)
-class _Run:
+class _CheckRun:
     tensors: dict[str, Tensor]
     mechanism: str
     exact: Evidence
@@ -131,7 +131,7 @@ class _Check:
         self._widen()
 
     def _widen(self) -> None:
-        narrow = self.model, self.loss_fn, self.batch
+        original = self.model, self.loss_fn, self.batch
         self.model, self.loss_fn = diagnose.copied(self.model, self.loss_fn)
         try:
             self.batch = _own(self.batch, double=True)  # which a device may not have
@@ -142,7 +142,7 @@ class _Check:
         except AnybatchError:
             raise
         except Exception as error:
-            self.model, self.loss_fn, self.batch = narrow
+            self.model, self.loss_fn, self.batch = original
             self.dtype = "the model's own precision"
             first = diagnose.first_line(error)
             self._find(f"the model does not run in float64 ({first}): compared as it is")
@@ -162,7 +162,7 @@ class _Check:
 
     def run(
         self, batch: TensorBatch, micro_batch: int, batchnorm: Any = "exact", scale: float = 1.0
-    ) -> _Run:
+    ) -> _CheckRun:
         """Return the gradients, buffers and loss of one step on a fresh copy.
 
         The loss is multiplied by `scale` for backward, and the gradients are divided by it.
@@ -178,13 +178,13 @@ class _Check:
         grads = {
             f"{n}.grad": p.grad / scale for n, p in model.named_parameters() if p.grad is not None
         }
-        self.changed |= dict.fromkeys(engine._given.changed)
+        self.changed |= dict.fromkeys(engine._inputs.changed)
         buffers = {f"{n} (buffer)": b.clone() for n, b in model.named_buffers()}
         assert engine.plan is not None
         plan = engine.plan
-        return _Run({"loss": loss, **grads, **buffers}, plan.mechanism, plan.exact)
+        return _CheckRun({"loss": loss, **grads, **buffers}, plan.mechanism, plan.exact)
 
-    def _is_finite(self, truth: _Run) -> bool:
+    def _is_finite(self, truth: _CheckRun) -> bool:
         """Say whether loss and gradients are; a buffer may hold infinities, as masks do."""
         bad = [
             name
@@ -198,7 +198,7 @@ class _Check:
             )
         return not bad
 
-    def _bound(self, truth: _Run) -> float:
+    def _bound(self, truth: _CheckRun) -> float:
         """Return the bound of Law 1: ten times the largest difference between undivided runs.
 
         They differ in the order of the rows, or in the number that backward starts from, which
@@ -223,7 +223,7 @@ class _Check:
             )
         return tolerance({"undivided": noise})
 
-    def _split(self, size: int, truth: _Run) -> Split:
+    def _split(self, size: int, truth: _CheckRun) -> Split:
         try:
             run = self.run(self.batch, size)
         except AnybatchError as error:
@@ -246,12 +246,12 @@ class _Check:
         if all(finding.text != text for finding in self.findings):
             self._find(text)
 
-    def _explain(self, splits: tuple[Split, ...], truth: _Run, *, exact: bool) -> None:
+    def _explain(self, splits: tuple[Split, ...], truth: _CheckRun, *, exact: bool) -> None:
         self._explain_loss(splits)
         model, batch = self.model, _own(self.batch)
         moved = diagnose.moved_buffers(model, batch)
         norms = training_batchnorms(walk(model))
-        if any(split.mechanism == "lanes" for split in splits):
+        if any(split.mechanism == "lockstep" for split in splits):
             self._explain_lanes(norms)
         elif norms:
             self._explain_batchnorm(norms, splits, truth)
@@ -298,7 +298,7 @@ class _Check:
                 "state, or one whose state is changed between the steps, needs one"
             )
             return
-        if not any(split.mechanism == "gathering" for split in splits):
+        if not any(split.mechanism == "two-pass" for split in splits):
             return
         found = self._directions()
         if found:
@@ -321,11 +321,13 @@ class _Check:
 
     def _explain_lanes(self, norms: list[str]) -> None:
         self._find(
-            f"{_meeting(norms)}: micro-batches wait for each other there, and what a waiting one "
-            "holds leaves the device as far as there is no room for it"
+            f"{_meeting(norms)}: micro-batches wait for each other there, and the tensors of "
+            "waiting ones are offloaded as far as they do not fit"
         )
 
-    def _explain_batchnorm(self, norms: list[str], splits: tuple[Split, ...], truth: _Run) -> None:
+    def _explain_batchnorm(
+        self, norms: list[str], splits: tuple[Split, ...], truth: _CheckRun
+    ) -> None:
         size, where = splits[-1].micro_batch, _meeting(norms)
         try:
             local = self.run(self.batch, size, "local")

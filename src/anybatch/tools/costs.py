@@ -3,7 +3,7 @@
 Computing is a line or a table of measured sizes; work is divided or it is not; gradients go around
 a ring, and some of that may hide behind backward.
 
-Source: guide, steps 1 to 7 of section 2.1; design of this project, section 5.9.
+Source: guide, steps 1 to 7 of section 2.1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anybatch.planner.choice import between
-from anybatch.tools.given import at_least, positive, share, whole
+from anybatch.tools.validation import at_least, positive, positive_integer, share
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Measured:
         if not self.timed:
             raise ValueError("timed must hold at least one size and its seconds, and it is empty")
         for samples, seconds in self.timed.items():
-            whole(samples=samples)
+            positive_integer(samples=samples)
             positive(seconds=seconds)
 
     def seconds(self, samples: int) -> float:
@@ -84,7 +84,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """Link between GPUs, with its bandwidth and latency.
 
     Attributes:
@@ -106,8 +106,8 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """Their sum over all GPUs.
+class GradientSum:
+    """Sum of gradients over all GPUs.
 
     Attributes:
         size: bytes.
@@ -116,7 +116,7 @@ class Gradients:
     """
 
     size: int
-    link: Link
+    link: NetworkLink
     overlap: float = 0.0
 
     def __post_init__(self) -> None:
@@ -125,5 +125,5 @@ class Gradients:
 
     def seconds(self, gpus: int, compute: float) -> float:
         """Return the seconds of the sum that `compute` seconds of computing do not hide."""
-        whole_sum = self.link.all_reduce(self.size, gpus)
-        return whole_sum - min(self.overlap * whole_sum, compute)
+        full_sum = self.link.all_reduce(self.size, gpus)
+        return full_sum - min(self.overlap * full_sum, compute)

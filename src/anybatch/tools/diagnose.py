@@ -27,10 +27,10 @@ from torch.overrides import TorchFunctionMode
 from anybatch.core import tree
 from anybatch.core.batch import TensorBatch
 from anybatch.core.functions import keywords
-from anybatch.core.hooks import KINDS
+from anybatch.core.hooks import ATTRIBUTES
 from anybatch.core.modules import call_model, walk
-from anybatch.core.norm.alone import AloneNorms
 from anybatch.core.norm.counters import counters
+from anybatch.core.norm.non_reducing import NonReducingNorms
 from anybatch.core.undo import BufferState, note_buffers, same_values
 from anybatch.errors import AnybatchError
 
@@ -141,15 +141,19 @@ def _hooked(model: nn.Module, loss_fn: Any) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that have hooks, of the model and of a loss that is a module."""
     every = [model, *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
     named = [pair for module in every for pair in module.named_parameters()]
-    return [(name, p) for name, p in named if any(getattr(p, kind, None) for kind in KINDS)]
+    return [
+        (name, p)
+        for name, p in named
+        if any(getattr(p, attribute, None) for attribute in ATTRIBUTES)
+    ]
 
 
 def _copy_hooks(parameter: nn.Parameter, memo: dict[int, Any]) -> None:
     """Register copies of the hooks of a parameter on its copy, with all that they write to."""
     twin: Any = memo[id(parameter)]
     registers = twin.register_hook, twin.register_post_accumulate_grad_hook
-    for kind, register in zip(KINDS, registers, strict=True):
-        for hook in (getattr(parameter, kind) or {}).values():
+    for attribute, register in zip(ATTRIBUTES, registers, strict=True):
+        for hook in (getattr(parameter, attribute) or {}).values():
             register(_copied_hook(hook, memo))
 
 
@@ -182,7 +186,7 @@ def _rebound(fn: FunctionType, memo: dict[int, Any], *, always: bool = False) ->
     def copy_of(value: Any) -> Any:
         if type(value) in (list, tuple):
             return type(value)(memo.get(id(item), item) for item in value)
-        if id(value) not in memo and _is_beside(value, fn):
+        if id(value) not in memo and _in_file_of(value, fn):
             return _rebound(value, memo)
         return memo.get(id(value), value)
 
@@ -200,13 +204,13 @@ def _rebound(fn: FunctionType, memo: dict[int, Any], *, always: bool = False) ->
     return twin
 
 
-def _reads_copied(fn: FunctionType, memo: dict[int, Any], seen: set[int]) -> bool:
-    seen.add(id(fn))
+def _reads_copied(fn: FunctionType, memo: dict[int, Any], visited: set[int]) -> bool:
+    visited.add(id(fn))
     ahead = _read_by(fn)
     ahead += [item for value in ahead if type(value) in (list, tuple) for item in value]
-    functions = (v for v in ahead if _is_beside(v, fn) and id(v) not in seen)
+    functions = (v for v in ahead if _in_file_of(v, fn) and id(v) not in visited)
     copied_too = any(id(value) in memo for value in ahead)
-    return copied_too or any(_reads_copied(v, memo, seen) for v in functions)
+    return copied_too or any(_reads_copied(v, memo, visited) for v in functions)
 
 
 def _read_by(fn: FunctionType) -> list[Any]:
@@ -215,7 +219,7 @@ def _read_by(fn: FunctionType) -> list[Any]:
     return found + [c.cell_contents for c in fn.__closure__ or () if c != CellType()]
 
 
-def _is_beside(value: Any, fn: FunctionType) -> bool:
+def _in_file_of(value: Any, fn: FunctionType) -> bool:
     """Return whether `value` is a function of the file of `fn`: a library reads no user's model."""
     return isinstance(value, FunctionType) and value.__globals__ is fn.__globals__
 
@@ -272,12 +276,12 @@ def first_meeting(model: nn.Module, batch: TensorBatch) -> str | None:
 
     BatchNorm does not count: micro-batches wait for each other there.
     """
-    half, alone = max(1, batch.size // 2), AloneNorms(counters(walk(model)))
-    with _same_buffers(model), alone:
-        whole = _outputs_by_module(model, batch.inputs)
-    with _same_buffers(model), alone:
+    half, single = max(1, batch.size // 2), NonReducingNorms(counters(walk(model)))
+    with _same_buffers(model), single:
+        full = _outputs_by_module(model, batch.inputs)
+    with _same_buffers(model), single:
         part = _outputs_by_module(model, tree.rows(batch.inputs, 0, half, batch.size))
-    for (name, all_rows), (other, some_rows) in zip(whole, part, strict=False):
+    for (name, all_rows), (other, some_rows) in zip(full, part, strict=False):
         if name != other:
             return f"{name} (another module ran for fewer rows: {other})"
         rows = all_rows.shape[:1] == (batch.size,) and some_rows.shape[:1] == (half,)

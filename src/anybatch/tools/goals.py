@@ -17,7 +17,7 @@ from anybatch.core.plan import Plan
 from anybatch.core.scale import Scale
 from anybatch.core.units import parse_bandwidth
 from anybatch.planner.choice import between
-from anybatch.tools.costs import Link
+from anybatch.tools.costs import NetworkLink
 from anybatch.tools.loaders import length_of
 from anybatch.tools.profiled import Profile
 from anybatch.tools.scaled import Goal, scaled
@@ -48,8 +48,8 @@ def goal_of(
         ValueError: there are several goals, or one that means nothing, or no loader to measure by;
             or `servers` without `gpus` or without `network`.
     """
-    given = {"gpus": gpus, "speedup": speedup, "deadline": deadline}
-    named = {name: value for name, value in given.items() if value is not None}
+    goals = {"gpus": gpus, "speedup": speedup, "deadline": deadline}
+    named = {name: value for name, value in goals.items() if value is not None}
     if len(named) > 1:
         raise ValueError(f"at most one goal can be reached, and {sorted(named)} came: leave one")
     gpus = None if gpus is None else _count("gpus", gpus)
@@ -58,18 +58,18 @@ def goal_of(
     epochs = _count("epochs", epochs)
     if network is not None:
         parse_bandwidth(network)
-    asked = [*named, *([] if network is None else ["network"])]
+    requested = [*named, *([] if network is None else ["network"])]
     if servers is not None:
-        asked.append("servers")
+        requested.append("servers")
         if gpus is None or network is None:
             raise ValueError(
                 "parameter servers are those of so many workers, whose traffic a network carries: "
                 "give gpus= and network= with servers="
             )
-    if loader is None and asked:
+    if loader is None and requested:
         raise ValueError(
             "what more GPUs bring follows from steps of the real loop, and there is no loader for "
-            f"{', '.join(asked)}: give loader="
+            f"{', '.join(requested)}: give loader="
         )
     steps = 0
     if deadline is not None:
@@ -136,14 +136,14 @@ def scale_of(
     parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
     nbytes = sum(p.nbytes for p in parameters.values() if p.requires_grad)
     rows = () if plan.memory is None else plan.memory.candidates
-    away = plan.offload is not None
-    taken = {
+    offloaded = plan.offload is not None
+    measured = {
         one.micro_batch: one.seconds
         for one in rows
-        if one.seconds is not None and one.away == away and one.micro_batch <= size
+        if one.seconds is not None and one.offloaded == offloaded and one.micro_batch <= size
     }
-    timed = of_micro_batches(taken, size)
-    link = None if network is None else Link(parse_bandwidth(network))
+    timed = of_micro_batches(measured, size)
+    link = None if network is None else NetworkLink(parse_bandwidth(network))
     return scaled(profile, plan.micro_batch, timed, nbytes, link, goal)
 
 
@@ -162,11 +162,11 @@ def of_micro_batches(steps: Mapping[int, float], size: int) -> dict[int, float]:
         count, rest = divmod(size, n)
         below = max(found, default=0)
         if not rest or rest in found or rest < below:
-            known, weight = (between(found, rest) if rest else 0.0), 0.0
+            smaller, weight = (between(found, rest) if rest else 0.0), 0.0
         elif found:  # on the line from the size below to this one
             weight = (rest - below) / (n - below)
-            known = (1 - weight) * found[below]
+            smaller = (1 - weight) * found[below]
         else:
-            known, weight = 0.0, 1.0
-        found[n] = max(0.0, seconds - known) / (count + weight)
+            smaller, weight = 0.0, 1.0
+        found[n] = max(0.0, seconds - smaller) / (count + weight)
     return {n: seconds for n, seconds in found.items() if seconds > 0}

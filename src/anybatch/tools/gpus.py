@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, inf
 
-from anybatch.tools.given import ROUNDING, at_least, positive, whole
+from anybatch.tools.validation import ROUNDING, at_least, positive, positive_integer
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def efficiency(overhead: float, gpus: int) -> float:
     Source: guide, Equation 13.
     """
     at_least(0, overhead=overhead)
-    whole(gpus=gpus)
+    positive_integer(gpus=gpus)
     return (1 + overhead) / (1 + gpus * overhead)
 
 
@@ -86,7 +86,7 @@ def speedup_limit(overhead: float) -> float:
     return 1 + 1 / overhead if overhead > 0 else inf
 
 
-def overhead_allowed(efficiency: float, gpus: int) -> float:
+def overhead_limit(efficiency: float, gpus: int) -> float:
     """Return the largest R_O at which G GPUs have an efficiency: (1 - alpha) / (alpha G - 1).
 
     Args:
@@ -105,7 +105,7 @@ def overhead_allowed(efficiency: float, gpus: int) -> float:
 
     Source: guide, Equation 12.
     """
-    whole(gpus=gpus)
+    positive_integer(gpus=gpus)
     if not 0 < efficiency <= 1:
         raise ValueError(f"efficiency must be above 0 and at most 1, not {efficiency!r}")
     spare = efficiency * gpus - 1
@@ -134,7 +134,7 @@ def gpus_for(speedup: float, overhead: float) -> Needed:
     positive(speedup=speedup)
     limit = speedup_limit(overhead)
     wanted = speedup * (1 - ROUNDING)
-    room = 1 + overhead - wanted * overhead
-    if speedup >= limit or room <= 0:
+    divisor = 1 + overhead - wanted * overhead
+    if speedup >= limit or divisor <= 0:
         return Needed(None, limit)
-    return Needed(max(1, ceil(wanted / room)), limit)
+    return Needed(max(1, ceil(wanted / divisor)), limit)

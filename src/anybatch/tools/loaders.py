@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-ALONE = 3
-"""Mini-batches that a worker loads beside the loop."""
+REPEATS = 3
+"""Measurements of which the median counts: loaded mini-batches, sums of gradients."""
 
 
 class Clock(NamedTuple):
@@ -45,7 +45,7 @@ def queue_of(loader: Any) -> int:
     return int(loader.num_workers * (loader.prefetch_factor or 2))
 
 
-def dice_of(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators that the loader and its samplers have for themselves."""
     sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
     owners = loader, sampler, batches, getattr(batches, "sampler", None)
@@ -64,7 +64,7 @@ def hidden_of(loader: Any, clock: Clock) -> Loading | None:
     if not queue_of(loader):
         return None
     try:
-        rows = [one for one, _ in zip(_timed(loader, clock), range(ALONE), strict=False)]
+        rows = [one for one, _ in zip(_timed(loader, clock), range(REPEATS), strict=False)]
     except Exception:  # it needs what only its own workers have
         return None
     if not rows:

@@ -16,7 +16,7 @@ is a ring, 2 (G - 1) messages of M / G bytes each.
 
 With t_c(n) = b n, one serial overhead and nothing else this is the lemma.
 
-Source: design of this project, section 5.9; guide, Lemma 3.1, steps 1 to 7 of section 2.1.
+Source: guide, Lemma 3.1, steps 1 to 7 of section 2.1.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import log
 
-from anybatch.tools.costs import Affine, Gradients, Measured, Work
-from anybatch.tools.given import ROUNDING, at_least, positive, whole
+from anybatch.tools.costs import Affine, GradientSum, Measured, Work
 from anybatch.tools.gpus import Needed
+from anybatch.tools.validation import ROUNDING, at_least, positive, positive_integer
 
 WORTH = 0.05
 """The gain of speed by one more GPU, below which it is not worth it."""
 
 
 @dataclass(frozen=True)
-class Step:
-    """Where the seconds of a step go.
+class StepCosts:
+    """Seconds of a step by source.
 
     Attributes:
         compute: of the largest share of the mini-batch.
@@ -99,22 +99,22 @@ class Loop:
     work: Work = field(default_factory=Work)
     hidden: Work = field(default_factory=Work)
     update: float = 0.0
-    gradients: Gradients | None = None
+    gradients: GradientSum | None = None
 
     def __post_init__(self) -> None:
-        whole(samples=self.samples)
+        positive_integer(samples=self.samples)
         at_least(0, update=self.update)
         positive(compute=self.compute.seconds(self.samples))
 
-    def step(self, gpus: int) -> Step:
+    def step(self, gpus: int) -> StepCosts:
         """Return where the seconds of a step on so many GPUs go."""
-        whole(gpus=gpus)
+        positive_integer(gpus=gpus)
         compute = self.compute.seconds(-(-self.samples // gpus))
         work = self.work.seconds(gpus)
         summing = 0.0 if self.gradients is None else self.gradients.seconds(gpus, compute)
         foreground = compute + work + self.update + summing
         waiting = max(0.0, self.hidden.seconds(gpus) - foreground)
-        return Step(compute, work, self.update, summing, waiting)
+        return StepCosts(compute, work, self.update, summing, waiting)
 
     def seconds(self, gpus: int) -> float:
         """Return T(G), the seconds of a step."""
@@ -131,12 +131,12 @@ class Loop:
     @property
     def overhead(self) -> float:
         """R_O, other seconds of one GPU over its seconds of computing: the lemma's measure."""
-        alone = self.step(1)
-        return (alone.seconds - alone.compute) / alone.compute
+        single = self.step(1)
+        return (single.seconds - single.compute) / single.compute
 
     def curve(self, most: int) -> list[Point]:
         """Return the points of 1, 2, ... `most` GPUs."""
-        whole(most=most)
+        positive_integer(most=most)
         return [
             Point(g, self.seconds(g), self.speedup(g), self.efficiency(g))
             for g in range(1, most + 1)
@@ -189,7 +189,7 @@ class Loop:
             ValueError: a number is out of range.
         """
         positive(deadline=deadline)
-        whole(steps=steps, epochs=epochs)
+        positive_integer(steps=steps, epochs=epochs)
         return self._within(deadline / steps / epochs)
 
     def _within(self, seconds: float) -> Needed:

@@ -1,7 +1,7 @@
 """`plan`: forecast of a training step before any training: its split, bytes and seconds.
 
 Like a database's EXPLAIN: the decision the engine would make for a batch, with the sizes it would
-not take and why. Nothing is left behind: gradients, buffers and dice are as they were.
+not take and why. Nothing is left behind: gradients, buffers and RNG states are as they were.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from anybatch.core.absent import AbsentDevice, parse_device
 from anybatch.core.batch import LazyBatch
 from anybatch.core.plan import Plan
 from anybatch.core.prepared import bare
-from anybatch.engine.crew import several
 from anybatch.engine.engine import BatchNormMode, Engine, RngMode
+from anybatch.engine.rank_session import several
 from anybatch.errors import NotYetError
 from anybatch.lockstep.adaptive import Adaptive
 from anybatch.loss.declared import Loss

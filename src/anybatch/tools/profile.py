@@ -27,15 +27,15 @@ from anybatch.core.modules import Modules, parameters
 from anybatch.core.pace import Pace
 from anybatch.core.prepared import bare
 from anybatch.distributed.group import group_of
-from anybatch.engine.crew import several
 from anybatch.engine.engine import Engine
+from anybatch.engine.rank_session import several
 from anybatch.errors import NotYetError
 from anybatch.execution.as_it_was import as_it_was
-from anybatch.planner.probe import finish, told
-from anybatch.tools.loaders import Clock, dice_of, length_of
+from anybatch.planner.probe import finish, median_seconds
+from anybatch.tools.loaders import Clock, generators_of, length_of
 from anybatch.tools.profiled import Profile, profiled
 from anybatch.tools.remedies import Conditions
-from anybatch.tools.watched import SYSTEM, Watched
+from anybatch.tools.watched import SYSTEM, WatchedLoop
 
 
 def profile(
@@ -51,7 +51,7 @@ def profile(
 ) -> Profile:
     """Run a few steps of a training loop, and return where the time goes; nothing is trained.
 
-    Parameters, gradients, buffers, the optimizer's state and the dice are as before when it
+    Parameters, gradients, buffers, the optimizer's state and RNG states are as before when it
     returns; copies wait in memory of the host, those of buffers and gradients that are there on the
     device. The engine keeps the plan that it made. Over
     ranks all must call it. Each part is waited for before the next begins, so what a GPU would have
@@ -104,8 +104,8 @@ def profile(
             f"a loop is profiled that calls optimizer.step() today, and {type(optimizer).__name__} "
             "needs a closure: profile with another optimizer"
         )
-    given = engine._given
-    modules = given.modules()
+    setup = engine._inputs
+    modules = setup.modules()
     leaves = trained(modules, optimizer)
     if any(is_lazy(leaf) for leaf in leaves):
         raise NotYetError(
@@ -113,7 +113,7 @@ def profile(
             "are still lazy: run the model on one sample first"
         )
     with _sampled_as_before(loader), as_it_was(modules, leaves, optimizer):
-        watched = Watched(loader, engine, optimizer, split or pair, clock)
+        watched = WatchedLoop(loader, engine, optimizer, split or pair, clock)
         passed = watched.pass_through(steps, progress or (lambda _done, _all: None), enough)
     return profiled(passed, _conditions(loader, engine, optimizer, watched.exchanged))
 
@@ -136,18 +136,18 @@ def step_seconds(
         inputs: of the mini-batch.
         targets: of the mini-batch.
     """
-    given = engine._given
+    setup = engine._inputs
 
     def once() -> float:
         start = perf_counter()
         engine.backward(inputs, targets)
-        finish(given.device)
+        finish(setup.device)
         return perf_counter() - start
 
-    modules = given.modules()
+    modules = setup.modules()
     with as_it_was(modules, trained(modules, optimizer), None):  # it does not step
         once()  # kernels are chosen, and what leaves is recorded
-        return told(once)
+        return median_seconds(once)
 
 
 def trained(modules: Modules, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:
@@ -171,12 +171,12 @@ def pace_of(found: Profile, loader: Iterable[Any]) -> Pace:
 @contextmanager
 def _sampled_as_before(loader: Iterable[Any]) -> Iterator[None]:
     """Restore the RNG state of a loader and its samplers after the body."""
-    states = [(dice, dice.get_state()) for dice in dice_of(loader)]
+    states = [(generator, generator.get_state()) for generator in generators_of(loader)]
     try:
         yield
     finally:
-        for dice, state in states:
-            dice.set_state(state)
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def _conditions(
@@ -186,9 +186,9 @@ def _conditions(
     assert last is not None
     memory = None if plan is None else plan.memory
     timed = () if memory is None else memory.candidates
-    stays = [c for c in timed if c.seconds is not None and not c.away]
+    stays = [c for c in timed if c.seconds is not None and not c.offloaded]
     data = loader if isinstance(loader, DataLoader) else None
-    options, there = optimizer.defaults, accelerator.of(engine._given.device)
+    options, there = optimizer.defaults, accelerator.of(engine._inputs.device)
     return Conditions(
         cores=_cores(),
         workers=None if data is None else data.num_workers,

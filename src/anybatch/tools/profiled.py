@@ -21,7 +21,7 @@ import numpy as np
 
 from anybatch.core.units import show_samples
 from anybatch.tools.remedies import Conditions, Remedy, Waits, remedies
-from anybatch.tools.stages import COMPUTE, LOAD, PREPARE, STAGES, Stage
+from anybatch.tools.stages import COMPUTE, LOAD, PREPARE, STAGES, LoopStage
 
 RESAMPLED = 2000
 """Draws of the bootstrap."""
@@ -64,7 +64,7 @@ class Profile:
         remedies: what would make it less, the largest gain first.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[LoopStage, ...]
     steps: int
     samples: int
     seconds: float
@@ -75,11 +75,11 @@ class Profile:
     remedies: tuple[Remedy, ...] = ()
 
     @property
-    def bottleneck(self) -> Stage:
+    def bottleneck(self) -> LoopStage:
         """The stage that shows most."""
         return max(self.stages, key=lambda one: one.share)
 
-    def stage(self, name: str) -> Stage:
+    def stage(self, name: str) -> LoopStage:
         """Return one of the stages.
 
         Args:
@@ -138,7 +138,7 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
     draws = np.random.default_rng(seed).integers(len(shows), size=(RESAMPLED, len(shows)))
     every = max(float(shows.sum()), np.finfo(float).tiny)
     stages = tuple(
-        Stage(
+        LoopStage(
             name,
             takes=float(takes[:, column].mean()),
             shows=float(shows[:, column].mean()),
@@ -161,8 +161,8 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
         tuple(w for w, one in zip(waited, passed, strict=True) if one.first),
         tuple(w for w, one in zip(waited, passed, strict=True) if not one.first),
     )
-    seen = {one.name: one for one in stages}
-    return replace(found, remedies=remedies(seen, found.seconds, waits, conditions))
+    by_name = {one.name: one for one in stages}
+    return replace(found, remedies=remedies(by_name, found.seconds, waits, conditions))
 
 
 def _bounds(found: np.ndarray) -> tuple[float, float]:

@@ -28,7 +28,7 @@ from anybatch.core.units import parse_bytes
 from anybatch.engine.engine import Engine
 from anybatch.errors import BudgetError
 from anybatch.memory.spill import takes
-from anybatch.offload.states.planned import plan_away, states_of
+from anybatch.offload.states.planned import plan_offloaded, states_of
 from anybatch.planner.autocast import autocast_of_absent
 from anybatch.planner.sharing import shared
 from anybatch.tools.profile import step_seconds
@@ -176,4 +176,4 @@ class Question:
             store = takes(device_of(self.optimizer))[0]
         where = states_of(store, self.spill, self.optimizer, self.memory)
         assert self.optimizer is not None
-        return plan_away(foresee, where, self.optimizer, self.model, self.size)
+        return plan_offloaded(foresee, where, self.optimizer, self.model, self.size)

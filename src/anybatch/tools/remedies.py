@@ -17,7 +17,7 @@ from statistics import median
 from typing import NamedTuple
 
 from anybatch.core.units import show_bytes, show_samples
-from anybatch.tools.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, TRANSFER, UPDATE, Stage
+from anybatch.tools.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, TRANSFER, UPDATE, LoopStage
 
 WORTH = 0.05
 """Share of a step below which nothing is advised."""
@@ -90,7 +90,7 @@ class Remedy:
 
 
 def remedies(
-    stages: Mapping[str, Stage], seconds: float, waits: Waits, conditions: Conditions
+    stages: Mapping[str, LoopStage], seconds: float, waits: Waits, conditions: Conditions
 ) -> tuple[Remedy, ...]:
     """Return the remedies that make the loop faster, the largest gain first.
 
@@ -114,16 +114,18 @@ def remedies(
 
 
 def _loading(
-    stages: Mapping[str, Stage], seconds: float, waits: Waits, now: Conditions
+    stages: Mapping[str, LoopStage], seconds: float, waits: Waits, now: Conditions
 ) -> Iterator[Remedy]:
     load, prepare = stages[LOAD], stages[PREPARE]
     shows, takes = load.share + prepare.share, load.takes + prepare.takes
     rest = seconds - load.shows - prepare.shows
-    told = f"a mini-batch takes {takes:.3g} s to load and prepare, the rest of a step {rest:.3g} s"
+    figures = (
+        f"a mini-batch takes {takes:.3g} s to load and prepare, the rest of a step {rest:.3g} s"
+    )
     if now.workers is None:
         yield Remedy(
             "load mini-batches ahead, such as by torch.utils.data.DataLoader(num_workers=...)",
-            told,
+            figures,
             shows,
         )
         return
@@ -131,15 +133,15 @@ def _loading(
     busy = 0 if now.cuda else 1
     if now.workers < needed <= max(now.cores - busy, 0):
         yield Remedy(
-            f"num_workers={needed} in the DataLoader", f"{told}, and {now.workers} work", shows
+            f"num_workers={needed} in the DataLoader", f"{figures}, and {now.workers} work", shows
         )
     elif now.workers < needed:
         what = "a faster disk, or files that hold many samples in the order they are read"
         if prepare.takes >= load.takes:
             what = "prepare samples once and keep them, or make them smaller"
-        yield Remedy(what, f"{told}: {needed} workers, and there are {now.cores} cores", shows)
+        yield Remedy(what, f"{figures}: {needed} workers, and there are {now.cores} cores", shows)
     else:
-        enough = f"{told}, so workers={now.workers} is enough, but "
+        enough = f"{figures}, so workers={now.workers} is enough, but "
         yield from _late(waits, seconds, enough, persistent=now.persistent)
 
 
@@ -161,7 +163,7 @@ def _late(waits: Waits, seconds: float, enough: str, *, persistent: bool) -> Ite
         )
 
 
-def _transfer(stage: Stage, now: Conditions) -> Iterator[Remedy]:
+def _transfer(stage: LoopStage, now: Conditions) -> Iterator[Remedy]:
     if now.cuda and not now.pinned:
         yield Remedy(
             "pin_memory=True in the DataLoader",
@@ -170,7 +172,7 @@ def _transfer(stage: Stage, now: Conditions) -> Iterator[Remedy]:
         )
 
 
-def _update(stage: Stage, now: Conditions) -> Iterator[Remedy]:
+def _update(stage: LoopStage, now: Conditions) -> Iterator[Remedy]:
     if not now.fused:
         yield Remedy(
             "fused=True in the optimizer",
@@ -179,7 +181,7 @@ def _update(stage: Stage, now: Conditions) -> Iterator[Remedy]:
         )
 
 
-def _exchange(stage: Stage, computing: Stage, now: Conditions) -> Iterator[Remedy]:
+def _exchange(stage: LoopStage, computing: LoopStage, now: Conditions) -> Iterator[Remedy]:
     if now.ranks > 1:
         yield Remedy(
             "a larger mini-batch, so that ranks sum gradients less often, or a faster link",
@@ -189,7 +191,7 @@ def _exchange(stage: Stage, computing: Stage, now: Conditions) -> Iterator[Remed
         )
 
 
-def _memory(stage: Stage, now: Conditions) -> Iterator[Remedy]:
+def _memory(stage: LoopStage, now: Conditions) -> Iterator[Remedy]:
     """Advise more memory where the largest micro-batch that fits is the fastest by far."""
     times = sorted(now.times)
     if now.budget is None or len(times) < 2 or times[-1][0] != now.micro_batch:

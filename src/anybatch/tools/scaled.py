@@ -7,7 +7,7 @@
 Computing on a share of the mini-batch is that of its micro-batches; what the loop waits for storage
 stays as it is, and what it prepares is divided, since each rank prepares its own share.
 
-Source: Zou et al. (the guide), section 3.2, Lemma 3.1; design of this project, section 5.9.
+Source: Zou et al. (the guide), section 3.2, Lemma 3.1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Literal
 from anybatch.core.scale import ParameterServers, Scale, ScaleRow
 from anybatch.core.units import show_seconds
 from anybatch.planner.choice import between, step_seconds
-from anybatch.tools.costs import Gradients, Link, Measured, Work
+from anybatch.tools.costs import GradientSum, Measured, NetworkLink, Work
 from anybatch.tools.gpus import Needed, speedup
 from anybatch.tools.loop import Loop
 from anybatch.tools.profiled import Profile
 from anybatch.tools.servers import Cluster
-from anybatch.tools.stages import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE, Stage
+from anybatch.tools.stages import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE, LoopStage
 
 MOST = 8
 """GPUs of the table where no goal asks for more."""
@@ -58,10 +58,10 @@ class Goal:
     steps: int = 0
     servers: int | Literal["auto"] | None = None
 
-    def met(self, loop: Loop) -> tuple[int | None, str]:
+    def answer(self, loop: Loop) -> tuple[int | None, str]:
         """Return the GPUs that it takes, None where none do, and the goal in words."""
         if self.gpus is not None:
-            return self.gpus, f"{self.gpus} GPUs, as asked for"
+            return self.gpus, f"{self.gpus} GPUs, as requested"
         if self.speedup is not None:
             return _said(loop.gpus_for(self.speedup), f"{self.speedup:g} times as fast")
         if self.deadline is not None:
@@ -79,7 +79,7 @@ def scaled(
     micro_batch: int,
     timed: Mapping[int, float],
     gradient_bytes: int,
-    link: Link | None,
+    link: NetworkLink | None,
     goal: Goal,
 ) -> Scale:
     """Return the forecast of a profiled training on more GPUs.
@@ -93,14 +93,14 @@ def scaled(
         goal: what is wanted.
     """
     loop = loop_of(profile, micro_batch, timed, gradient_bytes, link)
-    gpus, words = goal.met(loop)
+    gpus, words = goal.answer(loop)
     most = min(profile.samples, max(MOST, 2 * (gpus or 0)))
     shown = sorted({g for g in (1, 2, 3, 4, 6, 8, 12, 16, gpus or 1, most) if g <= most})
-    alone, end = loop.seconds(1), loop.saturation()
+    single, end = loop.seconds(1), loop.saturation()
     rows = []
     for count in shown:
         seconds, lemma = loop.seconds(count), speedup(profile.overhead, count)
-        rows.append(ScaleRow(count, seconds, alone / seconds, alone / seconds / count, lemma))
+        rows.append(ScaleRow(count, seconds, single / seconds, single / seconds / count, lemma))
     assumed = [SHARED, *([] if link else [FREE]), *([] if micro_batch in timed else [AS_PARTS])]
     served = None
     if goal.servers is not None and goal.gpus is not None and link is not None:
@@ -111,7 +111,7 @@ def scaled(
 
 
 def _served(
-    servers: int | Literal["auto"], workers: int, compute: float, nbytes: int, link: Link
+    servers: int | Literal["auto"], workers: int, compute: float, nbytes: int, link: NetworkLink
 ) -> ParameterServers:
     """Return the parameter servers of workers that each compute a full mini-batch in a round."""
     cluster = Cluster(workers, compute, nbytes, server=link.bandwidth, worker=link.bandwidth)
@@ -126,7 +126,7 @@ def loop_of(
     micro_batch: int,
     timed: Mapping[int, float],
     gradient_bytes: int,
-    link: Link | None,
+    link: NetworkLink | None,
 ) -> Loop:
     """Return the loop as one GPU runs it; the arguments are those of `scaled`."""
     stages = {one.name: one for one in profile.stages}
@@ -143,11 +143,11 @@ def loop_of(
         work=work,
         hidden=hidden,
         update=update,
-        gradients=None if link is None else Gradients(gradient_bytes, link),
+        gradients=None if link is None else GradientSum(gradient_bytes, link),
     )
 
 
-def _hidden(load: Stage, prepare: Stage, workers: int, rest: float) -> tuple[Work, Work]:
+def _hidden(load: LoopStage, prepare: LoopStage, workers: int, rest: float) -> tuple[Work, Work]:
     """Return the loading that waits and the loading hidden by workers, fitted to one GPU's seconds.
 
     Args:
@@ -179,5 +179,5 @@ def _computing(
         return between(timed, n) if n <= micro_batch else step_seconds(timed, micro_batch, n)
 
     sizes |= {n for n in timed if n < samples}
-    whole = share(samples)
-    return Measured({n: seconds * share(n) / whole for n in sizes})
+    full = share(samples)
+    return Measured({n: seconds * share(n) / full for n in sizes})

@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, inf
 
-from anybatch.tools.given import ROUNDING, positive, share, whole
+from anybatch.tools.validation import ROUNDING, positive, positive_integer, share
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Cluster:
     duplex: bool = False
 
     def __post_init__(self) -> None:
-        whole(workers=self.workers)
+        positive_integer(workers=self.workers)
         positive(compute=self.compute, server=self.server, parameters=self.parameters)
         share(hottest=self.hottest)
         if not self.worker > 0:
@@ -71,7 +71,7 @@ class Cluster:
 
     def largest_share(self, servers: int) -> float:
         """Return the share of the parameters on the server that holds most."""
-        whole(servers=servers)
+        positive_integer(servers=servers)
         return max(1 / servers, self.hottest)
 
     def server_seconds(self, servers: int) -> float:
@@ -112,17 +112,17 @@ class Cluster:
         """
         if not 0 < utilisation <= 1:
             raise ValueError(f"utilisation must be above 0 and at most 1, not {utilisation!r}")
-        room = self.compute / utilisation - (0.0 if self.pipelined else self.compute)
-        room *= 1 + ROUNDING
-        if room <= 0:
+        available = self.compute / utilisation - (0.0 if self.pipelined else self.compute)
+        available *= 1 + ROUNDING
+        if available <= 0:
             return Servers(None, "nothing is hidden without pulling ahead")
-        if self.own_seconds > room:
+        if self.own_seconds > available:
             return Servers(None, f"a worker's own link needs {self.own_seconds:.3g} s a round")
         all_of_it = self.volume * self.workers / self.server
-        if all_of_it * self.hottest > room:
+        if all_of_it * self.hottest > available:
             needs = all_of_it * self.hottest
             return Servers(None, f"the hottest server needs {needs:.3g} s a round")
-        return Servers(max(1, ceil(all_of_it / room * (1 - ROUNDING))), "")
+        return Servers(max(1, ceil(all_of_it / available * (1 - ROUNDING))), "")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ STAGES = (REFRESH, LOAD, PREPARE, TRANSFER, COMPUTE, UPDATE, EXCHANGE)
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One of the seven steps.
+class LoopStage:
+    """Seconds of one of the seven steps.
 
     Attributes:
         name: one of `STAGES`.

@@ -23,11 +23,11 @@ from torch import Tensor
 from anybatch.core import accelerator, tree
 from anybatch.core.batch import count_micro_batches
 from anybatch.distributed.group import group_of
-from anybatch.engine.crew import several
 from anybatch.engine.engine import Engine
-from anybatch.execution.kinds import bytes_of
+from anybatch.engine.rank_session import several
+from anybatch.execution.signature import bytes_of
 from anybatch.planner.probe import finish
-from anybatch.tools.loaders import ALONE, Clock, Loading, hidden_of, queue_of
+from anybatch.tools.loaders import REPEATS, Clock, Loading, hidden_of, queue_of
 from anybatch.tools.profiled import Passed
 from anybatch.tools.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, TRANSFER, UPDATE
 
@@ -37,8 +37,8 @@ WARM = 2
 SYSTEM = Clock(perf_counter, thread_time)
 
 
-class Watched:
-    """The loop.
+class WatchedLoop:
+    """Training loop with the host's clock read between its parts.
 
     Args:
         loader: as for `anybatch.profile`, and so are `engine`, `optimizer`, `split` and `clock`.
@@ -61,7 +61,7 @@ class Watched:
     ) -> None:
         self._loader, self._engine, self._optimizer = loader, engine, optimizer
         self._split, self._clock = split, clock
-        self._device = engine._given.device
+        self._device = engine._inputs.device
         self._group = group_of() if several() else None
         self.exchanged = 0
 
@@ -84,14 +84,16 @@ class Watched:
             if wall() - begun >= enough:
                 break
             self._step(batches, hidden, None)
-        takes, spent, planned = self._exchange_alone(), 0.0, 0
+        takes, spent, planned = self._exchange_seconds(), 0.0, 0
         found = list[Passed]()
         while len(found) < steps and (not found or spent < enough):
             before, begun = self._engine._decisions, wall()
             passed = self._step(batches, hidden, takes)
-            alone = self._group is None  # ranks must go on together, and may not all have planned
-            if alone and self._engine._decisions != before and planned < steps:
-                planned += 1  # a mini-batch of another kind, as the last one of an epoch is
+            single_process = (
+                self._group is None
+            )  # ranks must go on together, and may not all have planned
+            if single_process and self._engine._decisions != before and planned < steps:
+                planned += 1  # a mini-batch of another signature, as the last one of an epoch is
                 continue
             spent += wall() - begun
             found.append(passed)
@@ -99,7 +101,7 @@ class Watched:
         return found
 
     def _step(
-        self, batches: Iterator[tuple[bool, Any]], hidden: Loading | None, alone: float | None
+        self, batches: Iterator[tuple[bool, Any]], hidden: Loading | None, exchange: float | None
     ) -> Passed:
         wall, core = self._clock
         start, busy = wall(), core()
@@ -122,8 +124,8 @@ class Watched:
             self._device
         ).host:  # its copies and its sums are waited for by no host
             shows[TRANSFER], takes[TRANSFER] = self._transfer(inputs, targets)
-            waited = alone or 0.0
-        shows[EXCHANGE], takes[EXCHANGE] = waited, alone or 0.0
+            waited = exchange or 0.0
+        shows[EXCHANGE], takes[EXCHANGE] = waited, exchange or 0.0
         used = shows.get(TRANSFER, 0.0) + waited
         shows |= {COMPUTE: max(0.0, computed - loaded - used), UPDATE: ended - computed}
         last = self._engine.last
@@ -146,7 +148,7 @@ class Watched:
         first = wall() - start
         return first, first * count_micro_batches(size, n)
 
-    def _exchange_alone(self) -> float | None:
+    def _exchange_seconds(self) -> float | None:
         """Return the seconds in which ranks sum as many bytes as the gradients have."""
         if self._group is None:
             return None
@@ -154,15 +156,15 @@ class Watched:
         gradients = [p.grad for p in parameters if isinstance(p.grad, Tensor)]
         self.exchanged = sum(bytes_of(gradient) for gradient in gradients)
         flat = torch.zeros(max(1, self.exchanged // 4), device=self._group.device)
-        seen = []
-        for _ in range(ALONE):
+        times = []
+        for _ in range(REPEATS):
             self._group.sum(torch.zeros(1))  # all are here
             finish(self._device)
             start = self._clock.wall()
             self._group.sum(flat)
             finish(self._device)
-            seen.append(self._clock.wall() - start)
-        return median(seen)
+            times.append(self._clock.wall() - start)
+        return median(times)
 
 
 def _loading(waited: float, busy: float, hidden: Loading | None) -> dict[str, float]:

@@ -12,13 +12,13 @@ from tests.cli.test_timeline import ordered, timed
 
 from anybatch import Plan
 from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.history import History
-from anybatch.cli.report.known import Known
+from anybatch.cli.report.history import RunHistory
+from anybatch.cli.report.record import RunRecord
 from anybatch.core.divisions import Division, Divisions
 from anybatch.core.evidence import Evidence
 from anybatch.core.memory import Candidate, Memory
 from anybatch.core.pace import Pace
-from anybatch.core.plan import Away
+from anybatch.core.plan import OffloadPlan
 from anybatch.core.scale import Scale, ScaleRow
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect", "line"}
@@ -116,9 +116,9 @@ def log_of(
     metric: str = "accuracy",
     loss: Callable[[int], float] = float,
     *,
-    apart: bool = False,
+    separate: bool = False,
 ) -> bytes:
-    """Return a metrics.jsonl of so many epochs, of `each` steps; seconds of steps may be `apart`.
+    """Return a metrics.jsonl of so many epochs, of `each` steps; `separate` splits their seconds.
 
     R_O is 1/4 but in the first step, whose memory is measured.
     """
@@ -129,9 +129,9 @@ def log_of(
             seconds = 0.01 + step / 1000
             found |= {"samples": 64, "micro_batches": 2, "seconds": seconds}
             found |= {"peak_bytes": MIB if step == 1 else None, "images_per_second": 64 / seconds}
-            if apart:
+            if separate:
                 found |= {"computing_seconds": 8 * seconds / 9, "waiting_seconds": seconds / 9}
-            if apart and step == 1:
+            if separate and step == 1:
                 found |= {"computing_seconds": seconds, "waiting_seconds": 7 * seconds}
             lines.append(found)
         row = {"kind": "epoch", "epoch": epoch, "step": epoch * each, "metric": metric}
@@ -172,15 +172,15 @@ def scaled(plan: Plan, text: str = "") -> Plan:
     return replace(plan, pace=Pace(2.0, (1.5, 2.5), 9, 0.25, epoch=90), scale=found)
 
 
-def away(plan: Plan) -> Plan:
+def with_offload(plan: Plan) -> Plan:
     """Return the plan with a candidate whose saved tensors leave."""
     assert plan.memory is not None
-    more = replace(plan.memory.candidates[0], away=True)
+    more = replace(plan.memory.candidates[0], offloaded=True)
     memory = replace(plan.memory, candidates=(*plan.memory.candidates, more))
-    return replace(plan, memory=memory, offload=Away("file", None, (1, 1), 1, 1, 1))
+    return replace(plan, memory=memory, offload=OffloadPlan("file", None, (1, 1), 1, 1, 1))
 
 
-def known_of(text: str = "", **more: Any) -> Known:
+def record_of(text: str = "", **more: Any) -> RunRecord:
     """Return a run that has everything a page can show; `text` is in each word of a person's."""
     config = {
         "settings": {"data": f"digits{text}", "batch_size": 64, "memory": "4MiB", "seed": 3},
@@ -191,11 +191,11 @@ def known_of(text: str = "", **more: Any) -> Known:
     }
     end = {"steps": 12, "epochs": 3, "seconds": 75.5, "parameters": 999, "resumed": 1}
     step = timed()
-    made = Known(
+    made = RunRecord(
         "train",
         config,
         {**end, "interrupted": False, "stopped": None},
-        History.of(log_of()),
+        RunHistory.of(log_of()),
         scaled(plan_of(f"cross-entropy{text}", (f"one pass{text}",)), text),
         Envelope.of(replace(step, title=f"{step.title}{text}")),
         (f"something is missing{text}",) if text else (),

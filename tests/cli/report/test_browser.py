@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.report.pages import away, in_order, known_of, log_of, plan_of
+from tests.cli.report.pages import in_order, log_of, plan_of, record_of, with_offload
 
-from anybatch.cli.report.history import History
+from anybatch.cli.report.history import RunHistory
 from anybatch.cli.report.page import page_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -105,9 +105,11 @@ def chromium() -> Iterator[Any]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything that a page can have, and long names."""
     path = tmp_path_factory.mktemp("page") / "report.html"
-    history = History.of(log_of(apart=True))
-    known = known_of(f" {LONG}", step=in_order(), plan=away(plan_of(LONG)), history=history)
-    path.write_text(page_of(known))
+    history = RunHistory.of(log_of(separate=True))
+    record = record_of(
+        f" {LONG}", step=in_order(), plan=with_offload(plan_of(LONG)), history=history
+    )
+    path.write_text(page_of(record))
     return path
 
 
@@ -115,15 +117,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened(chromium: Any, file: Path, width: int = 1440, **more: Any) -> Iterator[Any]:
     """Open a page; nothing but itself may be asked for, and nothing be complained about."""
     context = chromium.new_context(viewport={"width": width, "height": 900}, **more)
-    asked, said = list[str](), list[str]()
-    context.on("request", lambda request: asked.append(request.url))
+    requests, said = list[str](), list[str]()
+    context.on("request", lambda request: requests.append(request.url))
     context.route(lambda url: not url.startswith("file:"), lambda route: route.abort())
     page = context.new_page()
     page.on("console", lambda message: said.append(message.text))
     page.on("pageerror", lambda error: said.append(str(error)))
     page.goto(file.as_uri())
     yield page
-    assert asked == [file.as_uri()]
+    assert requests == [file.as_uri()]
     assert said == []
     context.close()
 
@@ -154,7 +156,7 @@ def test_every_word_can_be_read_and_nothing_is_cut_off(
         assert (sum(map(int, ground[4:-1].split(","))) > 384) is (scheme == "light")
 
 
-def test_figures_stand_side_by_side_where_there_is_room(chromium: Any, file: Path) -> None:
+def test_figures_stand_side_by_side_where_the_page_is_wide(chromium: Any, file: Path) -> None:
     tops = {}
     for width in (360, 1440):
         with opened(chromium, file, width) as page:
@@ -232,7 +234,7 @@ def test_what_is_drawn_is_named_to_those_who_do_not_see_it(chromium: Any, file: 
         assert page.get_by_role("img").count() == page.locator("figure").count()
 
 
-def test_on_paper_it_is_black_on_white_and_whole(chromium: Any, file: Path) -> None:
+def test_on_paper_it_is_black_on_white_and_complete(chromium: Any, file: Path) -> None:
     with opened(chromium, file, 720, color_scheme="dark") as page:
         open_all(page)
         page.emulate_media(media="print", color_scheme="dark")
@@ -246,7 +248,7 @@ def test_on_paper_it_is_black_on_white_and_whole(chromium: Any, file: Path) -> N
 
 def test_a_page_with_a_hostile_name_runs_nothing(chromium: Any, tmp_path: Path) -> None:
     path = tmp_path / "hostile.html"
-    path.write_text(page_of(known_of("<img src=x onerror=alert(1)><script>alert(2)</script>")))
+    path.write_text(page_of(record_of("<img src=x onerror=alert(1)><script>alert(2)</script>")))
     alerts = list[str]()
     with opened(chromium, path) as page:
         page.on("dialog", lambda dialog: alerts.append(dialog.message) or dialog.dismiss())

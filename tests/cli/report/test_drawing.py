@@ -52,7 +52,7 @@ def test_lines_go_through_their_values_on_one_scale(seed: int) -> None:
     draw = np.random.default_rng(seed)
     x = np.sort(draw.uniform(0, 9, 12))
     values = draw.normal(0, 10.0**seed, (2, 12))
-    svg = read(draw_lines(TITLED, [Line(list(x), list(one)) for one in values], "x", whole=False))
+    svg = read(draw_lines(TITLED, [Line(list(x), list(one)) for one in values], "x", integer=False))
     lines = [line_of(svg, i) for i in range(2)]
     for points in lines:
         assert affine(x, points[:, 0])[0] > 0

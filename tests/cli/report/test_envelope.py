@@ -26,16 +26,16 @@ def highest(step: StepTimeline, begin: float, end: float) -> int:
 
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("most", [1, 7, 400])
-def test_each_stretch_is_told_by_its_highest_moment(name: str, most: int) -> None:
+def test_each_stretch_is_shown_by_its_highest_moment(name: str, most: int) -> None:
     step = STEPS[name]
     found = Envelope.of(step, most)
     sums = [sum(row) for row in found.live]
     assert len(sums) <= most
     assert max(sums) == found.peak == step.peak
     assert (found.edges[0], found.edges[-1]) == pytest.approx((step.edges[0], step.edges[-1]))
-    for begin, end, told in zip(found.edges, found.edges[1:], sums, strict=False):
-        assert told >= highest(step, begin, end)
-        assert told in step.ledger.live.sum(1)
+    for begin, end, peak in zip(found.edges, found.edges[1:], sums, strict=False):
+        assert peak >= highest(step, begin, end)
+        assert peak in step.ledger.live.sum(1)
     there = {
         name for name, most in zip(step.ledger.owners, step.ledger.live.max(0), strict=True) if most
     }
@@ -44,18 +44,18 @@ def test_each_stretch_is_told_by_its_highest_moment(name: str, most: int) -> Non
 
 @given(most=st.integers(1, 60))
 def test_merged_stretches_keep_the_highest_and_the_peak(most: int) -> None:
-    whole = Envelope.of(timed(), 50)
-    few = whole.merged(most)
+    full = Envelope.of(timed(), 50)
+    few = full.merged(most)
     assert len(few.live) == min(most, 50)
     assert len(few.edges) == len(few.live) + 1
-    assert set(few.edges) <= set(whole.edges)
+    assert set(few.edges) <= set(full.edges)
     for begin, end, row in zip(few.edges, few.edges[1:], few.live, strict=False):
-        inside = [i for i, edge in enumerate(whole.edges[:-1]) if begin <= edge < end]
-        assert sum(row) == max(sum(whole.live[i]) for i in inside)
-        assert row in [whole.live[i] for i in inside]
+        inside = [i for i, edge in enumerate(full.edges[:-1]) if begin <= edge < end]
+        assert sum(row) == max(sum(full.live[i]) for i in inside)
+        assert row in [full.live[i] for i in inside]
     lengths = np.diff(few.edges)
     times = [np.array([row[i] for row in few.busy]) @ lengths for i in range(3)]
-    before = [np.array([row[i] for row in whole.busy]) @ np.diff(whole.edges) for i in range(3)]
+    before = [np.array([row[i] for row in full.busy]) @ np.diff(full.edges) for i in range(3)]
     assert times == pytest.approx(before)
 
 
@@ -65,12 +65,12 @@ def test_what_was_written_is_read_again(name: str) -> None:
     assert Envelope.from_json(found.to_json()) == found
 
 
-def test_an_owner_looks_the_same_in_every_step_and_no_two_look_alike() -> None:
-    known = {"parameters", "optimizer", "activations"}
+def test_an_owner_has_one_style_in_every_step_and_no_two_share_it() -> None:
+    colored_owners = {"parameters", "optimizer", "activations"}
     first, other = Envelope.of(ordered()), Envelope.of(ordered(3))
     styles = [dict(zip(one.owners, one.styles, strict=True)) for one in (first, other)]
-    assert [{styles[0][name], styles[1][name]} for name in known] == [
-        {styles[0][name]} for name in known
+    assert [{styles[0][name], styles[1][name]} for name in colored_owners] == [
+        {styles[0][name]} for name in colored_owners
     ]
     fewer = replace(first, owners=("optimizer", "nobody's"))
     assert fewer.styles[0] == styles[0]["optimizer"]

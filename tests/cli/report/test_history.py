@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cli.report.pages import log_of
 
-from anybatch.cli.report.history import History, bins, quartiles, spans, thinned
+from anybatch.cli.report.history import RunHistory, bins, quartiles, spans, thinned
 
 FLOATS = st.floats(-1e6, 1e6)
 
 
 def test_a_log_is_read_line_by_line() -> None:
     text = log_of(epochs=2, each=3)
-    found = History.of(text)
+    found = RunHistory.of(text)
     lines = [json.loads(line) for line in text.splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]
     assert [one.loss for one in found.steps] == [line["loss"] for line in steps]
     assert [one.speed for one in found.steps] == [line["images_per_second"] for line in steps]
     assert [row.test_loss for row in found.epochs] == [2.75, 1.375]
     assert (found.measured, found.broken) == (1 << 20, 0)
-    assert History().measured is None
+    assert RunHistory().measured is None
 
 
 @pytest.mark.parametrize(
@@ -49,16 +49,16 @@ def test_a_log_is_read_line_by_line() -> None:
     ids=str,
 )
 def test_a_broken_line_is_counted_and_the_others_are_read(line: bytes) -> None:
-    whole = log_of(epochs=1)
-    found = History.of(whole + line + b"\n" + whole)
+    full = log_of(epochs=1)
+    found = RunHistory.of(full + line + b"\n" + full)
     assert found.broken == 1
-    assert len(found.steps) == 2 * len(History.of(whole).steps)
+    assert len(found.steps) == 2 * len(RunHistory.of(full).steps)
     assert len(found.epochs) == 2
 
 
 def test_a_change_on_the_way_is_a_sentence() -> None:
     line = {"kind": "batchnorm", "epoch": 4, "step": 9, "change": "BatchNorm is exact now"}
-    found = History.of(json.dumps(line).encode())
+    found = RunHistory.of(json.dumps(line).encode())
     assert found.changes == ("After epoch 4: BatchNorm is exact now.",)
 
 

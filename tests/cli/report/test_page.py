@@ -11,29 +11,29 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.cli.report.pages import Node, away, in_order, known_of, log_of, plan_of, read
+from tests.cli.report.pages import Node, in_order, log_of, plan_of, read, record_of, with_offload
 
 from anybatch.cli.report import drawing
-from anybatch.cli.report.history import History, Spent, Step
-from anybatch.cli.report.known import Known
+from anybatch.cli.report.history import LoggedStep, RunHistory, Spent
 from anybatch.cli.report.overhead import Overhead
 from anybatch.cli.report.page import page_of, parts_of
+from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.svg import ROLES
 from anybatch.cli.report.words import number, percent, seconds
 from anybatch.core.memory import verdicts
 from anybatch.core.units import show_bytes
 
 PAGES = {
-    "whole run": known_of(),
-    "step in order": known_of(step=in_order(), plan=away(plan_of())),
-    "one epoch": known_of(history=History.of(log_of(epochs=1))),
-    "one step": known_of(history=History.of(log_of(epochs=1, each=1)), plan=plan_of()),
-    "no epoch": known_of(history=History.of(log_of().splitlines()[0])),
-    "long": known_of(history=History.of(log_of(epochs=90, each=30))),
-    "plan": known_of(command="plan", summary=None, history=History()),
-    "own steps": known_of(history=History.of(log_of(apart=True)), plan=plan_of()),
-    "bare": Known("train", {}),
-    "not finite": known_of(history=History.of(log_of().replace(b"2.75", b"NaN"))),
+    "whole run": record_of(),
+    "step in order": record_of(step=in_order(), plan=with_offload(plan_of())),
+    "one epoch": record_of(history=RunHistory.of(log_of(epochs=1))),
+    "one step": record_of(history=RunHistory.of(log_of(epochs=1, each=1)), plan=plan_of()),
+    "no epoch": record_of(history=RunHistory.of(log_of().splitlines()[0])),
+    "long": record_of(history=RunHistory.of(log_of(epochs=90, each=30))),
+    "plan": record_of(command="plan", summary=None, history=RunHistory()),
+    "own steps": record_of(history=RunHistory.of(log_of(separate=True)), plan=plan_of()),
+    "bare": RunRecord("train", {}),
+    "not finite": record_of(history=RunHistory.of(log_of().replace(b"2.75", b"NaN"))),
 }
 HOSTILE = (
     """ <script>alert(1)</script>"'><img src=x onerror=alert(1)> {{ 7 * 7 }} {% raw %} $x_$ &lt;"""
@@ -108,7 +108,7 @@ def test_tables_say_what_they_are_and_scroll_by_keyboard(page: Node) -> None:
             assert cells[0].attributes["scope"] == "row"
 
 
-def test_every_figure_is_named_described_and_told_in_numbers(page: Node) -> None:
+def test_every_figure_is_named_described_and_printed_in_numbers(page: Node) -> None:
     for figure in page.all("figure"):
         (svg,) = [one for one in figure.all("svg") if one.attributes.get("role") == "img"]
         title, desc = (svg.all(tag)[0] for tag in ("title", "desc"))
@@ -136,7 +136,7 @@ def test_colours_are_those_of_the_page(page: Node) -> None:
 
 
 def test_nothing_that_a_person_names_becomes_a_part_of_the_page() -> None:
-    clean, hostile = read(page_of(known_of())), read(page_of(known_of(HOSTILE)))
+    clean, hostile = read(page_of(record_of())), read(page_of(record_of(HOSTILE)))
     assert not hostile.all("script", "img")
     words = " ".join(HOSTILE.split())
     assert hostile.text.count(words) >= 15
@@ -145,12 +145,12 @@ def test_nothing_that_a_person_names_becomes_a_part_of_the_page() -> None:
     for one in clean.walk():
         extra.remove(one.tag)
     assert set(extra) <= {"span", "p"}  # words of a command, and the note
-    metric = History.of(log_of(metric=HOSTILE))
-    assert not read(page_of(known_of(history=metric))).all("script", "img")
+    metric = RunHistory.of(log_of(metric=HOSTILE))
+    assert not read(page_of(record_of(history=metric))).all("script", "img")
 
 
 def test_names_that_are_no_text_are_shown_all_the_same() -> None:
-    assert "digits? \x00" in page_of(known_of("\udcff \x00"))
+    assert "digits? \x00" in page_of(record_of("\udcff \x00"))
 
 
 def table(page: Node, name: str) -> list[list[str]]:
@@ -159,7 +159,7 @@ def table(page: Node, name: str) -> list[list[str]]:
 
 def test_tables_hold_the_numbers_of_the_log() -> None:
     text = log_of(epochs=5, each=4, loss=lambda step: 2.0 / step + 1e-7)
-    page = read(page_of(known_of(history=History.of(text))))
+    page = read(page_of(record_of(history=RunHistory.of(text))))
     lines = [json.loads(line) for line in text.splitlines()]
     rows = [line for line in lines if line["kind"] == "epoch"]
     assert table(page, "loss-numbers") == [
@@ -175,15 +175,15 @@ def test_tables_hold_the_numbers_of_the_log() -> None:
     ]
 
 
-def test_one_epoch_is_told_step_by_step() -> None:
+def test_one_epoch_is_listed_step_by_step() -> None:
     text = log_of(epochs=1, each=7, loss=lambda step: 1.0 / step)
-    page = read(page_of(known_of(history=History.of(text))))
+    page = read(page_of(record_of(history=RunHistory.of(text))))
     losses = [f"{1 / step:.5g}" for step in range(1, 8)]
     assert table(page, "loss-numbers") == [[str(i + 1), one] for i, one in enumerate(losses)]
     assert table(page, "epoch-numbers") == [["Loss", "2.5", "2.75"], ["Accuracy", "0.5", "0.375"]]
 
 
-def test_a_long_run_is_told_in_few_rows_and_says_so() -> None:
+def test_a_long_run_is_listed_in_few_rows_and_says_so() -> None:
     page = read(page_of(PAGES["long"]))
     assert len(page_of(PAGES["long"])) < 400_000
     rows = table(page, "loss-numbers")
@@ -195,19 +195,19 @@ def test_a_long_run_is_told_in_few_rows_and_says_so() -> None:
 
 
 def test_candidates_are_those_of_the_plan() -> None:
-    plan = away(plan_of())
+    plan = with_offload(plan_of())
     assert plan.memory is not None
-    page = read(page_of(known_of(plan=plan)))
+    page = read(page_of(record_of(plan=plan)))
     rows = table(page, "candidates")
-    told = verdicts(plan.memory, 32, away=True)
+    reported = verdicts(plan.memory, 32, offloaded=True)
     assert [(row[0], row[1]) for row in rows] == [
-        (str(one.micro_batch), why or "-") for one, why in told
+        (str(one.micro_batch), why or "-") for one, why in reported
     ]
-    assert [row[3] for row in rows] == [show_bytes(one.peak_bytes) for one, _ in told]
+    assert [row[3] for row in rows] == [show_bytes(one.peak_bytes) for one, _ in reported]
     assert [row[4] for row in rows] == ["stay"] * 4 + ["leave"]
     plain = plan_of()
     assert plain.memory is not None
-    shown = read(page_of(known_of(plan=plain)))
+    shown = read(page_of(record_of(plan=plain)))
     why = [row[1] for row in table(shown, "candidates")]
     lost = [
         *("runner-up: 33 % slower", "chosen: the fastest timed"),
@@ -218,9 +218,9 @@ def test_candidates_are_those_of_the_plan() -> None:
     assert pre.text == " ".join(str(plain).split())
 
 
-def test_memory_is_told_by_owner_against_the_budget() -> None:
-    known = known_of()
-    page = read(page_of(known))
+def test_memory_is_shown_by_owner_against_the_budget() -> None:
+    record = record_of()
+    page = read(page_of(record))
     assert table(page, "owners") == [
         ["activations", "1.0 MiB", "25.00 %"],
         ["cross-entropy", "1.0 MiB", "25.00 %"],
@@ -230,7 +230,7 @@ def test_memory_is_told_by_owner_against_the_budget() -> None:
     assert (
         "Measured peak 1.0 MiB most of the measured steps; 50.00 % of the prediction" in page.text
     )
-    step = known.step
+    step = record.step
     assert step is not None
     rows = table(page, "timeline-numbers")
     few = step.merged(48)
@@ -238,14 +238,14 @@ def test_memory_is_told_by_owner_against_the_budget() -> None:
     marked = [row for row in page.by_id("timeline-numbers").all("tr") if row.has("marked")]
     assert [row.all("td")[1].text for row in marked] == [show_bytes(step.peak)]
     over = replace(plan_of(), memory=replace(plan_of().memory, budget=MIB_LESS))  # type: ignore[type-var]
-    assert "hold 1.0 KiB more than the budget" in read(page_of(known_of(plan=over))).text
+    assert "hold 1.0 KiB more than the budget" in read(page_of(record_of(plan=over))).text
 
 
 MIB_LESS = (1 << 20) - 1024
 
 
 def test_convolutions_and_scale_out_are_tables() -> None:
-    page = read(page_of(known_of()))
+    page = read(page_of(record_of()))
     takes = 0.25 + 0.25 + 0.125 + 0.5
     kernel = ["forward", "64", "3 to 8", "7 x 5", "fft@24 x 2, cross-entropy@16"]
     figures = [seconds(takes), "4.5 s", "1.0 MiB", f"{4.5 / takes:.1f}"]
@@ -255,15 +255,15 @@ def test_convolutions_and_scale_out_are_tables() -> None:
     assert [row.all("td")[0].text for row in marked] in (["1.07 s"], ["2"])
     for word in ("twice as fast", "up to 3 GPUs", "Assumed: nothing", "3 min", "1.5 s to 2.5 s"):
         assert word in page.text
-    without = read(page_of(known_of(plan=plan_of()))).text
+    without = read(page_of(record_of(plan=plan_of()))).text
     assert "Scale-out" not in without
     assert "A step of the real loop" not in without
 
 
 def test_the_steps_of_a_run_tell_what_more_gpus_could_bring() -> None:
     """R_O is 1/4: so it is 1.25 / (1/4 + 1/G) times as fast, and never 5 times."""
-    history = History.of(log_of(epochs=4, apart=True))
-    page = read(page_of(known_of(history=history, plan=plan_of())))
+    history = RunHistory.of(log_of(epochs=4, separate=True))
+    page = read(page_of(record_of(history=history, plan=plan_of())))
     rows = table(page, "scaling-numbers")
     gpus = [int(row[0]) for row in rows]
     assert gpus == [1, 2, 3, 4, 6, 8, 12, 16]
@@ -274,13 +274,13 @@ def test_the_steps_of_a_run_tell_what_more_gpus_could_bring() -> None:
     for word in ("R_O 0.25", "gets beyond 5 times", "Measured: 15 steps", "Left out: summing grad"):
         assert word in section
     few = {"settings": {"batch_size": 3}}
-    short = read(page_of(known_of(history=history, plan=None, config=few)))
+    short = read(page_of(record_of(history=history, plan=None, config=few)))
     assert [row[0] for row in table(short, "scaling-numbers")] == ["1", "2", "3"]
     single, several = {"settings": {"batch_size": 1}}, {"process": {"ranks": 2}}
     for config in (single, several):
-        bare = read(page_of(known_of(history=history, plan=None, config=config)))
+        bare = read(page_of(record_of(history=history, plan=None, config=config)))
         assert "Scale-out" not in bare.text
-    foreseen = read(page_of(known_of(history=history)))
+    foreseen = read(page_of(record_of(history=history)))
     assert table(foreseen, "scaling-numbers")[1] == ["2", "1.07 s", "1.875", "93.75 %", "1.75"]
 
 
@@ -291,7 +291,7 @@ def test_the_steps_of_a_run_tell_what_more_gpus_could_bring() -> None:
     )
 )
 def test_overhead_is_that_of_the_sums(rows: list[tuple[float, float, float, int | None]]) -> None:
-    steps = [Step(i, 1.0, 1.0, row[3], Spent(*row[:3])) for i, row in enumerate(rows)]
+    steps = [LoggedStep(i, 1.0, 1.0, row[3], Spent(*row[:3])) for i, row in enumerate(rows)]
     found = Overhead.of(steps)
     counted = [row for row in rows if row[3] is None] or rows[1:]
     waiting, computing, rest = (sum(row[i] for row in counted) for i in range(3))
@@ -304,13 +304,13 @@ def test_overhead_is_that_of_the_sums(rows: list[tuple[float, float, float, int 
 
 
 def test_a_log_without_such_seconds_or_with_nonsense_tells_nothing() -> None:
-    assert Overhead.of(History.of(log_of()).steps) is None
-    log = log_of(epochs=1, apart=True)
+    assert Overhead.of(RunHistory.of(log_of()).steps) is None
+    log = log_of(epochs=1, separate=True)
     assert (
-        Overhead.of(History.of(log.replace(b'"seconds": ', b'"seconds": 1e999, "was": ')).steps)
+        Overhead.of(RunHistory.of(log.replace(b'"seconds": ', b'"seconds": 1e999, "was": ')).steps)
         is None
     )
-    assert History.of(
+    assert RunHistory.of(
         log.replace(b'"waiting_seconds": ', b'"waiting_seconds": null, "was": ')
     ).broken
 
@@ -324,43 +324,49 @@ def test_a_log_without_such_seconds_or_with_nonsense_tells_nothing() -> None:
     ],
 )
 def test_how_it_ended_is_said(end: dict[str, Any], tone: str, words: str) -> None:
-    known = known_of()
-    found = parts_of(replace(known, summary={**(known.summary or {}), **end}))
+    record = record_of()
+    found = parts_of(replace(record, summary={**(record.summary or {}), **end}))
     assert found.tone == tone
     assert words in found.ending
-    assert "it was killed" in parts_of(replace(known, summary=None)).ending
-    assert parts_of(replace(known, command="plan")).ending == "Planned. Nothing was trained."
+    assert "it was killed" in parts_of(replace(record, summary=None)).ending
+    assert parts_of(replace(record, command="plan")).ending == "Planned. Nothing was trained."
 
 
 def test_broken_lines_are_said() -> None:
     for count, words in ((1, "1 line of metrics"), (2, "2 lines of metrics")):
-        history = History.of(log_of() + b"{\n" * count)
-        assert words in " ".join(parts_of(known_of(history=history)).notes)
+        history = RunHistory.of(log_of() + b"{\n" * count)
+        assert words in " ".join(parts_of(record_of(history=history)).notes)
 
 
 def test_the_command_is_one_that_can_be_run() -> None:
-    told = {"data": "my photos/", "batch_size": 7, "image_size": [4, 9], "seed": 0, "flip": False}
-    told |= {"memory": "1MiB", "skip_corrupt": True, "out": None}
-    known = Known("train", {"settings": told, "process": {"ranks": 3}})
-    assert known.words == (
+    reported = {
+        "data": "my photos/",
+        "batch_size": 7,
+        "image_size": [4, 9],
+        "seed": 0,
+        "flip": False,
+    }
+    reported |= {"memory": "1MiB", "skip_corrupt": True, "out": None}
+    record = RunRecord("train", {"settings": reported, "process": {"ranks": 3}})
+    assert record.words == (
         "torchrun --nproc-per-node=3 -m anybatch train --data 'my photos/' --batch-size 7 "
         "--memory 1MiB --image-size 9x4 --no-flip --skip-corrupt"
     )
-    assert Known("plan", {"settings": {}}).words == "anybatch plan"
+    assert RunRecord("plan", {"settings": {}}).words == "anybatch plan"
 
 
-def test_the_same_data_give_the_same_page_whatever_matplotlib_is_told() -> None:
+def test_the_same_data_give_the_same_page_under_any_matplotlib_setting() -> None:
     import matplotlib
 
-    first = page_of(known_of())
+    first = page_of(record_of())
     with matplotlib.rc_context({"font.size": 30, "lines.linewidth": 9, "axes.grid": False}):
-        assert page_of(known_of()) == first
+        assert page_of(record_of()) == first
         assert matplotlib.rcParams["font.size"] == 30
 
 
 def test_without_matplotlib_the_tables_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    page = read(page_of(known_of()))
+    page = read(page_of(record_of()))
     figures = page.all("figure")
     assert len(figures) == 5
     for figure in figures:
@@ -374,7 +380,7 @@ def test_a_figure_that_cannot_be_drawn_leaves_its_numbers(monkeypatch: pytest.Mo
         raise ZeroDivisionError("no")
 
     monkeypatch.setattr(drawing, "inlined", broken)
-    page = read(page_of(known_of()))
+    page = read(page_of(record_of()))
     assert "The figure could not be drawn (ZeroDivisionError: no)." in page.text
     assert len(table(page, "loss-numbers")) == 3
 
@@ -412,5 +418,5 @@ CONFIG = {
     config=st.fixed_dictionaries({}, optional=CONFIG),
     end=st.fixed_dictionaries({}, optional=dict.fromkeys(END, JSON)),
 )
-def test_whatever_the_files_hold_there_is_a_page(config: dict[str, Any], end: Any) -> None:
-    read(page_of(Known("train", config, end)))
+def test_any_contents_of_the_files_make_a_page(config: dict[str, Any], end: Any) -> None:
+    read(page_of(RunRecord("train", config, end)))

@@ -71,12 +71,12 @@ def test_a_run_leaves_a_page_with_its_own_numbers(run: Path) -> None:
 def test_a_scale_out_in_the_plan_of_a_run_is_shown(copied: Path) -> None:
     plan = Plan.from_json((copied / "plan.json").read_text())
     (copied / "plan.json").write_text(scaled(plan, " at last").to_json())
-    page = read(page_of(saved.known_of(copied)))
+    page = read(page_of(saved.record_of(copied)))
     assert [row[0] for row in page.by_id("scaling-numbers").cells()] == ["1", "2", "8"]
     assert "twice as fast at last" in page.by_id("scale").text
 
 
-def test_the_planned_step_is_kept_as_data(run: Path) -> None:
+def test_the_planned_step_is_saved_as_data(run: Path) -> None:
     step = Envelope.from_json((run / "timeline.json").read_text())
     plan = Plan.from_json((run / "plan.json").read_text())
     assert plan.memory is not None
@@ -126,7 +126,7 @@ def test_a_file_that_is_broken_is_named_and_the_rest_is_shown(
     copied: Path, name: str, content: bytes, words: str
 ) -> None:
     (copied / name).write_bytes(content)
-    page = read(page_of(saved.known_of(copied)))
+    page = read(page_of(saved.record_of(copied)))
     assert words in page.text
     assert page.by_id("loss-numbers").cells()
 
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_read_is_named(copied: Path) -> None:
     for name in ("plan.json", "metrics.jsonl"):
         (copied / name).unlink()
         (copied / name).mkdir()
-    text = read(page_of(saved.known_of(copied))).text
+    text = read(page_of(saved.record_of(copied))).text
     assert "plan.json cannot be read: Is a directory." in text
     assert "metrics.jsonl cannot be read: Is a directory." in text
 
@@ -149,7 +149,7 @@ def test_what_is_no_run_folder_is_refused(
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(RunFolderError, match=rf"a report needs a run folder, with .*{reason}"):
-        saved.known_of(tmp_path)
+        saved.record_of(tmp_path)
     ended = command("report", tmp_path)
     assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1)
     assert "Give the folder that a training named." in ended.stderr
@@ -218,7 +218,7 @@ def test_a_full_disk_does_not_lose_the_run(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*.part"))
 
 
-def test_an_interrupted_run_has_a_page_and_a_resumed_one_the_whole_history(tmp_path: Path) -> None:
+def test_an_interrupted_run_has_a_page_and_a_resumed_one_the_full_history(tmp_path: Path) -> None:
     out = tmp_path / "run"
     settings = Settings(**{**vars(QUICK), "out": out})
     with pytest.raises(Interrupted):
@@ -257,7 +257,7 @@ def test_the_page_is_the_runs_own_when_it_is_overwritten(copied: Path) -> None:
     assert (copied / "report.html").exists()
 
 
-def test_a_plan_writes_a_page_only_where_it_is_told(
+def test_a_plan_writes_a_page_only_on_request(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

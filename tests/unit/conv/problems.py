@@ -25,16 +25,16 @@ KINDS: dict[str, dict[str, object]] = {
 """What is special -> how a problem has it, in all directions alike."""
 
 
-def problem(kernel: str, dims: int, kind: str) -> Problem:
+def problem(kernel: str, dims: int, variant: str) -> Problem:
     """A small problem; its sizes differ between the directions."""
-    given = {"channels": 4, "filters": 6, "groups": 1, **KINDS[kind]}
+    options = {"channels": 4, "filters": 6, "groups": 1, **KINDS[variant]}
     window = (3, 5, 2)[:dims] if dims > 1 else (5,)
     image = (13, 11, 9)[:dims]
     alike = {
-        name: (int(str(given.pop(name, plain))),) * dims
+        name: (int(str(options.pop(name, plain))),) * dims
         for name, plain in (("stride", 1), ("padding", 0), ("dilation", 1))
     }
-    return Problem(kernel, image=image, window=window, **given, **alike)  # type: ignore[arg-type]
+    return Problem(kernel, image=image, window=window, **options, **alike)  # type: ignore[arg-type]
 
 
 def drawn(rng: random.Random, dtype: str) -> Problem:

@@ -11,7 +11,7 @@ import torch
 from tests.unit.conv.problems import KINDS, bound, distance, drawn, operands, problem, wanted
 
 from anybatch.conv.algorithms import ALGORITHMS, candidates, computed, native
-from anybatch.conv.circles import good_length, options, tiled, whole
+from anybatch.conv.circles import full_circles, good_length, options, tiled
 from anybatch.conv.fourier import Fourier
 from anybatch.conv.measuring import held
 from anybatch.conv.problem import KERNELS, Problem
@@ -30,14 +30,14 @@ def check(one: Problem, size: int) -> None:
         assert distance(found, true, scale) <= bound(one, own), (name, one)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_an_algorithm_is_as_exact_as_torchs_own(
-    kernel: str, dims: int, kind: str, dtype: str
+    kernel: str, dims: int, variant: str, dtype: str
 ) -> None:
-    one = replace(problem(kernel, dims, kind), dtype=dtype)
+    one = replace(problem(kernel, dims, variant), dtype=dtype)
     for size in (1, 3):
         check(one, size)
 
@@ -73,7 +73,7 @@ def test_tiles_are_for_images_much_larger_than_the_window() -> None:
     long = Problem("forward", 32, 32, (4096,), (255,), (1,), (127,), (1,))
     found = tiled(long)
     assert found is not None
-    assert found[0].length < whole(long)[0].length // 2
+    assert found[0].length < full_circles(long)[0].length // 2
     assert candidates(long)[-1] == "overlap_save"
     assert held(long, 1, "overlap_save") < held(long, 1, "fft") / 2
     short = replace(long, image=(255,))

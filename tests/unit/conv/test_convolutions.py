@@ -54,8 +54,8 @@ def _torchs_own_is_back() -> Iterator[None]:
 def own(one: Problem, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, filters and a bias that want gradients."""
     torch.manual_seed(0)
-    given = torch.randn(5, one.channels, *one.image), torch.randn(one.weight)
-    rows, filters = (t.to(dtype).requires_grad_() for t in given)
+    inputs = torch.randn(5, one.channels, *one.image), torch.randn(one.weight)
+    rows, filters = (t.to(dtype).requires_grad_() for t in inputs)
     return rows, filters, torch.randn(one.filters, dtype=dtype, requires_grad=True)
 
 
@@ -69,20 +69,20 @@ def computed(one: Problem, x: Tensor, w: Tensor, b: Tensor | None) -> list[Tenso
 
 
 @pytest.mark.usefixtures("divided")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_a_layer_and_its_gradients_are_torchs(dims: int, kind: str) -> None:
-    one = problem("forward", dims, kind)
+def test_a_layer_and_its_gradients_are_torchs(dims: int, variant: str) -> None:
+    one = problem("forward", dims, variant)
     x, w, b = own(one)
     true = computed(one, x, w, b)
     with anybatch.convolutions() as found:
         ours = computed(one, x, w, b)
-        alone = computed(one, x, w, None)
+        single = computed(one, x, w, None)
     assert [str(c) for c in found.configurations] == ["fft@2 x 2, fft@1"] * 3
     for mine, its in zip(ours, true, strict=True):
         assert distance(mine, its) <= 1e-12
         assert mine.stride() == its.stride()
-    assert distance(alone[1], true[1]) <= 1e-12
+    assert distance(single[1], true[1]) <= 1e-12
     assert "times as fast" in str(found)
 
 
@@ -115,11 +115,11 @@ def test_the_format_of_a_result_is_torchs(form: str) -> None:
 
 @pytest.mark.large(few=1)
 @pytest.mark.usefixtures("divided")
-@pytest.mark.parametrize("kind", ["plain", "all", "depthwise"])
+@pytest.mark.parametrize("variant", ["plain", "all", "depthwise"])
 @pytest.mark.parametrize("dims", [1, 2])
-def test_derivatives_of_first_and_second_order(dims: int, kind: str) -> None:
-    one = problem("forward", dims, kind)
-    small = [5, 4] if kind != "all" else [7, 6]
+def test_derivatives_of_first_and_second_order(dims: int, variant: str) -> None:
+    one = problem("forward", dims, variant)
+    small = [5, 4] if variant != "all" else [7, 6]
     torch.manual_seed(0)
     x = torch.randn(3, one.channels, *small[:dims], dtype=torch.float64, requires_grad=True)
     w = torch.randn(one.filters, one.channels // one.groups, *(2, 3)[:dims], dtype=torch.float64)
@@ -194,7 +194,7 @@ def test_half_precision_is_nearer_to_the_truth_than_torchs() -> None:
 
 
 @pytest.mark.usefixtures("divided")
-def test_an_error_inside_and_several_threads_leave_torchs_kernels() -> None:
+def test_an_error_inside_and_several_threads_restore_torchs_kernels() -> None:
     x, w = torch.randn(3, 2, 9), torch.randn(4, 2, 3)
     true, found, barrier = F.conv1d(x, w), list[float](), threading.Barrier(3)
 
@@ -223,7 +223,7 @@ def test_an_error_inside_and_several_threads_leave_torchs_kernels() -> None:
     assert outer.chosen
 
 
-def test_what_is_measured_is_kept_and_a_real_choice_is_right(tmp_path: Path) -> None:
+def test_what_is_measured_is_saved_and_a_real_choice_is_right(tmp_path: Path) -> None:
     cache = tmp_path / "of" / "costs.sqlite"
     layer, x = nn.Conv1d(4, 4, 65, padding=32, groups=4), torch.randn(4, 4, 256)
     true = layer(x).detach()
@@ -304,7 +304,7 @@ def test_what_is_unusual_goes_to_torch() -> None:
 
 
 @pytest.mark.usefixtures("divided")
-def test_without_a_folder_for_it_nothing_is_kept_and_that_is_said(
+def test_without_a_folder_for_it_nothing_is_saved_and_that_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "anybatch").write_text("a file where the folder should be")
@@ -335,10 +335,10 @@ def test_a_file_that_breaks_is_left_and_work_goes_on(tmp_path: Path) -> None:
 
 
 def test_time_for_measuring_is_for_all_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        asked.append(name)
+        requested.append(name)
         return 1.0 if name == "native" else 0.5, 100, 0.0
 
     monkeypatch.setattr(costs, "measure", made)
@@ -346,7 +346,7 @@ def test_time_for_measuring_is_for_all_kernels(monkeypatch: pytest.MonkeyPatch) 
     with anybatch.convolutions(seconds=0.0, cache=False) as found:
         F.conv1d(x, w)
         F.conv1d(x, w[:2])
-    assert asked == ["native", "native"]
+    assert requested == ["native", "native"]
     assert [str(c) for c in found.configurations] == ["native@4", "native@4"]
 
 
@@ -356,7 +356,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("where", ["a terminal", "a notebook"])
-def test_what_takes_long_is_told_on_a_terminal_and_in_a_notebook(
+def test_what_takes_long_is_announced_on_a_terminal_and_in_a_notebook(
     where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "60")
@@ -382,24 +382,24 @@ def test_what_takes_long_is_told_on_a_terminal_and_in_a_notebook(
     assert not silent.getvalue()
 
 
-def test_what_is_torchs_for_ever_is_not_asked_about_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_torchs_for_ever_is_not_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "measure", lambda one, size, name: (float(name != "native"), 9, 0.0))
     x, w = torch.randn(4, 2, 9, requires_grad=True), torch.randn(4, 2, 3, requires_grad=True)
-    asked: list[str] = []
+    requested: list[str] = []
     ask = Chooser.__call__
 
     def noted(self: Chooser, one: Problem, *more: Any) -> Tensor | None:
-        asked.append(one.kernel)
+        requested.append(one.kernel)
         return ask(self, one, *more)
 
     monkeypatch.setattr(Chooser, "__call__", noted)
     with anybatch.convolutions(cache=False) as found:
         for _ in range(3):
             F.conv1d(x, w).sum().backward()
-        assert asked == ["forward", "data", "filter"]
+        assert requested == ["forward", "data", "filter"]
         F.conv1d(x, w, stride=2)
         F.conv1d(x.detach(), w).sum().backward()
-        assert asked == ["forward", "data", "filter", "forward", "filter"]
+        assert requested == ["forward", "data", "filter", "forward", "filter"]
     assert len(found.chosen) == 4
 
 
@@ -433,7 +433,7 @@ def test_a_kernel_for_whose_measurement_memory_does_not_suffice_stays_torchs(
         ("win32", {"LOCALAPPDATA": ""}, "/me/AppData/Local"),
     ],
 )
-def test_measurements_are_kept_where_the_system_keeps_caches(
+def test_measurements_are_saved_where_the_system_keeps_caches(
     system: str, variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()

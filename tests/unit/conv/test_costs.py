@@ -18,7 +18,7 @@ from anybatch.conv import costs
 from anybatch.conv.algorithms import candidates, native
 from anybatch.conv.chooser import Chooser, Convolutions
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, Part, front
+from anybatch.conv.divide import Configuration, KernelPart, front
 from anybatch.conv.execute import run
 from anybatch.conv.fourier import Fourier
 from anybatch.conv.measuring import allocated, duel, held, machine, measure
@@ -50,17 +50,17 @@ def test_a_configuration_keeps_to_its_workspace_and_is_right(
                 found = run(one, configuration, (a, b), own.stride())
             its = distance(own, true, scale)
             assert distance(found, true, scale) <= bound(one, its), (one, configuration)
-            whole = configuration.parts[0].workspace == 0  # torch's own, which is not run here
+            undivided = configuration.parts[0].workspace == 0  # torch's own, which is not run here
             more = meter.peak - a.nbytes - b.nbytes - found.nbytes
-            assert whole or more <= configuration.workspace, (one, configuration)
+            assert undivided or more <= configuration.workspace, (one, configuration)
 
 
 def noted(done: list[str], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
     """`real`, which notes its name."""
 
-    def call(*given: Any) -> Any:
+    def call(*arguments: Any) -> Any:
         done.append(name)
-        return real(*given)
+        return real(*arguments)
 
     return call
 
@@ -74,7 +74,7 @@ def test_what_parts_have_in_common_is_done_once(
         monkeypatch.setattr(Fourier, name, noted(done, name, getattr(Fourier, name)))
     a, b = operands(one, 5)
     own = native(one, a, b)
-    parts = tuple(Part(*part, 1.0, 0) for part in ((2, "fft"), (2, "fft"), (1, "fft")))
+    parts = tuple(KernelPart(*part, 1.0, 0) for part in ((2, "fft"), (2, "fft"), (1, "fft")))
     found = run(one, Configuration(parts), (a, b), own.stride())
     assert distance(found, wanted(one, a, b)) <= 1e-6
     assert done == ["finish" if kernel == "filter" else "shared"]
@@ -83,42 +83,42 @@ def test_what_parts_have_in_common_is_done_once(
 def test_measuring_stops_where_it_is_hopeless_too_large_or_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[tuple[int, str]] = []
+    calls: list[tuple[int, str]] = []
 
     def made(one: object, size: int, name: str) -> tuple[float, int, float]:
-        asked.append((size, name))
+        calls.append((size, name))
         return (9.0 if name == "im2col" else 1.0) * size, 100 * size, 0.0
 
     monkeypatch.setattr(costs, "measure", made)
     monkeypatch.setattr(costs, "held", lambda one, size, name: 0)
     one = problem("forward", 1, "padded")
     found = Costs().parts(one, 8, "powerOfTwo", 350)
-    assert [p for p in found if p.size == 8] == [Part(8, "native", 8.0, 0)]
-    assert asked == [
+    assert [p for p in found if p.size == 8] == [KernelPart(8, "native", 8.0, 0)]
+    assert calls == [
         (8, "native"),  # what the others must beat
         (1, "im2col"),  # nine times as slow
         (1, "fft"),
         *((n, "native") for n in (1, 2, 4)),  # 400 bytes are too many
         *((n, "fft") for n in (2, 4)),
     ]
-    asked.clear()
+    calls.clear()
     assert len(Costs(seconds=0).parts(one, 8, "powerOfTwo", 350)) == 1
-    assert asked == [(8, "native")]
+    assert calls == [(8, "native")]
 
 
 def test_a_file_is_shared_by_several_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, asked = threading.Lock(), list[tuple[int, str]]()
+    lock, calls = threading.Lock(), list[tuple[int, str]]()
 
     def made(one: object, size: int, name: str) -> tuple[float, int, float]:
         with lock:
-            asked.append((size, name))
+            calls.append((size, name))
         return float(size), 0, 8.0 - size
 
     monkeypatch.setattr(costs, "measure", made)
     path, one = tmp_path / "costs.sqlite", problem("data", 2, "plain")
-    found: list[list[Part]] = []
+    found: list[list[KernelPart]] = []
 
     def work() -> None:
         found.append(Costs(path).parts(one, 6, "all", LOTS))
@@ -130,36 +130,36 @@ def test_a_file_is_shared_by_several_at_a_time(
         thread.join()
     assert all(parts == found[0] for parts in found)
     assert {part.setup for part in found[0]} == {2.0}  # the shortest
-    asked.clear()
+    calls.clear()
     assert Costs(path).parts(one, 6, "all", LOTS) == found[0]
-    assert not asked
+    assert not calls
     monkeypatch.setattr(costs, "machine", lambda device: "another")
     Costs(path).parts(one, 6, "undivided", LOTS)
-    assert asked == [(6, name) for name in ("native", "im2col", "channels_last", "fft")]
+    assert calls == [(6, name) for name in ("native", "im2col", "channels_last", "fft")]
 
 
 @pytest.mark.large
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_what_is_held_is_known_before_it_is_taken(dims: int, kind: str) -> None:
+def test_what_is_held_is_known_before_it_is_taken(dims: int, variant: str) -> None:
     for kernel in KERNELS:
-        one = problem(kernel, dims, kind)
+        one = problem(kernel, dims, variant)
         for name in candidates(one):
             assert held(one, 3, name) == measure(one, 3, name)[1], name
 
 
 def test_what_is_too_large_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, asked = problem("forward", 2, "padded"), list[str]()
+    one, calls = problem("forward", 2, "padded"), list[str]()
     real = costs.measure
 
-    def known(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        asked.append(f"{name}@{size}")
+    def counted_measure(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        calls.append(f"{name}@{size}")
         return real(one, size, name)
 
-    monkeypatch.setattr(costs, "measure", known)
+    monkeypatch.setattr(costs, "measure", counted_measure)
     limit = held(one, 1, "im2col") - 1
     found = Costs().parts(one, 4, "all", limit)
-    assert not any(text.startswith("im2col") for text in asked)
+    assert not any(text.startswith("im2col") for text in calls)
     assert all(part.workspace <= limit for part in found)
 
 
@@ -200,11 +200,11 @@ def test_a_duel_is_fought_once_and_decides_a_small_gain(
 
 def test_a_duel_is_of_real_runs() -> None:
     one = problem("filter", 2, "padded")
-    ratio = duel(one, Configuration((Part(2, "native", 1.0, 0),) * 4))
+    ratio = duel(one, Configuration((KernelPart(2, "native", 1.0, 0),) * 4))
     assert 0 < ratio < 1000
 
 
-def test_measuring_moves_nobodys_dice() -> None:
+def test_measuring_moves_no_rng_state() -> None:
     one, before = problem("forward", 1, "plain"), torch.get_rng_state()
     parts = Costs().parts(one, 2, "powerOfTwo", LOTS)
     duel(one, Configuration((parts[0],)))
@@ -212,14 +212,18 @@ def test_measuring_moves_nobodys_dice() -> None:
 
 
 def test_on_cuda_the_allocator_tells_what_libraries_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    told = {"memory_allocated": 1000, "max_memory_allocated": 5000, "get_device_name": "a card"}
-    for name, value in told.items():
+    calls: list[str] = []
+    statistics = {
+        "memory_allocated": 1000,
+        "max_memory_allocated": 5000,
+        "get_device_name": "a card",
+    }
+    for name, value in statistics.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: asked.append("reset"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: calls.append("reset"))
     with allocated(torch.device("cuda")) as most:
         assert most() == 4000
-    assert asked == ["reset"]
+    assert calls == ["reset"]
     with allocated(CPU) as most:
         assert most() == 0
     was = machine("cuda")

@@ -10,13 +10,15 @@ from functools import cache
 
 import pytest
 
-from anybatch.conv.divide import Configuration, Part, fastest, front, sizes
+from anybatch.conv.divide import Configuration, KernelPart, fastest, front, sizes
 from anybatch.errors import BudgetError
 
 ALGORITHMS = ("native", "im2col", "fft", "winograd")
 
 
-def measured(rng: random.Random, size: int, policy: str = "all", setups: int = 0) -> list[Part]:
+def measured(
+    rng: random.Random, size: int, policy: str = "all", setups: int = 0
+) -> list[KernelPart]:
     """Parts as they might be measured; some algorithms fail at some sizes.
 
     So many algorithms, or less, do something once for all of their parts.
@@ -27,15 +29,15 @@ def measured(rng: random.Random, size: int, policy: str = "all", setups: int = 0
         for name in ALGORITHMS:
             if rng.random() < 0.7:
                 workspace = rng.choice([0, rng.randint(0, 40), n * rng.randint(1, 9)])
-                parts.append(Part(n, name, round(rng.uniform(0.1, 3) * n**0.8, 3), workspace))
+                parts.append(KernelPart(n, name, round(rng.uniform(0.1, 3) * n**0.8, 3), workspace))
                 parts[-1] = replace(parts[-1], setup=once.get(name, 0.0))
     return parts
 
 
-def every(parts: list[Part], size: int) -> Iterator[Configuration]:
+def every(parts: list[KernelPart], size: int) -> Iterator[Configuration]:
     """Every set of parts that adds up to `size`."""
 
-    def paid(left: int, first: int) -> Iterator[tuple[Part, ...]]:
+    def paid(left: int, first: int) -> Iterator[tuple[KernelPart, ...]]:
         if left == 0:
             yield ()
         for at in range(first, len(parts)):
@@ -46,7 +48,7 @@ def every(parts: list[Part], size: int) -> Iterator[Configuration]:
     return (Configuration(found) for found in paid(size, 0))
 
 
-def taken(configuration: Configuration) -> float:
+def total_seconds(configuration: Configuration) -> float:
     """Seconds of all parts, and of each algorithm's set-up."""
     setups = {part.algorithm: part.setup for part in configuration.parts}
     return sum(part.seconds for part in configuration.parts) + sum(setups.values())
@@ -55,43 +57,43 @@ def taken(configuration: Configuration) -> float:
 def pareto(found: Iterator[Configuration]) -> list[tuple[float, int]]:
     """Seconds and workspace of those that none beats in both."""
     best: list[tuple[float, int]] = []
-    pairs = {(round(taken(c), 9), c.workspace) for c in found}
+    pairs = {(round(total_seconds(c), 9), c.workspace) for c in found}
     for seconds, workspace in sorted(pairs, key=lambda pair: (pair[1], pair[0])):
         if not best or seconds < best[-1][0]:
             best.append((seconds, workspace))
     return best
 
 
-def recursion(parts: list[Part], size: int, limit: int) -> float:
+def recursion(parts: list[KernelPart], size: int, limit: int) -> float:
     """The paper's T(n) = min(t*(n), min_k T(k) + T(n - k)) within a workspace."""
 
     @cache
     def least(n: int) -> float:
-        alone = [p.seconds for p in parts if p.size == n and p.workspace <= limit]
+        single = [p.seconds for p in parts if p.size == n and p.workspace <= limit]
         halves = [least(k) + least(n - k) for k in range(1, n // 2 + 1)]
-        return min([*alone, *halves], default=float("inf"))
+        return min([*single, *halves], default=float("inf"))
 
     return least(size)
 
 
-def sets(parts: list[Part], size: int) -> list[tuple[float, int]]:
+def sets(parts: list[KernelPart], size: int) -> list[tuple[float, int]]:
     """The paper's recursion on sets of desirable configurations, pruned at every size."""
 
     @cache
     def desirable(n: int) -> tuple[Configuration, ...]:
-        alone = [Configuration((p,)) for p in parts if p.size == n]
+        single = [Configuration((p,)) for p in parts if p.size == n]
         joined = [
             Configuration((*a.parts, *b.parts))
             for k in range(1, n // 2 + 1)
             for a in desirable(k)
             for b in desirable(n - k)
         ]
-        found = sorted([*alone, *joined], key=lambda c: (c.workspace, c.seconds))
-        kept: list[Configuration] = []
+        found = sorted([*single, *joined], key=lambda c: (c.workspace, c.seconds))
+        retained: list[Configuration] = []
         for one in found:
-            if not kept or one.seconds < kept[-1].seconds - 1e-12:
-                kept.append(one)
-        return tuple(kept)
+            if not retained or one.seconds < retained[-1].seconds - 1e-12:
+                retained.append(one)
+        return tuple(retained)
 
     return [(round(c.seconds, 9), c.workspace) for c in desirable(size)]
 
@@ -141,26 +143,32 @@ def test_it_is_the_papers_recursion(policy: str, counted: Callable[[int], int]) 
 
 
 def test_parts_of_an_algorithm_follow_each_other() -> None:
-    parts = [Part(3, "fft", 1.0, 9, 0.5), Part(1, "fft", 1.0, 9, 0.5), Part(2, "native", 1.0, 9)]
+    parts = [
+        KernelPart(3, "fft", 1.0, 9, 0.5),
+        KernelPart(1, "fft", 1.0, 9, 0.5),
+        KernelPart(2, "native", 1.0, 9),
+    ]
     (found,) = front(parts, 6)
     assert (str(found), found.seconds) == ("fft@3 x 2", 2.5)
-    (found,) = front([*parts[:2], Part(2, "native", 0.1, 9)], 4)
+    (found,) = front([*parts[:2], KernelPart(2, "native", 0.1, 9)], 4)
     assert (str(found), found.seconds) == ("native@2 x 2", 0.2)
-    (found,) = front([*parts[:2], Part(2, "native", 1.2, 9), Part(1, "native", 9.0, 9)], 6)
+    (found,) = front(
+        [*parts[:2], KernelPart(2, "native", 1.2, 9), KernelPart(1, "native", 9.0, 9)], 6
+    )
     assert str(found) == "fft@3 x 2"
-    (found,) = front([*parts[:2], Part(2, "native", 0.1, 9)], 7)
+    (found,) = front([*parts[:2], KernelPart(2, "native", 0.1, 9)], 7)
     assert str(found) == "fft@3, native@2 x 2"
     assert found.seconds == pytest.approx(1.7)
 
 
 def test_a_limit_that_is_too_small_says_what_is_needed() -> None:
-    parts = [Part(1, "fft", 1.0, 5000), Part(4, "fft", 1.0, 9000)]
+    parts = [KernelPart(1, "fft", 1.0, 5000), KernelPart(4, "fft", 1.0, 9000)]
     with pytest.raises(BudgetError, match='give workspace="5KiB" or more') as error:
         fastest(parts, 4, 100)
-    assert (error.value.needed, error.value.given) == (5000, 100)
+    assert (error.value.needed, error.value.budget) == (5000, 100)
     assert str(fastest(parts, 4, 5000)) == "fft@1 x 4"
     assert str(fastest(parts, 4, 9000)) == "fft@4"
-    assert front([Part(2, "fft", 1.0, 0)], 3) == []
+    assert front([KernelPart(2, "fft", 1.0, 0)], 3) == []
 
 
 def test_policies() -> None:

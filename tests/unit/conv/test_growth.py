@@ -16,7 +16,7 @@ CHILD = """
 import json, os, resource, sys
 import torch
 from anybatch.conv.algorithms import native
-from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.execute import run
 from anybatch.conv.measuring import held
 from anybatch.conv.problem import Problem
@@ -29,7 +29,7 @@ def resident(name):
 def grown(kernel, name, size):
     torch.set_num_threads(1)
     one = Problem(kernel, 32, 32, (96, 96), (15, 15), (1, 1), (7, 7), (1, 1), 32)
-    best = Configuration((Part(8, name, 1.0, held(one, 8, name)),) * 2)
+    best = Configuration((KernelPart(8, name, 1.0, held(one, 8, name)),) * 2)
     operands = tuple(torch.randn(shape) for shape in one.operands(size))
     few = tuple(t[:1] if t.shape != one.weight else t for t in operands)
     strides = native(one, *few).stride()
@@ -76,8 +76,8 @@ def test_a_process_grows_by_the_result_and_the_workspace(
     assert child.stdout is not None
     child.stdin.write(f"{kernel} {name}\n")
     child.stdin.flush()
-    told = child.stdout.readline()
-    assert told, "the child has failed, and its error is above"
-    workspace, result, grown = json.loads(told)
+    reported = child.stdout.readline()
+    assert reported, "the child has failed, and its error is above"
+    workspace, result, grown = json.loads(reported)
     assert workspace > 10 * MIB
     assert 0.5 * workspace < grown <= workspace + result + 12 * MIB

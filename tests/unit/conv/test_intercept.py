@@ -41,15 +41,15 @@ def test_what_fails_while_the_second_kernel_is_replaced_leaves_torch_as_it_was(
             raise error
         return impl(self, *args, **options)
 
-    want, asked = step(), []
+    want, requested = step(), []
     with monkeypatch.context() as patch:
         patch.setattr(Library, "impl", fails)
         with pytest.raises(error), intercepted("cpu", lambda *_: None):
             pass
     assert same(step(), want)
-    with intercepted("cpu", lambda problem, *_: asked.append(problem.kernel)):
+    with intercepted("cpu", lambda problem, *_: requested.append(problem.kernel)):
         assert same(step(), want)
-    assert asked == ["forward", "data", "filter"]
+    assert requested == ["forward", "data", "filter"]
     assert same(step(), want)
 
 

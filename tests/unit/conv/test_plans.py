@@ -42,8 +42,8 @@ class Name:
         self.stride = stride
         return self
 
-    def set_data_type(self, kind: str) -> Name:
-        assert kind == "FLOAT"
+    def set_data_type(self, dtype: str) -> Name:
+        assert dtype == "FLOAT"
         return self
 
 
@@ -52,9 +52,9 @@ class Graph:
 
     made: list[Graph] = []  # noqa: RUF012
 
-    def __init__(self, **given: Any) -> None:
-        assert given["handle"] == 7
-        assert given["compute_data_type"] == "FLOAT"
+    def __init__(self, **options: Any) -> None:
+        assert options["handle"] == 7
+        assert options["compute_data_type"] == "FLOAT"
         self.kernel, self.place, self.operands = "", dict[str, Any](), list[Name]()
         self.built: set[int] = set()
         Graph.made.append(self)
@@ -97,12 +97,12 @@ class Graph:
         return SPACES[index]
 
     def execute_plan_at_index(
-        self, given: dict[Name, Tensor], workspace: Tensor, index: int, handle: int
+        self, options: dict[Name, Tensor], workspace: Tensor, index: int, handle: int
     ) -> None:
         assert handle == 7
         assert workspace.nbytes >= SPACES[index]
-        one, other, result = given.values()
-        for name, tensor in given.items():
+        one, other, result = options.values()
+        for name, tensor in options.items():
             assert (name.dim, name.stride) == (list(tensor.shape), list(tensor.stride()))
         shapes = {
             "forward": (one.shape, other.shape),
@@ -134,11 +134,11 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
     Graph.made.clear()
 
 
-@pytest.mark.parametrize("kind", ["plain", "all", "grouped", "depthwise"])
+@pytest.mark.parametrize("dtype", ["plain", "all", "grouped", "depthwise"])
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dims", [1, 2, 3])
-def test_a_plan_is_asked_for_what_the_kernel_is(dims: int, kernel: Any, kind: str) -> None:
-    one = problem(kernel, dims, kind)
+def test_a_plan_says_what_the_kernel_is(dims: int, kernel: Any, dtype: str) -> None:
+    one = problem(kernel, dims, dtype)
     a, b = operands(one, 3)
     for number in range(2):
         found = computed(ALGORITHMS[f"cudnn:{number}"], one, a, b)

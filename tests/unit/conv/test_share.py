@@ -10,7 +10,7 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from tests.unit.conv.test_divide import measured
 
-from anybatch.conv.divide import Configuration, Part, front
+from anybatch.conv.divide import Configuration, KernelPart, front
 from anybatch.conv.share import share
 from anybatch.errors import BudgetError
 
@@ -29,7 +29,7 @@ def random_fronts(rng: random.Random, kernels: int, points: int, scale: int) -> 
         spaces[0] = 0 if rng.random() < 0.8 else spaces[0]
         seconds = sorted((rng.uniform(0.1, 1) * rng.choice([1, 10]) for _ in spaces), reverse=True)
         parts = zip(seconds, spaces, strict=True)
-        found.append([Configuration((Part(1, "a", t, w),)) for t, w in parts])
+        found.append([Configuration((KernelPart(1, "a", t, w),)) for t, w in parts])
     return found
 
 
@@ -52,8 +52,8 @@ def by_highs(fronts: Fronts, total: int) -> float:
         ones[k, at : at + len(one)] = 1
         at += len(one)
     rules = [LinearConstraint(ones, 1, 1), LinearConstraint(w / total, -np.inf, 1)]
-    given = {"mip_rel_gap": 0.0}
-    found = milp(t, constraints=rules, integrality=1, bounds=Bounds(0, 1), options=given)
+    settings = {"mip_rel_gap": 0.0}
+    found = milp(t, constraints=rules, integrality=1, bounds=Bounds(0, 1), options=settings)
     assert found.success
     return float(found.fun)
 
@@ -92,8 +92,8 @@ def test_no_undesirable_configuration_is_in_any_best_division(seed: int) -> None
     rng = random.Random(seed)
     every, fronts = [], []
     for _ in range(3):
-        parts = measured(rng, 3) or [Part(3, "native", 1.0, 0)]
-        parts += [Part(3, "native", 9.0, 0)]
+        parts = measured(rng, 3) or [KernelPart(3, "native", 1.0, 0)]
+        parts += [KernelPart(3, "native", 9.0, 0)]
         chosen = [c for c in _all(parts, 3) if c.workspace <= 30]
         every.append(sorted(chosen, key=lambda c: c.workspace))
         fronts.append(front(parts, 3))
@@ -104,7 +104,7 @@ def test_no_undesirable_configuration_is_in_any_best_division(seed: int) -> None
     assert least(limited, total) == pytest.approx(least(every, total), rel=1e-9)
 
 
-def _all(parts: list[Part], size: int) -> list[Configuration]:
+def _all(parts: list[KernelPart], size: int) -> list[Configuration]:
     found = []
     for count in range(1, size + 1):
         for chosen in itertools.combinations_with_replacement(parts, count):
@@ -114,8 +114,8 @@ def _all(parts: list[Part], size: int) -> list[Configuration]:
 
 
 def test_what_cannot_fit_says_what_is_needed() -> None:
-    fronts = [[Configuration((Part(1, "fft", 1.0, 2048),))]] * 3
+    fronts = [[Configuration((KernelPart(1, "fft", 1.0, 2048),))]] * 3
     with pytest.raises(BudgetError, match='give workspace_total="6KiB" or more') as error:
         share(fronts, 6000)
-    assert (error.value.needed, error.value.given) == (6144, 6000)
+    assert (error.value.needed, error.value.budget) == (6144, 6000)
     assert share([], 0) == []

@@ -16,8 +16,8 @@ import anybatch
 from anybatch import Plan
 from anybatch.conv import costs
 from anybatch.conv.calls import kernels_of
-from anybatch.conv.heard import Hearing, sizes_of
 from anybatch.conv.problem import Problem
+from anybatch.conv.recorder import KernelRecorder, sizes_of
 from anybatch.engine.runner import Runner
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter, within_kernel
@@ -43,9 +43,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 def true(x: Tensor, y: Tensor) -> list[Tensor]:
-    whole = net().double()
-    LOSS(whole(x.double()), y).backward()
-    return gradients(whole)
+    full = net().double()
+    LOSS(full(x.double()), y).backward()
+    return gradients(full)
 
 
 class Measured:
@@ -87,13 +87,13 @@ def test_a_step_keeps_within_its_budget_with_the_workspace_counted(
     how: str, measured: Measured
 ) -> None:
     x, y = batch()
-    given: dict[str, Any] = {} if how == "of a context" else {"workspace": "200KiB"}
+    options: dict[str, Any] = {} if how == "of a context" else {"workspace": "200KiB"}
     size = {"micro_batch": 4} if how == "a given size" else {}
     wanted = true(x, y)
 
     def run() -> None:
         model = net()
-        engine = anybatch.Engine(model, LOSS, memory="700KiB", **given, **size)
+        engine = anybatch.Engine(model, LOSS, memory="700KiB", **options, **size)
         for _ in range(3):
             model.zero_grad()
             engine.backward(x, y)
@@ -110,7 +110,7 @@ def test_a_step_keeps_within_its_budget_with_the_workspace_counted(
         assert owners(engine.plan)[WORKSPACE] == space
         memory = engine.plan.memory
         assert memory is not None
-        rows = {c.micro_batch: c.peak_bytes for c in memory.candidates if not c.away}
+        rows = {c.micro_batch: c.peak_bytes for c in memory.candidates if not c.offloaded}
         assert rows.get(engine.plan.micro_batch, memory.predicted) == memory.predicted
         assert memory.floor <= memory.predicted
 
@@ -174,7 +174,7 @@ def test_a_plan_is_obeyed_to_the_bit_and_measures_nothing(monkeypatch: pytest.Mo
         assert distance(mine, its) < 1e-5
 
 
-def test_what_cannot_be_heard_is_chosen_after_the_first_step(measured: Measured) -> None:
+def test_what_cannot_be_recorded_is_chosen_after_the_first_step(measured: Measured) -> None:
     class Peeks(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -239,11 +239,11 @@ def test_a_meter_counts_what_a_kernel_says_it_allocates() -> None:
         assert meter.peak == x.nbytes + 1000
 
 
-def test_kernels_are_heard_with_their_layers_and_sizes() -> None:
+def test_kernels_are_recorded_with_their_layers_and_sizes() -> None:
     model, (x, _) = net(), batch(4)
-    with Hearing(model) as hearing:
+    with KernelRecorder(model) as recorder:
         model(x).sum().backward()
-    keys = list(hearing.keys)
+    keys = list(recorder.keys)
     assert [(p.kernel, size) for p, size in keys] == [
         ("forward", 4),
         ("forward", 4),
@@ -251,8 +251,8 @@ def test_kernels_are_heard_with_their_layers_and_sizes() -> None:
         ("filter", 4),
         ("filter", 4),
     ]
-    assert [hearing.layers(p) for p, _ in keys] == [["0"], ["2"], ["2"], ["2"], ["0"]]
-    assert hearing.layers(problem("forward", 2, "plain")) == []
+    assert [recorder.layers(p) for p, _ in keys] == [["0"], ["2"], ["2"], ["2"], ["0"]]
+    assert recorder.layers(problem("forward", 2, "plain")) == []
     assert kernels_of("aten::mm", ()) == []
     assert sizes_of(100, 32) == [32, 4]
     assert sizes_of(8, 32) == [8]
@@ -292,7 +292,7 @@ def test_lanes_compute_with_a_workspace_too(memory: str) -> None:
         if float(its.grad.norm()) > 1e-6:  # a bias before BatchNorm has none
             assert distance(mine.grad, its.grad) < 1e-4
     assert engine.plan is not None
-    assert engine.plan.mechanism == "lanes"
+    assert engine.plan.mechanism == "lockstep"
     assert engine.plan.convolutions is not None
 
 
@@ -305,13 +305,13 @@ def needs(workspace: str | None, size: int = 1) -> int:
     return plan.memory.predicted
 
 
-@pytest.mark.parametrize("room", ["some of it", "none of it"])
-def test_a_workspace_that_leaves_no_room_for_a_step_is_lowered(
-    room: str, measured: Measured
+@pytest.mark.parametrize("available", ["some of it", "none of it"])
+def test_a_workspace_that_leaves_too_little_for_a_step_is_lowered(
+    available: str, measured: Measured
 ) -> None:
     x, y = batch()
     plain = needs(None)
-    memory = plain + (60 * KIB if room == "some of it" else 0)
+    memory = plain + (60 * KIB if available == "some of it" else 0)
     engine = anybatch.Engine(model := net(), LOSS, memory=memory, workspace="4MiB")
     engine.backward(x, y)
     for mine, its in zip(gradients(model), true(x, y), strict=True):
@@ -322,11 +322,11 @@ def test_a_workspace_that_leaves_no_room_for_a_step_is_lowered(
     assert last is not None
     assert last.peak_bytes is not None
     assert last.peak_bytes <= (last.predicted_bytes or 0) <= memory
-    assert plan.convolutions.given == 4 << 20
+    assert plan.convolutions.requested == 4 << 20
     assert plan.convolutions.used <= plan.convolutions.workspace <= memory - plain
     assert "(4.0 MiB would leave too little for a step)" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
-    assert (plan.convolutions.other > 0) == (room == "some of it")
+    assert (plan.convolutions.other > 0) == (available == "some of it")
     assert not measured.inside
 
 

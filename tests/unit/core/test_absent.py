@@ -41,9 +41,9 @@ def rows(n: int = 60) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 12), torch.randint(0, 3, (n,))
 
 
-def plan(net: nn.Module | None = None, batch: Any = None, **asked: Any) -> Plan:
-    asked = {"device": "cuda:2GiB", **asked}
-    return anybatch.plan(net or model(), F.cross_entropy, batch or rows(), **asked)
+def plan(net: nn.Module | None = None, batch: Any = None, **requested: Any) -> Plan:
+    requested = {"device": "cuda:2GiB", **requested}
+    return anybatch.plan(net or model(), F.cross_entropy, batch or rows(), **requested)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ SIZE = 'the size of a device must be bytes such as in "cuda:24GiB", and it is '
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("requested", "message"),
     [
         (
             {"device": "cuda:"},
@@ -114,9 +114,9 @@ SIZE = 'the size of a device must be bytes such as in "cuda:24GiB", and it is '
         ),
     ],
 )
-def test_what_means_nothing_is_refused(asked: dict[str, Any], message: str) -> None:
+def test_what_means_nothing_is_refused(requested: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011
-        plan(**asked)
+        plan(**requested)
     assert message in str(caught.value)
     assert absent() is None
 
@@ -148,9 +148,9 @@ def test_a_plan_says_what_was_assumed_and_what_was_not_measured() -> None:
 
 def test_a_plan_goes_through_json_and_is_obeyed_where_it_can_be() -> None:
     found = plan(memory="66MiB")
-    told = json.loads(found.to_json())["device"]
-    assert told["nbytes"] == 2 * GIB
-    assert told["not_measured"] == list(NOT_MEASURED)
+    reported = json.loads(found.to_json())["device"]
+    assert reported["nbytes"] == 2 * GIB
+    assert reported["not_measured"] == list(NOT_MEASURED)
     again = Plan.from_json(found.to_json())
     assert again == found
     without = {k: v for k, v in json.loads(found.to_json()).items() if k != "device"}
@@ -163,12 +163,12 @@ def test_a_plan_goes_through_json_and_is_obeyed_where_it_can_be() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "store"), [({"offload": "host"}, "host"), ({"offload": "file"}, "file")]
+    ("requested", "store"), [({"offload": "host"}, "host"), ({"offload": "file"}, "file")]
 )
-def test_what_leaves_goes_where_it_goes_from_a_gpu(asked: dict[str, Any], store: str) -> None:
+def test_what_leaves_goes_where_it_goes_from_a_gpu(requested: dict[str, Any], store: str) -> None:
     with pytest.raises(ValueError, match='offload must be "file" on cpu'):
         plan(device=None, memory="1MiB", offload="host")
-    found = plan(nn.Sequential(nn.Linear(12, 4096), nn.Tanh(), nn.Linear(4096, 3)), **asked)
+    found = plan(nn.Sequential(nn.Linear(12, 4096), nn.Tanh(), nn.Linear(4096, 3)), **requested)
     assert found.offload is not None
     assert found.offload.store == store
     assert found.offload.stall is None
@@ -182,11 +182,11 @@ def test_state_waits_on_the_host() -> None:
     assert found.states.store == "host"
 
 
-def test_a_device_that_is_too_small_is_told_with_one_that_is_not() -> None:
+def test_a_device_that_is_too_small_is_named_with_one_that_is_not() -> None:
     with pytest.raises(BudgetError) as caught:
         plan(device="cuda:640MiB")
     error = caught.value
-    assert error.given == int(SHARE * (640 * 1024**2 - CONTEXT))
+    assert error.budget == int(SHARE * (640 * 1024**2 - CONTEXT))
     assert "640MiB less 600 MiB for a context, less 5 %" in str(error)
     named = str(error).split('give device="')[1].split('"')[0]
     assert plan(device=named).device is not None
@@ -197,7 +197,7 @@ def test_a_device_that_is_too_small_is_told_with_one_that_is_not() -> None:
         plan(memory="1MiB")
 
 
-def test_enough_is_named_as_it_is_given() -> None:
+def test_enough_is_named_as_it_is_passed() -> None:
     assert enough(2049) == 'memory="3KiB"'
     with planned_for(AbsentDevice("1GiB", GIB)):
         assert enough(2049) == 'memory="3KiB"'

@@ -22,7 +22,7 @@ from anybatch.core import accelerator, accelerators
 from anybatch.core.accelerator import of
 from anybatch.core.norm import moments
 from anybatch.core.norm.moments import merged, moments_of
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.errors import NotYetError, StoreError
 from anybatch.execution.device import HostLink, StreamLink, link_to
 from anybatch.lockstep.surroundings import Surroundings
@@ -132,8 +132,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
     made = cache(accelerator._of.__wrapped__)  # what was tried of torch's own is not known of these
     monkeypatch.setattr(accelerator, "_of", made)
 
-    def module(kind: Any) -> Any:
-        return found[str(kind)] if str(kind) in found else real(kind)
+    def module(device_type: Any) -> Any:
+        return found[str(device_type)] if str(device_type) in found else real(device_type)
 
     monkeypatch.setattr(torch, "get_device_module", module)
     monkeypatch.setattr(
@@ -144,10 +144,10 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, SimpleNamespace]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["xpu", "mps"])
-def test_torch_has_what_the_made_up_modules_have(kind: str) -> None:
-    made = {"xpu": xpu, "mps": mps}[kind]()
-    assert [name for name in vars(made) if not hasattr(getattr(torch, kind), name)] == []
+@pytest.mark.parametrize("device_type", ["xpu", "mps"])
+def test_torch_has_what_the_made_up_modules_have(device_type: str) -> None:
+    made = {"xpu": xpu, "mps": mps}[device_type]()
+    assert [name for name in vars(made) if not hasattr(getattr(torch, device_type), name)] == []
 
 
 VERBS: dict[str, Callable[[Any, torch.device], Any]] = {
@@ -167,13 +167,13 @@ INSTEAD = {("random states", "mps"), ("seed", "mps"), ("free and total", "mps")}
 """Made of other functions of the module."""
 
 
-def outcome(verb: str, kind: str) -> str:
+def outcome(verb: str, device_type: str) -> str:
     """What becomes of a verb: works, emulated or refused."""
     try:
-        found = VERBS[verb](of(kind), torch.device(kind))
+        found = VERBS[verb](of(device_type), torch.device(device_type))
     except NotYetError:
         return "refused"
-    return "emulated" if found is ... or (verb, kind) in INSTEAD else "works"
+    return "emulated" if found is ... or (verb, device_type) in INSTEAD else "works"
 
 
 def rows() -> Iterator[tuple[str, dict[str, str]]]:
@@ -190,9 +190,9 @@ def test_the_page_says_what_becomes_of_each_verb(modules: dict[str, SimpleNamesp
     table = dict(rows())
     assert list(table) == [*VERBS, "autocast", "a file"]
     for verb in VERBS:
-        for kind in ("xpu", "mps", "hpu"):
-            words = re.split(r"\W", table[verb][kind])[0]
-            assert words == outcome(verb, kind), (verb, kind)
+        for device_type in ("xpu", "mps", "hpu"):
+            words = re.split(r"\W", table[verb][device_type])[0]
+            assert words == outcome(verb, device_type), (verb, device_type)
         assert table[verb]["cuda"].startswith("works")
 
 
@@ -202,9 +202,11 @@ def test_memory_is_that_of_the_device(modules: dict[str, SimpleNamespace]) -> No
     assert words == "free on xpu, less 5 %"
     assert left(torch.device("mps"))[0] == int(SHARE_THERE * (100 - 3) * MIB)
     modules["xpu"].__dict__.update(vars(xpu(tells=False)))
-    for kind in ("xpu", "hpu"):
-        with pytest.raises(NotYetError, match=rf"memory= must be given .* on {kind}: give memory"):
-            left(torch.device(kind))
+    for device_type in ("xpu", "hpu"):
+        with pytest.raises(
+            NotYetError, match=rf"memory= must be given .* on {device_type}: give memory"
+        ):
+            left(torch.device(device_type))
 
 
 def test_what_a_module_has_not_is_refused_by_name(modules: dict[str, SimpleNamespace]) -> None:
@@ -261,10 +263,10 @@ def fails(*_args: object, **_named: object) -> Any:
 
 def broken() -> Iterator[tuple[str, str, bool]]:
     """Each function of each module, once missing and once failing, and the module itself."""
-    for kind, make in MADE.items():
-        yield kind, "", False
+    for device_type, make in MADE.items():
+        yield device_type, "", False
         for name in vars(make()):
-            yield from ((kind, name, missing) for missing in (True, False))
+            yield from ((device_type, name, missing) for missing in (True, False))
 
 
 @pytest.fixture(params=list(broken()), ids=lambda one: "-".join(map(str, one)))
@@ -274,38 +276,44 @@ def half(
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[str, str]:
     """A type of device whose module lacks a function, or has one that fails; or that has none."""
-    kind, name, missing = request.param
+    device_type, name, missing = request.param
     modules.update((each, make()) for each, make in MADE.items())
     if not name:
-        modules.pop(kind)
+        modules.pop(device_type)
         monkeypatch.setattr(torch, "get_device_module", partial(_module, modules))
     elif missing:
-        delattr(modules[kind], name)
+        delattr(modules[device_type], name)
     else:
-        setattr(modules[kind], name, fails)
-    return kind, name
+        setattr(modules[device_type], name, fails)
+    return device_type, name
 
 
-def _module(modules: dict[str, SimpleNamespace], kind: Any) -> Any:
-    if str(kind) not in modules:
-        raise RuntimeError(f"Device '{kind}' does not have a corresponding module registered")
-    return modules[str(kind)]
+def _module(modules: dict[str, SimpleNamespace], device_type: Any) -> Any:
+    if str(device_type) not in modules:
+        raise RuntimeError(
+            f"Device '{device_type}' does not have a corresponding module registered"
+        )
+    return modules[str(device_type)]
 
 
 def test_every_verb_is_in_the_table() -> None:
-    asked = {name for name in vars(accelerator.Accelerator) if not name.startswith("_")}
-    apart = {"module", "call", "has", "host", "facts", "type", "backend", "indexed"}
-    assert asked - apart == set(PUBLIC)
+    verbs = {name for name in vars(accelerator.Accelerator) if not name.startswith("_")}
+    others = {"module", "call", "has", "host", "facts", "type", "backend", "indexed"}
+    assert verbs - others == set(PUBLIC)
 
 
 def test_each_verb_works_or_is_refused_by_name(half: tuple[str, str]) -> None:
-    kind, _ = half
+    device_type, _ = half
     for verb, do in PUBLIC.items():
         try:
-            do(of(kind), torch.device(kind))
+            do(of(device_type), torch.device(device_type))
         except NotYetError as error:
             said = str(error)
-            named = rf"a device of type {kind} must have \w+.*train on|on {kind}: give memory="
+            missing, unlimited = (
+                rf"{device_type} must have \w+.*train on",
+                f"on {device_type}: give memory=",
+            )
+            named = rf"a device of type {missing}|{unlimited}"
             assert re.search(named, said), verb
 
 
@@ -322,14 +330,14 @@ def test_a_step_on_the_host_does_not_care(half: tuple[str, str]) -> None:
     assert accelerators.with_plans()[0] == "cpu"
 
 
-def test_a_step_is_refused_on_a_device_whose_generators_cannot_be_kept(
+def test_a_step_is_refused_on_a_device_whose_generators_cannot_be_saved(
     modules: dict[str, SimpleNamespace],
 ) -> None:
     for name in ("get_rng_state", "set_rng_state", "manual_seed"):
         modules["mps"] = mps()
         delattr(modules["mps"], name)
-        asked = "manual_seed_all" if name == "manual_seed" else name
-        with pytest.raises(NotYetError, match=f"a device of type mps must have {asked}, and"):
+        verbs = "manual_seed_all" if name == "manual_seed" else name
+        with pytest.raises(NotYetError, match=f"a device of type mps must have {verbs}, and"):
             accelerators.require_generators(torch.device("mps"))
     for name in ("cpu", "xpu"):
         accelerators.require_generators(torch.device(name))
@@ -337,11 +345,11 @@ def test_a_step_is_refused_on_a_device_whose_generators_cannot_be_kept(
 
 def test_a_limit_is_a_share_of_what_the_device_has(modules: dict[str, SimpleNamespace]) -> None:
     shares: dict[str, tuple[Any, ...]] = {}
-    for kind, total in (("xpu", 128), ("mps", 100)):
-        modules[kind].set_per_process_memory_fraction = lambda *given, kind=kind: shares.update(
-            {kind: given}
+    for device_type, total in (("xpu", 128), ("mps", 100)):
+        modules[device_type].set_per_process_memory_fraction = (
+            lambda *arguments, device_type=device_type: shares.update({device_type: arguments})
         )
-        of(kind).limit(total * MIB // 4, torch.device(kind))
+        of(device_type).limit(total * MIB // 4, torch.device(device_type))
     assert shares == {"xpu": (0.25, torch.device("xpu")), "mps": (0.25,)}
     with pytest.raises(NotYetError, match="memory= must be given"):
         of("hpu").limit(MIB, torch.device("hpu"))
@@ -357,7 +365,7 @@ def test_memory_that_runs_out_is_not_a_missing_verb(modules: dict[str, SimpleNam
     assert type(caught.value) is RuntimeError
 
 
-def test_what_torch_has_for_all_types_is_asked(
+def test_what_torch_has_for_all_types_is_queried(
     modules: dict[str, SimpleNamespace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     del modules
@@ -370,12 +378,12 @@ def test_what_torch_has_for_all_types_is_asked(
 
 def test_generators_of_all_devices_in_use_are_held(modules: dict[str, SimpleNamespace]) -> None:
     modules["hpu"].is_initialized = lambda: False
-    before = Dice.now()
+    before = RNGState.now()
     assert [name for name, _ in before.devices] == ["xpu:0", "xpu:1", "mps:0"]
     accelerators.seed(7)
-    assert not before.same_as(Dice.now())
+    assert not before.same_as(RNGState.now())
     before.put_back()
-    assert before.same_as(Dice.now())
+    assert before.same_as(RNGState.now())
 
 
 def test_lanes_have_generators_of_their_own_there(modules: dict[str, SimpleNamespace]) -> None:
@@ -384,12 +392,12 @@ def test_lanes_have_generators_of_their_own_there(modules: dict[str, SimpleNames
     turns = LaneTurns(2)
     turns.begin(0)
     modules["xpu"].set_rng_state(torch.tensor([99], dtype=torch.uint8), "xpu:1")
-    turns.leave(0, [])
+    turns.pass_token(0, [])
     turns.begin(1)
     other = modules["xpu"].get_rng_state("xpu:1")
     assert int(other) != 99
     assert torch.equal(modules["mps"].get_rng_state("mps"), other)  # seeded alike
-    turns.leave(1, [])
+    turns.pass_token(1, [])
     turns.finish()
     assert int(modules["xpu"].get_rng_state("xpu:1")) == 99
     torch.set_rng_state(state)
@@ -400,18 +408,21 @@ def test_autocast_of_every_type_is_carried(modules: dict[str, SimpleNamespace]) 
     assert accelerators.autocast_types() == ("cpu", "cuda", "xpu", "mps", "hpu")
     torch.set_autocast_enabled("xpu", True)
     try:
-        now = {kind: enabled for kind, enabled, _ in Surroundings.now().autocast}
+        now = {device_type: enabled for device_type, enabled, _ in Surroundings.now().autocast}
     finally:
         torch.set_autocast_enabled("xpu", False)
     assert now == {"cpu": False, "cuda": False, "xpu": True, "mps": False, "hpu": False}
     assert [one.type for one, _ in Surroundings.now().streams] == ["xpu"]
 
 
-def test_copies_go_beside_kernels_where_there_are_streams(
+def test_copies_overlap_kernels_where_there_are_streams(
     modules: dict[str, SimpleNamespace],
 ) -> None:
     del modules
-    links = {kind: type(link_to(torch.device(kind))) for kind in ("cpu", "xpu", "mps", "hpu")}
+    links = {
+        device_type: type(link_to(torch.device(device_type)))
+        for device_type in ("cpu", "xpu", "mps", "hpu")
+    }
     assert links == {"cpu": HostLink, "xpu": StreamLink, "mps": HostLink, "hpu": HostLink}
     copier, done = Copier(torch.device("mps")), []
     copier.wait(copier.start(lambda: done.append(1)))
@@ -420,19 +431,21 @@ def test_copies_go_beside_kernels_where_there_are_streams(
     assert isinstance(segments_of(torch.device("xpu")), HostSegments)
 
 
-@pytest.mark.parametrize("kind", ["xpu", "mps", "hpu"])
+@pytest.mark.parametrize("device_type", ["xpu", "mps", "hpu"])
 def test_a_file_is_never_made_of_memory_that_is_not_the_hosts(
-    modules: dict[str, SimpleNamespace], kind: str, tmp_path: Path
+    modules: dict[str, SimpleNamespace], device_type: str, tmp_path: Path
 ) -> None:
     del modules
-    device = torch.device(kind)
+    device = torch.device(device_type)
     assert type(store_on(device)) is HostStore
     assert type(store_on(device, "file")) is StagedStore
     assert type(maker(tmp_path, device)()) is StagedStore
     assert takes(device) == ("host", "file")
     store, there = FileStore(), SimpleNamespace(device=device, nbytes=lambda: 8)
     for begin in (store.writing, store.reading):
-        with pytest.raises(StoreError, match=f"memory of the host, and the storage is on {kind}"):
+        with pytest.raises(
+            StoreError, match=f"memory of the host, and the storage is on {device_type}"
+        ):
             begin(0, there)
     store.close()
 
@@ -457,16 +470,16 @@ class NoFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_sums_are_float64_where_the_device_has_none() -> None:
     device = torch.device("mps")
-    with FakeTensorMode(), NoFloat64() as seen:
+    with FakeTensorMode(), NoFloat64() as observed:
         parts = [moments_of(torch.empty(n, 3, 4, device=device)) for n in (5, 2)]
         total = merged(*parts)
         assert total.mean.dtype == total.squares.dtype == torch.float64
         assert total.mean.device.type == "cpu"
         assert parts[0].packed().device.type == "cpu"
         assert accelerator.wide(torch.empty(2, device=device)).device.type == "cpu"
-        assert seen.found == []
+        assert observed.found == []
         torch.empty(2, device=device).double()
-        assert seen.found == ["aten._to_copy.default"]  # it would be noted
+        assert observed.found == ["aten._to_copy.default"]  # it would be noted
 
 
 def test_moments_of_parts_in_float32_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +520,9 @@ def test_collectives_carry_tensors_of_their_device(config: str, device: str) -> 
 
 
 def test_each_type_has_a_backend() -> None:
-    backends = {kind: of(kind).backend for kind in ("cpu", "cuda", "xpu", "mps")}
+    backends = {
+        device_type: of(device_type).backend for device_type in ("cpu", "cuda", "xpu", "mps")
+    }
     assert backends == {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "mps": "gloo"}
 
 

@@ -81,7 +81,7 @@ def test_a_lazy_batch_is_exact_though_its_denominator_comes_last(
         assert_exact(got, undivided(net, fn, x, y))
 
 
-def test_a_lazy_batch_takes_the_samples_it_is_told_in_that_order() -> None:
+def test_a_lazy_batch_takes_the_requested_samples_in_that_order() -> None:
     x, y = data()
     order = [7, 7, 0, 3, 9]
     net = model()
@@ -122,7 +122,7 @@ def test_a_loss_inside_the_model_takes_items_as_inputs() -> None:
 def test_two_passes_over_augmented_samples_meet_the_same_ones(workers: int) -> None:
     net, (x, y) = model(), data()
     lazy = LazyBatch(Augmented(x, y), workers=workers)
-    seen: list[Tensor] = []
+    observed: list[Tensor] = []
 
     class Record(nn.Module):
         def __init__(self) -> None:
@@ -130,7 +130,7 @@ def test_two_passes_over_augmented_samples_meet_the_same_ones(workers: int) -> N
             self.net = net
 
         def forward(self, inputs: Tensor) -> Tensor:
-            seen.append(inputs.clone())
+            observed.append(inputs.clone())
             return self.net(inputs)
 
     def coupled(out: Tensor, target: Tensor) -> Tensor:
@@ -138,10 +138,10 @@ def test_two_passes_over_augmented_samples_meet_the_same_ones(workers: int) -> N
 
     engine = Engine(Record(), coupled, micro_batch=4)
     loss = engine.backward(lazy)
-    whole = torch.cat(seen[-5:-2])
-    assert len(whole) == 10
-    assert torch.equal(torch.cat(seen[-2:]), whole[:8])
-    assert torch.allclose(loss, coupled(net(whole), y).detach(), rtol=0, atol=1e-13)
+    full = torch.cat(observed[-5:-2])
+    assert len(full) == 10
+    assert torch.equal(torch.cat(observed[-2:]), full[:8])
+    assert torch.allclose(loss, coupled(net(full), y).detach(), rtol=0, atol=1e-13)
 
 
 def test_samples_that_change_between_the_passes_are_refused() -> None:
@@ -208,8 +208,8 @@ def test_a_collate_that_drops_samples_is_refused() -> None:
     x, y = data()
 
     def drop(items: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        kept = items[:1]
-        return torch.stack([a for a, _ in kept]), torch.stack([b for _, b in kept])
+        retained = items[:1]
+        return torch.stack([a for a, _ in retained]), torch.stack([b for _, b in retained])
 
     lazy = LazyBatch(TensorDataset(x, y), collate_fn=drop)
     with pytest.raises(BatchError, match="4 items became 1 rows"):
@@ -225,12 +225,12 @@ def test_every_step_draws_augmentations_of_its_own(workers: int) -> None:
     def epoch() -> Tensor:
         return torch.cat([micro.inputs for micro in lazy.micro_batches(4)])
 
-    dice = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    rng_state = torch.get_rng_state(), random.getstate(), np.random.get_state()
     first, second = epoch(), epoch()
     assert not torch.equal(first, second)
-    torch.set_rng_state(dice[0])
-    random.setstate(dice[1])
-    np.random.set_state(dice[2])
+    torch.set_rng_state(rng_state[0])
+    random.setstate(rng_state[1])
+    np.random.set_state(rng_state[2])
     assert torch.equal(epoch(), first), "the same dice give the same samples"
 
 

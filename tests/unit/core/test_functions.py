@@ -20,13 +20,13 @@ class Hears(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: dict[str, Any] = {}
+        self.arguments: dict[str, Any] = {}
 
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is F.l1_loss:
-            self.told = keywords(func, kwargs)
+            self.arguments = keywords(func, kwargs)
         return func(*args, **keywords(func, kwargs))
 
 
@@ -36,20 +36,20 @@ def test_the_weight_of_l1_loss_is_found(weighted: bool) -> None:
     weight = y.abs() if weighted else None
     with Hears() as mode:
         found = F.l1_loss(x, y, weight=weight)
-    assert mode.told.get("weight") is weight
+    assert mode.arguments.get("weight") is weight
     torch.testing.assert_close(found, F.l1_loss(x, y, weight=weight))
 
 
-@pytest.mark.parametrize("given", [{"micro_batch": 3}, {"micro_batch": 7}, {"memory": "1MiB"}])
-def test_a_weighted_l1_loss_is_exact(given: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"micro_batch": 3}, {"micro_batch": 7}, {"memory": "1MiB"}])
+def test_a_weighted_l1_loss_is_exact(options: dict[str, Any]) -> None:
     """It was wrong by 1.0 and shown: under any mode torch leaves the weight out."""
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.l1_loss(out, y, weight=(y / y.sum()).abs())
 
     model = nn.Linear(6, 4).double()
-    whole, x, y = copy_of(model), torch.randn(7, 6).double(), torch.randn(7, 4).double()
-    expected = loss(whole(x), y)
+    full, x, y = copy_of(model), torch.randn(7, 6).double(), torch.randn(7, 4).double()
+    expected = loss(full(x), y)
     expected.backward()
-    found = Engine(model, loss, **given).backward(x, y)
-    assert_exact(state_of(model, found), state_of(whole, expected))
+    found = Engine(model, loss, **options).backward(x, y)
+    assert_exact(state_of(model, found), state_of(full, expected))

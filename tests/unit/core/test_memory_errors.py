@@ -99,39 +99,39 @@ def test_a_circle_of_causes_ends() -> None:
     assert not out_of_memory(one)
 
 
-def failing(kept: list[weakref.ref[Tensor]]) -> None:
+def failing(references: list[weakref.ref[Tensor]]) -> None:
     big = torch.ones(3)
-    kept.append(weakref.ref(big))
+    references.append(weakref.ref(big))
     try:
-        inner(kept)
+        inner(references)
     except MemoryError as error:
         raise RuntimeError("a layer failed") from error
 
 
-def inner(kept: list[weakref.ref[Tensor]]) -> None:
+def inner(references: list[weakref.ref[Tensor]]) -> None:
     big = torch.ones(3)
-    kept.append(weakref.ref(big))
+    references.append(weakref.ref(big))
     raise MemoryError
 
 
-def caught(kept: list[weakref.ref[Tensor]]) -> Exception:
+def caught(references: list[weakref.ref[Tensor]]) -> Exception:
     try:
-        failing(kept)
+        failing(references)
     except RuntimeError as error:
         return error
     raise AssertionError
 
 
-def alive(kept: list[weakref.ref[Tensor]]) -> int:
-    return sum(ref() is not None for ref in kept)
+def alive(references: list[weakref.ref[Tensor]]) -> int:
+    return sum(ref() is not None for ref in references)
 
 
 def test_a_released_error_says_where_and_holds_nothing() -> None:
-    kept: list[weakref.ref[Tensor]] = []
-    error = caught(kept)
-    assert alive(kept) == 2
+    references: list[weakref.ref[Tensor]] = []
+    error = caught(references)
+    assert alive(references) == 2
     release(error)
-    assert alive(kept) == 0
+    assert alive(references) == 0
     assert error.__traceback__ is not None
 
 
@@ -144,31 +144,31 @@ def test_a_forgotten_error_holds_no_frame() -> None:
 
 
 def test_an_error_from_outside_keeps_its_frames() -> None:
-    kept: list[weakref.ref[Tensor]] = []
-    outside = caught(kept)
+    references: list[weakref.ref[Tensor]] = []
+    outside = caught(references)
     error = ValueError()
     error.__context__ = outside
     forget(error, outside=outside)
     assert outside.__traceback__ is not None
-    assert alive(kept) == 2
+    assert alive(references) == 2
 
 
 def test_only_an_error_for_memory_leaves_the_context_empty() -> None:
     outside = sys.exception()  # signals at every line may leave one to the tests that come later
-    kept: list[weakref.ref[Tensor]] = []
+    references: list[weakref.ref[Tensor]] = []
     with pytest.raises(RuntimeError) as raised, NothingHeld():
-        failing(kept)
-    assert alive(kept) == 0
+        failing(references)
+    assert alive(references) == 0
     assert raised.value.__traceback__ is not None
-    kept.clear()
+    references.clear()
 
     def other() -> None:
         big = torch.ones(3)
-        kept.append(weakref.ref(big))
+        references.append(weakref.ref(big))
         raise ValueError("a fault")
 
     with pytest.raises(ValueError, match="a fault") as raised_too, NothingHeld():
         other()
     assert raised_too.value.__traceback__ is not None
-    assert alive(kept) == 1, "a debugger needs what other errors hold"
+    assert alive(references) == 1, "a debugger needs what other errors hold"
     assert sys.exception() is outside

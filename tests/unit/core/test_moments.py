@@ -48,7 +48,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3, 700])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_rows_that_come_next_take_no_less_memory(dtype: torch.dtype, rows: int) -> None:
+def test_the_rows_that_follow_take_no_less_memory(dtype: torch.dtype, rows: int) -> None:
     x = torch.randn(rows, 4, 300).to(dtype)
     vectors = 32 * 8 * 4
     with Meter(x.device, {"x": [x]}) as meter:

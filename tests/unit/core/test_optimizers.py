@@ -19,8 +19,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "SMALL", 64)
 
 
-def matrices(kind: type[optim.Optimizer], params: list[Any], **given: Any) -> optim.Optimizer:
-    return kind([p for p in params if p.dim() == 2], **given)
+def matrices(class_: type[optim.Optimizer], params: list[Any], **options: Any) -> optim.Optimizer:
+    return class_([p for p in params if p.dim() == 2], **options)
 
 
 WAYS: dict[str, Make] = {
@@ -55,7 +55,7 @@ def test_parameters_and_state_are_those_in_memory_bit_for_bit(way: str) -> None:
         assert states.last is not None
         assert states.last.most_bytes <= states.memory
         keeps = any(t.numel() > 16 for s in plain[1].state.values() for t in tensors(s))
-        assert (states.last.away_bytes > 0) == keeps
+        assert (states.last.offloaded_bytes > 0) == keeps
         assert states.last.parts > 1 or part.start  # Adafactor's bound is far from what it makes
     states.back()
     assert equal(values(plain[1]), values(ours[1]))
@@ -84,11 +84,11 @@ def test_half_precision_and_sparse_gradients() -> None:
     states.back()
     assert equal(values(plain[1]), values(ours[1]))
     found = []
-    for away in (False, True):
+    for offloaded in (False, True):
         torch.manual_seed(0)
         table = nn.Embedding(50, 8, sparse=True)
         optimizer = optim.SparseAdam(table.parameters())
-        held = anybatch.offload_states(optimizer, memory="64KiB") if away else None
+        held = anybatch.offload_states(optimizer, memory="64KiB") if offloaded else None
         for step in range(3):
             optimizer.zero_grad()
             table(torch.tensor([step, 7, 7])).square().sum().backward()
@@ -99,7 +99,7 @@ def test_half_precision_and_sparse_gradients() -> None:
     assert equal(*found)
 
 
-def test_every_optimizer_of_torch_is_known_or_refused() -> None:
+def test_every_optimizer_of_torch_is_recognised_or_refused() -> None:
     every = {v for v in vars(optim).values() if isinstance(v, type)}
     every = {v for v in every if issubclass(v, optim.Optimizer) and v is not optim.Optimizer}
     assert every - set(COPIES) == {optim.LBFGS}
@@ -122,14 +122,14 @@ class Foreign(optim.Optimizer):
         return None
 
 
-@pytest.mark.parametrize("kind", [optim.LBFGS, Stepping, Foreign])
-def test_an_optimizer_that_is_not_known_is_refused_by_name(kind: Any) -> None:
-    match = rf"each parameter is updated by itself.* of \S*{kind.__name__} that is not known"
+@pytest.mark.parametrize("variant", [optim.LBFGS, Stepping, Foreign])
+def test_an_optimizer_that_is_not_recognised_is_refused_by_name(variant: Any) -> None:
+    match = rf"each parameter is updated by itself.* of \S*{variant.__name__} that is not known"
     with pytest.raises(NotExactError, match=match):
-        anybatch.offload_states(kind(network().parameters()))
+        anybatch.offload_states(variant(network().parameters()))
 
 
-def test_a_subclass_that_leaves_the_step_alone_is_taken_hooked_or_not() -> None:
+def test_a_subclass_that_overrides_no_step_is_accepted_hooked_or_not() -> None:
     for _ in range(2):
         optimizer = Named(network().parameters())
         assert inner_step(optimizer) is inner_step(optim.Adam(network().parameters()))

@@ -56,7 +56,7 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
     assert pieces.difference(a, b) == (0.0, 0.0)
 
 
-def test_one_number_in_the_last_piece_tells_tensors_apart() -> None:
+def test_one_number_in_the_last_piece_distinguishes_tensors() -> None:
     a = torch.zeros(3, (1 << 20) + 5)
     b = a.clone()
     assert pieces.equal(a, b)

@@ -9,7 +9,7 @@ from anybatch import Plan
 from anybatch.core.evidence import FORESEEN, UNDIVIDED, Evidence
 from anybatch.core.memory import Candidate, Memory
 from anybatch.core.pace import Pace
-from anybatch.core.plan import Away, Facts, decide
+from anybatch.core.plan import Facts, OffloadPlan, decide
 from anybatch.core.units import show_seconds
 
 FACTS = Facts(
@@ -23,8 +23,8 @@ FACTS = Facts(
     local=0,
     looked=1,
 )
-LOCAL = Evidence("inexact", 'batchnorm="local" was asked for')
-LITERAL = Evidence("inexact", "Loss.algorithm1 was asked for")
+LOCAL = Evidence("inexact", 'batchnorm="local" was requested')
+LITERAL = Evidence("inexact", "Loss.algorithm1 was requested")
 
 
 def test_the_plain_case() -> None:
@@ -42,13 +42,13 @@ def test_the_plain_case() -> None:
 @pytest.mark.parametrize(
     ("change", "field", "value", "reason"),
     [
-        ({"coupled": True}, "mechanism", "gathering", "second forward pass"),
+        ({"coupled": True}, "mechanism", "two-pass", "second forward pass"),
         ({"divided": False}, "mechanism", "undivided", "torch's own step"),
         ({"half": ("bfloat16",)}, "accumulate", "accumulator", "bfloat16 gradients are summed"),
         ({"before": True}, "accumulate", "accumulator", "set aside"),
         ({"late": True}, "mechanism", "streaming", "made good at the end"),
         ({"local": 3}, "exact", LOCAL, "3 BatchNorm layers"),
-        ({"lanes": True}, "mechanism", "lanes", "samples meet in BatchNorm"),
+        ({"lanes": True}, "mechanism", "lockstep", "samples meet in BatchNorm"),
         ({"doubts": ("a", "b")}, "exact", Evidence("not shown", "a; b", 1), "one pass"),
         ({"looked": 0}, "exact", FORESEEN, "one pass"),
         ({"divided": False, "doubts": ("a",)}, "exact", UNDIVIDED, "own step"),
@@ -87,46 +87,48 @@ def test_what_is_no_plan_is_refused() -> None:
 
 
 HERE = (Candidate(4, 50, 3.0), Candidate(8, 90, 2.0), Candidate(16, 180))
-AWAY = (Candidate(16, 99, 1.0, away=True), Candidate(32, 100, 4.0, away=True))
-LEFT = Away("file", None, (50, 50), 80, 160, 90, 0.1)
+OFFLOADED = (Candidate(16, 99, 1.0, offloaded=True), Candidate(32, 100, 4.0, offloaded=True))
+LEFT = OffloadPlan("file", None, (50, 50), 80, 160, 90, 0.1)
 
 
 def of_memory(*candidates: Candidate) -> Memory:
     return Memory(100, "as given", 90, (("activations", 90),), 20, 300, "nobody", candidates)
 
 
-def test_a_plan_says_which_candidates_leave_and_what_was_faster() -> None:
-    memory = of_memory(*sorted((*HERE, *AWAY), key=lambda one: one.micro_batch))
+def test_a_plan_says_which_candidates_are_offloaded_and_what_was_faster() -> None:
+    memory = of_memory(*sorted((*HERE, *OFFLOADED), key=lambda one: one.micro_batch))
     text = str(decide(replace(FACTS, micro_batch=16), memory, LEFT))
     rows = [
         "4        50 B                3   runner-up: 200 % slower",
         "8        90 B                2   runner-up: 100 % slower",
         "16       180 B                -   does not fit: 80 B too much",
-        "16        99 B                1   saved tensors away; chosen: the fastest timed",
-        "32       100 B                4   saved tensors away; 300 % slower",
+        "16        99 B                1   saved tensors offloaded; chosen: the fastest timed",
+        "32       100 B                4   saved tensors offloaded; 300 % slower",
         "timed as it would be run, a step takes 1 s in micro-batches of 16 with saved tensors "
         "away, and 2 s in micro-batches of 8 without",
     ]
     assert [row for row in rows if row not in text] == []
     stays = str(
-        decide(replace(FACTS, micro_batch=8), of_memory(*HERE, replace(AWAY[0], seconds=3)))
+        decide(replace(FACTS, micro_batch=8), of_memory(*HERE, replace(OFFLOADED[0], seconds=3)))
     )
-    assert "16        99 B                3   saved tensors away; runner-up: 50 % slower" in stays
+    assert (
+        "16        99 B                3   saved tensors offloaded; runner-up: 50 % slower" in stays
+    )
     assert "8        90 B                2   chosen: the fastest timed" in stays
-    assert "a step takes 3 s in micro-batches of 16 with saved tensors away" in stays
+    assert "a step takes 3 s in micro-batches of 16 with saved tensors offloaded" in stays
     assert "away" not in str(decide(replace(FACTS, micro_batch=8), of_memory(*HERE)))
 
 
-@pytest.mark.parametrize(("candidates", "left"), [(HERE, None), (AWAY, LEFT)])
+@pytest.mark.parametrize(("candidates", "left"), [(HERE, None), (OFFLOADED, LEFT)])
 def test_a_plan_of_before_candidates_said_what_leaves_loads(
-    candidates: tuple[Candidate, ...], left: Away | None
+    candidates: tuple[Candidate, ...], left: OffloadPlan | None
 ) -> None:
     plan = decide(replace(FACTS, micro_batch=16), of_memory(*candidates), left)
     old = json.loads(plan.to_json())
     for one in old["memory"]["candidates"]:
-        del one["away"]
+        del one["offloaded"]
     assert Plan.from_json(json.dumps(old)) == plan == Plan.from_json(plan.to_json())
-    assert "saved tensors away;" not in str(plan)
+    assert "saved tensors offloaded;" not in str(plan)
 
 
 def test_two_runners_up_are_those_that_lost_by_least() -> None:
@@ -147,7 +149,7 @@ def test_seconds_are_shown_in_a_unit_that_a_person_would_use(seconds: float, sho
     assert show_seconds(seconds) == shown
 
 
-def test_a_pace_is_told_and_goes_through_json() -> None:
+def test_a_pace_is_reported_and_goes_through_json() -> None:
     pace = Pace(0.5, (0.25, 1.0), 9, 0.125, epoch=240)
     plan = replace(decide(FACTS), pace=pace)
     assert Plan.from_json(plan.to_json()) == plan
@@ -157,4 +159,4 @@ def test_a_pace_is_told_and_goes_through_json() -> None:
     assert lines[at + 1].strip() == "2 min (60 s to 4 min) an epoch of 240 steps"
     assert pace.of(3) == (1.5, 0.75, 3.0)
     few = replace(pace, steps=2)
-    assert few.told(1) == "0.5 s"  # two steps tell no interval
+    assert few.in_words(1) == "0.5 s"  # two steps tell no interval

@@ -16,7 +16,7 @@ import anybatch
 from anybatch.core.absent import AbsentDevice, planned_for
 from anybatch.core.rounding import allocated, rounded, rounding
 from anybatch.execution.case import as_fakes, first_rows
-from anybatch.execution.kinds import bytes_of
+from anybatch.execution.signature import bytes_of
 from anybatch.memory.meter import Meter
 from anybatch.memory.timeline import UNLIMITED, AffineTimeline, NotAffineError, Timeline, record
 from anybatch.planner import rehearse
@@ -110,7 +110,7 @@ def test_the_largest_that_fits_is_that_of_brute_force(
         assert largest == (fits[-1] if fits else 0)
 
 
-def test_allocations_that_differ_leave_a_bound() -> None:
+def test_allocations_that_differ_have_a_bound() -> None:
     """Events are the same, and one size frees a storage later: rounding is counted for each."""
     low = record([("a", 700, 0, 2), ("a", 10, 1, 3)], ["x", "y", "z"], ("a",), grain=BLOCK)
     high = record([("a", 900, 0, 3), ("a", 10, 1, 3)], ["x", "y", "z"], ("a",), grain=BLOCK)
@@ -168,26 +168,26 @@ def test_a_plan_predicts_the_step_that_its_size_would_be(name: str, share: float
 
     loose = plan(None).memory
     assert loose is not None
-    found = plan(loose.floor + int(share * (loose.whole - loose.floor)))
+    found = plan(loose.floor + int(share * (loose.undivided - loose.floor)))
     assert found.memory is not None
     n = found.micro_batch
     engine = anybatch.Engine(model, F.cross_entropy, memory="1GiB", batchnorm="local")
-    batch, modules = engine._given.batch(x, y), engine._given.modules()
+    batch, modules = engine._inputs.batch(x, y), engine._inputs.modules()
     with planned_for(device):
-        case = as_fakes(engine._given.case(batch, modules, trains=True))
-        _, seen = rehearse.look(case, 4)
-        seen = rehearse.watch_loss(case, seen)
+        case = as_fakes(engine._inputs.case(batch, modules, trains=True))
+        _, observed = rehearse.inspect_model(case, 4)
+        observed = rehearse.watch_loss(case, observed)
         first = first_rows(case, size)
         line = (
-            rehearse.divided(first, n, seen, apart=found.accumulate == "accumulator")
+            rehearse.divided(first, n, observed, accumulator=found.accumulate == "accumulator")
             if n < size
-            else rehearse.whole(case, size, seen)
+            else rehearse.full_batch(case, size, observed)
         )
     owners = dict(found.memory.owners)
     assert (n == size) == (share == 1)
     copies = sum(map(allocated_there, model.buffers())) * (2 if n < size else 1)
-    beside = owners["cuBLAS"] + owners["other tensors"] + copies
-    assert found.memory.predicted == line.peak + beside
+    extra = owners["cuBLAS"] + owners["other tensors"] + copies
+    assert found.memory.predicted == line.peak + extra
 
 
 def allocated_there(tensor: Tensor) -> int:
@@ -195,7 +195,7 @@ def allocated_there(tensor: Tensor) -> int:
         return allocated(tensor)
 
 
-def test_a_loss_that_is_kept_holds_no_more_than_a_number() -> None:
+def test_a_loss_that_is_retained_holds_no_more_than_a_number() -> None:
     """Its terms stayed through the next step: torch's mean of squares lies in their memory."""
     trained = anybatch.Engine(nn.Linear(3, 2), F.mse_loss, micro_batch=90)
     loss = trained.backward(torch.randn(70, 3), torch.randn(70, 2))

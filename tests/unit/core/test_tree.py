@@ -55,11 +55,11 @@ def test_paths_read_like_the_expression_that_reaches_the_tensor() -> None:
 
 
 @given(n=st.integers(1, 9), size=st.integers(1, 10))
-def test_rows_joined_are_the_whole_and_types_stay(n: int, size: int) -> None:
-    whole = nested(n)
-    parts = [tree.rows(whole, i, min(i + size, n)) for i in range(0, n, size)]
+def test_rows_joined_are_the_full_batch_and_types_remain(n: int, size: int) -> None:
+    full = nested(n)
+    parts = [tree.rows(full, i, min(i + size, n)) for i in range(0, n, size)]
     joined = tree.join(parts)
-    for (path, a), (other, b) in zip(tree.tensors(joined), tree.tensors(whole), strict=True):
+    for (path, a), (other, b) in zip(tree.tensors(joined), tree.tensors(full), strict=True):
         assert path == other
         assert torch.equal(a, b)
     assert type(joined["pair"]) is Pair
@@ -67,7 +67,7 @@ def test_rows_joined_are_the_whole_and_types_stay(n: int, size: int) -> None:
     assert type(joined["user"]) is UserDict
     assert type(joined["ordered"]) is OrderedDict
     assert joined["pair"].right[1:] == ["text", None]
-    assert whole["user"]["u"].shape[0] == n, "the original is untouched"
+    assert full["user"]["u"].shape[0] == n, "the original is untouched"
 
 
 def test_rows_are_views() -> None:
@@ -164,16 +164,16 @@ def test_a_field_that_a_dataclass_makes_itself_is_no_child() -> None:
         cache: Tensor = field(init=False)
         logits: Tensor = field(default_factory=lambda: torch.zeros(0))
 
-    whole = Output(logits=torch.arange(4.0))
-    assert [path for path, _ in tree.tensors(whole, "out")] == ["out.logits"]
-    assert tree.rows(whole, 1, 3).logits.tolist() == [1.0, 2.0]
-    assert tree.join([whole, whole]).logits.shape == (8,)
+    full = Output(logits=torch.arange(4.0))
+    assert [path for path, _ in tree.tensors(full, "out")] == ["out.logits"]
+    assert tree.rows(full, 1, 3).logits.tolist() == [1.0, 2.0]
+    assert tree.join([full, full]).logits.shape == (8,)
 
 
 @given(n=st.integers(1, 9), size=st.integers(1, 10))
 def test_arrays_and_captions_have_rows(n: int, size: int) -> None:
     """They were carried along whole, beside a slice of everything else."""
-    whole = {
+    full = {
         "x": torch.arange(n),
         "array": np.arange(n * 2).reshape(n, 2),
         "captions": [f"a {i}" for i in range(n)],
@@ -182,39 +182,39 @@ def test_arrays_and_captions_have_rows(n: int, size: int) -> None:
         "constant": np.array(3.0),
     }
     starts = range(0, n, size)
-    parts = [tree.rows(whole, i, min(i + size, n), n) for i in starts]
+    parts = [tree.rows(full, i, min(i + size, n), n) for i in starts]
     for i, part in zip(starts, parts, strict=True):
         stop = min(i + size, n)
-        assert np.array_equal(part["array"], whole["array"][i:stop])
-        assert part["captions"] == whole["captions"][i:stop]
-        assert part["names"] == whole["names"][i:stop]
-        assert part["classes"] is whole["classes"]
+        assert np.array_equal(part["array"], full["array"][i:stop])
+        assert part["captions"] == full["captions"][i:stop]
+        assert part["names"] == full["names"][i:stop]
+        assert part["classes"] is full["classes"]
         assert part["constant"] == 3.0
     if size > n:
         return
-    del whole["classes"]
+    del full["classes"]
     parts = [{k: v for k, v in part.items() if k != "classes"} for part in parts]
     joined = tree.join(parts, sizes=[len(part["x"]) for part in parts])
-    assert joined["captions"] == whole["captions"]
-    assert joined["names"] == whole["names"]
-    assert np.array_equal(joined["array"], whole["array"])
+    assert joined["captions"] == full["captions"]
+    assert joined["names"] == full["names"]
+    assert np.array_equal(joined["array"], full["array"])
     assert tree.rows({"c": ["a"] * n, "x": torch.tensor(1)}, 0, 1)["c"] == ["a"] * n, "no N known"
     assert tree.rows({"c": ["a"] * n, "x": torch.zeros(n)}, 0, 1)["c"] == ["a"]
-    assert tree.join(parts)["captions"] == whole["captions"]
+    assert tree.join(parts)["captions"] == full["captions"]
 
 
-def test_a_list_stays_what_it_was_for_the_whole_batch() -> None:
+def test_a_list_stays_what_it_was_for_the_full_batch() -> None:
     """A pair of lists in a micro-batch of two was two entries."""
-    whole = {"x": torch.arange(5), "of": [list("abcde"), list("vwxyz")], "sizes": (2, 2), "n": []}
-    found = tree.marked(whole, 5, "inputs")
+    full = {"x": torch.arange(5), "of": [list("abcde"), list("vwxyz")], "sizes": (2, 2), "n": []}
+    found = tree.marked(full, 5, "inputs")
     two = tree.rows(found, 1, 3, 5)
     assert two["of"] == [["b", "c"], ["w", "x"]]
     assert tree.rows(two, 1, 2, 2)["of"] == [["c"], ["x"]]
     assert tree.rows(two, 1, 2, 2)["sizes"] == (2, 2)
     parts = [tree.rows(found, i, i + 2, 5) for i in (0, 2)] + [tree.rows(found, 4, 5, 5)]
-    assert tree.join(parts, sizes=[2, 2, 1])["of"] == whole["of"]
-    assert tree.join(copy.deepcopy(parts), sizes=[2, 2, 1])["of"] == whole["of"]
-    of_none = {"x": whole["x"], "classes": ("a", "b"), "size": torch.Size([5]), "p": ((1, 2), 0)}
+    assert tree.join(parts, sizes=[2, 2, 1])["of"] == full["of"]
+    assert tree.join(copy.deepcopy(parts), sizes=[2, 2, 1])["of"] == full["of"]
+    of_none = {"x": full["x"], "classes": ("a", "b"), "size": torch.Size([5]), "p": ((1, 2), 0)}
     assert tree.marked(of_none, 5, "inputs") is of_none
 
 
@@ -272,19 +272,19 @@ def test_constants_of_nan_are_the_same() -> None:
         tree.join([[torch.zeros(1), value], [torch.zeros(2), copy.deepcopy(value)]])
 
 
-def test_tensors_are_joined_along_the_dimensions_given() -> None:
+def test_tensors_are_joined_along_the_dimensions_passed() -> None:
     """An output ``[T, n, C]`` was joined along T; a constant ``[K, D]`` was repeated."""
     constant = torch.randn(4, 2)
-    whole = [torch.randn(3, 5, 2), {"rows": torch.randn(5), "constant": constant}]
+    full = [torch.randn(3, 5, 2), {"rows": torch.randn(5), "constant": constant}]
 
     def part(start: int, stop: int) -> list[Any]:
-        rows = {"rows": whole[1]["rows"][start:stop], "constant": constant.clone()}
-        return [whole[0][:, start:stop], rows]
+        rows = {"rows": full[1]["rows"][start:stop], "constant": constant.clone()}
+        return [full[0][:, start:stop], rows]
 
     parts = [part(0, 2), part(2, 4), part(4, 5)]
     joined = tree.join(parts, [1, 0, None])
-    assert torch.equal(joined[0], whole[0])
-    assert torch.equal(joined[1]["rows"], whole[1]["rows"])
+    assert torch.equal(joined[0], full[0])
+    assert torch.equal(joined[1]["rows"], full[1]["rows"])
     assert joined[1]["constant"] is parts[-1][1]["constant"]
     parts[0][1]["constant"][0, 0] += 1
     with pytest.raises(BatchError, match=r"\['constant'\] has other values.*\(4, 2\) in both"):

@@ -16,8 +16,8 @@ from anybatch.core.undo import (
     no_optimizer_step,
     note_buffers,
     same_values,
+    transaction,
     uninterrupted,
-    whole_or_nothing,
 )
 from anybatch.errors import NotExactError
 
@@ -29,7 +29,7 @@ def _ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
-def test_buffers_come_back_as_the_tensors_they_were() -> None:
+def test_buffers_are_restored_as_the_tensors_they_were() -> None:
     norm = nn.BatchNorm1d(3)
     (mean, *_) = states = note_buffers(walk(norm))
     assert [state.path for state in states] == [
@@ -47,7 +47,7 @@ def test_buffers_come_back_as_the_tensors_they_were() -> None:
     assert norm.running_mean is old
 
 
-def test_batch_norm_moves_statistics_without_a_version_and_is_seen_all_the_same() -> None:
+def test_batch_norm_moves_statistics_without_a_version_and_is_detected_all_the_same() -> None:
     norm = nn.BatchNorm1d(3)
     mean = note_buffers(walk(norm))[0]
     norm(torch.randn(8, 3))
@@ -61,7 +61,7 @@ def test_failure_puts_back_what_was_noted() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[0].weight.grad = torch.ones(3, 3)
     before, note = snapshot(model), Before(walk(model), model.parameters())
-    with pytest.raises(ZeroDivisionError), whole_or_nothing(note, lambda: None):
+    with pytest.raises(ZeroDivisionError), transaction(note, lambda: None):
         model[0].weight.grad = None
         model(torch.randn(4, 3)).sum().backward()
         torch.set_grad_enabled(False)
@@ -81,7 +81,7 @@ def test_an_interrupt_during_delivery_comes_after_it() -> None:
 
     with (
         pytest.raises(KeyboardInterrupt),
-        whole_or_nothing(Before(walk(model), model.parameters()), deliver),
+        transaction(Before(walk(model), model.parameters()), deliver),
     ):
         pass
     assert delivered == ["all of it"]
@@ -99,7 +99,7 @@ def test_a_held_interrupt_is_let_through_once_and_the_handler_is_back() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_in_another_thread_handlers_are_left_alone() -> None:
+def test_in_another_thread_handlers_are_not_replaced() -> None:
     failures: list[BaseException] = []
 
     def work() -> None:
@@ -193,7 +193,7 @@ def grow(m: Holder) -> None:
     ids="none nan expanded sparse csr integer float8 meta".split(),
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
-def test_every_kind_of_buffer_comes_back(
+def test_every_sort_of_buffer_comes_back(
     buffer: Callable[[], Tensor | None], change: Callable[[Holder], object]
 ) -> None:
     """Undoing a step raised on most of these, and that hid the error the step had failed with."""
@@ -201,7 +201,7 @@ def test_every_kind_of_buffer_comes_back(
     names, persistent, tensor = list(model._buffers), list(model.state_dict()), model.b
     values = None if tensor is None else tensor.clone()
     before = Before(walk(model), [])
-    with pytest.raises(KeyError, match="the real error"), whole_or_nothing(before, lambda: None):
+    with pytest.raises(KeyError, match="the real error"), transaction(before, lambda: None):
         with suppress(RuntimeError):  # torch does not write to all of them
             change(model)
         raise KeyError("the real error")
@@ -236,7 +236,7 @@ class Scripted(nn.Module):
 @pytest.mark.parametrize(
     "make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(2), check_trace=False)]
 )
-def test_buffers_of_scripted_modules_come_back(make: Callable[[nn.Module], nn.Module]) -> None:
+def test_buffers_of_scripted_modules_are_restored(make: Callable[[nn.Module], nn.Module]) -> None:
     """Their ``_buffers`` is a wrapper without ``get``."""
     model = make(Scripted())
     start, tensor = float(model.calls), model.calls
@@ -264,7 +264,7 @@ def test_a_buffer_without_data_yet_is_noted() -> None:
     assert norm.running_mean.tolist() == [0.0, 0.0, 0.0]
 
 
-def test_buffers_made_in_inference_mode_come_back() -> None:
+def test_buffers_made_in_inference_mode_are_restored() -> None:
     """They count no versions, and refuse to be written to."""
     with torch.inference_mode():
         model = Holder(torch.ones(3))
@@ -279,19 +279,19 @@ def test_what_cannot_be_undone_is_noted_on_the_real_error() -> None:
     """The dice come back all the same."""
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    before, dice = Before(walk(model), model.parameters()), torch.get_rng_state()
-    with pytest.raises(KeyError) as caught, whole_or_nothing(before, lambda: None):
+    before, rng_state = Before(walk(model), model.parameters()), torch.get_rng_state()
+    with pytest.raises(KeyError) as caught, transaction(before, lambda: None):
         torch.rand(3)
         model.bias.grad = torch.ones(2)
         model.weight.grad = None
         model.weight.data = torch.zeros(5)
         raise KeyError("the real error")
     assert "while the step was undone" in caught.value.__notes__[0]
-    assert torch.equal(torch.get_rng_state(), dice)
+    assert torch.equal(torch.get_rng_state(), rng_state)
     assert model.bias.grad is None
 
 
-def test_gradients_of_leaves_that_turn_up_late_come_back() -> None:
+def test_gradients_of_leaves_that_appear_late_are_restored() -> None:
     """A parameter that only the loss closes over kept what a failed step had added."""
     model, late, other = nn.Linear(2, 2), torch.ones(2), torch.ones(2)
     late.grad = gradient = torch.ones(2)
@@ -323,8 +323,8 @@ def test_an_optimizer_of_other_parameters_may_step() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
 def test_values_are_compared_in_every_layout() -> None:
-    whole = torch.tensor([[1.0, float("nan"), 0.0, 0.0], [0.0, 0.0, 2.0, 0.0]] * 2)
-    other = whole.clone()
+    full = torch.tensor([[1.0, float("nan"), 0.0, 0.0], [0.0, 0.0, 2.0, 0.0]] * 2)
+    other = full.clone()
     other[0, 0] = 3.0
     for layout in (
         lambda t: t,
@@ -337,11 +337,11 @@ def test_values_are_compared_in_every_layout() -> None:
         lambda t: t.to(torch.complex64),
         lambda t: t.to(torch.float8_e5m2),
     ):
-        assert same_values(layout(whole), layout(whole.clone()))
-        assert not same_values(layout(whole), layout(other))
-    assert not same_values(whole, whole.to_sparse())
-    assert not same_values(whole, None)
-    assert not same_values(whole, whole.double())
+        assert same_values(layout(full), layout(full.clone()))
+        assert not same_values(layout(full), layout(other))
+    assert not same_values(full, full.to_sparse())
+    assert not same_values(full, None)
+    assert not same_values(full, full.double())
     lazy = nn.LazyBatchNorm1d().running_mean
     assert same_values(lazy, lazy)
-    assert not same_values(lazy, whole)
+    assert not same_values(lazy, full)

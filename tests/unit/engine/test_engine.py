@@ -27,7 +27,7 @@ def batch(n: int = 10) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 5, dtype=torch.float64), torch.randint(0, 3, (n,))
 
 
-def test_gradients_that_were_there_are_added_to_and_stay_the_same_tensors() -> None:
+def test_gradients_that_were_there_are_added_to_and_remain_the_same_tensors() -> None:
     model, (x, y) = mlp(), batch()
     old = [torch.randn_like(p) for p in model.parameters()]
     for p, g in zip(model.parameters(), old, strict=True):
@@ -45,7 +45,7 @@ def test_gradients_that_were_there_are_added_to_and_stay_the_same_tensors() -> N
     assert engine.plan.accumulate == "accumulator"
 
 
-def test_frozen_and_unused_parameters_stay_without_gradient() -> None:
+def test_frozen_and_unused_parameters_remain_without_gradient() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -148,13 +148,13 @@ def test_leaf_inputs_that_require_grad_get_theirs() -> None:
 def test_observe_sees_every_micro_batch_once_detached_in_order() -> None:
     model, (x, y) = mlp(), batch()
     for loss in (F.cross_entropy, lambda out, t: F.cross_entropy(out - out.mean(0), t)):
-        seen: list[tuple[Tensor, Tensor]] = []
+        observed: list[tuple[Tensor, Tensor]] = []
         engine = Engine(model, loss, micro_batch=4)
-        engine.backward(x, y, observe=lambda o, t, s=seen: s.append((o, t)))
-        assert [len(o) for o, _ in seen] == [4, 4, 2]
-        assert not any(o.requires_grad for o, _ in seen)
-        assert torch.equal(torch.cat([t for _, t in seen]), y)
-        assert torch.allclose(torch.cat([o for o, _ in seen]), model(x).detach())
+        engine.backward(x, y, observe=lambda o, t, s=observed: s.append((o, t)))
+        assert [len(o) for o, _ in observed] == [4, 4, 2]
+        assert not any(o.requires_grad for o, _ in observed)
+        assert torch.equal(torch.cat([t for _, t in observed]), y)
+        assert torch.allclose(torch.cat([o for o, _ in observed]), model(x).detach())
         again: list[Tensor] = []
         engine.evaluate(x, y, observe=lambda o, _, s=again: s.append(o))
         assert torch.allclose(torch.cat(again), model(x).detach())
@@ -199,11 +199,11 @@ def test_last_and_plan_say_what_the_step_was() -> None:
     coupled = Engine(model, lambda o: o.logsumexp(0).sum(), micro_batch=4)
     coupled.backward(x)
     assert coupled.plan is not None
-    assert coupled.plan.mechanism == "gathering"
-    whole = Engine(model, nn.CrossEntropyLoss(), micro_batch=10)
-    whole.backward(x, y)
-    assert whole.plan is not None
-    assert whole.plan.mechanism == "undivided"
+    assert coupled.plan.mechanism == "two-pass"
+    full = Engine(model, nn.CrossEntropyLoss(), micro_batch=10)
+    full.backward(x, y)
+    assert full.plan is not None
+    assert full.plan.mechanism == "undivided"
 
 
 def test_a_batch_no_larger_than_a_micro_batch_is_torch_bit_for_bit() -> None:
@@ -305,13 +305,13 @@ def test_under_autocast_the_error_is_that_of_bfloat16(coupled: bool) -> None:
 def test_an_ordinary_step_enters_no_mode_around_the_model() -> None:
     stacks: list[tuple[int, int]] = []
 
-    class Look(nn.Linear):
+    class StackProbe(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             modes = _get_current_dispatch_mode_stack(), _get_current_function_mode_stack()
             stacks.append((len(modes[0]), len(modes[1])))
             return super().forward(x)
 
-    model, (x, y) = Look(5, 3).double(), batch()
+    model, (x, y) = StackProbe(5, 3).double(), batch()
     engine = Engine(model, F.cross_entropy, micro_batch=4)
     engine.backward(x, y)
     stacks.clear()
@@ -373,9 +373,13 @@ def test_a_loss_with_parameters_trains_them_too() -> None:
 def test_what_cannot_be_is_said_at_once(
     change: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    given: dict[str, Any] = {"model": mlp(), "loss_fn": F.cross_entropy, "micro_batch": 4} | change
+    options: dict[str, Any] = {
+        "model": mlp(),
+        "loss_fn": F.cross_entropy,
+        "micro_batch": 4,
+    } | change
     with pytest.raises(error, match=message):
-        Engine(given.pop("model"), given.pop("loss_fn"), **given)
+        Engine(options.pop("model"), options.pop("loss_fn"), **options)
 
 
 def test_a_loss_that_trains_nothing_is_refused_and_leaves_no_trace() -> None:
@@ -407,7 +411,7 @@ def test_the_returned_loss_has_no_graph() -> None:
         loss.backward()
 
 
-def test_targets_beside_a_lazy_batch_are_refused() -> None:
+def test_targets_next_to_a_lazy_batch_are_refused() -> None:
     x, y = batch()
     lazy = anybatch.LazyBatch(torch.utils.data.TensorDataset(x, y))
     with pytest.raises(anybatch.errors.AnybatchError, match="must come from its items"):
@@ -424,7 +428,7 @@ def test_processes_that_do_not_know_each_other_are_refused(
         Engine(mlp(), F.cross_entropy, micro_batch=4).backward(x, y)
 
 
-def test_a_loss_given_as_declaration_is_used_as_it_is() -> None:
+def test_a_loss_passed_as_declaration_is_used_as_it_is() -> None:
     model, (x, y) = mlp(), batch()
     declared = Loss.ratio(lambda o, t: F.cross_entropy(o, t, reduction="sum"), len)
     got = state_after(model, lambda m: Engine(m, declared, micro_batch=4).backward(x, y))
@@ -470,15 +474,15 @@ def test_parameters_that_only_the_loss_closes_over_are_trained_and_undone() -> N
     got = engine.backward(x, y)
     assert torch.allclose(got, want, rtol=2e-2)
     assert torch.allclose(scale.grad, truth, rtol=2e-2)
-    scale.grad = kept = torch.ones_like(scale)
+    scale.grad = retained = torch.ones_like(scale)
 
     def fail(*_: Tensor) -> None:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         engine.backward(x, y, observe=fail)
-    assert scale.grad is kept
-    assert float(kept) == 1.0
+    assert scale.grad is retained
+    assert float(retained) == 1.0
 
 
 def test_an_observer_may_draw_and_write_and_changes_nothing() -> None:
@@ -528,7 +532,7 @@ def test_a_loss_among_the_outputs_is_refused_with_what_to_write(named: bool, key
 
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 13])
-def test_a_loss_that_squeezes_warns_of_no_rows_that_nobody_has(micro_batch: int) -> None:
+def test_a_loss_that_squeezes_warns_of_no_rows_that_do_not_exist(micro_batch: int) -> None:
     """A single row squeezes to another shape, and torch would warn of it."""
     model, x = nn.Linear(5, 1).double(), batch(14)[0]
 
@@ -595,10 +599,10 @@ def test_state_in_the_loss_moves_once_a_step() -> None:
     class Tracked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+            self.register_buffer("observed", torch.zeros((), dtype=torch.long))
 
         def forward(self, out: Tensor, target: Tensor) -> Tensor:
-            self.seen += 1
+            self.observed += 1
             return F.cross_entropy(out, target)
 
     model, (x, y) = mlp(), batch()
@@ -607,7 +611,7 @@ def test_state_in_the_loss_moves_once_a_step() -> None:
         engine = Engine(model, loss, micro_batch=micro_batch)
         for _ in range(3):
             engine.backward(x, y)
-        assert int(loss.seen) == 3
+        assert int(loss.observed) == 3
 
 
 def test_float16_losses_do_not_overflow() -> None:
@@ -618,30 +622,30 @@ def test_float16_losses_do_not_overflow() -> None:
     assert torch.allclose(loss.float(), want, rtol=1e-2)
 
 
-def test_a_loss_that_fails_on_a_single_sample_is_taken_on_the_whole() -> None:
+def test_a_loss_that_fails_on_a_single_sample_is_computed_on_the_full_batch() -> None:
     model, (x, y) = nn.Linear(5, 1).double(), batch()
     target = (y > 0).double()
 
     def squeezed(out: Tensor, t: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(out.squeeze(), t)
 
-    seen: list[int] = []
+    observed: list[int] = []
     engine = Engine(model, squeezed, micro_batch=3)
-    engine.backward(x, target, observe=lambda o, _: seen.append(len(o)))
-    assert seen == [3, 3, 3, 1], "each micro-batch once, though the step began twice"
+    engine.backward(x, target, observe=lambda o, _: observed.append(len(o)))
+    assert observed == [3, 3, 3, 1], "each micro-batch once, though the step began twice"
     model.zero_grad()
     got = state_after(model, lambda m: Engine(m, squeezed, micro_batch=3).backward(x, target))
     assert_exact(got, undivided(model, squeezed, x, target))
 
 
-@pytest.mark.parametrize("given", [{"micro_batch": 4}, {"memory": "1MiB"}, {}], ids=str)
+@pytest.mark.parametrize("inputs", [{"micro_batch": 4}, {"memory": "1MiB"}, {}], ids=str)
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
-def test_an_engine_can_be_copied_and_pickled_after_a_step(given: Any, copied: Any) -> None:
+def test_an_engine_can_be_copied_and_pickled_after_a_step(inputs: Any, copied: Any) -> None:
     """Forecasts hold fakes, which cannot be."""
     torch.manual_seed(0)
     x, y = torch.randn(11, 4).double(), torch.randint(0, 3, (11,))
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    engine = Engine(model, nn.CrossEntropyLoss(), **given)
+    engine = Engine(model, nn.CrossEntropyLoss(), **inputs)
     engine.backward(x, y)
     model.zero_grad()
     again = copied(engine)

@@ -13,12 +13,12 @@ from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
 from anybatch.core import threads, workers
-from anybatch.engine.given import Given
+from anybatch.engine.inputs import StepInputs
 from anybatch.engine.runner import Runner
 from anybatch.engine.trial import seconds_of_step
 from anybatch.execution.step import Step
 from anybatch.lockstep.adaptive import Fixed
-from anybatch.loss.watched import Watched
+from anybatch.loss.watched import CallableLoss
 
 
 class Model(nn.Module):
@@ -37,14 +37,14 @@ class Model(nn.Module):
 
 
 def rows() -> tuple[Tensor, Tensor]:
-    dice = torch.Generator().manual_seed(0)  # those of the process must not move
-    return torch.randn(20, 5, generator=dice), torch.randint(0, 3, (20,), generator=dice)
+    rng = torch.Generator().manual_seed(0)  # those of the process must not move
+    return torch.randn(20, 5, generator=rng), torch.randint(0, 3, (20,), generator=rng)
 
 
-def timed(model: Model, n: int = 8, room: int | None = 0, inputs: Any = None) -> float | None:
-    given = Given(model, Watched(F.cross_entropy), None, Fixed("exact"))
-    batch = given.batch(*rows()) if inputs is None else given.batch(inputs, None)
-    return seconds_of_step(given, batch, given.modules(), n, room, None)
+def timed(model: Model, n: int = 8, available: int | None = 0, inputs: Any = None) -> float | None:
+    step_inputs = StepInputs(model, CallableLoss(F.cross_entropy), None, Fixed("exact"))
+    batch = step_inputs.batch(*rows()) if inputs is None else step_inputs.batch(inputs, None)
+    return seconds_of_step(step_inputs, batch, step_inputs.modules(), n, available, None)
 
 
 @pytest.fixture
@@ -53,24 +53,24 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     found, run = [], Runner.run
 
     def watched(self: Runner, step: Step, *rest: Any) -> Tensor:
-        found.append((step.lanes, step.count, step.room, step.budgeted))
+        found.append((step.lanes, step.count, step.lane_bytes, step.budgeted))
         return run(self, step, *rest)
 
     monkeypatch.setattr(Runner, "run", watched)
     return found
 
 
-@pytest.mark.parametrize("room", [0, None])
-def test_all_of_a_step_is_run_in_lanes_and_put_back(ran: list[Any], room: int | None) -> None:
+@pytest.mark.parametrize("available", [0, None])
+def test_all_of_a_step_is_run_in_lanes_and_put_back(ran: list[Any], available: int | None) -> None:
     model = Model()
     for p in list(model.parameters())[1:]:
         p.grad = torch.ones_like(p)
     before = snapshot(model)
-    found = timed(model, 8, room)
+    found = timed(model, 8, available)
     assert found is not None
     assert 0 < found < inf
     assert same(before, snapshot(model))
-    assert set(ran) == {(True, 3, room, True)}
+    assert set(ran) == {(True, 3, available, True)}
     assert len(ran) in (1, 2, 4)  # a long one is not repeated
 
 
@@ -117,9 +117,9 @@ def test_what_a_loss_closes_over_gets_nothing(n: int, there: bool) -> None:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(head(out), y)
 
-    given = Given(model, Watched(loss), None, Fixed("exact"))
-    batch, before = given.batch(*rows()), snapshot(head)
-    assert seconds_of_step(given, batch, given.modules(), n, None, None) is not None
+    step_inputs = StepInputs(model, CallableLoss(loss), None, Fixed("exact"))
+    batch, before = step_inputs.batch(*rows()), snapshot(head)
+    assert seconds_of_step(step_inputs, batch, step_inputs.modules(), n, None, None) is not None
     assert same(before, snapshot(head))
 
 

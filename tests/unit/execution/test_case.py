@@ -9,30 +9,30 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import LazyBatch
-from anybatch.engine.given import Given
+from anybatch.engine.inputs import StepInputs
 from anybatch.execution.case import Case, as_fakes, few, first_rows
 from anybatch.lockstep.adaptive import Fixed
-from anybatch.loss.watched import Watched
+from anybatch.loss.watched import CallableLoss
 from anybatch.memory.fakes import is_fake
 
 
 def case(n: int, *, lazy: bool = False) -> Case:
-    given = Given(nn.Linear(2, 3), Watched(F.cross_entropy), None, Fixed("exact"))
+    step_inputs = StepInputs(nn.Linear(2, 3), CallableLoss(F.cross_entropy), None, Fixed("exact"))
     x, y = torch.arange(2.0 * n).view(n, 2), torch.zeros(n).long()
     inputs = LazyBatch(TensorDataset(x, y)) if lazy else x
-    batch = given.batch(inputs, None if lazy else y)
-    return given.case(batch, given.modules(), trains=True)
+    batch = step_inputs.batch(inputs, None if lazy else y)
+    return step_inputs.case(batch, step_inputs.modules(), trains=True)
 
 
 @pytest.mark.parametrize(("n", "rows"), [(1, 6), (4, 9), (5, 6), (6, 6), (20, 6)])
 def test_few_rows_are_repeated_to_just_as_many_and_never_copied_in_vain(n: int, rows: int) -> None:
-    whole = case(n)
-    found = few(whole, rows)
+    full = case(n)
+    found = few(full, rows)
     assert found.rows.size == found.size == max(n, rows)
     if n >= rows:
-        assert found is whole
+        assert found is full
     else:
-        assert torch.equal(found.rows.inputs, whole.rows.inputs[torch.arange(rows) % n])
+        assert torch.equal(found.rows.inputs, full.rows.inputs[torch.arange(rows) % n])
         assert len(found.rows.targets) == rows
 
 
@@ -44,7 +44,7 @@ def test_no_more_samples_meet_than_the_batch_has() -> None:
     assert few(case(20, lazy=True), 12).together == 20
 
 
-def test_only_the_first_micro_batches_are_asked_for() -> None:
+def test_only_the_first_micro_batches_are_requested() -> None:
     sizes = [micro.size for micro in case(20).batch(3).micro_batches(4)]
     assert sizes == [4, 4, 4]
     assert case(20).batch(3).size == 20

@@ -150,7 +150,7 @@ def test_an_expanded_sum_is_delivered() -> None:
     assert before.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_leaves_that_turn_up_late_are_summed_as_the_others() -> None:
+def test_leaves_that_appear_late_are_summed_as_the_others() -> None:
     """A bfloat16 parameter that only the loss closes over was summed in bfloat16."""
     p, late, other = parameter(), parameter(torch.bfloat16), parameter()
     late.grad = torch.ones(3, dtype=torch.bfloat16)
@@ -189,26 +189,26 @@ def test_a_step_that_starts_over_keeps_nothing_of_its_first_try() -> None:
     assert half.grad.tolist() == [3.0, 3.0, 3.0]
 
 
-def trained(apart: bool, dtype: torch.dtype) -> list[torch.Tensor | None]:
+def trained(in_accumulator: bool, dtype: torch.dtype) -> list[torch.Tensor | None]:
     """The gradients of three micro-batches; one parameter is used by the second only."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
     sometimes, never = parameter(dtype), parameter(dtype)
     parameters = [*model.parameters(), sometimes, never]
-    gradients = Gradients(parameters, wide=False, apart=apart)
+    gradients = Gradients(parameters, wide=False, accumulator=in_accumulator)
     gradients.set_aside()
     for index in range(3):
         out = model(torch.randn(4, 5, dtype=dtype))
         (out * (sometimes if index == 1 else 1.0)).square().sum().backward()
         gradients.collect()
-        assert not apart or all(p.grad is None for p in parameters)
+        assert not in_accumulator or all(p.grad is None for p in parameters)
     gradients.finish()
     gradients.deliver()
     return [p.grad for p in parameters]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_sums_kept_apart_are_bit_for_bit_those_in_place(dtype: torch.dtype) -> None:
+def test_sums_in_an_accumulator_are_bit_for_bit_those_in_place(dtype: torch.dtype) -> None:
     for mine, theirs in zip(trained(True, dtype), trained(False, dtype), strict=True):
         assert (mine is None and theirs is None) or torch.equal(mine, theirs)
 
@@ -216,8 +216,8 @@ def test_sums_kept_apart_are_bit_for_bit_those_in_place(dtype: torch.dtype) -> N
 def test_a_failed_backward_loses_its_micro_batch_only() -> None:
     p, half = parameter(), parameter(torch.bfloat16)
     p.grad = torch.ones(3)
-    gradients = Gradients([p, half], apart=True)
-    assert gradients.apart
+    gradients = Gradients([p, half], accumulator=True)
+    assert gradients.accumulator
     gradients.set_aside()
     for value in (2.0, 3.0):
         p.grad, half.grad = torch.full((3,), value), torch.full((3,), value).bfloat16()
@@ -231,48 +231,50 @@ def test_a_failed_backward_loses_its_micro_batch_only() -> None:
     assert half.grad.tolist() == [10.0, 10.0, 10.0]
 
 
-def test_sums_are_apart_where_all_of_them_are() -> None:
+def test_sums_are_in_an_accumulator_where_all_of_them_are() -> None:
     p, half = parameter(), parameter(torch.bfloat16)
-    assert Gradients([half]).apart
-    assert not Gradients([p, half]).apart
-    assert not Gradients([half], wide=False).apart
-    assert Gradients([p, half], wide=False, apart=True).apart
+    assert Gradients([half]).accumulator
+    assert not Gradients([p, half]).accumulator
+    assert not Gradients([half], wide=False).accumulator
+    assert Gradients([p, half], wide=False, accumulator=True).accumulator
 
 
 def test_a_batch_that_is_divided_after_all() -> None:
     p, half = parameter(), parameter(torch.bfloat16)
     gradients = Gradients([p, half], wide=False)
     assert gradients.half == ()
-    gradients.divide(apart=False)
-    assert (gradients.half, gradients.apart) == (("bfloat16",), False)
-    gradients.divide(apart=True)
-    assert gradients.apart
+    gradients.divide(accumulator=False)
+    assert (gradients.half, gradients.accumulator) == (("bfloat16",), False)
+    gradients.divide(accumulator=True)
+    assert gradients.accumulator
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("second", KINDS)
 @pytest.mark.parametrize("first", KINDS)
-def test_gradients_of_every_layout_are_summed_apart(
+def test_gradients_of_every_layout_are_summed_in_an_accumulator(
     first: str, second: str, dtype: torch.dtype
 ) -> None:
     p = nn.Parameter(torch.zeros(4, 3, dtype=dtype))
-    gradients = Gradients([p], apart=True)
-    for kind, value in ((first, 1.0), (second, 2.0), (first, 4.0)):
-        p.grad = KINDS[kind](value, dtype)
+    gradients = Gradients([p], accumulator=True)
+    for variant, value in ((first, 1.0), (second, 2.0), (first, 4.0)):
+        p.grad = KINDS[variant](value, dtype)
         gradients.collect()
     gradients.finish()
     gradients.deliver()
-    ones = {kind: KINDS[kind](1.0, dtype).to_dense() for kind in (first, second)}
+    ones = {variant: KINDS[variant](1.0, dtype).to_dense() for variant in (first, second)}
     assert torch.equal(p.grad.to_dense(), 5.0 * ones[first] + 2.0 * ones[second])
     assert p.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_gradients_that_torch_lays_in_one_place_are_summed_each_by_itself(*, apart: bool) -> None:
+@pytest.mark.parametrize("in_accumulator", [False, True])
+def test_gradients_that_torch_lays_in_one_place_are_summed_each_by_itself(
+    *, in_accumulator: bool
+) -> None:
     """The leaves of a sum of views get views of one gradient, and a loop by hand adds to both."""
     torch.manual_seed(1)
     a, b = nn.Parameter(torch.randn(2, 3)), nn.Parameter(torch.randn(3, 2))
-    gradients, want = Gradients([a, b], apart=apart), torch.zeros(6)
+    gradients, want = Gradients([a, b], accumulator=in_accumulator), torch.zeros(6)
     for k in range(1, 4):
         weight = k * torch.arange(6.0)
         ((a.view(-1) + b.view(-1)) * weight).sum().backward()

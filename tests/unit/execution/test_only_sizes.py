@@ -44,10 +44,10 @@ class Checked(Stateful):
 
 @pytest.mark.parametrize("how", [{"micro_batch": 4}, {}, {"memory": "1MiB"}], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", [Stateful, Viewed, Checked])
-def test_a_batch_of_the_only_size_is_run_as_it_is(kind: Any, size: int, how: Any) -> None:
+@pytest.mark.parametrize("variant", [Stateful, Viewed, Checked])
+def test_a_batch_of_the_only_size_is_run_as_it_is(variant: Any, size: int, how: Any) -> None:
     torch.manual_seed(0)
-    model = kind(size).double()
+    model = variant(size).double()
     x, y = torch.randn(size, 5, 4).double(), torch.randn(size, 1).double()
     want = undivided(model, nn.MSELoss(), x, y)
     engine = Engine(model, nn.MSELoss(), optimizer=torch.optim.SGD(model.parameters()), **how)

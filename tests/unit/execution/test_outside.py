@@ -129,7 +129,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("way", [*WAYS, lambda: Calls().up])
-def test_a_counter_beside_a_model_is_not_shown_to_be_exact(way: Callable[[], Up]) -> None:
+def test_a_counter_outside_a_model_is_not_shown_to_be_exact(way: Callable[[], Up]) -> None:
     model = Late(way())
     engine = Engine(model, F.mse_loss, micro_batch=2)
     for _ in range(2):
@@ -141,7 +141,7 @@ def test_a_counter_beside_a_model_is_not_shown_to_be_exact(way: Callable[[], Up]
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_counter_of_a_hook_is_seen(way: Callable[[], Up]) -> None:
+def test_a_counter_of_a_hook_is_detected(way: Callable[[], Up]) -> None:
     model, up = nn.Sequential(nn.Linear(6, 3)), way()
     model[0].register_forward_hook(lambda *_: up() and None)
     before = every_number(model.named_modules())

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.device import HostLink
-from anybatch.execution.retry import StartOverError, cut, in_pieces, whole_step
+from anybatch.execution.retry import StartOverError, cut, in_pieces, run_with_retries
 from anybatch.execution.step import Step
-from anybatch.loss.watched import Watched
+from anybatch.loss.watched import CallableLoss
 
 
 def step(size: int = 10, micro_batch: int = 4) -> Step:
     return Step(
         model=nn.Identity(),
-        loss=Watched(lambda out: out.sum()),
+        loss=CallableLoss(lambda out: out.sum()),
         batch=TensorBatch(torch.arange(size), None, size),
         micro_batch=micro_batch,
         link=HostLink(torch.device("cpu")),
@@ -34,12 +34,12 @@ class Work:
     calls: tuple[int, ...] = ()
     above: int = 10**9
     error: Exception = field(default_factory=MemoryError)
-    given: list[tuple[int, int]] = field(default_factory=list)
+    ran: list[tuple[int, int]] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
 
     def __call__(self, micro: MicroBatch) -> None:
-        self.given.append((int(micro.inputs[0]), micro.size))
-        if len(self.given) - 1 in self.calls or micro.size > self.above:
+        self.ran.append((int(micro.inputs[0]), micro.size))
+        if len(self.ran) - 1 in self.calls or micro.size > self.above:
             raise self.error
         self.done += micro.inputs.tolist()
 
@@ -52,14 +52,14 @@ def run(over: Step, work: Work) -> None:
 def test_without_a_fault_everything_is_done_once() -> None:
     over, work = step(), Work()
     run(over, work)
-    assert work.given == [(0, 4), (4, 4), (8, 2)]
+    assert work.ran == [(0, 4), (4, 4), (8, 2)]
     assert (over.retries, over.limit) == (0, 4)
 
 
 def test_a_micro_batch_is_done_again_in_halves_and_the_rest_too() -> None:
     over, work = step(), Work(calls=(1,))
     run(over, work)
-    assert work.given == [(0, 4), (4, 4), (4, 2), (6, 2), (8, 2)]
+    assert work.ran == [(0, 4), (4, 4), (4, 2), (6, 2), (8, 2)]
     assert work.done == list(range(10))
     assert (over.retries, over.failed, over.limit) == (1, 4, 2)
 
@@ -67,7 +67,7 @@ def test_a_micro_batch_is_done_again_in_halves_and_the_rest_too() -> None:
 def test_halves_of_halves() -> None:
     over, work = step(11, 5), Work(above=1)
     run(over, work)
-    assert work.given[:4] == [(0, 5), (0, 3), (0, 2), (0, 1)]
+    assert work.ran[:4] == [(0, 5), (0, 3), (0, 2), (0, 1)]
     assert work.done == list(range(11))
     assert (over.retries, over.failed, over.limit) == (3, 2, 1)
 
@@ -76,14 +76,14 @@ def test_a_ragged_rest_that_fails_costs_the_size_one_half_only() -> None:
     """A last micro-batch of 2 is cut in two; the size of the next step is not 1 for that."""
     over, work = step(66, 64), Work(calls=(1,))
     run(over, work)
-    assert work.given == [(0, 64), (64, 2), (64, 1), (65, 1)]
+    assert work.ran == [(0, 64), (64, 2), (64, 1), (65, 1)]
     assert over.limit == 32
 
 
 def test_a_single_sample_is_tried_again_as_long_as_the_size_may_shrink() -> None:
     over, work = step(5, 4), Work(calls=(1, 2))
     run(over, work)
-    assert work.given == [(0, 4), (4, 1), (4, 1), (4, 1)]
+    assert work.ran == [(0, 4), (4, 1), (4, 1), (4, 1)]
     over, work = step(5, 4), Work(calls=(1, 2, 3))
     with pytest.raises(MemoryError):
         run(over, work)
@@ -93,7 +93,7 @@ def test_other_errors_go_out_at_once() -> None:
     over, work = step(), Work(calls=(1,), error=ValueError("a fault"))
     with pytest.raises(ValueError, match="a fault"):
         run(over, work)
-    assert len(work.given) == 2
+    assert len(work.ran) == 2
     assert over.retries == 0
 
 
@@ -112,10 +112,10 @@ def test_what_cannot_be_undone_goes_out(phase: Any) -> None:
 
 def test_sizes_that_were_decided_before() -> None:
     over, work = step(), Work()
-    whole = MicroBatch(torch.arange(10), torch.arange(10), 10)
+    full = MicroBatch(torch.arange(10), torch.arange(10), 10)
     over.limit = 3
-    in_pieces(over, whole, work, [2, 5, 1])
-    assert work.given == [(0, 2), (2, 3), (5, 2), (7, 1)]
+    in_pieces(over, full, work, [2, 5, 1])
+    assert work.ran == [(0, 2), (2, 3), (5, 2), (7, 1)]
 
 
 def test_parts_are_views_of_everything_that_has_rows() -> None:
@@ -138,7 +138,7 @@ def outcomes(*found: Exception | None) -> tuple[Step, list[int], Any]:
             raise end
         return torch.zeros(())
 
-    return over, sizes, lambda: whole_step(over, once, over.restart)
+    return over, sizes, lambda: run_with_retries(over, once, over.restart)
 
 
 def test_a_step_starts_over_at_half_the_size() -> None:

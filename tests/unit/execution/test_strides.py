@@ -41,13 +41,13 @@ class Case(NamedTuple):
         call: of rows [n, ...] and parameters.
         shape: of a row.
         parameters: their shapes.
-        alone: the truth is the row by itself, at the usual strides: here samples meet.
+        single: the truth is the row by itself, at the usual strides: here samples meet.
     """
 
     call: Callable[..., Tensor]
     shape: tuple[int, ...]
     parameters: tuple[tuple[int, ...], ...] = ()
-    alone: bool = False
+    single: bool = False
 
 
 def positive(x: Tensor) -> Tensor:
@@ -97,11 +97,11 @@ def norms(d: int) -> Iterator[tuple[str, Case]]:
     yield "batch_norm in eval", Case(evaluated, image, four)
     yield (
         "batch_norm",
-        Case(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), image, two, alone=True),
+        Case(lambda x, w, b: F.batch_norm(x, None, None, w, b, True), image, two, single=True),
     )
     yield (
         "batch_norm without weights",
-        Case(lambda x: F.batch_norm(x, None, None, training=True), image, alone=True),
+        Case(lambda x: F.batch_norm(x, None, None, training=True), image, single=True),
     )
     yield "instance_norm", Case(lambda x, w, b: F.instance_norm(x, None, None, w, b), image, two)
     yield "instance_norm in eval", Case(by_image, image, four)
@@ -153,11 +153,11 @@ def of_modules() -> Iterator[tuple[str, Case]]:
 
         return Case(call, shape, tuple(tuple(p.shape) for p in module.parameters()))
 
-    for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        yield kind.__name__, case(kind(9, 5, batch_first=True), IMAGES[1])
-        yield f"{kind.__name__} by time", case(kind(9, 5), IMAGES[1], t=True)
-        deep = kind(9, 5, 2, batch_first=True, bidirectional=True)
-        yield f"{kind.__name__} both ways", case(deep, IMAGES[1])
+    for variant in (nn.LSTM, nn.GRU, nn.RNN):
+        yield variant.__name__, case(variant(9, 5, batch_first=True), IMAGES[1])
+        yield f"{variant.__name__} by time", case(variant(9, 5), IMAGES[1], t=True)
+        deep = variant(9, 5, 2, batch_first=True, bidirectional=True)
+        yield f"{variant.__name__} both ways", case(deep, IMAGES[1])
     yield "attention", case(nn.MultiheadAttention(8, 2, batch_first=True), (5, 8), 3)
     layer = nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
     yield "transformer layer", case(layer, (5, 8))
@@ -293,7 +293,7 @@ def wrong(case: Case, dtype: torch.dtype) -> list[str]:
     rows = torch.randn(2, *case.shape, dtype=torch.float64)
     parameters = [0.5 * torch.randn(p, dtype=torch.float64) + 0.1 for p in case.parameters]
     like = case.call(rows, *parameters)[:1]
-    given = torch.randn_like(like)
+    inputs = torch.randn_like(like)
 
     def found(x: Tensor, dy: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
         leaves = [cast(t.detach(), dtype).requires_grad_() for t in (x, *parameters)]
@@ -303,8 +303,8 @@ def wrong(case: Case, dtype: torch.dtype) -> list[str]:
         return {name: t for name, t in each.items() if t is not None}
 
     def usual(dy: Tensor, dtype: torch.dtype, memory: torch.memory_format) -> dict[str, Tensor]:
-        x, dy = rows[:1] if case.alone else rows, dy.clone(memory_format=torch.contiguous_format)
-        if not case.alone:
+        x, dy = rows[:1] if case.single else rows, dy.clone(memory_format=torch.contiguous_format)
+        if not case.single:
             dy = torch.cat([dy, torch.zeros_like(dy)])
         return found(*(as_new(t, memory) for t in (x, dy)), dtype)
 
@@ -317,8 +317,8 @@ def wrong(case: Case, dtype: torch.dtype) -> list[str]:
         return truth, tolerance(dict(zip("ab", noise, strict=True)))
 
     bad = []
-    same = bound(given)
-    gradients = [(name, dy, same) for name, dy in layouts(given)]
+    same = bound(inputs)
+    gradients = [(name, dy, same) for name, dy in layouts(inputs)]
     gradients += [(name, dy, bound(dy)) for name, dy in expanded(like.shape)]
     for of_x, x in layouts(rows[:1]):
         for of_dy, dy, (truth, most) in gradients:
@@ -357,7 +357,7 @@ def test_the_kernel_of_exported_programs_is_wrong_and_mended_alike() -> None:
         out: Tensor = torch.ops.aten._batch_norm_with_update(x, w, b, *statistics, 0.1, 1e-5)[0]
         return out
 
-    case = Case(call, IMAGES[2], ((C,),) * 2, alone=True)
+    case = Case(call, IMAGES[2], ((C,),) * 2, single=True)
     assert wrong(case, torch.float64)
     with standard_strides():
         one_row()

@@ -42,12 +42,12 @@ def test_numbers_that_mean_nothing_are_refused(make: object) -> None:
 
 def test_only_a_small_batch_after_convergence_is_global() -> None:
     policy = Adaptive(max_batch=64, criterion=Plateau(patience=1))
-    seen = []
+    observed = []
     for loss, size in [(1.0, 8), (1.0, 8), (1.0, 63), (1.0, 64), (0.1, 8)]:
         policy.choose(size)
-        seen.append(policy.now)
+        observed.append(policy.now)
         policy.measured(loss)
-    assert seen == ["local", "local", "exact", "local", "exact"]
+    assert observed == ["local", "local", "exact", "local", "exact"]
 
 
 def test_without_a_metric_the_mean_loss_of_some_steps_is_one() -> None:
@@ -79,7 +79,7 @@ def test_an_engine_is_local_first_and_exact_in_the_end() -> None:
     loss = F.cross_entropy(plain(x), y)
     assert torch.allclose(engine.backward(x, y), loss.detach(), rtol=1e-12)
     assert (engine.last.batchnorm, bool(engine.plan.exact)) == ("exact", True)
-    assert engine.plan.mechanism == "lanes"
+    assert engine.plan.mechanism == "lockstep"
 
 
 def test_adaptive_by_name_is_the_default_policy() -> None:

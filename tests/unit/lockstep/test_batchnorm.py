@@ -49,13 +49,13 @@ MODELS: dict[str, nn.Module] = {
 @pytest.mark.parametrize("micro_batch", [4, 1])
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
 @pytest.mark.parametrize("name", MODELS)
-def test_it_normalises_by_the_whole_batch_and_moves_its_statistics_once_a_step(
+def test_it_normalises_by_the_full_batch_and_moves_its_statistics_once_a_step(
     name: str, loss: Any, micro_batch: int
 ) -> None:
     x, y = batch()
     engines: list[Engine] = []
 
-    def whole(model: nn.Module) -> Tensor:
+    def full(model: nn.Module) -> Tensor:
         for n in (10, 7):
             found = loss(model(x[:n]), y[:n])
             found.backward()
@@ -67,23 +67,23 @@ def test_it_normalises_by_the_whole_batch_and_moves_its_statistics_once_a_step(
             found = engines[0].backward(x[:n], y[:n])
         return found
 
-    assert_exact(state_after(MODELS[name], split), state_after(MODELS[name], whole))
+    assert_exact(state_after(MODELS[name], split), state_after(MODELS[name], full))
     plan = engines[0].plan
     assert plan is not None
-    assert (plan.mechanism, bool(plan.exact)) == ("lanes", True)
+    assert (plan.mechanism, bool(plan.exact)) == ("lockstep", True)
     assert "samples meet in BatchNorm" in str(plan)
 
 
-def test_evaluate_in_training_mode_gives_the_loss_and_the_statistics_of_the_whole_batch() -> None:
+def test_evaluate_in_training_mode_gives_the_loss_and_the_statistics_of_the_full_batch() -> None:
     model, (x, y) = with_norm(), batch()
 
-    def whole(copied: nn.Module) -> Tensor:
+    def full(copied: nn.Module) -> Tensor:
         with torch.no_grad():
             found: Tensor = F.cross_entropy(copied(x), y)
         return found
 
     got = state_after(model, lambda m: Engine(m, F.cross_entropy, micro_batch=4).evaluate(x, y))
-    assert_exact(got, state_after(model, whole))
+    assert_exact(got, state_after(model, full))
 
 
 def test_lanes_of_one_value_a_channel_are_fine_and_a_batch_of_one_is_torchs_own_error() -> None:
@@ -155,8 +155,8 @@ def test_where_micro_batches_cannot_wait_it_is_refused_by_name_and_nothing_has_c
 def test_where_it_does_not_mix_samples_it_is_welcome() -> None:
     x, y = batch()
     model = with_norm()
-    whole = state_after(model, lambda m: Engine(m, F.cross_entropy, micro_batch=10).backward(x, y))
-    assert_exact(whole, undivided(model, F.cross_entropy, x, y))
+    full = state_after(model, lambda m: Engine(m, F.cross_entropy, micro_batch=10).backward(x, y))
+    assert_exact(full, undivided(model, F.cross_entropy, x, y))
     model.eval()
     split = state_after(model, lambda m: Engine(m, F.cross_entropy, micro_batch=4).backward(x, y))
     assert_exact(split, undivided(model, F.cross_entropy, x, y))

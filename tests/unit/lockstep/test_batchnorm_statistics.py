@@ -73,7 +73,7 @@ HALVES = [
 
 @pytest.mark.parametrize(("dims", "how"), HALVES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_in_half_precision_all_that_waits_may_leave(
+def test_in_half_precision_all_that_waits_may_be_offloaded(
     dtype: torch.dtype, dims: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a bf16 model under memory= ended in a segmentation fault: of its weights, the copies in
@@ -144,17 +144,17 @@ def test_sums_of_many_lanes_in_bfloat16_do_not_stall() -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (6, 4, 3), (2, 4, 3, 2)])
-def test_alone_it_is_torchs_own(shape: tuple[int, ...]) -> None:
+def test_in_a_single_lane_it_is_torchs_own(shape: tuple[int, ...]) -> None:
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     weight, bias = torch.rand(2, 4, dtype=torch.float64).requires_grad_().unbind()
     grad = torch.randn_like(x)
 
-    def taken(fn: Callable[[], Tensor]) -> list[Tensor]:
+    def with_gradients(fn: Callable[[], Tensor]) -> list[Tensor]:
         out = fn()
         return [out, *torch.autograd.grad(out, [x, weight, bias], grad)]
 
-    got = taken(lambda: batch_norm(x, weight, bias, 1e-5)[0])
-    want = taken(lambda: F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5))
+    got = with_gradients(lambda: batch_norm(x, weight, bias, 1e-5)[0])
+    want = with_gradients(lambda: F.batch_norm(x, None, None, weight, bias, True, 0.1, 1e-5))
     for a, b in zip(got, want, strict=True):
         assert torch.allclose(a, b, rtol=1e-12, atol=1e-12)
 

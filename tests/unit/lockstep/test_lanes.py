@@ -18,8 +18,8 @@ from anybatch.errors import LockstepError
 from anybatch.lockstep.lanes import Lanes
 
 
-class Heard:
-    """Writes down the turns."""
+class TokenRecorder:
+    """Records the order in which lanes run."""
 
     def __init__(self) -> None:
         self.turns: list[int] = []
@@ -34,18 +34,18 @@ class Heard:
     def around(self, lane: int) -> None:
         assert self.running == {lane}
 
-    def leave(self, lane: int, coming: list[int]) -> None:
+    def pass_token(self, lane: int, coming: list[int]) -> None:
         self.running.remove(lane)
         self.coming.append(coming)
 
 
-def run(count: int, work: Callable[[int], None]) -> Heard:
-    heard, before = Heard(), busy()
+def run(count: int, work: Callable[[int], None]) -> TokenRecorder:
+    recorded, before = TokenRecorder(), busy()
     try:
-        Lanes(count, heard, contextlib.nullcontext).run(work)
+        Lanes(count, recorded, contextlib.nullcontext).run(work)
     finally:
         assert busy() == before
-    return heard
+    return recorded
 
 
 def total(parts: list[int]) -> list[int]:
@@ -59,11 +59,11 @@ def test_all_meet_and_the_order_turns_around(count: int) -> None:
     def work(lane: int) -> None:
         found[lane] = [exchange("first", lane, total), exchange("second", 2 * lane, total)]
 
-    heard = run(count, work)
+    recorded = run(count, work)
     all_of = sum(range(count))
     assert found == {lane: [all_of, 2 * all_of] for lane in range(count)}
     up = list(range(count))
-    assert heard.turns == up + up[-2::-1] + up[1:]
+    assert recorded.turns == up + up[-2::-1] + up[1:]
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
@@ -80,9 +80,9 @@ def test_a_sum_is_made_on_the_way_and_finished_once(count: int) -> None:
         found.append(reduce("two", lambda: 10 * lane, int.__add__, finish))
 
     run(count, work)
-    whole = sum(range(count))
-    assert finished == [whole, 10 * whole]
-    assert sorted(found) == sorted([whole + 1, 10 * whole + 1] * count)
+    full = sum(range(count))
+    assert finished == [full, 10 * full]
+    assert sorted(found) == sorted([full + 1, 10 * full + 1] * count)
 
 
 class Part:
@@ -114,9 +114,9 @@ def test_each_gets_its_own_result_in_order() -> None:
 
 
 def test_a_lane_hears_who_comes_before_it_comes_again() -> None:
-    heard = run(3, lambda lane: exchange("key", lane, total) and None)
-    assert heard.coming[0] == [1, 2, 0]
-    assert heard.coming[1] == [2, 1, 0]
+    recorded = run(3, lambda lane: exchange("key", lane, total) and None)
+    assert recorded.coming[0] == [1, 2, 0]
+    assert recorded.coming[1] == [2, 1, 0]
 
 
 @pytest.mark.parametrize("lane", [0, 1, 2])
@@ -181,12 +181,12 @@ def test_a_mismatch_names_the_way_out_of_where_lanes_meet(key: str, way_out: str
 
 
 def test_ctrl_c_ends_all_lanes_at_the_next_meeting() -> None:
-    met: list[int] = []
+    reached: list[int] = []
 
     def work(lane: int) -> None:
         for number in range(1000):
             exchange("key", 0, total)
-            met.append(number)
+            reached.append(number)
             if number == 3 and lane == 0:
                 signal.raise_signal(signal.SIGINT)
 
@@ -198,11 +198,11 @@ def test_ctrl_c_ends_all_lanes_at_the_next_meeting() -> None:
 @pytest.mark.parametrize("last", [0, 2])
 def test_ctrl_c_waits_for_a_lane_that_meets_no_more(last: int, times: int) -> None:
     """Thread.join, interrupted, takes a thread that runs for one that has ended."""
-    heard: list[int] = []
+    recorded: list[int] = []
     ended: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        recorded.append(number)
         signal.default_int_handler(number, frame)
 
     def work(lane: int) -> None:
@@ -210,7 +210,7 @@ def test_ctrl_c_waits_for_a_lane_that_meets_no_more(last: int, times: int) -> No
             exchange("key", 0, total)
         if lane == last:
             os.kill(os.getpid(), signal.SIGINT)
-            while not heard:
+            while not recorded:
                 pass
             for _ in range(times - 1):  # nor does a second one hurry
                 os.kill(os.getpid(), signal.SIGINT)
@@ -227,6 +227,6 @@ def test_ctrl_c_waits_for_a_lane_that_meets_no_more(last: int, times: int) -> No
         signal.signal(signal.SIGINT, before)
 
 
-def test_alone_there_is_only_oneself() -> None:
+def test_a_single_lane_meets_only_itself() -> None:
     combined: Any = exchange("key", 3, lambda parts: [sum(parts)])
     assert combined == 3

@@ -241,7 +241,7 @@ def test_a_copy_of_a_layer_is_for_the_same_ranks(pool: tuple[int, Pool]) -> None
         assert_exact(got, dict(model.named_buffers()))
 
 
-def test_parameters_and_buffers_stay_the_same_tensors_and_one_process_is_plain() -> None:
+def test_parameters_and_buffers_remain_the_same_tensors_and_one_process_is_plain() -> None:
     model = make({})
     before = [*model.parameters(), *model.buffers()]
     made = anybatch.global_batchnorm(model)

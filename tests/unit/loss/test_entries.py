@@ -134,7 +134,7 @@ def run(engine: Engine, inputs: Tensor, targets: Any, *, lazy: bool) -> Tensor:
 @pytest.mark.parametrize("lazy", [False, True], ids=["tensors", "lazy"])
 @pytest.mark.parametrize("lanes", [False, True], ids=["apart", "lanes"])
 @pytest.mark.parametrize("name", STEERED)
-def test_entries_that_steer_a_known_loss_are_those_of_the_whole_batch(
+def test_entries_that_steer_a_recognised_loss_are_those_of_the_full_batch(
     name: str, lanes: bool, lazy: bool
 ) -> None:
     """Each was once taken from every micro-batch alone, and wrong by up to 4.3.
@@ -214,7 +214,7 @@ class Named(nn.Module):
         return self.inner(x), names
 
 
-def test_texts_among_the_outputs_are_those_of_the_whole_batch() -> None:
+def test_texts_among_the_outputs_are_those_of_the_full_batch() -> None:
     def loss(o: tuple[Tensor, list[str]], y: Tensor) -> Tensor:
         return F.mse_loss(o[0] * (2.0 if "hard" in o[1] else 1.0), y)
 
@@ -225,7 +225,7 @@ def test_texts_among_the_outputs_are_those_of_the_whole_batch() -> None:
     assert_exact(state_of(model, engine.backward((inputs, HARD), targets["y"])), want)
 
 
-ASKED: dict[str, Callable[[Any], Any]] = {
+READS: dict[str, Callable[[Any], Any]] = {
     "largest": max,
     "in": lambda k: "hard" in k,
     "first": lambda k: k[0],
@@ -242,15 +242,15 @@ ASKED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASKED)
-def test_a_stand_in_tells_that_it_is_asked(name: str) -> None:
-    told: list[type] = []
-    values = unread({"k": HARD, "y": torch.ones(N)}, told)
+@pytest.mark.parametrize("name", READS)
+def test_a_stand_in_tells_that_it_is_read(name: str) -> None:
+    read_types: list[type] = []
+    values = unread({"k": HARD, "y": torch.ones(N)}, read_types)
     assert isinstance(values["k"], list)
-    assert not told
+    assert not read_types
     with pytest.raises(Exception):  # noqa: B017, PT011 - which one is that of the function
-        ASKED[name](values["k"])
-    assert told
+        READS[name](values["k"])
+    assert read_types
 
 
 def test_a_tree_of_tensors_holds_no_such_rows() -> None:

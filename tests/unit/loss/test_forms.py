@@ -116,6 +116,6 @@ def test_a_mask_is_named_and_the_advice_is_exact(seed: int, micro_batch: int) ->
     engine = Engine(advised, micro_batch=micro_batch)
     assert_exact(state_of(advised, engine.backward((inputs, targets))), want)
     assert engine.plan.exact
-    declared = Loss.inside(count=lambda given, _: (given[1] >= 0).sum())
+    declared = Loss.inside(count=lambda arguments, _: (arguments[1] >= 0).sum())
     engine = Engine(model, declared, micro_batch=micro_batch)
     assert_exact(state_of(model, engine.backward((inputs, targets))), want)

@@ -17,7 +17,7 @@ from anybatch.errors import LossError, NotExactError
 N, CLASSES = 14, 3
 SIZES = (1, 4, 5, 7)
 
-Given = Callable[[Tensor, Tensor], Tensor]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
 
 
 class Inside(nn.Module):
@@ -111,7 +111,7 @@ AT_A_SIZE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", AT_A_SIZE)
-def test_a_sum_that_the_whole_batch_divides_otherwise_is_not_shown(name: str, size: int) -> None:
+def test_a_sum_that_the_full_batch_divides_otherwise_is_not_shown(name: str, size: int) -> None:
     engine = Engine(Inside(AT_A_SIZE[name], norm=False), micro_batch=size)
     try:
         engine.backward(batch())

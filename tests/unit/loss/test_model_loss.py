@@ -99,12 +99,14 @@ def loss_of(outputs: Any) -> Tensor:
     return getattr(outputs, "loss", outputs)
 
 
-def assert_whole(net: nn.Module, rows: dict[str, Tensor], given: Any = None, **how: Any) -> Engine:
+def assert_full_batch(
+    net: nn.Module, rows: dict[str, Tensor], inputs: Any = None, **how: Any
+) -> Engine:
     """Assert Law 1 for two steps of an engine, and return it."""
     engines: list[Engine] = []
 
     def run(copied: nn.Module) -> Tensor:
-        engines.append(Engine(copied, given, **how))
+        engines.append(Engine(copied, inputs, **how))
         moved = [b.clone() for b in copied.buffers()]
         engines[0].backward(dict(rows))
         copied.zero_grad()
@@ -119,8 +121,8 @@ def assert_whole(net: nn.Module, rows: dict[str, Tensor], given: Any = None, **h
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 6, 7])
 @pytest.mark.parametrize("form", FORMS)
-def test_in_whatever_form_a_model_returns_its_loss(form: str, micro_batch: int) -> None:
-    engine = assert_whole(model(form=form), batch(), micro_batch=micro_batch)
+def test_in_any_form_in_which_a_model_returns_its_loss(form: str, micro_batch: int) -> None:
+    engine = assert_full_batch(model(form=form), batch(), micro_batch=micro_batch)
     assert engine.plan is not None
     assert engine.plan.mechanism == ("streaming" if micro_batch < N else "undivided")
 
@@ -131,13 +133,13 @@ def test_in_whatever_form_a_model_returns_its_loss(form: str, micro_batch: int) 
 def test_it_is_exact_where_samples_meet_and_where_not(
     lose: Lose, norm: bool, micro_batch: int
 ) -> None:
-    engine = assert_whole(model(lose, norm=norm), batch(), micro_batch=micro_batch)
+    engine = assert_full_batch(model(lose, norm=norm), batch(), micro_batch=micro_batch)
     assert engine.plan is not None
-    assert engine.plan.mechanism == ("lanes" if norm else "streaming")
+    assert engine.plan.mechanism == ("lockstep" if norm else "streaming")
 
 
 def test_a_batch_of_one_sample() -> None:
-    assert_whole(model(), {name: x[:1] for name, x in batch().items()}, micro_batch=1)
+    assert_full_batch(model(), {name: x[:1] for name, x in batch().items()}, micro_batch=1)
 
 
 def test_within_a_budget() -> None:
@@ -145,7 +147,7 @@ def test_within_a_budget() -> None:
     net = model()
     needed = anybatch.plan(net, None, (rows, None), memory="1GiB", timed=False).memory
     assert needed is not None
-    engine = assert_whole(net, rows, memory=needed.floor + 1000)
+    engine = assert_full_batch(net, rows, memory=needed.floor + 1000)
     assert engine.plan is not None
     assert engine.plan.micro_batch < 64
     assert engine.plan.exact
@@ -158,7 +160,7 @@ def test_a_batch_that_is_loaded_on_the_way() -> None:
     assert_exact(got, undivided(net, loss_of, rows, None))
 
 
-def test_draws_of_the_whole_batch() -> None:
+def test_draws_of_the_full_batch() -> None:
     net, rows = model().train(), batch()
     torch.manual_seed(3)
     want = undivided(net, loss_of, rows, None)
@@ -171,19 +173,19 @@ def test_draws_of_the_whole_batch() -> None:
 @pytest.mark.parametrize("form", ["a mapping", "a dataclass", "a tuple"])
 def test_an_observer_gets_what_the_model_returns(form: str, norm: bool) -> None:
     net, rows = model(form=form, norm=norm), batch()
-    seen: list[Any] = []
+    observed: list[Any] = []
 
     def observe(outputs: Any, targets: Any) -> None:
         assert targets is None
-        seen.append(outputs)
+        observed.append(outputs)
 
     engine = Engine(net, micro_batch=3)
     engine.backward(rows, observe=observe)
     engine.evaluate(rows, observe=observe)
     with torch.no_grad():
-        kind = type(net(**rows))
-    assert [type(one) for one in seen] == [kind] * 6
-    tensors = [t for one in seen for _, t in anybatch.core.tree.tensors(one)]
+        variant = type(net(**rows))
+    assert [type(one) for one in observed] == [variant] * 6
+    tensors = [t for one in observed for _, t in anybatch.core.tree.tensors(one)]
     assert not any(t.requires_grad for t in tensors)
     logits = [t for t in tensors if t.dim() == 3]
     assert [len(t) for t in logits] == [3, 3, 1] * 2
@@ -274,7 +276,7 @@ def test_what_cannot_be_traced_is_refused_with_the_operation_and_the_ways_out() 
     )
     with pytest.raises(LossError, match=ways):
         Engine(model(untraced), micro_batch=3).backward(batch())
-    assert_whole(model(untraced), batch(), micro_batch=N)
+    assert_full_batch(model(untraced), batch(), micro_batch=N)
 
 
 def test_a_compiled_model_is_refused_by_name() -> None:
@@ -302,10 +304,10 @@ def test_a_count_that_contradicts_what_is_traced_is_refused_with_both_numbers(
     net, rows = model(norm=norm), batch()
     rows["labels"][:3] = 4
     how: Any = {"micro_batch": 3} if memory is None else {"memory": memory}
-    whole = int(unshifted(rows, None)), int(shifts(rows, None))
+    full = int(unshifted(rows, None)), int(shifts(rows, None))
     match = (
         "of [1-3] samples count says .* and the model divides by .* .cross_entropy., of 7 it says "
-        f"{whole[0]} and the model divides by {whole[1]}. Leave the declaration out"
+        f"{full[0]} and the model divides by {full[1]}. Leave the declaration out"
     )
     if memory is not None:
         match = "count says .* and the model divides by"
@@ -317,9 +319,9 @@ def test_a_count_that_contradicts_what_is_traced_is_refused_with_both_numbers(
 @pytest.mark.parametrize(
     "count", [shifts, lambda i, t: 3 * shifts(i, t), lambda i, t: shifts(i, t) / 7]
 )
-def test_a_count_in_any_unit_is_taken_and_shown(count: Any, micro_batch: int) -> None:
-    engine = assert_whole(model(), batch(), Loss.inside(count=count), micro_batch=micro_batch)
-    assert not engine._given.loss.believed
+def test_a_count_in_any_unit_is_accepted_and_shown(count: Any, micro_batch: int) -> None:
+    engine = assert_full_batch(model(), batch(), Loss.inside(count=count), micro_batch=micro_batch)
+    assert not engine._inputs.loss.believed
 
 
 def test_class_weights_that_are_rounded_otherwise_are_the_same() -> None:
@@ -332,7 +334,7 @@ def test_class_weights_that_are_rounded_otherwise_are_the_same() -> None:
         labels = inputs["labels"]
         return sum((weight[k] * (labels == k).sum() for k in range(V)), torch.zeros(()))
 
-    assert_whole(model(lose), batch(), Loss.inside(count=count), micro_batch=2)
+    assert_full_batch(model(lose), batch(), Loss.inside(count=count), micro_batch=2)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 6])
@@ -354,33 +356,35 @@ def test_where_nothing_can_be_traced_a_count_is_believed(micro_batch: int) -> No
         return found
 
     loss = Loss.inside(count=lambda inputs, _: len(inputs["ids"]))
-    engine = assert_whole(model(lose), batch(), loss, micro_batch=micro_batch)
-    assert engine._given.loss.believed
+    engine = assert_full_batch(model(lose), batch(), loss, micro_batch=micro_batch)
+    assert engine._inputs.loss.believed
     assert engine.plan is not None
     assert engine.plan.loss == "inside the model, its count declared"
 
 
 def active(logits: Tensor, labels: Tensor) -> Tensor:
     """Take the rows that count by a mask: how many there are depends on their values."""
-    kept = labels.flatten() != -100
-    return F.cross_entropy(logits.flatten(0, 1)[kept], labels.flatten()[kept])
+    retained = labels.flatten() != -100
+    return F.cross_entropy(logits.flatten(0, 1)[retained], labels.flatten()[retained])
 
 
 @pytest.mark.parametrize("micro_batch", [2, 3])
-def test_a_count_is_compared_at_every_micro_batch_where_the_whole_is_not_traced(
+def test_a_count_is_compared_at_every_micro_batch_where_the_full_batch_is_not_traced(
     micro_batch: int,
 ) -> None:
     rows = batch()
     rows["labels"][-1, 0] = 3
-    assert_whole(model(active), rows, Loss.inside(count=unshifted), micro_batch=micro_batch)
+    assert_full_batch(model(active), rows, Loss.inside(count=unshifted), micro_batch=micro_batch)
     with pytest.raises(LossError, match="count says .* and the model divides by .*cross_entropy"):
         Engine(model(active), Loss.inside(count=shifts), micro_batch=micro_batch).backward(rows)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 6])
 def test_a_plain_sum_can_be_declared(micro_batch: int) -> None:
-    engine = assert_whole(model(summed), batch(), Loss.inside(count=None), micro_batch=micro_batch)
-    assert not engine._given.loss.believed
+    engine = assert_full_batch(
+        model(summed), batch(), Loss.inside(count=None), micro_batch=micro_batch
+    )
+    assert not engine._inputs.loss.believed
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["streaming", "lanes"])
@@ -390,8 +394,8 @@ def test_a_plain_sum_that_cannot_be_traced_is_believed(micro_batch: int, norm: b
         return logits.square().flatten(1).sum(1).cumsum(0)[-1]
 
     loss = Loss.inside(count=None)
-    engine = assert_whole(model(lose, norm=norm), batch(), loss, micro_batch=micro_batch)
-    assert engine._given.loss.believed
+    engine = assert_full_batch(model(lose, norm=norm), batch(), loss, micro_batch=micro_batch)
+    assert engine._inputs.loss.believed
 
 
 @pytest.mark.parametrize(
@@ -420,9 +424,9 @@ def crossed(logits: Tensor, labels: Tensor) -> Tensor:
     ],
 )
 def test_a_loss_that_compares_samples_is_refused(count: Any, match: str, micro_batch: int) -> None:
-    given = None if count is None else Loss.inside(count=count)
+    batch_inputs = None if count is None else Loss.inside(count=count)
     with pytest.raises(NotExactError, match=match):
-        Engine(model(crossed), given, micro_batch=micro_batch).backward(batch())
+        Engine(model(crossed), batch_inputs, micro_batch=micro_batch).backward(batch())
 
 
 def test_a_place_among_gathered_rows_belongs_to_no_sample() -> None:
@@ -458,6 +462,6 @@ def other_values(logits: Tensor, labels: Tensor) -> Tensor:
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("lose", [other_labels, other_values])
 def test_labels_of_another_sample_are_refused(lose: Lose, micro_batch: int, declared: bool) -> None:
-    given = Loss.inside(count=lambda inputs, _: inputs["ids"].numel()) if declared else None
+    batch_inputs = Loss.inside(count=lambda inputs, _: inputs["ids"].numel()) if declared else None
     with pytest.raises(NotExactError, match="samples must (not meet|keep their place)"):
-        Engine(model(lose), given, micro_batch=micro_batch).backward(batch())
+        Engine(model(lose), batch_inputs, micro_batch=micro_batch).backward(batch())

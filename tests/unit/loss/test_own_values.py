@@ -56,7 +56,7 @@ def changed_below(total: Tensor) -> Tensor:
     return bounded
 
 
-def changed_beside(total: Tensor) -> Tensor:
+def changed_through_a_view(total: Tensor) -> Tensor:
     total.view(1).add_(1.0)
     return total
 
@@ -191,10 +191,13 @@ DIVIDED = "divided by what all samples have"
 REFUSED: dict[str, tuple[Lose, str]] = {
     "count changed": (lambda m, x, y, w: (each(m, x, y) * w).sum() / changed(w.sum()), UNKNOWN),
     "count changed by a view": (
-        lambda m, x, y, w: (each(m, x, y) * w).sum() / changed_beside(w.sum()),
+        lambda m, x, y, w: (each(m, x, y) * w).sum() / changed_through_a_view(w.sum()),
         UNKNOWN,
     ),
-    "value changed by a view": (lambda m, x, y, w: changed_beside(each(m, x, y).mean()), UNKNOWN),
+    "value changed by a view": (
+        lambda m, x, y, w: changed_through_a_view(each(m, x, y).mean()),
+        UNKNOWN,
+    ),
     "stack changed": (
         lambda m, x, y, w: doubled(torch.stack([each(m, x, y).mean(), m.gate(x).mean()])).sum(),
         OF_ITS_OWN,
@@ -270,13 +273,13 @@ def test_a_loss_of_its_own_values_is_exact(name: str, micro_batch: int) -> None:
     model = Own(EXACT[name]).double()
     engine = Engine(model, micro_batch=micro_batch)
     for _ in range(2):
-        whole, given = copy_of(model), batch()
-        expected = whole(*given)
+        full, inputs = copy_of(model), batch()
+        expected = full(*inputs)
         model.zero_grad()
-        whole.zero_grad()
+        full.zero_grad()
         expected.backward()
-        loss = engine.backward(given)
-        assert_exact(state_of(model, loss), state_of(whole, expected))
+        loss = engine.backward(inputs)
+        assert_exact(state_of(model, loss), state_of(full, expected))
     assert engine.plan is not None
     # What has no data cannot be traced, and a number that is read may be another one.
     assert engine.plan.exact or name.startswith(("ctc", "with a metric"))
@@ -292,7 +295,7 @@ def test_what_is_no_sum_over_samples_is_refused(name: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_loss_in_a_checkpoint_is_told_where_to_take_it() -> None:
+def test_a_loss_in_a_checkpoint_is_advised_where_to_compute_it() -> None:
     """It was torch's own CheckpointError."""
 
     def lose(m: Own, x: Tensor, y: Tensor, _w: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.loss.hearing import Hearing
 from anybatch.loss.quiet import Quiet
+from anybatch.loss.tracing import TracingMode
 
 
 class Inner(nn.Module):
@@ -39,23 +39,23 @@ def calls(model: nn.Module, quiet: Quiet) -> tuple[list[str], Any]:
     """Return the functions that were heard, and what the loss is made of."""
     names: list[str] = []
 
-    class Noting(Hearing):
+    class Noting(TracingMode):
         def __torch_function__(self, func: Any, *others: Any) -> Any:
             names.append(getattr(func, "__name__", ""))
             return super().__torch_function__(func, *others)
 
-    hearing = Noting(((X, Y), {}))
-    with quiet.around(hearing):
+    noting = Noting(((X, Y), {}))
+    with quiet.around(noting):
         loss = model(X, Y)
-    return names, hearing.combination(loss)
+    return names, noting.combination(loss)
 
 
-def test_what_takes_no_loss_is_not_heard_again() -> None:
+def test_what_takes_no_loss_is_not_traced_again() -> None:
     model = Outer()
     quiet = Quiet(model)
-    heard = [calls(model, quiet) for _ in range(4)]
-    assert [names.count("linear") for names, _ in heard] == [2, 1, 0, 0]
-    assert all(found is not None and found[0][1].name == "cross_entropy" for _, found in heard)
+    recorded = [calls(model, quiet) for _ in range(4)]
+    assert [names.count("linear") for names, _ in recorded] == [2, 1, 0, 0]
+    assert all(found is not None and found[0][1].name == "cross_entropy" for _, found in recorded)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -63,13 +63,13 @@ def test_an_error_in_a_quiet_part_leaves_no_mode() -> None:
     model = Outer()
     quiet = Quiet(model)
     calls(model, quiet)
-    with pytest.raises(RuntimeError, match="shapes"), quiet.around(Hearing(((X, Y), {}))):
+    with pytest.raises(RuntimeError, match="shapes"), quiet.around(TracingMode(((X, Y), {}))):
         model(torch.randn(5, 4), Y)
     assert torch.overrides._get_current_function_mode() is None  # type: ignore[no-untyped-call]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def test_it_can_be_told_to_listen_everywhere() -> None:
+def test_it_can_be_set_to_trace_everywhere() -> None:
     model = Outer()
     quiet = Quiet(model)
     calls(model, quiet)

@@ -45,18 +45,18 @@ class Annealed:
     """A weight that rises by calls, and the value of a term."""
 
     calls = 0
-    seen: Any = None
+    observed: Any = None
 
     def __call__(self, out: Tensor, y: Tensor) -> Tensor:
         self.calls += 1
-        self.seen = ce = F.cross_entropy(out, y)
+        self.observed = ce = F.cross_entropy(out, y)
         return ce + self.calls / 10 * F.mse_loss(out, torch.zeros_like(out))
 
     def method(self, out: Tensor, y: Tensor) -> Tensor:
         return self(out, y)
 
     def read(self) -> Any:
-        return self.calls, self.seen.detach()
+        return self.calls, self.observed.detach()
 
 
 def of_object() -> tuple[LossFn, Read]:
@@ -133,14 +133,14 @@ def of_append() -> tuple[LossFn, Read]:
 
 
 def of_nested_dict() -> tuple[LossFn, Read]:
-    kept = {"a": {"calls": 0}, "recent": deque[float](maxlen=2)}
+    stored = {"a": {"calls": 0}, "recent": deque[float](maxlen=2)}
 
     def loss(o: Tensor, y: Tensor) -> Tensor:
-        kept["a"]["calls"] += 1  # type: ignore[index]
-        kept["recent"].append(o.shape[0])  # type: ignore[attr-defined]
-        return F.cross_entropy(o, y) * kept["a"]["calls"]  # type: ignore[index]
+        stored["a"]["calls"] += 1  # type: ignore[index]
+        stored["recent"].append(o.shape[0])  # type: ignore[attr-defined]
+        return F.cross_entropy(o, y) * stored["a"]["calls"]  # type: ignore[index]
 
-    return loss, lambda: (kept["a"]["calls"], list(kept["recent"]))  # type: ignore[index]
+    return loss, lambda: (stored["a"]["calls"], list(stored["recent"]))  # type: ignore[index]
 
 
 def of_default() -> tuple[LossFn, Read]:
@@ -188,13 +188,13 @@ def of_slots() -> tuple[LossFn, Read]:
 
 
 def of_namespace() -> tuple[LossFn, Read]:
-    kept = SimpleNamespace(calls=0)
+    stored = SimpleNamespace(calls=0)
 
     def loss(o: Tensor, y: Tensor) -> Tensor:
-        kept.calls += 1
-        return F.cross_entropy(o, y) * kept.calls
+        stored.calls += 1
+        return F.cross_entropy(o, y) * stored.calls
 
-    return loss, lambda: kept.calls
+    return loss, lambda: stored.calls
 
 
 def of_array() -> tuple[LossFn, Read]:
@@ -240,8 +240,8 @@ def of_iterator() -> tuple[LossFn, Read]:
 
 
 def of_draws() -> tuple[LossFn, Read]:
-    dice = random.Random(3)
-    return lambda o, y: F.cross_entropy(o, y) * dice.random(), dice.random
+    rng = random.Random(3)
+    return lambda o, y: F.cross_entropy(o, y) * rng.random(), rng.random
 
 
 def of_global_draws() -> tuple[LossFn, Read]:
@@ -381,14 +381,14 @@ def test_a_step_that_fails_leaves_the_state_of_its_loss(micro_batch: int) -> Non
     loss, (x, y) = Annealed(), batch()
     engine = Engine(net(), loss, micro_batch=micro_batch)
     engine.backward(x, y)
-    before = loss.calls, loss.seen
+    before = loss.calls, loss.observed
 
     def observe(*_: Any) -> None:
         raise KeyError
 
     with pytest.raises(KeyError):
         engine.backward(x, y, observe=observe)
-    assert (loss.calls, loss.seen) == (before[0], before[1])
+    assert (loss.calls, loss.observed) == (before[0], before[1])
 
 
 def test_no_tensor_without_data_stays_anywhere() -> None:
@@ -407,7 +407,9 @@ def test_check_says_that_a_loss_has_state_and_does_not_move_it() -> None:
     loss = Annealed()
     report = anybatch.check(net(), lambda o, y: loss(o, y), batch())
     assert report.exact
-    assert "state of its own (loss.calls, loss.seen), so it is called once a step" in str(report)
+    assert "state of its own (loss.calls, loss.observed), so it is called once a step" in str(
+        report
+    )
     assert loss.calls == 0
     assert "state of its own" in str(anybatch.check(net(), Annealed(), batch()))
     assert "state of its own" not in str(anybatch.check(net(), of_coupled, batch()))
@@ -419,7 +421,7 @@ def of_coupled(o: Tensor, y: Tensor) -> Tensor:
 
 # What forward leaves.
 
-BESIDE: dict[str, Any] = {}
+EXTRA: dict[str, Any] = {}
 
 
 class Leaves(nn.Module):
@@ -462,7 +464,7 @@ class Leaves(nn.Module):
         if self.what == "in place":
             self.tensor.copy_(scale)
         if self.what == "global":
-            BESIDE["scale"] = scale
+            EXTRA["scale"] = scale
         if self.what == "features":
             self.features = h.detach()
         return self.head(h)
@@ -567,8 +569,8 @@ READS: dict[str, tuple[str, Callable[[Any], LossFn], str]] = {
     ),
     "global": (
         "global",
-        lambda _: lambda o, y: F.cross_entropy(o / BESIDE["scale"], y),
-        "BESIDE",
+        lambda _: lambda o, y: F.cross_entropy(o / EXTRA["scale"], y),
+        "EXTRA",
     ),
     "counter": ("calls", lambda m: lambda o, y: F.cross_entropy(o, y) / m.calls, r"m\.calls"),
     "method": (
@@ -603,7 +605,7 @@ def test_a_loss_that_reads_what_forward_left_is_refused(
 ) -> None:
     what, loss, message = READS[name]
     model = Leaves(what).double()
-    BESIDE.clear()
+    EXTRA.clear()
     if norm:
         model.body = nn.Sequential(model.body, nn.BatchNorm1d(8).double())  # type: ignore[assignment]
     x, y = batch()
@@ -614,7 +616,7 @@ def test_a_loss_that_reads_what_forward_left_is_refused(
         assert same(before, snapshot(model))
 
 
-def test_what_forward_begins_to_leave_later_is_refused_then() -> None:
+def test_what_forward_begins_to_store_later_is_refused_then() -> None:
     for coupled in (False, True):
         model, (x, y) = Leaves("nothing").double(), batch()
 
@@ -644,7 +646,7 @@ EXACT: dict[str, tuple[str, Callable[[Any], LossFn]]] = {
     ),
     "a global left, named and not read": (
         "global",
-        lambda _: lambda o, y: F.cross_entropy(o / BESIDE["scale"] if len(o) < 0 else o, y),
+        lambda _: lambda o, y: F.cross_entropy(o / EXTRA["scale"] if len(o) < 0 else o, y),
     ),
     "constants, a list left": (
         "list",
@@ -711,7 +713,7 @@ def reached(way: str, norm: nn.Module, head: nn.Module) -> LossFn:
         def loss(self, o: Tensor, y: Tensor) -> Tensor:
             return self(o, y)
 
-    BESIDE["norm"], BESIDE["head"] = norm, head
+    EXTRA["norm"], EXTRA["head"] = norm, head
     return {
         "closure": own,
         "closure of a closure": lambda o, y: own(o, y),
@@ -724,7 +726,7 @@ def reached(way: str, norm: nn.Module, head: nn.Module) -> LossFn:
         "method of the module": functools.partial(
             lambda o, y, f, g: F.cross_entropy(g(f(o)), y), f=norm.forward, g=head.forward
         ),
-        "global": lambda o, y: F.cross_entropy(BESIDE["head"](BESIDE["norm"](o)), y),
+        "global": lambda o, y: F.cross_entropy(EXTRA["head"](EXTRA["norm"](o)), y),
     }[way]
 
 
@@ -844,7 +846,7 @@ class Reads(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, Reads])
+@pytest.mark.parametrize("class_", [nn.Linear, Reads])
 @pytest.mark.parametrize(
     "loss",
     [
@@ -853,14 +855,14 @@ class Reads(nn.Linear):
         lambda o: (LABELS.abs() * o).square().mean(),
     ],
 )
-@pytest.mark.parametrize("given", [{"micro_batch": 3}, {"memory": "1MiB"}, {}])
+@pytest.mark.parametrize("options", [{"micro_batch": 3}, {"memory": "1MiB"}, {}])
 def test_a_loss_over_the_labels_of_all_samples_is_exact_under_any_plan(
-    given: dict[str, Any], loss: LossFn, kind: type[nn.Module]
+    options: dict[str, Any], loss: LossFn, class_: type[nn.Module]
 ) -> None:
     torch.manual_seed(8)
-    model, (x, _) = kind(5, 3).double(), batch()
+    model, (x, _) = class_(5, 3).double(), batch()
     ours = copy_of(model)
-    got = state_of(ours, Engine(ours, loss, **given).backward(x))
+    got = state_of(ours, Engine(ours, loss, **options).backward(x))
     assert_exact(got, undivided(model, loss, x, None))
 
 
@@ -895,7 +897,7 @@ def test_a_place_that_holds_another_object_is_listed_anew() -> None:
     assert (first.calls, second.calls) == (1, 2)
 
 
-def by_gradient(model: nn.Module, kind: str) -> Any:
+def by_gradient(model: nn.Module, variant: str) -> Any:
     """Return a loss that is weighed by the gradient of a parameter."""
     weight = model.get_parameter("0.weight")
 
@@ -908,20 +910,20 @@ def by_gradient(model: nn.Module, kind: str) -> Any:
         "coupled": lambda o, y: each(o, y).mean().sqrt() * size(),
         "per_sample": anybatch.Loss.per_sample(lambda o, y: each(o, y) * size()),
         "ratio": anybatch.Loss.ratio(lambda o, y: each(o, y).sum() * size(), len),
-    }[kind]
+    }[variant]
 
 
 @pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "coupled", "per_sample", "ratio"])
+@pytest.mark.parametrize("variant", ["plain", "coupled", "per_sample", "ratio"])
 def test_a_loss_that_reads_gradients_is_refused_where_they_are_added_up(
-    kind: str, norm: bool
+    variant: str, norm: bool
 ) -> None:
     norms = [nn.BatchNorm1d(8)] if norm else []
     model = nn.Sequential(nn.Linear(5, 8), *norms, nn.Tanh(), nn.Linear(8, 3)).double()
     x, y = batch()
     with pytest.raises(LossError, match=r"reads \.grad of a parameter"):
-        Engine(model, by_gradient(model, kind), micro_batch=4).backward(x, y)
-    Engine(model, by_gradient(model, kind), micro_batch=N).backward(x, y)
+        Engine(model, by_gradient(model, variant), micro_batch=4).backward(x, y)
+    Engine(model, by_gradient(model, variant), micro_batch=N).backward(x, y)
 
 
 def test_a_loss_that_differentiates_reads_no_gradient() -> None:
@@ -933,9 +935,9 @@ def test_a_loss_that_differentiates_reads_no_gradient() -> None:
         decay = model.get_parameter("0.weight").square().sum()
         return (F.cross_entropy(o, t) + slope.square().mean()).sqrt() + 0.1 * decay
 
-    whole = loss(model(x), y)
-    whole.backward()
-    want = state_of(model, whole)
+    full = loss(model(x), y)
+    full.backward()
+    want = state_of(model, full)
     model.zero_grad()
     engine = Engine(model, loss, micro_batch=4)
     assert_exact(state_of(model, engine.backward(x, y)), want)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.errors import LossError
-from anybatch.integrations.transformers_losses import GivenLoss
+from anybatch.integrations.transformers_losses import UserLoss
 
 Read = Callable[[], Any]
 Made = tuple[LossFn, Read]
@@ -209,12 +209,12 @@ class Centred(nn.Module):
 
     c: Tensor
 
-    def __init__(self, write: Callable[[Any, Tensor], None], kind: str) -> None:
+    def __init__(self, write: Callable[[Any, Tensor], None], variant: str) -> None:
         super().__init__()
         centre = torch.zeros(3, dtype=torch.double)
-        if kind == "parameter":
+        if variant == "parameter":
             self.c = nn.Parameter(centre, requires_grad=False)
-        elif kind == "buffer":
+        elif variant == "buffer":
             self.register_buffer("c", centre)
         else:
             self.c = centre
@@ -246,8 +246,8 @@ def replace_data(held: Any, mean: Tensor) -> None:
 WRITES = (write_in_place, write_data, add_to_data, replace_data)
 
 
-def of_module(write: Callable[[Any, Tensor], None], kind: str, *, held: bool) -> Made:
-    module = Centred(write, kind)
+def of_module(write: Callable[[Any, Tensor], None], variant: str, *, held: bool) -> Made:
+    module = Centred(write, variant)
     loss: LossFn = (lambda o, y: module(o, y)) if held else module
     return loss, lambda: module.c.detach().clone()
 
@@ -298,7 +298,7 @@ def of_trainer() -> Made:
         calls[0] += 1
         return F.cross_entropy(o * 0.1 * calls[0], y)
 
-    return GivenLoss(function), lambda: calls[0]
+    return UserLoss(function), lambda: calls[0]
 
 
 KINDS: dict[str, Callable[[], Made]] = {
@@ -330,11 +330,11 @@ KINDS: dict[str, Callable[[], Made]] = {
     "compute_loss_func": of_trainer,
 }
 KINDS |= {
-    f"{write.__name__} of a {kind}, {'held' if held else 'the loss'}": functools.partial(
-        of_module, write, kind, held=held
+    f"{write.__name__} of a {variant}, {'held' if held else 'the loss'}": functools.partial(
+        of_module, write, variant, held=held
     )
     for write in WRITES
-    for kind in ("parameter", "buffer", "tensor")
+    for variant in ("parameter", "buffer", "tensor")
     for held in (False, True)
 }
 KINDS |= {
@@ -342,9 +342,9 @@ KINDS |= {
 }
 
 
-@pytest.mark.parametrize("given", [{"micro_batch": 4}, {"memory": "1MiB"}])
+@pytest.mark.parametrize("options", [{"micro_batch": 4}, {"memory": "1MiB"}])
 @pytest.mark.parametrize("name", KINDS)
-def test_state_moves_once_a_step(name: str, given: dict[str, Any]) -> None:
+def test_state_moves_once_a_step(name: str, options: dict[str, Any]) -> None:
     truth, ours = net(), net()
     loss, read = KINDS[name]()
 
@@ -355,7 +355,7 @@ def test_state_moves_once_a_step(name: str, given: dict[str, Any]) -> None:
 
     want, has = three_steps(truth, plain), read()
     loss, read = KINDS[name]()
-    assert_exact(three_steps(ours, Engine(ours, loss, **given).backward), want)
+    assert_exact(three_steps(ours, Engine(ours, loss, **options).backward), want)
     assert alike(read(), has)
 
 
@@ -423,10 +423,10 @@ def in_a_long_dict(path: Path) -> float:
 HIDDEN = (in_a_file, in_a_library, in_a_long_dict)
 
 
-@pytest.mark.parametrize("given", [{"micro_batch": 4}, {"memory": "1MiB"}])
+@pytest.mark.parametrize("options", [{"micro_batch": 4}, {"memory": "1MiB"}])
 @pytest.mark.parametrize("up", HIDDEN)
 def test_state_that_nothing_lists_is_refused_for_its_effect(
-    up: Callable[[Path], float], given: dict[str, Any], tmp_path: Path
+    up: Callable[[Path], float], options: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "calls"
     path.write_text("0")
@@ -435,7 +435,7 @@ def test_state_that_nothing_lists_is_refused_for_its_effect(
         return F.cross_entropy(o * up(path), y)
 
     with pytest.raises(LossError, match="must have state that anybatch can see, and it gave the"):
-        Engine(net(), loss, **given).backward(*batch())
+        Engine(net(), loss, **options).backward(*batch())
 
 
 @pytest.mark.parametrize("up", HIDDEN)

@@ -32,7 +32,7 @@ A, B = {0: 1.0}, {1: 2.0}
         ("exp", [A], None),
     ],
 )
-def test_weighted_sums_stay_and_the_rest_is_none(
+def test_weighted_sums_remain_and_the_rest_is_none(
     name: str, operands: list[Any], found: dict[int, float] | None
 ) -> None:
     assert arithmetic(name, operands) == found

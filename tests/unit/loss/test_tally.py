@@ -23,13 +23,13 @@ def added(wholes: Sequence[Count | None], *parts: tuple[int, int, Sequence[Count
     return tally
 
 
-def test_parts_that_are_the_whole_are_compared_once_all_have_come() -> None:
+def test_parts_that_are_the_full_batch_are_compared_once_all_are_in() -> None:
     assert added([20, None], (0, 4, [12, 1]), (4, 4, [8, 2])).done
     assert added([torch.tensor(20), None], (4, 4, [torch.tensor(8), 2]), (0, 4, [12, 1])).done
     assert not added([20, None], (0, 4, [12, 1])).done
 
 
-def test_parts_that_are_not_the_whole_are_refused_with_both_numbers() -> None:
+def test_parts_that_are_not_the_full_batch_are_refused_with_both_numbers() -> None:
     with pytest.raises(LossError, match="other is divided by 23 .* and by 20 in the whole"):
         added([None, 20], (0, 4, [1, 12]), (4, 4, [1, 11]))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.loss.watch import UnfollowableError, Watch, same_calls
+from anybatch.loss.watch import LossTrace, UnfollowableError, same_calls
 
 N, C = 5, 3
 WEIGHT = torch.rand(C)
@@ -59,28 +59,28 @@ SUMS: dict[str, tuple[Callable[..., Any], list[float]]] = {
 }
 
 
-def watch(fn: Callable[..., Any], size: int = N) -> tuple[Watch, Any]:
+def watch(fn: Callable[..., Any], size: int = N) -> tuple[LossTrace, Any]:
     """Return the watch of a loss of `size` samples, and what it found."""
     outputs = torch.empty(size, C, device="meta", requires_grad=True)
     targets = torch.arange(size) % C
-    seen = Watch((outputs, (0,)), targets, size, torch.device("cpu"))
+    trace = LossTrace((outputs, (0,)), targets, size, torch.device("cpu"))
     try:
-        with seen:
+        with trace:
             result = fn(outputs, targets)
     except (UnfollowableError, RuntimeError):  # what meets outputs without data raises
-        return seen, None
-    return seen, seen.combination(result)
+        return trace, None
+    return trace, trace.combination(result)
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_a_sum_of_known_losses_is_seen(name: str) -> None:
+def test_a_sum_of_recognised_losses_is_detected(name: str) -> None:
     fn, weights = SUMS[name]
-    seen, found = watch(fn)
+    trace, found = watch(fn)
     assert found is not None
     assert [weight for weight, _ in found] == pytest.approx(weights)
     other, also = watch(fn, 7)
     assert also is not None
-    assert same_calls(seen, other)
+    assert same_calls(trace, other)
 
 
 class Twice(torch.autograd.Function):
@@ -135,7 +135,7 @@ COUPLED: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.filterwarnings("ignore:Using a target size", "ignore:size_average")
 @pytest.mark.parametrize("name", COUPLED)
-def test_what_couples_samples_or_is_not_known_is_never_taken_for_a_sum(name: str) -> None:
+def test_what_couples_samples_or_is_not_recognised_is_never_mistaken_for_a_sum(name: str) -> None:
     assert watch(COUPLED[name])[1] is None
 
 
@@ -160,9 +160,9 @@ SIZED: dict[str, Callable[..., Any]] = {
 @pytest.mark.parametrize("name", SIZED)
 def test_a_number_that_depends_on_the_size_shows_at_another_size(name: str) -> None:
     """Each of these was once streamed, and wrong by up to 1.2."""
-    seen, found = watch(SIZED[name], 10)
+    trace, found = watch(SIZED[name], 10)
     other, also = watch(SIZED[name], 5)
-    assert found is None or also is None or not same_calls(seen, other)
+    assert found is None or also is None or not same_calls(trace, other)
 
 
 def test_halves_of_a_list_of_labels_are_no_constant() -> None:
@@ -195,19 +195,19 @@ def test_weights_a_sample_from_the_targets_are_samples_and_no_constants() -> Non
 def test_samples_along_another_dimension_are_followed(size: int) -> None:
     outputs = torch.empty(4, size, C, device="meta", requires_grad=True)
     targets = torch.zeros(size, 4, dtype=torch.long, device="meta")
-    seen = Watch((outputs, (1,)), targets, size, torch.device("cpu"))
-    with seen:
+    trace = LossTrace((outputs, (1,)), targets, size, torch.device("cpu"))
+    with trace:
         result = F.cross_entropy(outputs.permute(1, 2, 0), targets)
-    assert seen.combination(result) is not None
-    with seen:
+    assert trace.combination(result) is not None
+    with trace:
         other = F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-    assert seen.combination(other) is None, "time-major rows against sample-major targets"
+    assert trace.combination(other) is None, "time-major rows against sample-major targets"
 
 
 def test_nothing_is_written_to_the_targets_while_watching() -> None:
     """`y -= 1` ran on the person's targets, and ran twice."""
     outputs, targets = torch.empty(N, C, device="meta"), torch.ones(N, dtype=torch.long)
-    seen = Watch((outputs, (0,)), targets, N, torch.device("cpu"))
+    trace = LossTrace((outputs, (0,)), targets, N, torch.device("cpu"))
 
     def in_place(o: Tensor, y: Tensor) -> Tensor:
         y -= 1
@@ -218,7 +218,7 @@ def test_nothing_is_written_to_the_targets_while_watching() -> None:
         return F.cross_entropy(o, y)
 
     for fn in (in_place, through_out):
-        with pytest.raises(UnfollowableError), seen:
+        with pytest.raises(UnfollowableError), trace:
             fn(outputs, targets)
         assert targets.tolist() == [1] * N
 
@@ -227,7 +227,7 @@ def test_an_output_without_samples_is_no_sample() -> None:
     """A [K, D] table of parameters with K == micro_batch was once taken for samples."""
     table = torch.empty(N, C, device="meta", requires_grad=True)
     targets = torch.zeros(N, dtype=torch.long, device="meta")
-    seen = Watch((table, (None,)), targets, N, torch.device("cpu"))
-    with seen:
+    trace = LossTrace((table, (None,)), targets, N, torch.device("cpu"))
+    with trace:
         result = F.cross_entropy(table, targets)
-    assert seen.combination(result) is None
+    assert trace.combination(result) is None

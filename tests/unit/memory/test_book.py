@@ -3,7 +3,7 @@ from __future__ import annotations
 from anybatch.memory.book import Book
 
 
-def test_the_first_lane_of_a_turn_shows_it_to_the_others() -> None:
+def test_the_first_lane_of_a_segment_shows_it_to_the_others() -> None:
     book = Book()
     book.begin(2, 1)
     assert not book.shown(1, 2)
@@ -25,6 +25,6 @@ def test_the_first_lane_of_a_turn_shows_it_to_the_others() -> None:
     assert (book.most(1, 1), book.most(2, 0), book.top) == (600, 700, 700)
 
 
-def test_what_nobody_has_done_is_not_known() -> None:
+def test_what_no_lane_has_done_is_not_recorded() -> None:
     book = Book()
     assert (list(book.used(3)), book.brings(3), book.shown(3, 0)) == ([], 0, False)

@@ -13,12 +13,12 @@ from anybatch.memory.stores import FileStore, HostStore, Store
 
 @pytest.mark.parametrize("size", [1, 5, BLOCK - 1, BLOCK, 2 * BLOCK + 3])
 def test_any_bit_that_changes_is_found_and_its_block_named(size: int) -> None:
-    dice = random.Random(size)
-    data = bytearray(dice.randbytes(size))
+    rng = random.Random(size)
+    data = bytearray(rng.randbytes(size))
     sums = checksums(memoryview(data))
     require_same(memoryview(data), sums, "here")
-    for at in {0, size - 1, dice.randrange(size)}:
-        data[at] ^= 1 << dice.randrange(8)
+    for at in {0, size - 1, rng.randrange(size)}:
+        data[at] ^= 1 << rng.randrange(8)
         begin = at // BLOCK * BLOCK
         match = f"the bytes from {begin} to {min(begin + BLOCK, size)} have changed in here"
         with pytest.raises(StoreError, match=match):
@@ -33,7 +33,7 @@ def test_nothing_has_no_sums() -> None:
 
 
 @pytest.mark.parametrize("direct", [False, True])
-def test_a_file_is_checked_where_it_was_asked_for(direct: bool) -> None:
+def test_a_file_is_checked_on_request(direct: bool) -> None:
     data, out = torch.arange(9000) % 7, torch.zeros(9000, dtype=torch.long)
     for check in (False, True):
         store = FileStore(direct=direct, check=check)
@@ -59,13 +59,13 @@ def _flip(file: int, at: int) -> None:
     os.close(other)
 
 
-def test_host_memory_is_checked_where_it_was_asked_for() -> None:
+def test_host_memory_is_checked_on_request() -> None:
     data, out = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     store = HostStore(check=True)
     store.put("a", data)
     store.get("a", out)
     assert torch.equal(out, data)
-    store._kept["a"][0][50] += 1
+    store._held["a"][0][50] += 1
     with pytest.raises(StoreError, match="have changed in host memory"):
         store.get("a", out)
     plain: Store = HostStore()

@@ -103,7 +103,7 @@ def test_a_model_that_keeps_a_result_is_copied_without_a_warning() -> None:  # w
     assert all(map(is_fake, [copied.last, *copied.several]))
 
 
-class Kept(logging.Handler):
+class LineHandler(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -114,18 +114,18 @@ class Kept(logging.Handler):
 
 def test_torch_reports_no_kernel_that_needs_data() -> None:
     """It printed 20 frames for every kernel of a mixture of experts."""
-    fakes, kept = Fakes(), Kept()
+    fakes, handler = Fakes(), LineHandler()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
-    logger.addHandler(kept)
+    logger.addHandler(handler)
     try:
         with fakes.entered(), pytest.raises(RuntimeError):
             torch.mm(fakes.of(torch.zeros(2, 3)), fakes.of(torch.zeros(2, 3)))
-        assert not kept.lines
+        assert not handler.lines
         with fakes.mode, pytest.raises(RuntimeError):
             torch.mm(fakes.of(torch.zeros(2, 3)), fakes.of(torch.zeros(2, 3)))
-        assert kept.lines
+        assert handler.lines
     finally:
-        logger.removeHandler(kept)
+        logger.removeHandler(handler)
 
 
 class Interrupts(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ def relu_and_sin(x: Tensor, called: list[Any]) -> None:
                 called.append(function)
 
 
-def test_ctrl_c_is_heard_between_functions_of_fakes() -> None:
+def test_ctrl_c_is_raised_between_functions_of_fakes() -> None:
     called, before = list[Any](), signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
         relu_and_sin(torch.randn(3, 4, requires_grad=True), called)

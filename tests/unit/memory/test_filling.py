@@ -20,10 +20,10 @@ def every(sizes: Counter[int], limit: int) -> int:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_it_is_the_best_of_all_subsets_where_none_is_small(seed: int) -> None:
-    dice = random.Random(seed)
-    unit = dice.choice([1, 7, 64])
-    sizes = Counter(unit * dice.randrange(1, 40) for _ in range(dice.randrange(1, 9)))
-    limit = dice.randrange(0, sum(sizes.elements()) + 10)
+    rng = random.Random(seed)
+    unit = rng.choice([1, 7, 64])
+    sizes = Counter(unit * rng.randrange(1, 40) for _ in range(rng.randrange(1, 9)))
+    limit = rng.randrange(0, sum(sizes.elements()) + 10)
     assert filled(sizes, limit) == every(sizes, limit)
 
 
@@ -34,5 +34,5 @@ def test_small_ones_fill_gaps_and_no_more_than_they_are() -> None:
     assert filled({1000: 3, 1: 900}, 10**9) == 3900
 
 
-def test_of_sizes_with_nothing_in_common_the_limit_is_told() -> None:
+def test_of_sizes_with_nothing_in_common_the_limit_is_reported() -> None:
     assert filled({2**40 + 1: 3, 2**40: 3}, 5 * 2**39) == 5 * 2**39

@@ -25,14 +25,14 @@ class Kernels(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[int, int, bool]] = []
+        self.observed: list[tuple[int, int, bool]] = []
 
     def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if str(func) == hidden.RECURRENT:
-            kept = result[-1]
-            size = 0 if kept is None else kept.numel()
-            self.seen.append((int(args[0].shape[1]), size, isinstance(args[0], FakeTensor)))
+            largest = result[-1]
+            size = 0 if largest is None else largest.numel()
+            self.observed.append((int(args[0].shape[1]), size, isinstance(args[0], FakeTensor)))
         return result
 
 
@@ -59,10 +59,14 @@ def peaks(layer: nn.RNNBase, x: Tensor, spare: int, *, grad: bool = True) -> tup
     with Kernels() as kernels, Meter(CPU, {"there": layer.parameters()}) as real:
         step(layer, x, grad=grad)
     foreseen = foreseen_of(layer, x, spare, grad=grad)
-    return real.peak, foreseen, sum(allowed(n, spare) for n, kept, _ in kernels.seen if kept)
+    return (
+        real.peak,
+        foreseen,
+        sum(tolerance(n, spare) for n, retained, _ in kernels.observed if retained),
+    )
 
 
-def allowed(rows: int, spare: int) -> int:
+def tolerance(rows: int, spare: int) -> int:
     """Return by how much a bound may be above what is rounded up itself."""
     once = BUFFERS * PAGE
     return once + -(-rows * once // (hidden.MOST if spare == AMPLE else 1))
@@ -85,7 +89,7 @@ OTHERS: dict[str, Any] = {
 """Of which torch makes several kernels, none of which hides anything."""
 
 
-def given(layer: nn.RNNBase, length: int, rows: int) -> Tensor:
+def inputs_of(layer: nn.RNNBase, length: int, rows: int) -> Tensor:
     shape = (rows, length) if layer.batch_first else (length, rows)
     return torch.randn(*shape, layer.input_size, dtype=next(layer.parameters()).dtype)
 
@@ -98,7 +102,7 @@ def test_what_an_lstm_holds_is_foreseen_never_below_and_not_far_above(
 ) -> None:
     layer = LAYERS[name]()
     for rows in (1, 2, 5, 33):
-        real, foreseen, more = peaks(layer, given(layer, length, rows), spare)
+        real, foreseen, more = peaks(layer, inputs_of(layer, length, rows), spare)
         assert real <= foreseen <= real + more, rows
 
 
@@ -107,7 +111,7 @@ def test_what_an_lstm_holds_is_foreseen_never_below_and_not_far_above(
 def test_recurrent_layers_of_many_kernels_hide_nothing(name: str) -> None:
     layer = OTHERS[name]()
     for rows in (1, 5):
-        real, foreseen, more = peaks(layer, given(layer, 7, rows), AMPLE)
+        real, foreseen, more = peaks(layer, inputs_of(layer, 7, rows), AMPLE)
         assert more == 0
         assert foreseen == real
 
@@ -116,30 +120,30 @@ def test_recurrent_layers_of_many_kernels_hide_nothing(name: str) -> None:
 def test_where_a_workspace_is_not_tiny_little_is_foreseen_too_much(spare: int) -> None:
     layer = LAYERS["wide"]()
     for rows in (4, 9, 48):
-        real, foreseen, _ = peaks(layer, given(layer, 64, rows), spare)
+        real, foreseen, _ = peaks(layer, inputs_of(layer, 64, rows), spare)
         assert real <= foreseen <= 1.05 * real
 
 
 @pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
-def test_what_is_kept_depends_on_who_asks_for_gradients_and_not_on_training(
+def test_what_is_saved_depends_on_who_asks_for_gradients_and_not_on_training(
     *, trains: bool, grad: bool
 ) -> None:
     layer = LAYERS["several"]().train(trains)
-    real, foreseen, more = peaks(layer, given(layer, 7, 5), AMPLE, grad=grad)
+    real, foreseen, more = peaks(layer, inputs_of(layer, 7, 5), AMPLE, grad=grad)
     assert (more > 0) == grad
     assert real <= foreseen <= real + more
 
 
 def test_layers_that_are_frozen_keep_as_much() -> None:
     layer = LAYERS["one"]().requires_grad_(False)
-    real, foreseen, more = peaks(layer, given(layer, 7, 5), AMPLE)
+    real, foreseen, more = peaks(layer, inputs_of(layer, 7, 5), AMPLE)
     assert real <= foreseen <= real + more
 
 
 def test_in_half_precision_it_is_foreseen_where_there_is_such_a_kernel() -> None:
     layer = LAYERS["several"]().bfloat16()
-    real, foreseen, more = peaks(layer, given(layer, 7, 5), AMPLE)
+    real, foreseen, more = peaks(layer, inputs_of(layer, 7, 5), AMPLE)
     assert real <= foreseen <= real + more
 
 
@@ -148,23 +152,23 @@ def test_a_second_rehearsal_runs_nothing_real() -> None:
     for _ in range(2):
         with Kernels() as kernels:
             foreseen_of(layer, torch.zeros(7, 5, 13), AMPLE)
-        ran.append(sum(not fake for *_, fake in kernels.seen))
+        ran.append(sum(not fake for *_, fake in kernels.observed))
     assert ran == [2, 0]  # of one row, and of several
 
 
-def test_what_is_run_has_room() -> None:
+def test_what_is_run_has_spare_memory() -> None:
     layer = nn.LSTM(32, 32)  # a row takes more than the gradients of the weights
     x = torch.zeros(20, 6, 32)
     hidden._run.cache_clear()
     for spare, rows in ((0, 1), (3 * 62976, 2), (4 * 62976, 4), (99 * 62976, 8)):
         with Kernels() as kernels, Meter(CPU) as real:
             foreseen_of(layer, x, spare)
-        assert max(n for n, _, fake in kernels.seen if not fake) == rows
+        assert max(n for n, _, fake in kernels.observed if not fake) == rows
         assert real.peak <= max(spare, 62976) + 64
         hidden._run.cache_clear()
 
 
-def test_more_room_never_tells_of_more() -> None:
+def test_more_spare_memory_never_foresees_more() -> None:
     layer, x = nn.LSTM(32, 32), torch.zeros(20, 6, 32)
     found = [foreseen_of(layer, x, spare * 62976) for spare in range(12)]
     assert found == sorted(found, reverse=True)

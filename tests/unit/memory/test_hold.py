@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.core.memory import Inside
-from anybatch.memory.hold import AWAY, COMING, HERE, LEAVING, Hold
+from anybatch.core.memory import LockstepLimits
+from anybatch.memory.hold import EVICTING, OFFLOADED, PREFETCHING, RESIDENT, Hold
 from anybatch.memory.meter import Meter
 from anybatch.memory.pager import Pager
 from anybatch.memory.paging import Paging
@@ -48,29 +48,29 @@ class Slow(HostStore):
 
 def test_what_is_used_on_its_way_out_stays_as_it_is() -> None:
     store = Slow()
-    hold, kept = Hold(store, CPU, []), torch.arange(float(KIB))
-    key = int(kept.untyped_storage()._cdata)
-    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    hold, retained = Hold(store, CPU, []), torch.arange(float(KIB))
+    key = int(retained.untyped_storage()._cdata)
+    hold.add(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
     held, hold.since, hold.touched = hold.all[key], 2, 0
     for _ in range(2):  # the same copy is still under way
-        hold.send_away(key, held)
-        assert (held.state, hold.going, hold.here) == (LEAVING, 1024, 1024)
+        hold.evict(key, held)
+        assert (held.state, hold.going, hold.here) == (EVICTING, 1024, 1024)
         hold.touch(key, held, 2)
-        assert (held.state, hold.going, hold.here) == (HERE, 0, 1024)
+        assert (held.state, hold.going, hold.here) == (RESIDENT, 0, 1024)
         held.used, hold.touched = 1, 0
     threading.Timer(0.05, store.go.set).start()
     hold.forget_copy(key, held)
-    kept.add_(1)
+    retained.add_(1)
     hold.settle()
-    assert (held.state, hold.moved) == (HERE, 1024)
-    hold.send_away(key, held)
+    assert (held.state, hold.moved) == (RESIDENT, 1024)
+    hold.evict(key, held)
     while hold.wait():
         pass
-    assert (held.state, hold.here, kept.untyped_storage().nbytes()) == (AWAY, 0, 0)
+    assert (held.state, hold.here, retained.untyped_storage().nbytes()) == (OFFLOADED, 0, 0)
     hold.call(key, held)
-    assert (held.state, hold.here, hold.moved) == (COMING, 1024, 3 * 1024)
+    assert (held.state, hold.here, hold.moved) == (PREFETCHING, 1024, 3 * 1024)
     hold.touch(key, held, 3)
-    assert torch.equal(kept, torch.arange(float(KIB)) + 1)
+    assert torch.equal(retained, torch.arange(float(KIB)) + 1)
     hold.close()
 
 
@@ -134,13 +134,13 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(
         monkeypatch.setattr(
             "anybatch.memory.hold.Copier", lambda _: Whenever(random.Random(seed), ends)
         )
-    lanes, turns, room = chance.choice([2, 3, 5]), 6, chance.choice([0, 3000, 20_000])
-    limit = max(room, 2 * BIGGEST) if limited else None
-    rooms = tuple(chance.choice([0, 3000, 20_000]) for _ in range(turns - chance.randrange(2)))
-    given = chance.choice([room, rooms])
-    later = chance.choice([(), rooms])
-    inside = None if limit is None else Inside(limit, later, (BIGGEST,) * turns)
-    it = Pager(given, HostStore(), CPU, small=1, turns=chance.choice([0, 2]), inside=inside)
+    lanes, turns, available = chance.choice([2, 3, 5]), 6, chance.choice([0, 3000, 20_000])
+    limit = max(available, 2 * BIGGEST) if limited else None
+    capacity = tuple(chance.choice([0, 3000, 20_000]) for _ in range(turns - chance.randrange(2)))
+    inputs = chance.choice([available, capacity])
+    later = chance.choice([(), capacity])
+    inside = None if limit is None else LockstepLimits(limit, later, (BIGGEST,) * turns)
+    it = Pager(inputs, HostStore(), CPU, small=1, segments=chance.choice([0, 2]), inside=inside)
     left: list[list[Tensor]] = [[] for _ in range(lanes)]
     want: list[list[Tensor]] = [[] for _ in range(lanes)]
     smaller = 1 if ends is None else 10
@@ -150,10 +150,12 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(
     sizes = [[chance.randrange(80, BIGGEST // 4) for _ in range(15)] for _ in range(turns)]
     places = [[chance.random() for _ in range(15)] for _ in range(turns)]
     order = list(range(lanes))
-    for turn in range(turns):
+    for segment in range(turns):
         for at, lane in enumerate(order):
-            (it.around if at == 0 and turn else it.begin)(lane)
-            for what, size, place in zip(program[turn], sizes[turn], places[turn], strict=True):
+            (it.around if at == 0 and segment else it.begin)(lane)
+            for what, size, place in zip(
+                program[segment], sizes[segment], places[segment], strict=True
+            ):
                 mine, true = left[lane], want[lane]
                 size = size if lane < lanes - 1 else size // smaller  # noqa: PLW2901
                 index = int(place * len(mine))
@@ -174,47 +176,47 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(
                     with Paging(it):
                         found = mine[index] * 1
                     assert torch.equal(found, true[index])
-                assert not limit or it._hold.here <= it._allowed(turn + 1) + makes
-                assert it._hold.waiting <= it._allowed(turn + 1) or limit is not None
+                assert not limit or it._hold.here <= it._limit_in(segment + 1) + makes
+                assert it._hold.waiting <= it._limit_in(segment + 1) or limit is not None
             if at < lanes - 1:
                 later = order[at + 1 :]
-                it.leave(lane, list(dict.fromkeys([*later, *reversed(order)])))
-                assert it._hold.waiting <= it._allowed(turn + 1)
+                it.end(lane, list(dict.fromkeys([*later, *reversed(order)])))
+                assert it._hold.waiting <= it._limit_in(segment + 1)
         order.reverse()
     it.close()
     for mine, true in zip(left, want, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(mine, true, strict=True))
 
 
-def test_the_next_lane_is_brought_in_ahead_of_its_turn() -> None:
-    it = Pager(0, HostStore(), CPU, turns=2)
-    kept: dict[int, Tensor] = {}
+def test_the_next_lane_is_brought_in_ahead_of_its_segment() -> None:
+    it = Pager(0, HostStore(), CPU, segments=2)
+    retained: dict[int, Tensor] = {}
     order, states = [0, 1, 2, 3, 4, 5], []
-    for turn in range(3):
+    for segment in range(3):
         for at, lane in enumerate(order):
-            if at == 0 and turn:
+            if at == 0 and segment:
                 it.around(lane)
             else:
                 it.begin(lane)
-            if turn:
-                key = int(kept[lane].untyped_storage()._cdata)
+            if segment:
+                key = int(retained[lane].untyped_storage()._cdata)
                 states.append(it._hold.all[key].state)
                 with Paging(it):
-                    kept[lane].add_(1)
+                    retained[lane].add_(1)
                 while it._hold._moving:  # a turn is long enough for every copy
                     it._hold._copier.wait(it._hold._moving[-1][2])
                     it._settle()
             else:
                 with Paging(it):
-                    kept[lane] = torch.zeros(KIB) + lane
+                    retained[lane] = torch.zeros(KIB) + lane
             if at < len(order) - 1:
-                it.leave(lane, list(dict.fromkeys([*order[at + 1 :], *reversed(order)])))
+                it.end(lane, list(dict.fromkeys([*order[at + 1 :], *reversed(order)])))
         order.reverse()
     first = [0, len(order), 1, len(order) + 1]  # shows the turn; and the one after it
-    assert AWAY not in [state for place, state in enumerate(states) if place not in first]
+    assert OFFLOADED not in [state for place, state in enumerate(states) if place not in first]
     assert it.moved > 0
     it.close()
-    assert all(torch.equal(kept[lane], torch.full((KIB,), lane + 2.0)) for lane in order)
+    assert all(torch.equal(retained[lane], torch.full((KIB,), lane + 2.0)) for lane in order)
 
 
 def test_a_copy_that_fails_is_said_and_nothing_is_lost() -> None:
@@ -224,27 +226,27 @@ def test_a_copy_that_fails_is_said_and_nothing_is_lost() -> None:
     it = Pager(0, store, CPU)
     it.begin(0)
     with Paging(it):
-        kept = torch.arange(float(KIB)) * 1
+        retained = torch.arange(float(KIB)) * 1
     with pytest.raises(OSError, match="no space left"):
-        it.leave(0, [1, 0])
+        it.end(0, [1, 0])
     it.close()
-    assert torch.equal(kept, torch.arange(float(KIB)))
+    assert torch.equal(retained, torch.arange(float(KIB)))
 
 
-def test_a_meter_counts_what_has_come_back() -> None:
+def test_a_meter_counts_what_has_been_brought_back() -> None:
     with Meter(CPU) as meter:
         it = Pager(0, HostStore(), CPU, [meter])
         it.begin(0)
         with Paging(it):
-            kept = torch.zeros(100 * KIB) + 1
+            retained = torch.zeros(100 * KIB) + 1
         full = meter.live
-        it.leave(0, [1, 0])
-        assert meter.live == full - kept.nbytes
+        it.end(0, [1, 0])
+        assert meter.live == full - retained.nbytes
         it.begin(1)
-        it.leave(1, [0, 1])
+        it.end(1, [0, 1])
         it.begin(0)
         with Paging(it):
-            kept.add_(1)
+            retained.add_(1)
         assert meter.live == full
         it.close()
 
@@ -269,37 +271,37 @@ class Broken(HostStore):
 @pytest.mark.parametrize("used", [False, True])
 def test_what_could_not_be_copied_out_stays(*, used: bool) -> None:
     store = Broken("out")
-    hold, kept = Hold(store, CPU, []), torch.arange(float(KIB))
-    key = int(kept.untyped_storage()._cdata)
-    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    hold, retained = Hold(store, CPU, []), torch.arange(float(KIB))
+    key = int(retained.untyped_storage()._cdata)
+    hold.add(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
     held = hold.all[key]
     for _ in range(2):
-        hold.send_away(key, held)
+        hold.evict(key, held)
         if used:
             hold.bring_back(key, held)
         with pytest.raises(OSError, match="the disk is gone"):
             _ = hold.forget_copy(key, held) if used else hold.wait()
-        assert (held.state, held.kept, hold.here, hold.going) == (HERE, False, 1024, 0)
+        assert (held.state, held.has_copy, hold.here, hold.going) == (RESIDENT, False, 1024, 0)
     store.ways = ()
     hold.settle()
-    hold.send_away(key, held)
+    hold.evict(key, held)
     hold.wait()
-    assert (held.state, kept.untyped_storage().nbytes()) == (AWAY, 0)
+    assert (held.state, retained.untyped_storage().nbytes()) == (OFFLOADED, 0)
     hold.close()
-    assert torch.equal(kept, torch.arange(float(KIB)))
+    assert torch.equal(retained, torch.arange(float(KIB)))
 
 
 @pytest.mark.parametrize("called", [False, True])
 def test_what_cannot_be_read_back_is_nan_and_the_rest_comes(*, called: bool) -> None:
     store = Broken()
-    hold, kept = Hold(store, CPU, []), [torch.arange(float(KIB)) for _ in range(2)]
-    for number, tensor in enumerate(kept):
+    hold, retained = Hold(store, CPU, []), [torch.arange(float(KIB)) for _ in range(2)]
+    for number, tensor in enumerate(retained):
         key = int(tensor.untyped_storage()._cdata)
         hold.add(key, tensor.untyped_storage(), tensor.nbytes, 0, number, 1)
-        hold.send_away(key, hold.all[key])
+        hold.evict(key, hold.all[key])
     while hold.wait():
         pass
-    first = int(kept[0].untyped_storage()._cdata)
+    first = int(retained[0].untyped_storage()._cdata)
     store.ways = ("back",)
     if called:
         hold.call(first, hold.all[first])
@@ -315,18 +317,18 @@ def test_what_cannot_be_read_back_is_nan_and_the_rest_comes(*, called: bool) -> 
     store.reading = once  # type: ignore[method-assign]
     with pytest.raises(OSError, match="the disk is gone"):
         hold.close()
-    assert kept[0].isnan().all()
-    assert torch.equal(kept[1], torch.arange(float(KIB)))
+    assert retained[0].isnan().all()
+    assert torch.equal(retained[1], torch.arange(float(KIB)))
 
 
 def test_what_is_used_on_its_way_out_waits_until_it_has_been_copied() -> None:
     """Whoever lets go of it before that, the copy does not."""
     store = Slow()
-    hold, kept = Hold(store, CPU, []), torch.arange(float(KIB))
-    key = int(kept.untyped_storage()._cdata)
-    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    hold, retained = Hold(store, CPU, []), torch.arange(float(KIB))
+    key = int(retained.untyped_storage()._cdata)
+    hold.add(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
     held, hold.since, hold.touched = hold.all[key], 2, 0
-    hold.send_away(key, held)
+    hold.evict(key, held)
     hold.touch(key, held, 2)
     assert (hold.here, hold.touched, hold.waiting) == (1024, 0, 1024)
     store.go.set()
@@ -342,7 +344,7 @@ def test_what_dies_when_its_copy_has_ended_is_forgotten_at_once() -> None:
     key = int(gone.untyped_storage()._cdata)
     hold.add(key, gone.untyped_storage(), gone.nbytes, 0, 1, 1)
     held = hold.all[key]
-    hold.send_away(key, held)
+    hold.evict(key, held)
     hold.bring_back(key, held)  # it is used after all, and then dropped: only its copy holds it
     job = held.job
     assert job is not None
@@ -356,33 +358,33 @@ def test_what_dies_when_its_copy_has_ended_is_forgotten_at_once() -> None:
     hold.close()
 
 
-def test_what_is_chosen_while_it_leaves_and_is_away_by_then_is_left_alone() -> None:
+def test_what_is_chosen_while_it_is_copied_out_and_is_offloaded_by_then_is_not_moved() -> None:
     """It was taken for a storage that somebody had resized to nothing, and its bytes were lost."""
-    hold, kept = Hold(HostStore(), CPU, []), torch.arange(float(KIB))
-    key = int(kept.untyped_storage()._cdata)
-    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
+    hold, retained = Hold(HostStore(), CPU, []), torch.arange(float(KIB))
+    key = int(retained.untyped_storage()._cdata)
+    hold.add(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
     held = hold.all[key]
-    hold.send_away(key, held)
+    hold.evict(key, held)
     while hold.wait():
         pass
-    hold.send_away(key, held)
-    assert (held.state, held.size, hold.here, hold.going) == (AWAY, 1024, 0, 0)
+    hold.evict(key, held)
+    assert (held.state, held.size, hold.here, hold.going) == (OFFLOADED, 1024, 0, 0)
     hold.bring_back(key, held)
-    assert torch.equal(kept, torch.arange(float(KIB)))
+    assert torch.equal(retained, torch.arange(float(KIB)))
     hold.close()
 
 
-def test_what_is_to_stay_is_held_by_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_to_remain_is_held_by_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It counts no more with what may leave, so when it dies its memory must go at once."""
     monkeypatch.setattr("anybatch.memory.hold.Copier", lambda _: Whenever(random.Random(0), 0.0))
-    hold, kept = Hold(HostStore(), CPU, []), torch.arange(float(KIB))
-    key, there = int(kept.untyped_storage()._cdata), weakref.ref(kept.untyped_storage())
-    hold.add(key, kept.untyped_storage(), kept.nbytes, 0, 1, 1)
-    hold.send_away(key, hold.all[key])
+    hold, retained = Hold(HostStore(), CPU, []), torch.arange(float(KIB))
+    key, there = int(retained.untyped_storage()._cdata), weakref.ref(retained.untyped_storage())
+    hold.add(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
+    hold.evict(key, hold.all[key])
     hold.touch(key, hold.all[key], 2)
-    hold.stay(key, hold.all[key])
-    assert torch.equal(kept, torch.arange(float(KIB)))
-    del kept
+    hold.pin(key, hold.all[key])
+    assert torch.equal(retained, torch.arange(float(KIB)))
+    del retained
     assert there() is None
     hold.settle()
     assert (hold.here, hold.all) == (0, {})

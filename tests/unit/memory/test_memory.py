@@ -97,24 +97,26 @@ def test_the_limits_of_the_process_count(tmp_path: Path, monkeypatch: pytest.Mon
     root = system(tmp_path, MEMINFO | {"proc/self/status": f"VmData: {GIB // 1024} kB\n"})
     limits = {memory.resource.RLIMIT_DATA: 3 * GIB}
     none = memory.resource.RLIM_INFINITY
-    monkeypatch.setattr(memory.resource, "getrlimit", lambda kind: (limits.get(kind, none), none))
+    monkeypatch.setattr(
+        memory.resource, "getrlimit", lambda limit_name: (limits.get(limit_name, none), none)
+    )
     assert min(_host_limits(root)) == (2 * GIB, "RLIMIT_DATA")
 
 
-def test_a_fifth_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fifth_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(100, "b"), (50, "a"), (70, "c")]))
     assert left(torch.device("cpu")) == (40, "a, less 20 %")
     monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(-5, "a")]))
     assert left(torch.device("cpu")) == (0, "a, less 20 %")
 
 
-def test_a_system_that_tells_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_tells_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_host_limits", lambda _: iter(()))
     with pytest.raises(ValueError, match=r"memory= must be given where.*it is None on cpu"):
         left(torch.device("cpu"))
 
 
-def test_with_nothing_given_what_is_left_is_planned_for_and_named(
+def test_with_nothing_passed_what_is_left_is_planned_for_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(100_000, "a limit")]))

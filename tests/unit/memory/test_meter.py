@@ -32,20 +32,20 @@ def test_births_deaths_and_views() -> None:
 
 
 def test_what_was_there_counts_where_it_is_named_and_else_is_the_callers() -> None:
-    known, foreign = torch.empty(KIB), torch.empty(4 * KIB)
-    with Meter(CPU, {"parameters": [known, known.view(2, -1)]}) as meter:
-        kept = known + foreign[:KIB]
+    recorded, foreign = torch.empty(KIB), torch.empty(4 * KIB)
+    with Meter(CPU, {"parameters": [recorded, recorded.view(2, -1)]}) as meter:
+        retained = recorded + foreign[:KIB]
         foreign.mul_(2)
     assert meter.peak == 2048
     assert meter.timeline().at_peak() == {"parameters": 1024, "activations": 1024}
-    del kept
+    del retained
 
 
 def test_a_claim_names_the_owner_from_birth_and_takes_nothing_from_others() -> None:
-    known = torch.empty(KIB)
-    with Meter(CPU, {"parameters": [known]}) as meter:
+    recorded = torch.empty(KIB)
+    with Meter(CPU, {"parameters": [recorded]}) as meter:
         gradient = torch.empty(KIB)
-        meter.claim("gradients", [gradient, known])
+        meter.claim("gradients", [gradient, recorded])
     assert meter.timeline().at_peak() == {"parameters": 1024, "gradients": 1024}
 
 
@@ -72,8 +72,8 @@ def test_sparse_and_other_tensors() -> None:
         sparse = dense.to_sparse()
         held = sparse._indices().nbytes + sparse._values().nbytes
         assert meter.live >= dense.nbytes + held
-        away = torch.empty(1 << 20, device="meta")
-        assert meter.peak < away.nbytes
+        offloaded = torch.empty(1 << 20, device="meta")
+        assert meter.peak < offloaded.nbytes
 
 
 def test_backward_is_counted_and_all_of_it_is_freed() -> None:

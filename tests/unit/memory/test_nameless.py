@@ -22,7 +22,7 @@ LESS = {
 
 
 @pytest.mark.parametrize("less", LESS)
-def test_bytes_come_back_from_their_places(
+def test_bytes_are_read_back_from_their_places(
     less: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in LESS[less]:
@@ -42,7 +42,7 @@ def test_bytes_come_back_from_their_places(
     os.close(file)
 
 
-def test_a_folder_has_the_room_of_the_files_in_it(
+def test_a_folder_has_the_space_of_the_files_in_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     found = []
@@ -57,19 +57,19 @@ def test_a_folder_has_the_room_of_the_files_in_it(
     os.close(file)
 
 
-def test_where_an_open_file_keeps_its_name_the_system_is_told_to_delete_it(
+def test_where_an_open_file_keeps_its_name_the_system_is_set_to_delete_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(os, "O_TEMPORARY", os.O_CLOEXEC, raising=False)
-    asked = []
+    flags_passed = []
     real = os.open
 
     def noted(path: str, flags: int, mode: int = 0o777, **rest: int) -> int:
-        asked.append(flags)
+        flags_passed.append(flags)
         return real(path, flags, mode, **rest)
 
     monkeypatch.setattr(os, "open", noted)
     file, past = nameless(tmp_path, direct=True)
-    assert (asked[-1], past) == (os.O_RDWR | os.O_CLOEXEC, False)
+    assert (flags_passed[-1], past) == (os.O_RDWR | os.O_CLOEXEC, False)
     assert len(list(tmp_path.iterdir())) == 1  # Linux does not delete it
     os.close(file)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.core.memory import Inside
+from anybatch.core.memory import LockstepLimits
 from anybatch.memory.pager import SMALL, Pager
 from anybatch.memory.paging import Paging
 from anybatch.memory.stores import FileStore, HostStore, Store
@@ -24,9 +24,9 @@ def filled(count: int) -> Tensor:
     return torch.arange(float(count))
 
 
-@pytest.mark.parametrize("kind", ["host", "file"])
-def test_what_a_store_was_given_it_gives_back(kind: str, tmp_path: Path) -> None:
-    store = stores(tmp_path)[kind]
+@pytest.mark.parametrize("store_name", ["host", "file"])
+def test_what_was_written_to_a_store_is_read_back(store_name: str, tmp_path: Path) -> None:
+    store = stores(tmp_path)[store_name]
     data = {size: torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, 100_001)}
     for size, one in data.items():
         store.put(size, one)
@@ -57,50 +57,54 @@ def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
         FileStore(tmp_path / "nowhere")
 
 
-def pager(room: int, store: Store | None = None) -> Pager:
-    return Pager(room, store or HostStore(), CPU)
+def pager(available: int, store: Store | None = None) -> Pager:
+    return Pager(available, store or HostStore(), CPU)
 
 
-@pytest.mark.parametrize("kind", ["host", "file"])
-def test_a_waiting_lane_gives_its_memory_away_and_has_it_again(kind: str, tmp_path: Path) -> None:
-    it = pager(0, stores(tmp_path)[kind])
+@pytest.mark.parametrize("store_name", ["host", "file"])
+def test_a_waiting_lane_is_offloaded_and_has_its_memory_again(
+    store_name: str, tmp_path: Path
+) -> None:
+    it = pager(0, stores(tmp_path)[store_name])
     it.begin(0)
     with Paging(it):
-        kept = filled(KIB) * 2
-        view = kept[10:20]
-    it.leave(0, [1, 0])
-    assert kept.untyped_storage().nbytes() == 0
+        retained = filled(KIB) * 2
+        view = retained[10:20]
+    it.end(0, [1, 0])
+    assert retained.untyped_storage().nbytes() == 0
     it.begin(1)
-    it.leave(1, [1, 0])
+    it.end(1, [1, 0])
     it.begin(0)
     with Paging(it):
         total = (view + 1).sum()
     assert total == (2 * torch.arange(10.0, 20.0) + 1).sum()
-    assert torch.equal(kept, filled(KIB) * 2)
+    assert torch.equal(retained, filled(KIB) * 2)
     it.close()
 
 
-def test_room_is_kept_by_what_is_used_last() -> None:
+def test_what_was_used_last_remains_in_memory() -> None:
     it = pager(2 * 1024)
     it.begin(0)
     with Paging(it):
         old = filled(KIB) + 1
-    it.leave(0, [1, 0])
+    it.end(0, [1, 0])
     it.begin(1)
-    it.leave(1, [0, 1])
+    it.end(1, [0, 1])
     it.begin(0)
     with Paging(it):
         new, newer = filled(KIB) + 2, filled(KIB) + 3
-    it.leave(0, [1, 0])
+    it.end(0, [1, 0])
     sizes = [one.untyped_storage().nbytes() for one in (old, new, newer)]
     assert sizes == [0, 1024, 1024]
     it.close()
     assert torch.equal(old, filled(KIB) + 1)
 
 
-@pytest.mark.parametrize("kind", ["host", "file"])
-def test_within_a_limit_the_lane_that_runs_gives_memory_away_too(kind: str, tmp_path: Path) -> None:
-    it = Pager(0, stores(tmp_path)[kind], CPU, inside=Inside(3 * 1024))
+@pytest.mark.parametrize("store_name", ["host", "file"])
+def test_within_a_limit_the_lane_that_runs_is_offloaded_too(
+    store_name: str, tmp_path: Path
+) -> None:
+    it = Pager(0, stores(tmp_path)[store_name], CPU, inside=LockstepLimits(3 * 1024))
     it.begin(0)
 
     def here() -> list[int]:
@@ -114,13 +118,13 @@ def test_within_a_limit_the_lane_that_runs_gives_memory_away_too(kind: str, tmp_
             made.append(made[-1] + 1)
             assert len(here()) <= 4
     assert here() == [2, 3, 4, 5]  # what was used last, and what the last kernel has made
-    seen = it.moved
+    observed = it.moved
     with Paging(it):
         total = made[5] + made[4]
         assert 2 not in here()
         total += made[0]
         both = [one.clone() for one in (made[0], made[1])]
-    assert it.moved > seen
+    assert it.moved > observed
     it.close()
     assert torch.equal(total, torch.full((KIB,), 12.0))
     for number, one in enumerate(made):
@@ -129,7 +133,7 @@ def test_within_a_limit_the_lane_that_runs_gives_memory_away_too(kind: str, tmp_
 
 
 def test_a_kernel_that_needs_more_than_the_limit_has_it_all_the_same() -> None:
-    it = Pager(0, HostStore(), CPU, inside=Inside(1024))
+    it = Pager(0, HostStore(), CPU, inside=LockstepLimits(1024))
     it.begin(0)
     with Paging(it):
         made = [filled(KIB) + number for number in range(4)]
@@ -142,17 +146,17 @@ def test_what_was_not_written_to_is_not_copied_out_again() -> None:
     it = pager(0)
     it.begin(0)
     with Paging(it):
-        kept = filled(KIB) * 1
-    it.leave(0, [0])
+        retained = filled(KIB) * 1
+    it.end(0, [0])
     for writes, moved in ((False, 1), (False, 1), (True, 2)):
         before = it.moved
         it.begin(0)
         with Paging(it):
-            kept.add_(1) if writes else kept.sum()
-        it.leave(0, [0])
+            retained.add_(1) if writes else retained.sum()
+        it.end(0, [0])
         assert it.moved - before == moved * 1024
     it.close()
-    assert torch.equal(kept, filled(KIB) + 1)
+    assert torch.equal(retained, filled(KIB) + 1)
 
 
 def test_what_two_lanes_use_stays() -> None:
@@ -160,11 +164,11 @@ def test_what_two_lanes_use_stays() -> None:
     it.begin(0)
     with Paging(it):
         shared = filled(KIB) * 1
-    it.leave(0, [1, 0])
+    it.end(0, [1, 0])
     it.begin(1)
     with Paging(it):
         shared.add_(1)
-    it.leave(1, [0, 1])
+    it.end(1, [0, 1])
     assert shared.untyped_storage().nbytes() == 1024
     it.close()
 
@@ -175,21 +179,21 @@ def test_what_is_small_or_was_there_before_stays() -> None:
     with Paging(it):
         small = torch.zeros(SMALL // 4 - 1)
         before.mul_(2)
-    it.leave(0, [1, 0])
+    it.end(0, [1, 0])
     assert small.untyped_storage().nbytes() > 0
     assert before.untyped_storage().nbytes() > 0
     it.close()
 
 
-def test_what_dies_while_it_is_away_is_forgotten(tmp_path: Path) -> None:
+def test_what_dies_while_it_is_offloaded_is_forgotten(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     it = pager(0, store)
     it.begin(0)
     with Paging(it):
-        kept = filled(KIB) * 1
-    it.leave(0, [1, 0])
+        retained = filled(KIB) * 1
+    it.end(0, [1, 0])
     assert len(store._places) == 1
-    del kept
+    del retained
     it.begin(1)
     assert store._places == {}
     it.close()

@@ -22,10 +22,10 @@ class Allocator:
     settings: str = ""
     backend: str = "native"
     reserved: int = 0
-    given: list[str] = field(default_factory=list)
+    applied: list[str] = field(default_factory=list)
 
     def set(self, settings: str) -> None:
-        self.given.append(settings)
+        self.applied.append(settings)
         self.settings = settings
 
 
@@ -43,22 +43,22 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
 def test_the_host_has_nothing_to_say() -> None:
     host = segments_of(torch.device("cpu"))
-    assert host.told() == host.ask() == ""
+    assert host.in_words() == host.ask() == ""
 
 
-def test_what_was_set_is_kept_beside_it(allocator: Allocator) -> None:
+def test_what_was_set_is_retained_next_to_it(allocator: Allocator) -> None:
     allocator.settings = "max_split_size_mb:512"
     found = segments_of(CUDA)
-    assert "segments of fixed size" in found.told()
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in found.told()
-    assert allocator.given == []  # a plan changes nothing
+    assert "segments of fixed size" in found.in_words()
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in found.in_words()
+    assert allocator.applied == []  # a plan changes nothing
     assert found.ask().startswith("CUDA segments: expandable")
-    assert allocator.given == ["max_split_size_mb:512,expandable_segments:True"]
-    assert found.told().startswith("CUDA memory is in expandable segments")
+    assert allocator.applied == ["max_split_size_mb:512,expandable_segments:True"]
+    assert found.in_words().startswith("CUDA memory is in expandable segments")
 
 
 @pytest.mark.parametrize(
-    ("before", "told"),
+    ("before", "message"),
     [
         (Allocator(settings="expandable_segments:False"), "as was set"),
         (Allocator(settings=SETTING), "as was set"),
@@ -66,18 +66,18 @@ def test_what_was_set_is_kept_beside_it(allocator: Allocator) -> None:
         (Allocator(backend="cudaMallocAsync"), "none, the allocator is cudaMallocAsync"),
     ],
 )
-def test_where_somebody_has_chosen_or_it_is_too_late_it_is_left(
-    allocator: Allocator, before: Allocator, told: str
+def test_where_it_was_chosen_already_or_is_too_late_it_is_left(
+    allocator: Allocator, before: Allocator, message: str
 ) -> None:
     allocator.settings, allocator.backend = before.settings, before.backend
     allocator.reserved = before.reserved
-    assert told in segments_of(CUDA).ask()
-    assert allocator.given == []
+    assert message in segments_of(CUDA).ask()
+    assert allocator.applied == []
 
 
 def test_another_allocator_has_no_segments_to_tell_of(allocator: Allocator) -> None:
     allocator.backend = "cudaMallocAsync"
-    assert segments_of(CUDA).told() == ""
+    assert segments_of(CUDA).in_words() == ""
 
 
 def test_where_torch_does_not_tell_the_environment_does(
@@ -89,7 +89,7 @@ def test_where_torch_does_not_tell_the_environment_does(
     assert segments_of(CUDA).ask() == f"CUDA segments: as was set ({SETTING})"
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     segments_of(CUDA).ask()
-    assert allocator.given == [SETTING]
+    assert allocator.applied == [SETTING]
 
 
 def test_a_plan_within_a_budget_says_how_it_is() -> None:
@@ -107,7 +107,7 @@ def test_the_command_asks_and_says_so(
 
     monkeypatch.setattr(process, "find_device", lambda _: CUDA)
     context: object = Context()
-    told = process.allocate(context, "default", "cuda", budgeted=True)  # type: ignore[arg-type]
-    assert told.startswith("malloc: ")
-    assert told.endswith("CUDA segments: expandable (what leaves and returns leaves no gaps)")
-    assert allocator.given == [SETTING]
+    reported = process.allocate(context, "default", "cuda", budgeted=True)  # type: ignore[arg-type]
+    assert reported.startswith("malloc: ")
+    assert reported.endswith("CUDA segments: expandable (what leaves and returns leaves no gaps)")
+    assert allocator.applied == [SETTING]

@@ -13,12 +13,12 @@ from anybatch.memory.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedSt
 
 
 @pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("kind", [FileStore, StagedStore])
-def test_a_file_gives_back_what_it_was_given(
-    tmp_path: Path, kind: type[FileStore], direct: bool
+@pytest.mark.parametrize("class_", [FileStore, StagedStore])
+def test_a_file_gives_back_what_was_written(
+    tmp_path: Path, class_: type[FileStore], direct: bool
 ) -> None:
     """By way of staging memory too, which is how bytes of a GPU come there."""
-    store = kind(tmp_path, direct=direct)
+    store = class_(tmp_path, direct=direct)
     sizes = (1, 7, BLOCK - 1, BLOCK, BLOCK + 1, BOUNCE, BOUNCE + 3)
     data = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
     for round_ in range(2):
@@ -30,8 +30,8 @@ def test_a_file_gives_back_what_it_was_given(
             assert torch.equal(out, one)
             store.drop(key)
         if round_ == 0:
-            left = store.room()
-    assert abs(store.room() - left) <= store._end  # places are used again
+            left = store.space()
+    assert abs(store.space() - left) <= store._end  # places are used again
     assert list(tmp_path.iterdir()) == []
     store.close()
     store.close()
@@ -48,7 +48,7 @@ def test_a_file_system_without_direct_access_uses_its_cache(
     assert out.tolist() == [1] * 5
 
 
-def test_a_store_that_nobody_holds_is_closed(tmp_path: Path) -> None:
+def test_a_store_without_references_is_closed(tmp_path: Path) -> None:
     store = FileStore(tmp_path, direct=True)
     descriptor = store._file
     os.fstat(descriptor)
@@ -77,23 +77,23 @@ def test_what_is_written_in_part_is_written_on_and_an_end_is_an_error(
 
 def test_staged_bytes_that_have_changed_are_an_error(tmp_path: Path) -> None:
     store, data = StagedStore(tmp_path, check=True), torch.arange(9000) % 251
-    kept = data.to(torch.uint8)
-    store.put("a", kept)
-    out = torch.empty_like(kept)
+    retained = data.to(torch.uint8)
+    store.put("a", retained)
+    out = torch.empty_like(retained)
     store.get("a", out)
-    assert torch.equal(out, kept)
+    assert torch.equal(out, retained)
     os.pwrite(store._file, bytes(BLOCK), 0)
     with pytest.raises(StoreError, match="the spill file"):
         store.get("a", out)
 
 
-def test_a_device_has_what_is_nearest_and_what_was_asked_for(tmp_path: Path) -> None:
+def test_a_device_has_what_is_nearest_and_what_was_requested(tmp_path: Path) -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
     folder = str(tmp_path)
     found = {
-        (device.type, given): type(store_on(device, given))
+        (device.type, options): type(store_on(device, options))
         for device in (cuda, cpu)
-        for given in (None, "file", folder)
+        for options in (None, "file", folder)
     }
     assert found == {
         ("cuda", None): HostStore,

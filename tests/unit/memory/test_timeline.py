@@ -63,7 +63,7 @@ def test_a_margin_rounds_the_slope_up() -> None:
     assert AffineTimeline.through(low, high, 2, 5, margin=1.5).at(4).peak == 4 + 4 * 5
 
 
-def test_what_is_not_on_a_line_gets_room_while_it_lives() -> None:
+def test_what_is_not_on_a_line_gets_bytes_while_it_lives() -> None:
     events = ["a", "b", "c"]
 
     def at(straight: int, rounded: int) -> Timeline:

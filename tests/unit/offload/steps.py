@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import anybatch
 from anybatch.core.links import Link
 from anybatch.memory.meter import Meter
-from anybatch.offload import known
+from anybatch.offload import schedule_cache
 from anybatch.reports import Offload
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def slow_link(patch: pytest.MonkeyPatch, speed: float = 1e3) -> None:
 
     Or, at a `speed` of many bytes a second, fast: on a machine that is busy real ones are slow.
     """
-    patch.setattr(known, "Link", lambda out, back: Link(speed, speed))
+    patch.setattr(schedule_cache, "Link", lambda out, back: Link(speed, speed))
 
 
 def bounds(model: nn.Module, step: Callable[[nn.Module], Any]) -> tuple[int, int]:

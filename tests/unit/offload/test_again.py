@@ -66,7 +66,7 @@ def test_what_takes_longer_than_its_travel_is_not_made_again() -> None:
     assert set_course(dear, 46, SLOW).dropped == frozenset()
 
 
-def test_a_function_makes_it_before_it_is_asked_for() -> None:
+def test_a_function_makes_it_before_it_is_requested() -> None:
     again = remade(PAIRS, {3})
     assert again.made == {8: (3,)}
     names = [function.name for function in again.trace.functions]
@@ -78,7 +78,7 @@ def test_a_function_makes_it_before_it_is_asked_for() -> None:
     assert again.trace.seconds == PAIRS.trace().seconds + 0.5
 
 
-def test_work_beside_it_and_what_is_there_counts() -> None:
+def test_other_work_and_what_is_there_counts() -> None:
     heavy = recording((10,) * 6, {5: Remake((4,), 0.5, work=100)}, rest=7)
     assert remade(heavy, {5}).trace.floor == 10 + 10 + 7 + 100
     assert set_course(heavy, 70, SLOW).dropped == frozenset()
@@ -105,18 +105,18 @@ def test_drawn_steps(counted: Callable[[int], int]) -> None:
     """Every course holds its budget, and is no slower than without."""
     again = 0
     for seed in range(counted(300)):
-        dice = Random(seed)
-        count = dice.randint(2, 14)
-        sizes = tuple(dice.randint(1, 20) for _ in range(count))
+        rng = Random(seed)
+        count = rng.randint(2, 14)
+        sizes = tuple(rng.randint(1, 20) for _ in range(count))
         remakes = {
-            k: Remake((dice.randrange(k),), dice.uniform(0, 30), dice.randint(0, 9))
+            k: Remake((rng.randrange(k),), rng.uniform(0, 30), rng.randint(0, 9))
             for k in range(1, count)
-            if dice.random() < 0.5
+            if rng.random() < 0.5
         }
-        drawn = recording(sizes, remakes, rest=dice.randint(0, 9))
-        link = Link(dice.uniform(0.2, 5), dice.uniform(0.2, 5))
+        drawn = recording(sizes, remakes, rest=rng.randint(0, 9))
+        link = Link(rng.uniform(0.2, 5), rng.uniform(0.2, 5))
         low, high = drawn.trace().floor, drawn.trace().peak
-        memory = 5 + dice.randint(low, high)
+        memory = 5 + rng.randint(low, high)
         ours = set_course(drawn, memory, link)
         without = set_course(recording(sizes, {}, rest=drawn.rest[0]), memory, link)
         assert of_course(ours).peak == ours.predicted <= memory
@@ -145,5 +145,5 @@ def _lives(trace: Trace) -> None:
 
 
 def test_less_than_the_floor_is_refused_as_without() -> None:
-    with pytest.raises(BudgetError, match="with all that autograd saves away it holds 16 B"):
+    with pytest.raises(BudgetError, match="with all saved tensors offloaded it holds 16 B"):
         set_course(PAIRS, 15, SLOW)

@@ -33,7 +33,9 @@ from anybatch.reports import Offload
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="no /proc: a file without a name cannot be reached"
 )
-KNOWN = pytest.mark.parametrize("before", [0, 1, 2], ids=["recorded", "planned", "once more"])
+EARLIER_STEPS = pytest.mark.parametrize(
+    "before", [0, 1, 2], ids=["recorded", "planned", "once more"]
+)
 """Steps that go well before the one with the fault."""
 
 NO_FOLDER = "its store could not be (opened|written to) .*No such file"
@@ -102,10 +104,10 @@ class Step:
         try:
             assert self.gradients(off, early, late)
         except StoreError as error:
-            told = str(error)
+            message = str(error)
         else:
             return False
-        assert re.search(match, told)
+        assert re.search(match, message)
         return True
 
     def _run(
@@ -133,7 +135,7 @@ def files_up_to(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@KNOWN
+@EARLIER_STEPS
 def test_a_file_that_may_not_grow(tmp_path: Path, before: int) -> None:
     step, failed = Step(), 0
     for budget in step.budgets:
@@ -147,7 +149,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path, before: int) -> None:
     assert failed >= 3
 
 
-@KNOWN
+@EARLIER_STEPS
 def test_a_device_that_is_full(tmp_path: Path, before: int) -> None:
     def fill() -> None:
         (file,) = spill_files()
@@ -168,7 +170,7 @@ def test_a_device_that_is_full(tmp_path: Path, before: int) -> None:
     assert failed == 2
 
 
-@KNOWN
+@EARLIER_STEPS
 def test_a_file_that_is_cut_short(tmp_path: Path, before: int) -> None:
     step, failed = Step(), 0
     for budget in step.budgets:
@@ -186,7 +188,7 @@ def test_a_file_that_is_cut_short(tmp_path: Path, before: int) -> None:
     assert failed >= 3
 
 
-def turn(at: int) -> None:
+def flip_bit(at: int) -> None:
     """Turn one bit of the spill file over, as another program would."""
     other = os.open(f"/proc/self/fd/{spill_files()[0]}", os.O_RDWR)
     byte = os.pread(other, 1, at)
@@ -198,14 +200,14 @@ PLACES = tuple(4096 * block + 1033 for block in (2, 3, 5))
 """In tensors that nobody else holds: every one is of two blocks, and the first is `first`."""
 
 
-@KNOWN
+@EARLIER_STEPS
 def test_a_bit_that_is_turned_over_is_found_by_checksums(tmp_path: Path, before: int) -> None:
     step, failed = Step(), 0
     for at in PLACES:
         off = anybatch.offload(memory=step.budgets[0], store=tmp_path, device="cpu", check=True)
         assert all(step.gradients(off) for _ in range(before))
         match = "have changed in the spill file"
-        failed += step.fails(off, match, late=partial(turn, at))
+        failed += step.fails(off, match, late=partial(flip_bit, at))
         assert step.gradients(off)
         off.close()
     assert failed == len(PLACES) or (failed and before)  # a plan may have it back before
@@ -215,7 +217,7 @@ def test_nothing_but_checksums_finds_it(tmp_path: Path) -> None:
     step = Step()
     for at in PLACES:
         off = anybatch.offload(memory=step.budgets[0], store=tmp_path, device="cpu")
-        assert not step.gradients(off, late=partial(turn, at))
+        assert not step.gradients(off, late=partial(flip_bit, at))
         assert step.gradients(off)
         off.close()
 
@@ -250,11 +252,11 @@ def test_ctrl_c_while_the_file_is_written_and_read(
     assert main is not None
     left = [0]
 
-    def interrupted(*given: Any) -> Any:
+    def interrupted(*arguments: Any) -> Any:
         left[0] -= 1
         if left[0] == 0:
             signal.pthread_kill(main, signal.SIGINT)
-        return real(*given)
+        return real(*arguments)
 
     monkeypatch.setattr(os, call, interrupted)
     for before in (0, 1, 2):

@@ -94,7 +94,7 @@ def test_states_larger_than_the_device_fit_a_few_at_a_time() -> None:
     assert hosted.peak == trace.peak
 
 
-def test_an_allocator_is_asked_for_them_when_they_come() -> None:
+def test_an_allocator_is_called_for_them_when_they_arrive() -> None:
     trace = network(5, Random(1)).with_states_on_the_host()
     held = 0
     sizes: dict[int, int] = {}

@@ -22,8 +22,8 @@ from anybatch import Engine, Plan
 from anybatch.core.links import Link
 from anybatch.memory.meter import Meter
 from anybatch.memory.stores import FileStore
-from anybatch.offload import execute, known
-from anybatch.offload.execute import Step
+from anybatch.offload import execute, schedule_cache
+from anybatch.offload.execute import StepHooks
 from anybatch.offload.keeping import Keeping
 from anybatch.offload.mover import Mover
 from anybatch.offload.saved import Saved
@@ -79,11 +79,11 @@ def case(name: str) -> tuple[nn.Module, Batch]:
 
 def within(model: nn.Module, loss: Any, batch: Batch, size: int) -> Plan:
     """A plan halfway between everything away and nothing away."""
-    given: dict[str, Any] = {"micro_batch": size, "timed": False, "offload": "file"}
-    whole = anybatch.plan(model, loss, batch, memory="1GiB", **given).memory
-    assert whole is not None
-    middle = (whole.floor + whole.predicted) // 2
-    found = anybatch.plan(model, loss, batch, memory=middle, **given)
+    options: dict[str, Any] = {"micro_batch": size, "timed": False, "offload": "file"}
+    full = anybatch.plan(model, loss, batch, memory="1GiB", **options).memory
+    assert full is not None
+    middle = (full.floor + full.predicted) // 2
+    found = anybatch.plan(model, loss, batch, memory=middle, **options)
     model.zero_grad()
     return found
 
@@ -117,8 +117,8 @@ def test_gradients_are_those_without_it_and_every_byte_is_foreseen(
     assert plan.memory is not None
     assert plan.offload is not None
     assert plan.offload.remade > 0
-    assert "are computed again in a step" in str(plan)
-    everything = replace(plan.offload, rooms=(1 << 30, 1 << 30))
+    assert "are recomputed in a step" in str(plan)
+    everything = replace(plan.offload, capacity=(1 << 30, 1 << 30))
     plain = Engine(copy.deepcopy(model), loss, plan=replace(plan, offload=everything))
     if loss is not shifted:  # there sums are in another order with a graph kept between passes
         plain = Engine(copy.deepcopy(model), loss, micro_batch=size)
@@ -169,7 +169,7 @@ def most(keeping: Keeping, work: Callable[[], None]) -> int:
     return meter.peak
 
 
-def test_a_room_is_for_what_a_micro_batch_makes_itself(work: Callable[[], None]) -> None:
+def test_a_budget_is_for_what_a_micro_batch_makes_itself(work: Callable[[], None]) -> None:
     """Whatever is there beside it, weights above all, neither forbids a trial nor allows one."""
     with Meter(CPU) as meter:
         work()
@@ -180,11 +180,11 @@ def test_a_room_is_for_what_a_micro_batch_makes_itself(work: Callable[[], None])
     keeping.close()
     assert low < high
     assert keeping.remade == 0
-    for room in (low, (3 * low + high) // 4, (low + high) // 2, high):
+    for available in (low, (3 * low + high) // 4, (low + high) // 2, high):
         keeping = Keeping(FileStore, CPU)
-        keeping.begin((0, room))
+        keeping.begin((0, available))
         for _ in range(3):  # recorded, planned, planned
-            assert most(keeping, work) <= room
+            assert most(keeping, work) <= available
         assert keeping.recorded == 1
         found.append(keeping.remade)
         keeping.close()
@@ -213,7 +213,7 @@ def test_what_is_saved_twice_is_dropped_once_and_not_sent_between(
     speeds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan began to copy what had been dropped when it was saved first."""
-    monkeypatch.setattr(known, "Link", lambda out, back: Link(*speeds))
+    monkeypatch.setattr(schedule_cache, "Link", lambda out, back: Link(*speeds))
     torch.manual_seed(0)
     model, x = Scaled(), torch.randn(60, 1, 8, 8)
 
@@ -229,23 +229,23 @@ def test_what_is_saved_twice_is_dropped_once_and_not_sent_between(
     keeping = Keeping(FileStore, CPU)
     keeping.begin((LOTS, LOTS))
     keeping.run(once, 60, first=False)  # recorded, and tried what is cheap to make again
-    (known_step,) = keeping._kinds[False, 60].recorded.values()
-    found = known_step.recording
+    (recorded_step,) = keeping._caches[False, 60].recorded.values()
+    found = recorded_step.recording
     for share in range(24):
-        room = found.peak + share * sum(found.sizes) // 24
-        keeping.begin((room, room))
+        available = found.peak + share * sum(found.sizes) // 24
+        keeping.begin((available, available))
         with Meter(CPU) as meter:
             keeping.run(once, 60, first=False)
-        assert meter.peak <= room
+        assert meter.peak <= available
         assert all(map(torch.equal, gradients(), want))
     keeping.close()
 
 
 def test_what_was_dropped_is_neither_sent_nor_called() -> None:
     """Whatever a schedule says of it: nothing here holds it any more."""
-    step = Step(Mover(FileStore, CPU), CPU, None, {})
-    kept, dropped = (Saved(n, n, torch.ones(9), deque()) for n in range(2))
+    step = StepHooks(Mover(FileStore, CPU), CPU, None, {})
+    retained, dropped = (Saved(n, n, torch.ones(9), deque()) for n in range(2))
     dropped.storage, dropped.recipe = None, object()
-    step._saved = [ref(kept), ref(dropped)]
+    step._saved = [ref(retained), ref(dropped)]
     course: Any = SimpleNamespace(step=SimpleNamespace(of={0: 0, 1: 1, 7: 1}))
-    assert list(step._moving(course, (0, 1, 7))) == [kept]
+    assert list(step._moving(course, (0, 1, 7))) == [retained]

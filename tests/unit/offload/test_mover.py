@@ -62,7 +62,7 @@ def test_a_store_that_fails_says_so_and_the_next_step_is_right(
     off.close()
 
 
-def test_a_step_for_which_there_is_no_room_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_does_not_fit_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "SMALL", 64)
     model, x = mlp()
     low, high = bounds(model, lambda ours: ours(x).sum().backward())
@@ -70,17 +70,17 @@ def test_a_step_for_which_there_is_no_room_does_not_begin(monkeypatch: pytest.Mo
     with off:
         model(x).sum().backward()
     model.zero_grad()
-    monkeypatch.setattr(FileStore, "room", lambda _: 100)
+    monkeypatch.setattr(FileStore, "space", lambda _: 100)
     with pytest.raises(StoreError, match="the folder of the spill file has 100 B left"), off:
         raise AssertionError
     monkeypatch.undo()
 
 
-def test_the_room_of_a_file_is_its_own_and_what_is_left(tmp_path: Path) -> None:
+def test_the_space_of_a_file_is_its_own_and_what_is_left(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    before = store.room()
+    before = store.space()
     store.put(1, torch.ones(1 << 20, dtype=torch.uint8))
     assert before < LOTS << 30
-    assert store.room() > 1 << 20
+    assert store.space() > 1 << 20
     store.close()
     store.close()

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch.errors import BudgetError, StoreError
-from anybatch.offload import execute, known
+from anybatch.offload import execute, schedule_cache
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,8 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execute, "SMALL", 64)
 
 
-def offload(memory: int = LOTS, **given: Any) -> anybatch.reports.Offload:
-    return anybatch.offload(memory=memory, device="cpu", **given)
+def offload(memory: int = LOTS, **options: Any) -> anybatch.reports.Offload:
+    return anybatch.offload(memory=memory, device="cpu", **options)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def _target(link: Path) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_gradients_are_those_without_it_and_the_budget_is_kept(
+def test_gradients_are_those_without_it_and_the_budget_is_respected(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, loss_fn, (x, y) = network(name)
@@ -97,7 +97,7 @@ def test_gradients_are_those_without_it_and_the_budget_is_kept(
             assert off.last.predicted_bytes is not None
             assert most <= off.last.predicted_bytes <= memory
         if memory > low:
-            assert off.last.kind == "planned"
+            assert off.last.mode == "planned"
         assert (off.last.out_bytes + off.last.remade_bytes > 0) == (memory < high)
         assert (off.last.remade_bytes > 0) == (slow and memory < high and name != "LSTM" and TELLS)
 
@@ -106,10 +106,10 @@ def test_less_than_the_floor_is_refused_with_what_is_needed() -> None:
     model, x = mlp()
     low, _ = bounds(model, lambda ours: ours(x).sum().backward())
     off = offload(low - 1)
-    match = "with all that autograd saves away it holds"
+    match = "with all saved tensors offloaded it holds"
     with pytest.raises(BudgetError, match=match) as error, off:
         model(x).sum().backward()
-    assert (error.value.needed, error.value.given) == (low, low - 1)
+    assert (error.value.needed, error.value.budget) == (low, low - 1)
     assert model[0].weight.grad is not None
 
 
@@ -125,7 +125,7 @@ def test_gradients_that_are_there_count() -> None:
         assert held(model, (x,), lambda: _in(off, lambda: step(model))) <= high
         extra = sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert off.last is not None
-    assert off.last.kind == "planned"
+    assert off.last.mode == "planned"
     assert off.last.out_bytes > 0
     assert extra > 0
 
@@ -138,7 +138,7 @@ def test_where_gradients_may_not_fit_the_step_is_recorded_again() -> None:
     with pytest.raises(BudgetError, match="a step must fit in memory"):
         _in(off, lambda: model(x).sum().backward())
     assert off.last is not None
-    assert off.last.kind == "recorded"
+    assert off.last.mode == "recorded"
 
 
 def _in(off: anybatch.reports.Offload, body: Callable[[], Any]) -> None:
@@ -146,7 +146,7 @@ def _in(off: anybatch.reports.Offload, body: Callable[[], Any]) -> None:
         body()
 
 
-def test_weights_inputs_and_what_was_there_stay() -> None:
+def test_weights_inputs_and_what_was_there_remain() -> None:
     model, x = mlp(depth=1)
     table = torch.randn(32, 32)
     off = offload()
@@ -214,7 +214,7 @@ def test_checkpoints_inside(reentrant: bool) -> None:
     found = offloaded(model, lambda ours: _checkpointed(ours, x, reentrant), off, 3)
     assert all(equal(a, b) for a, b in zip(found, wanted, strict=True))
     assert off.last is not None
-    assert off.last.kind == "planned"
+    assert off.last.mode == "planned"
 
 
 def _checkpointed(model: nn.Module, x: Tensor, reentrant: bool) -> None:
@@ -237,8 +237,8 @@ def test_backward_twice_and_double_backward() -> None:
         loss.backward()
 
     def penalty(ours: nn.Module) -> None:
-        given = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(ours(given).sum(), given, create_graph=True)
+        inputs = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(ours(inputs).sum(), inputs, create_graph=True)
         grad.square().sum().backward()
 
     for step in (twice, penalty):
@@ -288,14 +288,14 @@ def test_a_planned_step_that_stops_halfway_holds_nothing() -> None:
         model.zero_grad()
         with off:
             out = model[1](model[0](x))
-            kept = weakref.ref(out.untyped_storage())
+            retained = weakref.ref(out.untyped_storage())
             loss = model[2:](out).sum()
             if backward:
                 loss.backward()
         del out, loss
-        assert kept() is None
+        assert retained() is None
     assert off.last is not None
-    assert off.last.kind == "on demand"
+    assert off.last.mode == "on demand"
 
 
 def test_an_engine_inside() -> None:
@@ -314,7 +314,7 @@ def test_an_engine_inside() -> None:
         assert equal(*found)
         assert isinstance(off, anybatch.reports.Offload)
         assert off.last is not None
-        assert off.last.kind == "planned"
+        assert off.last.mode == "planned"
 
 
 def test_autocast() -> None:
@@ -337,10 +337,10 @@ def test_forward_without_backward_leaves_nothing() -> None:
     for _ in range(3):
         with off:
             out = model[1](model[0](x))
-            kept = weakref.ref(out.untyped_storage())
+            retained = weakref.ref(out.untyped_storage())
             model[2:](out)
         del out
-        assert kept() is None
+        assert retained() is None
 
 
 def test_other_shapes_and_another_order_are_found_and_recorded() -> None:
@@ -354,7 +354,7 @@ def test_other_shapes_and_another_order_are_found_and_recorded() -> None:
             model(x).sum().backward()
         assert equal(states(model), wanted)
         assert off.last is not None
-        kinds.append(off.last.kind)
+        kinds.append(off.last.mode)
     assert kinds[:6] == ["recorded", "planned", "on demand", "recorded", "planned", "planned"]
     assert kinds[6:] == ["on demand", "recorded", "recorded", "planned"]  # two misses: two recorded
 
@@ -372,14 +372,14 @@ def test_a_step_that_goes_another_way_in_the_middle() -> None:
         h = ours[:4](x)
         (ours[4:](h) + h.exp() * h).sum().backward()
 
-    for step, kind in ((straight, "recorded"), (straight, "planned"), (bent, "on demand")):
+    for step, variant in ((straight, "recorded"), (straight, "planned"), (bent, "on demand")):
         wanted = plain(model, step, 1)[0]
         model.zero_grad()
         with off:
             step(model)
         assert equal(states(model), wanted)
         assert off.last is not None
-        assert off.last.kind == kind
+        assert off.last.mode == variant
 
 
 @pytest.mark.parametrize("at", ["forward", "backward"])
@@ -419,7 +419,7 @@ def test_ctrl_c_at_every_place_of_a_step() -> None:
     low, high = bounds(model, lambda ours: ours(x).sum().backward())
     wanted = plain(model, lambda ours: ours(x).sum().backward(), 1)[0]
     places = 0
-    real = execute.Step._cut
+    real = execute.StepHooks._cut
     for at in range(0, 40, 3):
         off, left = offload((low + high) // 2), [at]
 
@@ -431,7 +431,7 @@ def test_ctrl_c_at_every_place_of_a_step() -> None:
             real(self, cut)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(execute.Step, "_cut", cut)
+            patch.setattr(execute.StepHooks, "_cut", cut)
             for _ in range(2):
                 try:
                     model.zero_grad()
@@ -453,15 +453,15 @@ def test_where_hooks_are_forbidden_nothing_is_left() -> None:
     with off:
         model(x).sum().backward()
     assert off.last is not None
-    assert off.last.kind == "recorded"
+    assert off.last.mode == "recorded"
 
 
-def test_only_so_many_steps_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known, "KEPT", 2)
+def test_only_so_many_steps_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedule_cache, "CAPACITY", 2)
     model, off = mlp()[0], offload()
     for rows in (3, 4, 5, 6, 3, 4, 5, 6, 3):
         _in(off, lambda rows=rows: model(torch.randn(rows, 32)).sum().backward())  # type: ignore[misc]
-        assert len(off._known.recorded) <= 2
+        assert len(off._cache.recorded) <= 2
 
 
 def test_inside_itself_is_refused() -> None:
@@ -513,7 +513,7 @@ def test_what_does_not_move() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "match"),
+    ("options", "match"),
     [
         ({"memory": 0}, "memory must be a number of bytes of at least 1"),
         ({"memory": "1GiB", "store": "host"}, 'store must be "file" or a folder that is there'),
@@ -523,9 +523,9 @@ def test_what_does_not_move() -> None:
         ),
     ],
 )
-def test_what_means_nothing_is_refused(given: dict[str, Any], match: str) -> None:
+def test_what_means_nothing_is_refused(options: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
-        anybatch.offload(device="cpu", **given)
+        anybatch.offload(device="cpu", **options)
 
 
 def test_the_file_is_in_the_folder_that_was_named_and_has_no_name(tmp_path: Path) -> None:
@@ -559,21 +559,21 @@ def test_the_timeline_of_a_step_is_what_it_was_planned_to_hold_and_to_move(name:
     off = offload((low + high) // 2)
     with pytest.raises(RuntimeError, match="a step must have been recorded before its timeline"):
         off.timeline()
-    for kind in ("recorded", "planned", "planned"):
+    for variant in ("recorded", "planned", "planned"):
         model.zero_grad()
         with off:
             step(model)
         assert off.last is not None
-        assert off.last.kind == kind
-        told = off.timeline()
-        assert told.budget == off.memory
-        assert told.seconds is not None
-        assert len(told.runs) > 10
-        if kind == "planned":
-            assert told.peak == off.last.predicted_bytes
-            assert sum(move.size for move in told.moved(back=False)) == off.last.out_bytes > 0
-            assert sum(move.size for move in told.moved(back=True)) == off.last.back_bytes
-    whole = offload()
-    with whole:
+        assert off.last.mode == variant
+        reported = off.timeline()
+        assert reported.budget == off.memory
+        assert reported.seconds is not None
+        assert len(reported.runs) > 10
+        if variant == "planned":
+            assert reported.peak == off.last.predicted_bytes
+            assert sum(move.size for move in reported.moved(back=False)) == off.last.out_bytes > 0
+            assert sum(move.size for move in reported.moved(back=True)) == off.last.back_bytes
+    full = offload()
+    with full:
         step(copy.deepcopy(model))
-    assert whole.timeline().moves == ()
+    assert full.timeline().moves == ()

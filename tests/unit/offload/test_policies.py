@@ -124,11 +124,11 @@ def test_other_policies_do_or_say_that_they_cannot(name: str) -> None:
     assert did > 5
 
 
-def test_a_policy_that_lets_too_little_leave_says_so() -> None:
+def test_a_policy_that_offloads_too_little_says_so() -> None:
     trace = network(20, Random(1), weights=False)
     with pytest.raises(BudgetError, match="let more leave, or bring less back ahead") as caught:
         fixed_distance(trace, trace.floor, 30, 1)
-    assert caught.value.needed > caught.value.given == trace.floor
+    assert caught.value.needed > caught.value.budget == trace.floor
 
 
 def test_where_all_fits_nothing_moves() -> None:

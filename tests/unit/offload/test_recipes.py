@@ -41,12 +41,12 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     slow_link(monkeypatch)
 
 
-def offload(memory: int = LOTS, **given: Any) -> anybatch.reports.Offload:
-    return anybatch.offload(memory=memory, device="cpu", **given)
+def offload(memory: int = LOTS, **options: Any) -> anybatch.reports.Offload:
+    return anybatch.offload(memory=memory, device="cpu", **options)
 
 
-def _norm(kind: type[nn.Module], *given: Any) -> nn.Module:
-    norm = kind(*given)
+def _norm(class_: type[nn.Module], *arguments: Any) -> nn.Module:
+    norm = class_(*arguments)
     for p in norm.parameters():
         nn.init.normal_(p)
     return norm
@@ -58,48 +58,48 @@ Make = Callable[[Tensor, Tensor], Tensor]
 
 CHEAP: dict[str, Make] = {
     "relu": lambda a, b: (a * a).relu(),
-    "batch norm and relu": lambda a, b: BATCH(_kept(a)).relu(),
-    "batch norm and relu in place": lambda a, b: BATCH(_kept(a)).relu_(),
+    "batch norm and relu": lambda a, b: BATCH(_saved(a)).relu(),
+    "batch norm and relu in place": lambda a, b: BATCH(_saved(a)).relu_(),
     "batch norm, channels last": lambda a, b: BATCH(
-        _kept(a).contiguous(memory_format=torch.channels_last)
+        _saved(a).contiguous(memory_format=torch.channels_last)
     ).relu(),
-    "group norm": lambda a, b: GROUP(_kept(a)),
-    "layer norm": lambda a, b: LAYER(_kept(a)),
-    "layer norm alone": lambda a, b: F.layer_norm(_kept(a), (6,)),
+    "group norm": lambda a, b: GROUP(_saved(a)),
+    "layer norm": lambda a, b: LAYER(_saved(a)),
+    "layer norm alone": lambda a, b: F.layer_norm(_saved(a), (6,)),
     "sum": lambda a, b: torch.add(a.sigmoid(), b.relu(), alpha=0.3),
-    "sum over batch norm": lambda a, b: (BATCH(_kept(a)) + b.relu()).relu(),
+    "sum over batch norm": lambda a, b: (BATCH(_saved(a)) + b.relu()).relu(),
     "difference": lambda a, b: torch.sub(a.tanh(), b.tanh(), alpha=3),
     "product": lambda a, b: F.silu(a) * b.tanh(),
     "product with a number": lambda a, b: a.sigmoid() * 3,
     "join": lambda a, b: torch.cat([a.sigmoid(), F.gelu(b)], 1),
-    "leaky relu": lambda a, b: F.leaky_relu(_kept(a), 0.2),
+    "leaky relu": lambda a, b: F.leaky_relu(_saved(a), 0.2),
     "leaky relu in place": lambda a, b: F.leaky_relu_(a * a, 0.2),
-    "elu": lambda a, b: F.elu(_kept(a), 0.7),
-    "relu6": lambda a, b: F.relu6(_kept(a)),
+    "elu": lambda a, b: F.elu(_saved(a), 0.7),
+    "relu6": lambda a, b: F.relu6(_saved(a)),
     "relu6 in place": lambda a, b: F.relu6(a * b, inplace=True),
-    "clamp": lambda a, b: _kept(a).clamp(-0.5, 0.4),
-    "softplus": lambda a, b: F.softplus(_kept(a), 2, 3),
-    "gelu": lambda a, b: F.gelu(_kept(a)),
-    "gelu, tanh": lambda a, b: F.gelu(_kept(a), approximate="tanh"),
-    "silu": lambda a, b: F.silu(_kept(a)),
-    "mish": lambda a, b: F.mish(_kept(a)),
-    "hardswish": lambda a, b: F.hardswish(_kept(a)),
-    "dropout of an activation": lambda a, b: F.dropout(F.gelu(_kept(a)), 0.3),
+    "clamp": lambda a, b: _saved(a).clamp(-0.5, 0.4),
+    "softplus": lambda a, b: F.softplus(_saved(a), 2, 3),
+    "gelu": lambda a, b: F.gelu(_saved(a)),
+    "gelu, tanh": lambda a, b: F.gelu(_saved(a), approximate="tanh"),
+    "silu": lambda a, b: F.silu(_saved(a)),
+    "mish": lambda a, b: F.mish(_saved(a)),
+    "hardswish": lambda a, b: F.hardswish(_saved(a)),
+    "dropout of an activation": lambda a, b: F.dropout(F.gelu(_saved(a)), 0.3),
     "max pool": lambda a, b: F.max_pool2d(a.tanh(), 2),
-    "average pool": lambda a, b: F.avg_pool2d(_kept(a), 3, 1, 1, count_include_pad=False),
+    "average pool": lambda a, b: F.avg_pool2d(_saved(a), 3, 1, 1, count_include_pad=False),
     "larger, nearest": lambda a, b: F.interpolate(a.tanh(), scale_factor=2),
     "larger, bilinear": lambda a, b: F.interpolate(a.tanh(), (9, 8), mode="bilinear"),
     "cast": lambda a, b: a.tanh().double(),
-    "transposed": lambda a, b: F.silu(_kept(a)).transpose(-1, -2),
+    "transposed": lambda a, b: F.silu(_saved(a)).transpose(-1, -2),
     "permuted and copied": lambda a, b: a.tanh().permute(0, 2, -1, 1).contiguous(),
-    "viewed": lambda a, b: F.gelu(_kept(a)).view(-1, 36),
+    "viewed": lambda a, b: F.gelu(_saved(a)).view(-1, 36),
     "a slice, copied": lambda a, b: F.silu(a.tanh()[:, 1:, ::2]),
     "a part of a split": lambda a, b: F.silu(a.tanh().split(3, 1)[1]),
     "softmax of something, masked": lambda a, b: a.softmax(1) * b.sigmoid(),
 }  # fmt: skip
 
 
-def _kept(a: Tensor) -> Tensor:
+def _saved(a: Tensor) -> Tensor:
     """Something that its user saves, and that is not cheap itself."""
     return a.cos()
 
@@ -113,12 +113,12 @@ DEAR: dict[str, Make] = {
     "padding whose value no node knows": lambda a, b: F.pad(a.tanh(), (1, 1), value=2.0),
     "a tensor without gradient": lambda a, b: a.tanh() + b.detach(),
     "batch norm with running statistics": lambda a, b: F.batch_norm(
-        _kept(a), BATCH.running_mean, BATCH.running_var, BATCH.weight, BATCH.bias
+        _saved(a), BATCH.running_mean, BATCH.running_var, BATCH.weight, BATCH.bias
     ),
     "batch norm with a bias that no node knows": lambda a, b: F.batch_norm(
-        _kept(a), None, None, BATCH.weight, BATCH.bias.detach(), training=True
+        _saved(a), None, None, BATCH.weight, BATCH.bias.detach(), training=True
     ),
-    "only a part of what is in the storage": lambda a, b: F.silu(_kept(a))[:, 1:],
+    "only a part of what is in the storage": lambda a, b: F.silu(_saved(a))[:, 1:],
     "expanded": lambda a, b: a.tanh()[:, :1].expand(-1, C, -1, -1),
 }  # fmt: skip
 
@@ -145,9 +145,9 @@ def _tried(model: nn.Module) -> list[tuple[int, int]]:
     off = offload()
     with off:
         _backward(model)
-    (known,) = off._known.recorded.values()
-    found = known.recording.remakes
-    return [(known.recording.sizes[k], len(one.sources)) for k, one in found.items()]
+    (recorded,) = off._cache.recorded.values()
+    found = recorded.recording.remakes
+    return [(recorded.recording.sizes[k], len(one.sources)) for k, one in found.items()]
 
 
 @pytest.mark.parametrize("name", CHEAP)
@@ -162,7 +162,7 @@ def test_cheap_results_are_made_again_bit_for_bit(name: str) -> None:
     off = offload(bounds(model, _backward)[1] - 1)
     assert all(map(equal, offloaded(model, _backward, off, 3), wanted))
     assert off.last is not None
-    assert off.last.kind == "planned"
+    assert off.last.mode == "planned"
     assert off.last.remade_bytes > 0
 
 
@@ -182,7 +182,7 @@ def test_what_a_node_of_this_torch_does_not_save_is_no_recipe(
 ) -> None:
     monkeypatch.setitem(rules.RULES, "GeluBackward0", rules.Rule(torch.relu, constants=("later",)))
     torch.manual_seed(0)
-    model = _Step(lambda a, b: F.gelu(_kept(a)))
+    model = _Step(lambda a, b: F.gelu(_saved(a)))
     assert _tried(model) == []
     wanted = plain(model, _backward, 2)
     assert all(map(equal, offloaded(model, _backward, offload(), 2), wanted))
@@ -229,7 +229,7 @@ def test_constants_are_those_of_the_step() -> None:
     assert not any(equal(*pair) for pair in pairwise(wanted))
     assert all(map(equal, offloaded(model, step, off, 4), wanted))
     assert off.last is not None
-    assert off.last.kind == "planned"
+    assert off.last.mode == "planned"
     assert off.last.remade_bytes > 0
 
 
@@ -237,7 +237,7 @@ def test_another_operation_in_the_same_place_is_done_again_or_all_leaves() -> No
     model, x = _units()
     off = offload(_budget(model, lambda ours: ours(x).sum().backward()))
     others = (F.leaky_relu, F.leaky_relu, F.elu, _odd, F.elu, F.leaky_relu)
-    for act, kind in zip(others, ("recorded", *["planned"] * 2, "on demand"), strict=False):
+    for act, variant in zip(others, ("recorded", *["planned"] * 2, "on demand"), strict=False):
         model.act = act
         wanted = plain(model, lambda ours: ours(x).sum().backward(), 1)[0]
         ours = copy.deepcopy(model)
@@ -246,7 +246,7 @@ def test_another_operation_in_the_same_place_is_done_again_or_all_leaves() -> No
             ours(x).sum().backward()
         assert equal(states(ours), wanted)
         assert off.last is not None
-        assert off.last.kind == kind
+        assert off.last.mode == variant
 
 
 def _odd(x: Tensor, slope: float) -> Tensor:
@@ -318,8 +318,8 @@ def test_switched_off_nothing_is_tried() -> None:
         with off:
             model(x).sum().backward()
         model.zero_grad()
-    (known,) = off._known.recorded.values()
-    assert known.recording.remakes == {}
+    (recorded,) = off._cache.recorded.values()
+    assert recorded.recording.remakes == {}
     assert off.last is not None
     assert (off.last.remade_bytes, off.last.out_bytes > 0) == (0, True)
 
@@ -343,8 +343,8 @@ def test_what_is_tried_stays_within_the_budget() -> None:
         assert off.last is not None
         assert off.last.predicted_bytes is not None
         assert most <= off.last.predicted_bytes <= memory
-        (known,) = off._known.recorded.values()
-        counts.append(len(known.recording.remakes))
+        (recorded,) = off._cache.recorded.values()
+        counts.append(len(recorded.recording.remakes))
     assert counts[0] < counts[-1]
 
 
@@ -357,12 +357,12 @@ def test_a_write_behind_autograds_back_leaves_no_recipe() -> None:
                 h.clamp_(-9, 9)
             return h
 
-    whole = nn.Sequential(model.convs[0], model.norms[0], Clamped(), nn.ReLU(), model.convs[1])
+    full = nn.Sequential(model.convs[0], model.norms[0], Clamped(), nn.ReLU(), model.convs[1])
     off = offload()
     with off:
-        whole(x).sum().backward()
-    (known,) = off._known.recorded.values()
-    assert known.recording.remakes == {}
+        full(x).sum().backward()
+    (recorded,) = off._cache.recorded.values()
+    assert recorded.recording.remakes == {}
 
 
 @pytest.mark.parametrize("what", ["source", "bias"])
@@ -370,11 +370,11 @@ def test_a_write_to_what_it_is_made_from_is_found(what: str) -> None:
     model, x = _units(2)
 
     def step(*, writes: bool) -> None:
-        kept = model.convs[0](x)
-        loss = model.convs[1](model.norms[0](kept).relu()).cos().sin().cos().sin().cos().sum()
+        retained = model.convs[0](x)
+        loss = model.convs[1](model.norms[0](retained).relu()).cos().sin().cos().sin().cos().sum()
         if writes:
             with torch.no_grad():
-                (kept if what == "source" else model.norms[0].bias).add_(1)
+                (retained if what == "source" else model.norms[0].bias).add_(1)
         loss.backward()
 
     off = offload(bounds(model, lambda ours: step(writes=False))[1] - 1)
@@ -413,11 +413,11 @@ def test_after_an_error_the_next_step_is_right(at: str) -> None:
     assert off.last.remade_bytes > 0
 
 
-def _raises(*_given: Any) -> None:
+def _raises(*_arguments: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_graph_that_is_kept_autocast_and_backward_after_the_step() -> None:
+def test_a_graph_that_is_retained_autocast_and_backward_after_the_step() -> None:
     model, x = _units()
 
     def twice(ours: nn.Module) -> None:
@@ -431,22 +431,22 @@ def test_a_graph_that_is_kept_autocast_and_backward_after_the_step() -> None:
         loss.backward()
 
     def penalty(ours: nn.Module) -> None:
-        given = x.clone().requires_grad_()
-        (grad,) = torch.autograd.grad(ours(given).sum(), given, create_graph=True)
+        inputs = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(ours(inputs).sum(), inputs, create_graph=True)
         grad.square().sum().backward()
 
     for step in (twice, cast, penalty):
         off = offload(_budget(model, step))
         assert all(map(equal, offloaded(model, step, off, 3), plain(model, step, 3)))
         assert off.last is not None
-        assert off.last.kind == "planned"
+        assert off.last.mode == "planned"
         if step is not penalty:  # its graph holds everything to the end
             assert off.last.remade_bytes > 0
 
-    def apart(ours: nn.Module) -> None:
+    def one_backward(ours: nn.Module) -> None:
         ours(x).sum().backward()
 
-    off, wanted = offload(_budget(model, apart)), plain(model, apart, 1)[0]
+    off, wanted = offload(_budget(model, one_backward)), plain(model, one_backward, 1)[0]
     for inside in (True, True, False):
         ours = copy.deepcopy(model)
         with off:

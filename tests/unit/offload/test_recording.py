@@ -39,7 +39,7 @@ def test_what_outlives_its_use_is_rest_where_it_is_used() -> None:
     assert trace.live == (1, 11, 21, 21, 21, 21, 11)
 
 
-def test_a_course_sends_away_what_does_not_fit_and_no_more() -> None:
+def test_a_course_offloads_what_does_not_fit_and_no_more() -> None:
     assert set_course(recording(), 36, LINK).sent == 0
     course = set_course(recording(), 35, LINK)
     assert course.sent == 10
@@ -50,7 +50,7 @@ def test_a_course_sends_away_what_does_not_fit_and_no_more() -> None:
     assert set_course(recording(loose=frozenset({1})), 36, LINK).sent == 10
 
 
-def test_what_is_there_besides_takes_its_room() -> None:
+def test_what_is_there_besides_takes_its_space() -> None:
     assert set_course(recording(), 36, LINK, more=1).sent == 10
     assert set_course(recording(), 36, LINK, more=1).predicted <= 36
 
@@ -59,5 +59,5 @@ def test_where_a_plan_does_not_fit_and_the_recording_did_all_is_on_demand() -> N
     tight = Recording(**{**vars(recording()), "peak": 12})
     course = set_course(tight, 12, LINK)
     assert (course.stages, course.predicted, course.sent) == (None, 12, 30)
-    with pytest.raises(BudgetError, match="with all that autograd saves away it holds 12 B"):
+    with pytest.raises(BudgetError, match="with all saved tensors offloaded it holds 12 B"):
         set_course(tight, 11, LINK)

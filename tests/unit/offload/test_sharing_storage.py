@@ -148,7 +148,7 @@ def test_gradients_are_those_without_it(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", ["GRU", "LSTMCell", "gates", "four gates", "partly"])
-def test_of_parts_that_count_their_writes_apart(name: str) -> None:
+def test_of_parts_that_count_their_writes_separately(name: str) -> None:
     make, shape = CASES[name]
     _same(make().double(), shape, torch.float64)
 
@@ -157,8 +157,8 @@ def _same(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Require bitwise the same while it is recorded, planned, on demand and within any budget."""
     rows = [torch.randn(n, *shape, dtype=dtype) for n in (5, 5, 5, 3, 5, 4, 4)]
 
-    def step_of(turn: Iterator[Tensor]) -> Callable[[nn.Module], None]:
-        return lambda ours: _loss(ours(next(turn))).backward()
+    def step_of(step_in: Iterator[Tensor]) -> Callable[[nn.Module], None]:
+        return lambda ours: _loss(ours(next(step_in))).backward()
 
     first = lambda ours: _loss(ours(rows[0])).backward()  # noqa: E731
     low, high = bounds(model, first)
@@ -170,7 +170,7 @@ def _same(model: nn.Module, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         assert all(itertools.starmap(equal, zip(found, wanted, strict=False)))
 
 
-def test_an_engine_that_sends_away_is_exact_with_gates() -> None:
+def test_an_engine_that_offloads_is_exact_with_gates() -> None:
     model = nn.GRU(6, 40, batch_first=True).double()
 
     class Last(nn.Module):
@@ -217,7 +217,7 @@ def test_a_write_that_autograd_does_not_count_is_refused(fn: Any, kernel: str) -
     assert w.grad is None
 
 
-def test_rrelu_in_a_step_that_nobody_watches_is_refused_and_in_eval_it_is_right() -> None:
+def test_rrelu_in_a_step_without_an_observer_is_refused_and_in_eval_it_is_right() -> None:
     w, off = torch.randn(6, 6, requires_grad=True), anybatch.offload(memory=LOTS, device="cpu")
 
     def loss(training: bool | None) -> Tensor:
@@ -248,7 +248,7 @@ def test_a_model_that_must_not_send_trains_where_it_fits_without(norm: nn.Module
         anybatch.plan(net, nn.CrossEntropyLoss(), (x, y), memory="512KiB", offload="file")
 
 
-def test_a_count_of_writes_is_known_from_another() -> None:
+def test_a_count_of_writes_is_distinguished_from_another() -> None:
     base = torch.zeros(4, 6)
     a, b = base.unsafe_chunk(2, 1)
     for one, other, same in (

@@ -22,13 +22,15 @@ TRACE = Trace(
         Function("k", (1, 3), (), seconds=1.0),
     ),
 )
-AWAY = Schedule("", 10, (Stage(outs=(1,)), Stage(frees=(1,)), Stage(), Stage(ins=(1,)), Stage()))
+OFFLOADED = Schedule(
+    "", 10, (Stage(outs=(1,)), Stage(frees=(1,)), Stage(), Stage(ins=(1,)), Stage())
+)
 LINK = Link(out=3.0, back=2.0)
 
 
 def test_the_clock_of_a_schedule_is_that_of_a_calculation_by_hand() -> None:
     # f 0-1, a leaves 1-3 and is awaited: g 3-4, h 4-5, a returns 5-8, k 8-9
-    found = simulate(TRACE, AWAY, LINK)
+    found = simulate(TRACE, OFFLOADED, LINK)
     assert found.outs == ((1, Interval(1.0, 3.0)),)
     assert found.ins == ((1, Interval(5.0, 8.0)),)
     assert [run.begin for run in found.runs] == [0, 3, 4, 8]
@@ -56,7 +58,7 @@ def test_a_link_that_is_not_duplex_does_one_thing_at_a_time() -> None:
 def test_what_is_written_to_waits_for_its_copy_and_needs_a_new_one() -> None:
     functions = (TRACE.functions[0], Function("w", (1,), (), (1,)), *TRACE.functions[1:])
     trace = replace(TRACE, functions=functions)
-    stages = (Stage(outs=(1,)), Stage(outs=(1,)), *AWAY.stages[1:])
+    stages = (Stage(outs=(1,)), Stage(outs=(1,)), *OFFLOADED.stages[1:])
     found = simulate(trace, Schedule("", 10, stages), LINK)
     assert found.runs[1].begin == 3.0
     assert found.outs[1] == (1, Interval(3.0, 5.0))
@@ -65,7 +67,7 @@ def test_what_is_written_to_waits_for_its_copy_and_needs_a_new_one() -> None:
 
 
 def stages(**changed: Stage) -> tuple[Stage, ...]:
-    return tuple(changed.get(f"at{i}", stage) for i, stage in enumerate(AWAY.stages))
+    return tuple(changed.get(f"at{i}", stage) for i, stage in enumerate(OFFLOADED.stages))
 
 
 BAD = [
@@ -76,7 +78,11 @@ BAD = [
     (stages(at3=Stage(ins=(1, 1))), 20, "must be away when it returns, and at stage 3 a is here"),
     (stages(at2=Stage(ins=(3,))), 20, "must be on the host when it returns, and at stage 2 c"),
     (stages(at3=Stage(ins=(1,), outs=(1,))), 20, "must be here when it is copied"),
-    (AWAY.stages[:-1], 10, "one stage more than its trace has functions, and there are 4 for 4"),
+    (
+        OFFLOADED.stages[:-1],
+        10,
+        "one stage more than its trace has functions, and there are 4 for 4",
+    ),
 ]
 
 
@@ -93,9 +99,9 @@ def with_a(**what: bool) -> Trace:
     return replace(TRACE, variables=(first, Variable("a", 6, **what), *others))
 
 
-def test_what_must_be_there_at_the_end_or_stay_is_asked_for() -> None:
+def test_what_must_be_there_at_the_end_or_remain_is_requested() -> None:
     gone = Schedule("", 20, (Stage(), Stage(), Stage(), Stage(outs=(1,)), Stage(frees=(1,))))
     with pytest.raises(ScheduleError, match="must be here at the end, and at stage 4 a is away"):
         simulate(with_a(after=True), gone, LINK)
     with pytest.raises(ScheduleError, match="must be left alone, and at stage 1 a is freed"):
-        simulate(with_a(stays=True), AWAY, LINK)
+        simulate(with_a(stays=True), OFFLOADED, LINK)

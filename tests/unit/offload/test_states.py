@@ -32,7 +32,7 @@ from anybatch.errors import NotExactError, StoreError
 from anybatch.memory.meter import Meter
 from anybatch.memory.stores import FileStore
 
-ROOM = 16 << 10
+LIMIT = 16 << 10
 adamw = partial(optim.AdamW, lr=1e-2)
 
 
@@ -69,7 +69,7 @@ def tensors(optimizer: optim.Optimizer) -> list[Tensor]:
     return [t for t in every if isinstance(t, Tensor) and t.numel() > 16]
 
 
-def is_away(optimizer: optim.Optimizer) -> bool:
+def is_offloaded(optimizer: optim.Optimizer) -> bool:
     found = {t.is_meta for t in tensors(optimizer)}
     assert len(found) == 1
     return found.pop()
@@ -89,11 +89,11 @@ def gave(model: nn.Module) -> None:
         p.grad = torch.full_like(p, 0.5)
 
 
-@pytest.mark.parametrize("room", [20_000, 30_000, 62_500, 1 << 30])
-def test_no_more_state_is_in_memory_than_was_allowed(room: int) -> None:
+@pytest.mark.parametrize("available", [20_000, 30_000, 62_500, 1 << 30])
+def test_no_more_state_is_in_memory_than_the_limit(available: int) -> None:
     model = Shallow()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    with anybatch.offload_states(optimizer, memory=room) as states:
+    with anybatch.offload_states(optimizer, memory=available) as states:
         for _ in range(3):  # without a kernel that makes anything but the state
             gave(model)
             there = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
@@ -102,19 +102,19 @@ def test_no_more_state_is_in_memory_than_was_allowed(room: int) -> None:
             held = sum(t.nbytes for t in there)
             assert states.last is not None
             assert meter.peak - held <= states.last.most_bytes + 4
-            assert states.last.most_bytes <= min(room, held // 2)
+            assert states.last.most_bytes <= min(available, held // 2)
             assert meter.live - held in (0, 4)  # what is below a block stays: one number
-        assert states.last.away_bytes == held // 2 - 4
-        assert states.last.out_bytes == states.last.back_bytes == states.last.away_bytes
+        assert states.last.offloaded_bytes == held // 2 - 4
+        assert states.last.out_bytes == states.last.back_bytes == states.last.offloaded_bytes
 
 
-def test_a_state_that_was_there_leaves_at_once_and_returns_whole() -> None:
+def test_a_state_that_was_there_is_offloaded_at_once_and_returns_in_full() -> None:
     model = network()
     optimizer = adamw(model.parameters())
     trained(model, optimizer, range(2))
     before, ids = values(optimizer), [id(t) for t in tensors(optimizer)]
-    states = anybatch.offload_states(optimizer, memory=ROOM)
-    assert is_away(optimizer)
+    states = anybatch.offload_states(optimizer, memory=LIMIT)
+    assert is_offloaded(optimizer)
     assert ids != [id(t) for t in tensors(optimizer)]
     states.back()
     assert equal(values(optimizer), before)
@@ -125,19 +125,19 @@ def test_a_state_that_was_there_leaves_at_once_and_returns_whole() -> None:
     states.back()  # again changes nothing
 
 
-def test_whoever_reads_what_is_away_is_told() -> None:
-    _, (model, optimizer), states = pair(adamw, ROOM)
+def test_reading_what_is_offloaded_is_an_error() -> None:
+    _, (model, optimizer), states = pair(adamw, LIMIT)
     trained(model, optimizer, range(1))
-    away = optimizer.state[model[0].weight]["exp_avg"]
-    assert away.shape == model[0].weight.shape
+    offloaded = optimizer.state[model[0].weight]["exp_avg"]
+    assert offloaded.shape == model[0].weight.shape
     for read in (Tensor.tolist, Tensor.numpy, lambda t: t.sum().item(), lambda t: t.to(CPU)):
         with pytest.raises((RuntimeError, NotImplementedError, TypeError), match="meta"):
-            read(away)
+            read(offloaded)
     states.close()
 
 
-def test_writing_to_what_is_away_is_refused_and_replacing_it_is_not() -> None:
-    plain, ours, states = pair(adamw, ROOM)
+def test_writing_to_what_is_offloaded_is_refused_and_replacing_it_is_not() -> None:
+    plain, ours, states = pair(adamw, LIMIT)
     for model, optimizer in (plain, ours):
         trained(model, optimizer, range(1))
         optimizer.state[model[0].weight]["exp_avg"] = torch.ones_like(model[0].weight)
@@ -145,10 +145,10 @@ def test_writing_to_what_is_away_is_refused_and_replacing_it_is_not() -> None:
         trained(model, optimizer, range(1, 3))
     model, optimizer = ours
     assert states.last is not None
-    assert states.last.away_bytes == sum(t.nbytes for t in tensors(optimizer))
+    assert states.last.offloaded_bytes == sum(t.nbytes for t in tensors(optimizer))
     states.back()
     assert equal(values(plain[1]), values(optimizer))
-    states = anybatch.offload_states(optimizer, memory=ROOM)
+    states = anybatch.offload_states(optimizer, memory=LIMIT)
     optimizer.state[model[0].weight]["exp_avg"].zero_()
     with pytest.raises(StoreError, match="must not be written to while it is away"):
         optimizer.step()
@@ -158,15 +158,15 @@ def test_writing_to_what_is_away_is_refused_and_replacing_it_is_not() -> None:
 @pytest.mark.parametrize("first", ["schedule", "states"])
 def test_a_schedule_before_or_after_it(first: str) -> None:
     found = []
-    for away in (False, True):
+    for offloaded in (False, True):
         model = network()
         optimizer = adamw(model.parameters())
         held = None
-        if away and first == "states":
-            held = anybatch.offload_states(optimizer, memory=ROOM)
+        if offloaded and first == "states":
+            held = anybatch.offload_states(optimizer, memory=LIMIT)
         schedule = StepLR(optimizer, 1, 0.5)
-        if away and first == "schedule":
-            held = anybatch.offload_states(optimizer, memory=ROOM)
+        if offloaded and first == "schedule":
+            held = anybatch.offload_states(optimizer, memory=LIMIT)
         for step in range(3):
             trained(model, optimizer, range(step, step + 1))
             schedule.step()
@@ -183,13 +183,13 @@ def test_a_schedule_before_or_after_it(first: str) -> None:
 
 def test_hooks_and_closures_see_one_step() -> None:
     found = []
-    for away in (False, True):
-        model, seen = network(), list[Any]()
+    for offloaded in (False, True):
+        model, observed = network(), list[Any]()
         optimizer = adamw(model.parameters())
-        held = anybatch.offload_states(optimizer, memory=ROOM) if away else None
+        held = anybatch.offload_states(optimizer, memory=LIMIT) if offloaded else None
 
-        def note(ours: optim.Optimizer, args: Any, _: Any, seen: list[Any] = seen) -> None:
-            seen.append((len(ours.param_groups[0]["params"]), len(args)))
+        def note(ours: optim.Optimizer, args: Any, _: Any, observed: list[Any] = observed) -> None:
+            observed.append((len(ours.param_groups[0]["params"]), len(args)))
 
         optimizer.register_step_pre_hook(note)
         optimizer.register_step_post_hook(note)
@@ -200,17 +200,17 @@ def test_hooks_and_closures_see_one_step() -> None:
             return gradients(model, 0)
 
         for _ in range(2):
-            seen.append(optimizer.step(closure).item())
+            observed.append(optimizer.step(closure).item())
         if held is not None:
             held.back()
-        found.append((seen, values(optimizer)))
+        found.append((observed, values(optimizer)))
     assert found[0][0] == found[1][0]
     assert equal(found[0][1], found[1][1])
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_scaler_steps_or_skips_as_in_memory(fused: bool) -> None:
-    plain, ours, states = pair(partial(optim.AdamW, fused=fused), ROOM)
+    plain, ours, states = pair(partial(optim.AdamW, fused=fused), LIMIT)
     scales = []
     for model, optimizer in (plain, ours):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
@@ -237,11 +237,11 @@ def saved(value: Any) -> bytes:
 
 
 def test_a_state_dict_has_real_tensors_and_a_run_goes_on_from_it() -> None:
-    plain, ours, states = pair(adamw, ROOM)
+    plain, ours, states = pair(adamw, LIMIT)
     for model, optimizer in (plain, ours):
         trained(model, optimizer, range(2))
     data = saved(ours[1].state_dict())
-    assert is_away(ours[1])
+    assert is_offloaded(ours[1])
     wanted, found = plain[1].state_dict(), loaded(data)
     assert found["param_groups"] == wanted["param_groups"]
     assert list(found["state"]) == list(wanted["state"])
@@ -252,7 +252,7 @@ def test_a_state_dict_has_real_tensors_and_a_run_goes_on_from_it() -> None:
         trained(model, optimizer, range(2, 4))
         optimizer.load_state_dict(loaded(data))
         if optimizer is ours[1]:
-            assert is_away(optimizer)
+            assert is_offloaded(optimizer)
         trained(model, optimizer, range(4, 6))
     states.back()
     assert equal(values(plain[1]), values(ours[1]))
@@ -262,18 +262,18 @@ def test_a_state_dict_has_real_tensors_and_a_run_goes_on_from_it() -> None:
     "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x)), lambda x: loaded(saved(x))]
 )
 def test_a_copy_is_an_optimizer_in_memory(copied: Callable[[Any], Any]) -> None:
-    (model, plain), (ours, optimizer), states = pair(adamw, ROOM)
+    (model, plain), (ours, optimizer), states = pair(adamw, LIMIT)
     trained(model, plain, range(2))
     trained(ours, optimizer, range(2))
     twin = copied(optimizer)
-    assert is_away(optimizer)
+    assert is_offloaded(optimizer)
     assert "step" not in vars(twin)
     assert equal(values(twin), values(plain))
     states.close()
 
 
 def test_groups_that_are_added_join() -> None:
-    plain, ours, states = pair(lambda params: adamw(params[:2]), ROOM)
+    plain, ours, states = pair(lambda params: adamw(params[:2]), LIMIT)
     for model, optimizer in (plain, ours):
         trained(model, optimizer, range(2))
         rest = list(model.parameters())[2:]
@@ -283,21 +283,21 @@ def test_groups_that_are_added_join() -> None:
     assert equal(values(plain[1]), values(ours[1]))
 
 
-def test_what_was_given_up_is_not_there_and_says_so() -> None:
-    _, (model, optimizer), states = pair(adamw, ROOM)
+def test_what_was_released_is_not_there_and_says_so() -> None:
+    _, (model, optimizer), states = pair(adamw, LIMIT)
     trained(model, optimizer, range(1))
-    kept = optimizer.state_dict()
+    retained = optimizer.state_dict()
     states.close()
     for use in (optimizer.step, optimizer.state_dict, lambda: copy.deepcopy(optimizer)):
         with pytest.raises(StoreError, match="the store was closed: load a state"):
             use()
-    optimizer.load_state_dict(kept)
+    optimizer.load_state_dict(retained)
     trained(model, optimizer, range(1, 2))
-    assert not is_away(optimizer)
+    assert not is_offloaded(optimizer)
 
 
 def test_it_is_for_one_optimizer_once_and_before_others_wrap_its_step() -> None:
-    _, (_, optimizer), states = pair(adamw, ROOM)
+    _, (_, optimizer), states = pair(adamw, LIMIT)
     with pytest.raises(NotExactError, match=r"was replaced by .*once for each optimizer"):
         anybatch.offload_states(optimizer)
     states.close()
@@ -306,11 +306,11 @@ def test_it_is_for_one_optimizer_once_and_before_others_wrap_its_step() -> None:
         anybatch.offload_states(optimizer)
 
 
-def test_the_room_is_what_was_given_or_three_of_the_largest() -> None:
-    for size, room in ((10, 64 << 20), (9 << 20, 3 * 2 * (9 << 20))):
+def test_the_limit_is_the_budget_or_three_of_the_largest() -> None:
+    for size, available in ((10, 64 << 20), (9 << 20, 3 * 2 * (9 << 20))):
         p = nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
         states = anybatch.offload_states(optim.AdamW([p]))
-        assert states.memory == max(room, 64 << 20)
+        assert states.memory == max(available, 64 << 20)
         states.close()
 
 
@@ -345,7 +345,7 @@ class Failing:
 def test_no_state_is_lost_where_a_copy_fails(
     monkeypatch: pytest.MonkeyPatch, name: str, call: int
 ) -> None:
-    (plain, one), (model, optimizer), states = pair(partial(adamw, foreach=False), ROOM)
+    (plain, one), (model, optimizer), states = pair(partial(adamw, foreach=False), LIMIT)
     trained(plain, one, range(2))
     trained(model, optimizer, range(2))
     wanted = values(one)
@@ -372,11 +372,13 @@ def test_no_state_is_lost_where_a_copy_fails(
     assert equal(found, done)
 
 
-def test_too_little_room_is_said_before_anything_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, (model, optimizer), states = pair(adamw, ROOM)
+def test_too_small_a_limit_is_reported_before_anything_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, (model, optimizer), states = pair(adamw, LIMIT)
     before = [p.detach().clone() for p in model.parameters()]
     gradients(model, 0)
-    monkeypatch.setattr(FileStore, "room", lambda _: 1000)
+    monkeypatch.setattr(FileStore, "space", lambda _: 1000)
     with pytest.raises(StoreError, match=r"that is 1\d\.\d KiB, and the folder .* has 1000 B left"):
         optimizer.step()
     assert equal(before, [p.detach() for p in model.parameters()])
@@ -384,8 +386,8 @@ def test_too_little_room_is_said_before_anything_changes(monkeypatch: pytest.Mon
     states.close()
 
 
-def test_an_error_of_the_optimizer_leaves_groups_and_state_whole() -> None:
-    plain, (model, optimizer), states = pair(adamw, ROOM)
+def test_an_error_of_the_optimizer_leaves_groups_and_state_intact() -> None:
+    plain, (model, optimizer), states = pair(adamw, LIMIT)
     trained(*plain, range(2))
     trained(model, optimizer, range(2))
     last = model[3].weight
@@ -396,12 +398,12 @@ def test_an_error_of_the_optimizer_leaves_groups_and_state_whole() -> None:
     optimizer.state_dict()
     last.grad = None
     optimizer.step()
-    assert is_away(optimizer)
+    assert is_offloaded(optimizer)
     states.close()
 
 
 def test_an_interrupt_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, (model, optimizer), states = pair(adamw, ROOM)
+    plain, (model, optimizer), states = pair(adamw, LIMIT)
     trained(*plain, range(2))
     trained(model, optimizer, range(1))
     real = FileStore.writing
@@ -418,8 +420,8 @@ def test_an_interrupt_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPa
     assert equal(values(optimizer), values(plain[1]))
 
 
-def test_nothing_is_kept_alive_by_it() -> None:
-    _, (model, optimizer), states = pair(adamw, ROOM)
+def test_nothing_is_held_alive_by_it() -> None:
+    _, (model, optimizer), states = pair(adamw, LIMIT)
     trained(model, optimizer, range(1))
     watched = [weakref.ref(optimizer), weakref.ref(states), weakref.ref(model)]
     del model, optimizer, states, _
@@ -440,7 +442,7 @@ def rows(n: int = 12) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "make", [adamw, partial(adamw, foreach=True), partial(optim.SGD, momentum=0.9)]
 )
-def test_a_plan_whose_states_leave_is_obeyed_within_its_prediction(make: Any) -> None:
+def test_a_plan_whose_states_are_offloaded_is_obeyed_within_its_prediction(make: Any) -> None:
     found, batch, memory = [], rows(), "700KiB"
     for leaves in (False, True):
         model = wide()
@@ -468,7 +470,7 @@ def test_a_plan_whose_states_leave_is_obeyed_within_its_prediction(make: Any) ->
         if leaves:
             assert plan.states is not None
             assert "states       in a file; at most" in str(engine.plan)
-            assert is_away(optimizer)
+            assert is_offloaded(optimizer)
             assert engine.states is not None
             engine.states.back()
         found.append(values(optimizer))
@@ -477,14 +479,14 @@ def test_a_plan_whose_states_leave_is_obeyed_within_its_prediction(make: Any) ->
 
 def test_a_plan_for_states_needs_their_optimizer_and_a_store_of_the_device(tmp_path: Path) -> None:
     model, batch = wide(1), rows()
-    given: Any = {"micro_batch": 4, "timed": False, "memory": "1MiB"}
+    options: Any = {"micro_batch": 4, "timed": False, "memory": "1MiB"}
     with pytest.raises(ValueError, match="there is none: give optimizer="):
-        anybatch.plan(model, nn.MSELoss(), batch, states="file", **given)
+        anybatch.plan(model, nn.MSELoss(), batch, states="file", **options)
     optimizer = adamw(model.parameters())
     with pytest.raises(ValueError, match='store must be "file" or a folder that is there'):
-        anybatch.plan(model, nn.MSELoss(), batch, states="host", optimizer=optimizer, **given)
-    given |= {"optimizer": optimizer, "states": "file", "spill": tmp_path}
-    plan = anybatch.plan(model, nn.MSELoss(), batch, **given)
+        anybatch.plan(model, nn.MSELoss(), batch, states="host", optimizer=optimizer, **options)
+    options |= {"optimizer": optimizer, "states": "file", "spill": tmp_path}
+    plan = anybatch.plan(model, nn.MSELoss(), batch, **options)
     assert plan.states is not None
     assert plan.states.folder == str(tmp_path)
     with pytest.raises(ValueError, match="needs that optimizer: give optimizer="):

@@ -43,21 +43,21 @@ def test_no_step_is_faster_than_the_least(
 
 def tried(
     timed: dict[int, float],
-    away: dict[int, float | None],
+    offloaded: dict[int, float | None],
     size: int,
     moving: float = 0.0,
 ) -> tuple[dict[int, float], list[tuple[int, float]]]:
-    """What was timed, and what was asked for, with the time that is enough."""
-    asked: list[tuple[int, float]] = []
+    """What was timed, and what was requested, with the time that is enough."""
+    requested: list[tuple[int, float]] = []
 
     def trial(n: int, enough: float) -> float | None:
-        asked.append((n, enough))
-        return away[n]
+        requested.append((n, enough))
+        return offloaded[n]
 
     best = min(step_seconds(timed, n, size) for n in timed)
     sizes = above(max(timed), size)
     found = try_above(timed, best, sizes, size, moving=lambda n: n * moving, trial=trial)
-    return found, asked
+    return found, requested
 
 
 DEAR = {n: 1.0 + 0.01 * n for n in (2, 4, 8)}
@@ -65,33 +65,33 @@ DEAR = {n: 1.0 + 0.01 * n for n in (2, 4, 8)}
 
 
 def test_sizes_are_tried_for_as_long_as_that_pays() -> None:
-    found, asked = tried(DEAR, {16: 1.3, 32: 1.7, 64: 4.0}, 64)
+    found, requested = tried(DEAR, {16: 1.3, 32: 1.7, 64: 4.0}, 64)
     assert found == {16: 1.3, 32: 1.7, 64: 4.0}  # 5.2, 3.4 and then 4.0 a step
-    assert [n for n, _ in asked] == [16, 32, 64]
+    assert [n for n, _ in requested] == [16, 32, 64]
     bests = [8 * DEAR[8], 4 * 1.3, 2 * 1.7]
     wanted = [SLOWER * best * n / 64 for best, n in zip(bests, (16, 32, 64), strict=True)]
-    assert [enough for _, enough in asked] == pytest.approx(wanted)
-    found, asked = tried(DEAR, {16: 3.0, 32: 5.0}, 64)
+    assert [enough for _, enough in requested] == pytest.approx(wanted)
+    found, requested = tried(DEAR, {16: 3.0, 32: 5.0}, 64)
     assert found == {16: 3.0, 32: 5.0}
-    assert [n for n, _ in asked] == [16, 32]  # both have lost
-    found, asked = tried(DEAR, {16: 3.0, 32: 3.0, 64: 7.0}, 64)
+    assert [n for n, _ in requested] == [16, 32]  # both have lost
+    found, requested = tried(DEAR, {16: 3.0, 32: 3.0, 64: 7.0}, 64)
     assert found == {16: 3.0, 32: 3.0, 64: 7.0}  # the second one has won
-    found, asked = tried(DEAR, {16: None}, 64)
+    found, requested = tried(DEAR, {16: None}, 64)
     assert found == {}
 
 
 def test_two_that_have_lost_do_not_end_it_where_the_line_through_them_can_win() -> None:
     """Moving costs the same at every size here: only large micro-batches pay for it."""
     timed = {1: 2.9}  # a step of 64: 185.6
-    away = {n: 10.0 + n for n in (2, 4, 8, 16, 32, 60, 64)}
-    found, asked = tried(timed, dict(away), 64)
-    assert [n for n, _ in asked] == [2, 4, 8, 16, 32, 64]  # 384, 224, 144 ...
-    assert found == {n: away[n] for n in (2, 4, 8, 16, 32, 64)}
-    dear = {n: 10.0 + 2.8 * n for n in away}  # no size wins a twentieth
-    found, asked = tried(timed, dict(dear), 64)
-    assert [n for n, _ in asked] == [2, 4]
-    found, asked = tried(timed, dict(dear), 60)  # nor do 16 by their last one of 12
-    assert [n for n, _ in asked] == [2, 4]
+    offloaded = {n: 10.0 + n for n in (2, 4, 8, 16, 32, 60, 64)}
+    found, requested = tried(timed, dict(offloaded), 64)
+    assert [n for n, _ in requested] == [2, 4, 8, 16, 32, 64]  # 384, 224, 144 ...
+    assert found == {n: offloaded[n] for n in (2, 4, 8, 16, 32, 64)}
+    dear = {n: 10.0 + 2.8 * n for n in offloaded}  # no size wins a twentieth
+    found, requested = tried(timed, dict(dear), 64)
+    assert [n for n, _ in requested] == [2, 4]
+    found, requested = tried(timed, dict(dear), 60)  # nor do 16 by their last one of 12
+    assert [n for n, _ in requested] == [2, 4]
 
 
 def test_nothing_is_tried_where_nothing_is_to_be_won() -> None:
@@ -106,6 +106,6 @@ def test_nothing_is_tried_where_nothing_is_to_be_won() -> None:
 
 def test_a_size_that_cannot_win_is_passed_over_for_one_that_can() -> None:
     timed = {4: 4.5, 8: 8.4}  # a step of 512: 537.6, and in sixteens no less than 518.4
-    found, asked = tried(timed, {32: 34.0, 64: 70.0}, 512)
+    found, requested = tried(timed, {32: 34.0, 64: 70.0}, 512)
     assert found == {32: 34.0, 64: 70.0}
-    assert [n for n, _ in asked] == [32, 64]
+    assert [n for n, _ in requested] == [32, 64]

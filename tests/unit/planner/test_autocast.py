@@ -46,7 +46,10 @@ def state() -> list[Any]:
     kinds = "cpu", "cuda"
     names = "set_autocast_enabled", "set_autocast_dtype"
     return [
-        *((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+        *(
+            (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type))
+            for device_type in kinds
+        ),
         *(getattr(torch, name) for name in names),
         torch.cuda.is_bf16_supported,
         torch.cuda.amp.common.amp_definitely_not_available,
@@ -66,8 +69,8 @@ class Casting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.how:
             return self.inner(x).float()  # type: ignore[no-any-return]
-        kind = x.device.type if self.how == "of the tensor" else self.how
-        with torch.autocast(kind, self.dtype):
+        device_type = x.device.type if self.how == "of the tensor" else self.how
+        with torch.autocast(device_type, self.dtype):
             return self.inner(x).float()  # type: ignore[no-any-return]
 
 
@@ -79,10 +82,10 @@ def plan(net: nn.Module) -> Plan:
 def peaks(found: Plan) -> tuple[int, int]:
     assert found.memory is not None
     assert found.memory.how == FAKE
-    return found.memory.floor, found.memory.whole
+    return found.memory.floor, found.memory.undivided
 
 
-def test_every_operator_that_cuda_casts_is_known() -> None:
+def test_every_operator_that_cuda_casts_is_listed() -> None:
     assert [name for name in unknown() if name.startswith("aten::")] == []
 
 
@@ -130,7 +133,7 @@ def test_autocast_in_forward_counts_as_around() -> None:
         assert peaks(plan(Casting())) == plain
 
 
-def test_autocast_that_torch_has_switched_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_autocast_that_torch_has_switched_off_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     common = torch.cuda.amp.common
     monkeypatch.setattr(common, "amp_definitely_not_available", lambda: True)
     with pytest.warns(UserWarning, match="CUDA is not available"):
@@ -145,7 +148,7 @@ def test_autocast_that_torch_has_switched_off_is_told(monkeypatch: pytest.Monkey
     assert device.not_measured == NOT_MEASURED
 
 
-def test_operators_that_nobody_knows_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operators_that_are_not_listed_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autocast, "LOWER", autocast.LOWER - {"addmv"})
     with switched_on(torch.bfloat16), planning() as use:
         torch.mm(torch.ones(2, 2), torch.ones(2, 2))

@@ -33,16 +33,16 @@ def test_the_choice_is_nearly_the_best_of_a_full_sweep(
 
 
 def test_few_sizes_are_timed_and_the_large_ones_not_at_all() -> None:
-    seconds, asked = valley(32, 10.0, 1.0), []
+    seconds, requested = valley(32, 10.0, 1.0), []
 
     def timer(n: int) -> float:
-        asked.append(n)
+        requested.append(n)
         return seconds[n]
 
     timed = search(1024, 1024, timer)
-    assert set(asked) == set(timed)
+    assert set(requested) == set(timed)
     assert len(timed) <= 10
-    assert max(asked) <= 256
+    assert max(requested) <= 256
 
 
 def test_noise_that_passes_is_forgotten() -> None:

@@ -19,7 +19,7 @@ from anybatch.core.links import Link
 from anybatch.errors import BudgetError, StoreError
 from anybatch.memory.meter import Meter
 from anybatch.planner.choice import step_seconds
-from anybatch.planner.leaving import Leaving
+from anybatch.planner.offloaded import OffloadedSizes
 
 CPU = torch.device("cpu")
 SIZE = 8
@@ -30,7 +30,7 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.here: Callable[[int], float] = lambda n: 1.0 + 0.01 * n
-        self.away: Callable[[int], float] = lambda n: 1.1 + 0.01 * n
+        self.offloaded: Callable[[int], float] = lambda n: 1.1 + 0.01 * n
         self.lanes: float | None = 5.0
         self.wider = 6.0
         self.link = Link(out=1e12, back=1e12)
@@ -38,25 +38,25 @@ class Clocks:
         self.in_lanes: list[int] = []
         self.linked = 0
         monkeypatch.setattr(
-            "anybatch.planner.staying.seconds", lambda case, look, n, **_: self.here(n)
+            "anybatch.planner.resident.seconds", lambda case, inspection, n, **_: self.here(n)
         )
-        monkeypatch.setattr("anybatch.planner.leaving.seconds", self._away)
+        monkeypatch.setattr("anybatch.planner.offloaded.seconds", self._offloaded)
         monkeypatch.setattr("anybatch.engine.arranged.seconds_of_step", self._lanes)
-        monkeypatch.setattr("anybatch.planner.leaving.clocked", self._clocked)
+        monkeypatch.setattr("anybatch.planner.offloaded.clocked", self._clocked)
 
-    def _away(self, case: Any, look: Any, n: int, **_: Any) -> float:
+    def _offloaded(self, case: Any, inspection: Any, n: int, **_: Any) -> float:
         self.tried.append(n)
-        return self.away(n)
+        return self.offloaded(n)
 
     def _lanes(
-        self, given: Any, batch: Any, modules: Any, n: int, room: Any, away: Any
+        self, step_inputs: Any, batch: Any, modules: Any, n: int, available: Any, offloaded: Any
     ) -> float | None:
-        if away is not None and (n == SIZE or not given.meets(modules)):
-            return step_seconds({k: self.away(k) for k in range(1, SIZE + 1)}, n, SIZE)
-        if not given.meets(modules):
+        if offloaded is not None and (n == SIZE or not step_inputs.meets(modules)):
+            return step_seconds({k: self.offloaded(k) for k in range(1, SIZE + 1)}, n, SIZE)
+        if not step_inputs.meets(modules):
             return step_seconds({k: self.here(k) for k in range(1, SIZE + 1)}, n, SIZE)
         self.in_lanes.append(n)
-        return self.lanes if away is None else self.wider
+        return self.lanes if offloaded is None else self.wider
 
     def _clocked(self, *_: Any) -> Link:
         self.linked += 1
@@ -94,11 +94,11 @@ def images() -> tuple[Tensor, Tensor]:
 
 
 @cache
-def room(make: Callable[[], nn.Module]) -> int:
+def tight_budget(make: Callable[[], nn.Module]) -> int:
     """Bytes in which micro-batches of three fit with all of their saved tensors, and no more do."""
     model, loss, batch = parts(make)
-    given = {"memory": "1GiB", "timed": False, "micro_batch": 3, "offload": "off"}
-    memory = anybatch.plan(model, loss, batch, **given).memory
+    options = {"memory": "1GiB", "timed": False, "micro_batch": 3, "offload": "off"}
+    memory = anybatch.plan(model, loss, batch, **options).memory
     assert memory is not None
     return next(c.peak_bytes for c in memory.candidates if c.micro_batch == 3) + 1024
 
@@ -121,11 +121,11 @@ def step(engine: Engine, batch: Any) -> int:
     return meter.peak
 
 
-def test_larger_micro_batches_are_taken_where_they_are_faster_with_tensors_away(
+def test_larger_micro_batches_are_chosen_where_they_are_faster_with_tensors_offloaded(
     clocks: Clocks,
 ) -> None:
     model, batch = mlp(), rows()
-    memory = room(mlp)
+    memory = tight_budget(mlp)
     engine, before = Engine(model, F.mse_loss, memory=memory), snapshot(model)
     plan = engine.foresee(*batch)
     assert same(before, snapshot(model))
@@ -135,12 +135,12 @@ def test_larger_micro_batches_are_taken_where_they_are_faster_with_tensors_away(
     assert clocks.tried == [6, 8]
     assert Plan.from_json(plan.to_json()) == plan
     text = str(plan)
-    assert "saved tensors away; chosen: the fastest timed" in text
+    assert "saved tensors offloaded; chosen: the fastest timed" in text
     assert "161 % slower" in text  # 3.08 s in threes
-    assert "saved tensors away; runner-up: 85 % slower" in text  # 2.18 s in sixes
+    assert "saved tensors offloaded; runner-up: 85 % slower" in text  # 2.18 s in sixes
     assert (
         "timed as it would be run, a step takes 1.18 s in micro-batches of 8 with saved tensors "
-        "away, and 3.08 s in micro-batches of 3 without"
+        "offloaded, and 3.08 s in micro-batches of 3 without"
     ) in text
     timed = list(clocks.tried)
     for n in (8, 6, 3):  # what comes later is not timed
@@ -155,23 +155,23 @@ def test_larger_micro_batches_are_taken_where_they_are_faster_with_tensors_away(
 
 @pytest.mark.parametrize("slower", [0.5, 9.0])
 def test_all_stays_where_that_is_faster(clocks: Clocks, slower: float) -> None:
-    clocks.away = lambda n: slower + 1.02 * n
+    clocks.offloaded = lambda n: slower + 1.02 * n
     model, batch = mlp(), rows()
-    memory = room(mlp)
+    memory = tight_budget(mlp)
     plan = anybatch.plan(model, F.mse_loss, batch, memory=memory)
     assert clocks.tried == [6, 8]  # one may lose by its last micro-batch, of two samples
     assert plan.offload is None
     assert (plan.micro_batch, plan.mechanism) == (3, "streaming")
     text = str(plan)
-    assert "saved tensors away; " in text
+    assert "saved tensors offloaded; " in text
     assert "3 without" in text
     assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_the_gradient_of_a_plan_that_was_chosen_so_is_that_of_the_batch(clocks: Clocks) -> None:
     model, batch = mlp(), rows()
-    memory = room(mlp)
-    clocks.away = lambda n: 1.1 if n < SIZE else 9.0
+    memory = tight_budget(mlp)
+    clocks.offloaded = lambda n: 1.1 if n < SIZE else 9.0
     engines: list[Engine] = []
 
     def run(ours: nn.Module) -> Tensor:
@@ -189,7 +189,7 @@ INF = float("inf")
 
 @pytest.mark.large(few=3)
 @pytest.mark.parametrize(
-    ("lanes", "wider", "chosen", "away"),
+    ("lanes", "wider", "chosen", "offloaded"),
     [
         (5.0, 6.0, SIZE, True),  # the whole batch with all away, which takes 1.2 s
         (1.0, 6.0, 3, False),
@@ -201,21 +201,21 @@ INF = float("inf")
     ],
 )
 def test_lanes_against_wider_ones_and_the_whole_batch_with_all_away(
-    clocks: Clocks, lanes: float, wider: float, chosen: int, away: bool
+    clocks: Clocks, lanes: float, wider: float, chosen: int, offloaded: bool
 ) -> None:
-    mechanism = "lanes" if chosen < SIZE else "undivided"
-    clocks.lanes, clocks.wider, clocks.away = lanes, wider, lambda _: 1.2
+    mechanism = "lockstep" if chosen < SIZE else "undivided"
+    clocks.lanes, clocks.wider, clocks.offloaded = lanes, wider, lambda _: 1.2
     clocks.here = lambda n: 0.2 + 0.01 * n
     model, batch = convolutions(), images()
-    memory = room(convolutions)
+    memory = tight_budget(convolutions)
     engine = Engine(model, F.cross_entropy, memory=memory)
     plan = engine.foresee(*batch)
     assert clocks.in_lanes == [3, 4]
     assert clocks.tried == [SIZE]
     assert (plan.mechanism, plan.micro_batch) == (mechanism, chosen)
-    assert (plan.offload is not None) == away
+    assert (plan.offload is not None) == offloaded
     assert plan.memory is not None
-    found = {(c.micro_batch, c.away): c.seconds for c in plan.memory.candidates}
+    found = {(c.micro_batch, c.offloaded): c.seconds for c in plan.memory.candidates}
     assert found[SIZE, True] == 1.2
     assert found[3, False] == (lanes if lanes < INF else None)
     assert found[4, True] == (wider if wider < INF else None)
@@ -233,7 +233,7 @@ def flat(n: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("given", "here", "link", "linked"),
+    ("options", "here", "link", "linked"),
     [
         ({}, flat, Link(1e12, 1e12), 0),  # a sample costs the same at every size
         ({}, None, Link(1e4, 1e4), 1),  # what is too much would take minutes
@@ -242,29 +242,29 @@ def flat(n: int) -> float:
         ({"micro_batch": 3}, None, Link(1e12, 1e12), 0),
     ],
 )
-def test_nothing_is_tried_that_cannot_win_or_was_not_asked_for(
+def test_nothing_is_tried_that_cannot_win_or_was_not_requested(
     clocks: Clocks,
     monkeypatch: pytest.MonkeyPatch,
-    given: dict[str, Any],
+    options: dict[str, Any],
     here: Callable[[int], float] | None,
     link: Link,
     linked: int,
 ) -> None:
     clocks.here, clocks.link = here or clocks.here, link
     model, batch = mlp(), rows()
-    memory = room(mlp)
-    monkeypatch.setattr("anybatch.planner.leaving.lean", None)  # nor rehearsed
-    plan = anybatch.plan(model, F.mse_loss, batch, memory=memory, **given)
+    memory = tight_budget(mlp)
+    monkeypatch.setattr("anybatch.planner.offloaded.rehearse_offloaded", None)  # nor rehearsed
+    plan = anybatch.plan(model, F.mse_loss, batch, memory=memory, **options)
     assert clocks.tried == []
     assert clocks.linked == linked
     assert plan.offload is None
-    assert not any(c.away for c in plan.memory.candidates) if plan.memory else False
+    assert not any(c.offloaded for c in plan.memory.candidates) if plan.memory else False
 
 
 def test_small_tensors_are_not_even_thought_of(
     clocks: Clocks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anybatch.planner.leaving.lean", None)
+    monkeypatch.setattr("anybatch.planner.offloaded.rehearse_offloaded", None)
     model, batch = (
         nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)),
         (
@@ -278,16 +278,16 @@ def test_small_tensors_are_not_even_thought_of(
 
 
 @pytest.mark.parametrize("where", ["the trial", "real rows"])
-def test_where_there_is_no_room_after_all_it_stays(
+def test_where_there_is_no_space_after_all_it_stays(
     clocks: Clocks, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     def fails(*_: Any, **__: Any) -> Any:
-        raise StoreError("full") if where == "the trial" else BudgetError("x", needed=2, given=1)
+        raise StoreError("full") if where == "the trial" else BudgetError("x", needed=2, budget=1)
 
     name = "seconds" if where == "the trial" else "_really"
-    monkeypatch.setattr(Leaving, name, fails)
+    monkeypatch.setattr(OffloadedSizes, name, fails)
     model, batch = mlp(), rows()
-    memory = room(mlp)
+    memory = tight_budget(mlp)
     engine = Engine(model, F.mse_loss, memory=memory)
     step(engine, batch)
     assert engine.plan is not None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, Plan
-from anybatch.memory.room import WAITING
+from anybatch.memory.lockstep_budget import WAITING
 from anybatch.planner.forecast import DIVIDED, UNDIVIDED
 from anybatch.reports import StepTimeline
 
@@ -20,12 +20,12 @@ def shifted(out: Tensor, y: Tensor) -> Tensor:
 
 
 def planned(
-    loss: Any = F.cross_entropy, size: int = 300, **given: Any
+    loss: Any = F.cross_entropy, size: int = 300, **options: Any
 ) -> tuple[Plan, StepTimeline]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 3))
     optimizer = torch.optim.AdamW(model.parameters())
-    engine = Engine(model, loss, optimizer=optimizer, **given)
+    engine = Engine(model, loss, optimizer=optimizer, **options)
     plan = engine.foresee(torch.randn(size, 8), torch.randint(0, 3, (size,)), timed=False)
     found = engine.timeline()
     assert found is not None
@@ -38,7 +38,7 @@ def owners(plan: Plan) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "given", "title"),
+    ("loss", "options", "title"),
     [
         (F.cross_entropy, {"memory": "100KiB"}, "300 samples in 3 micro-batches of "),
         (F.cross_entropy, {"memory": "40KiB"}, ", the first 3"),
@@ -49,9 +49,9 @@ def owners(plan: Plan) -> dict[str, int]:
     ids=["divided", "many", "undivided", "fixed", "coupled"],
 )
 def test_the_peak_is_the_plans_and_so_are_its_owners(
-    loss: Any, given: dict[str, Any], title: str
+    loss: Any, options: dict[str, Any], title: str
 ) -> None:
-    plan, step = planned(loss, **given)
+    plan, step = planned(loss, **options)
     assert plan.memory is not None
     assert (step.peak, step.budget) == (plan.memory.predicted, plan.memory.budget)
     assert step.ledger.at_peak() == owners(plan)
@@ -71,14 +71,14 @@ def test_every_phase_of_a_forecast_has_the_peak_it_is_planned_with() -> None:
     for size in (1, 2, 7, 40):
         engine.foresee(torch.randn(size, 8), torch.randint(0, 3, (size,)), timed=False)
         assert engine._planner is not None
-        for _, forecast in engine._planner._foreseen._known:
+        for _, forecast in engine._planner._foreseen._stored:
             for n in (1, 2, 3, size):
                 parts = forecast.phases(n, size)
                 assert max(part.peak for part in parts.values()) == forecast.peak(n, size)
 
 
 @pytest.mark.parametrize("memory", ["70KiB", "4MiB"])
-def test_room_for_micro_batches_that_wait_is_theirs_as_long_as_there_are_any(memory: str) -> None:
+def test_memory_for_micro_batches_that_wait_is_theirs_as_long_as_there_are_any(memory: str) -> None:
     model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Linear(32, 3))
     x, y = torch.randn(300, 8), torch.randint(0, 3, (300,))
     engine = Engine(model, F.cross_entropy, memory=memory, micro_batch=70)
@@ -90,8 +90,8 @@ def test_room_for_micro_batches_that_wait_is_theirs_as_long_as_there_are_any(mem
     firsts = {phase.name: phase.first for phase in step.phases}
     assert (waits[firsts[DIVIDED] :] > 0).all()
     assert not waits[: firsts[DIVIDED]].any()
-    room = plan.memory.room
-    assert room is None or (isinstance(room, tuple) and waits.max() <= max(room))
+    available = plan.memory.waiting_capacity
+    assert available is None or (isinstance(available, tuple) and waits.max() <= max(available))
     assert step.ledger.at_peak() == owners(plan)
     assert sum(owners(plan).values()) == plan.memory.predicted
 
@@ -108,28 +108,28 @@ class Masks(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         out = x.new_zeros(len(x), self.out_features)
-        kept = x.sum(1) > 0
-        out[kept] = super().forward(x[kept])
+        retained = x.sum(1) > 0
+        out[retained] = super().forward(x[retained])
         return out
 
 
 @pytest.mark.parametrize(
-    ("model", "given", "how"),
+    ("model", "options", "how"),
     [
-        (nn.Sequential(Reads(8, 3)), {}, "two rehearsals on a few real rows"),
+        (nn.Sequential(Reads(8, 3)), {}, "two steps on a few real rows"),
         (nn.Sequential(Masks(8, 3)), {}, "a line through measured peaks, and a tenth"),
-        (nn.Sequential(nn.Linear(8, 16), nn.Dropout()), {"rng": "batch"}, "without data"),
-        (nn.Linear(8, 3).double(), {}, "without data"),
-        (nn.Linear(8, 3).bfloat16(), {}, "without data"),
+        (nn.Sequential(nn.Linear(8, 16), nn.Dropout()), {"rng": "batch"}, "on fake tensors"),
+        (nn.Linear(8, 3).double(), {}, "on fake tensors"),
+        (nn.Linear(8, 3).bfloat16(), {}, "on fake tensors"),
     ],
     ids=["real rows", "peaks", "draws", "double", "half"],
 )
-def test_whatever_a_plan_was_foreseen_by_its_picture_has_its_peak(
-    model: nn.Module, given: dict[str, Any], how: str
+def test_in_any_mode_of_foresight_a_picture_has_the_peak_of_its_plan(
+    model: nn.Module, options: dict[str, Any], how: str
 ) -> None:
     dtype = next(model.parameters()).dtype
     x, y = torch.randn(60, 8, dtype=dtype), torch.randint(0, 3, (60,))
-    engine = Engine(model, F.cross_entropy, memory="1MiB", micro_batch=17, **given)
+    engine = Engine(model, F.cross_entropy, memory="1MiB", micro_batch=17, **options)
     plan, step = engine.foresee(x, y, timed=False), engine.timeline()
     assert step is not None
     assert plan.memory is not None

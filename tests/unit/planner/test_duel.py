@@ -42,10 +42,10 @@ def test_of_close_sizes_the_one_is_chosen_whose_steps_are_fastest(
         assert steps == {}
         assert chosen(timed, steps, size) == fastest(timed, size)
         return
-    taken = sorted(close, key=lambda n: step_seconds(timed, n, size))[:MOST]
-    assert ran == taken * TURNS  # one after the other, and all of them again
-    assert steps == pytest.approx({n: real[n] for n in taken}, rel=1e-12)
-    assert real[chosen(timed, steps, size)] == min(real[n] for n in taken)
+    used = sorted(close, key=lambda n: step_seconds(timed, n, size))[:MOST]
+    assert ran == used * TURNS  # one after the other, and all of them again
+    assert steps == pytest.approx({n: real[n] for n in used}, rel=1e-12)
+    assert real[chosen(timed, steps, size)] == min(real[n] for n in used)
 
 
 @given(timings())
@@ -63,7 +63,7 @@ def test_all_sizes_are_longer_by_as_much_as_the_fastest_step_was(
         assert step_seconds(found, best, size) == pytest.approx(steps[best], rel=1e-9)
 
 
-def test_a_size_that_runs_out_of_memory_is_out_and_what_cannot_be_told_ends_it() -> None:
+def test_a_size_that_runs_out_of_memory_is_out_and_what_cannot_be_timed_ends_it() -> None:
     timed = {2: 1.0, 4: 2.0, 8: 4.1}
     timed = {n: seconds / 100 for n, seconds in timed.items()}
     steps = duel(timed, 8, lambda n: inf if n == 2 else 0.01 * n)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch
-from anybatch.memory.room import least
+from anybatch.memory.lockstep_budget import least
 from anybatch.planner.ladder import FAKE, PEAKS, REAL, ROUNDING
 
 
@@ -33,9 +33,9 @@ class Decides(nn.Module):
 
 class Masks(Decides):
     def forward(self, x: Tensor) -> Tensor:
-        kept = x.sum(1) > 0
+        retained = x.sum(1) > 0
         out = x.new_zeros(len(x), 3)
-        out[kept] = self.b(self.a(x)[kept].relu())
+        out[retained] = self.b(self.a(x)[retained].relu())
         return out
 
 
@@ -84,7 +84,7 @@ def test_every_rung_plans_and_the_gradient_is_exact(
     memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
     assert memory is not None
     assert memory.how in how
-    budget = max(memory.floor, (memory.floor + memory.whole) // 2)
+    budget = max(memory.floor, (memory.floor + memory.undivided) // 2)
     budget += 0 if memory.how == FAKE else ROUNDING
     for loss in (F.cross_entropy, shifted):
         got = state_after(model, lambda m, f=loss: untimed(m, f, 2 * budget).backward(x, y))
@@ -106,13 +106,13 @@ def test_inputs_with_leaves_that_are_no_tensors_are_rehearsed_without_data(
     inputs: Callable[[Tensor], Any], loss: Callable[..., Tensor]
 ) -> None:
     model, (x, y) = Several().double(), rows(20)
-    given = inputs(x)
-    memory = anybatch.plan(model, loss, (given, y), memory="1MiB", timed=False).memory
+    batch_inputs = inputs(x)
+    memory = anybatch.plan(model, loss, (batch_inputs, y), memory="1MiB", timed=False).memory
     assert memory is not None
     assert memory.how == FAKE
-    budget = (memory.floor + memory.whole) // 2
-    got = state_after(model, lambda m: Engine(m, loss, memory=budget).backward(given, y))
-    assert_exact(got, undivided(model, loss, given, y))
+    budget = (memory.floor + memory.undivided) // 2
+    got = state_after(model, lambda m: Engine(m, loss, memory=budget).backward(batch_inputs, y))
+    assert_exact(got, undivided(model, loss, batch_inputs, y))
 
 
 def planned_and_run(model: nn.Module) -> tuple[str, int, int]:
@@ -163,9 +163,9 @@ WEIGHTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "of a device": (lambda out: torch.tensor([1.0, 2.0, 3.0], device=out.device), "streaming"),
     "as_tensor": (lambda out: torch.as_tensor([1.0, 2.0, 3.0], device=out.device), "streaming"),
     "arithmetic": (lambda _: torch.arange(1, 4).float() / 6, "streaming"),
-    "ones": (lambda _: torch.ones(3), "gathering"),
-    "drawn": (lambda _: torch.rand(3), "gathering"),  # others each time: no sum over samples
-    "of the size": (lambda out: torch.tensor([1.0, 2.0, float(len(out))]), "gathering"),
+    "ones": (lambda _: torch.ones(3), "two-pass"),
+    "drawn": (lambda _: torch.rand(3), "two-pass"),  # others each time: no sum over samples
+    "of the size": (lambda out: torch.tensor([1.0, 2.0, float(len(out))]), "two-pass"),
 }
 
 
@@ -247,9 +247,9 @@ def test_batchnorm_is_undivided_where_that_fits_and_in_lanes_within_the_budget_w
     memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
     assert memory is not None
     cases = [
-        (memory.whole, None, "undivided"),
-        (memory.whole - 1, 32, "lanes"),
-        ((memory.floor + memory.whole) // 2, 16, "lanes"),
+        (memory.undivided, None, "undivided"),
+        (memory.undivided - 1, 32, "lockstep"),
+        ((memory.floor + memory.undivided) // 2, 16, "lockstep"),
     ]
     for budget, micro_batch, mechanism in cases:
         got, engine = stepped(model, x, y, memory=budget, micro_batch=micro_batch)
@@ -266,20 +266,20 @@ def test_batchnorm_is_undivided_where_that_fits_and_in_lanes_within_the_budget_w
     ):
         Engine(model, F.cross_entropy, memory=memory.floor - 1).backward(x, y)
     assert same(before, snapshot(model))
-    Engine(model, F.cross_entropy, memory=memory.whole - 1, batchnorm="local").backward(x, y)
+    Engine(model, F.cross_entropy, memory=memory.undivided - 1, batchnorm="local").backward(x, y)
 
 
 def test_a_plan_for_batchnorm_says_what_waits_and_is_obeyed() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
     x, y = rows(64)
-    whole = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
-    assert whole is not None
+    full = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
+    assert full is not None
     plan = anybatch.plan(
-        model, F.cross_entropy, (x, y), memory=whole.whole // 2, micro_batch=16, timed=False
+        model, F.cross_entropy, (x, y), memory=full.undivided // 2, micro_batch=16, timed=False
     )
-    assert (plan.mechanism, plan.micro_batch) == ("lanes", 16)
+    assert (plan.mechanism, plan.micro_batch) == ("lockstep", 16)
     assert plan.memory is not None
-    assert 0 < least(plan.memory.room) < plan.memory.budget
+    assert 0 < least(plan.memory.waiting_capacity) < plan.memory.budget
     again = anybatch.Plan.from_json(plan.to_json())
     assert again == plan
     got = state_after(model, lambda m: Engine(m, F.cross_entropy, plan=again).backward(x, y))

@@ -35,7 +35,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Allocator:
 
 
 @pytest.mark.parametrize(
-    ("before", "anew", "told", "resets"),
+    ("before", "anew", "reported", "resets"),
     [
         (100, False, 130, 0),  # nothing above what is allocated was in it
         (120, False, 130, 0),  # it grows
@@ -46,19 +46,19 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Allocator:
         (900, True, 130, 1),
     ],
 )
-def test_a_peak_is_told_where_the_statistic_tells_it(
-    made: Allocator, before: int, anew: bool, told: int | None, resets: int
+def test_a_peak_is_reported_where_the_statistic_tells_it(
+    made: Allocator, before: int, anew: bool, reported: int | None, resets: int
 ) -> None:
     made.most = before
     with read_peak(torch.device("cuda"), anew=anew) as peak:
         made.take(30)
         made.take(-30)
-    assert (peak(), made.resets) == (told, resets)
+    assert (peak(), made.resets) == (reported, resets)
     if not resets:
         assert made.most == max(before, 130)  # the person's is what it would be without
 
 
-def test_elsewhere_nothing_is_asked(made: Allocator) -> None:
+def test_elsewhere_nothing_is_queried(made: Allocator) -> None:
     with read_peak(torch.device("cpu"), anew=True) as peak:
         made.take(30)
     assert peak() is None
@@ -68,11 +68,11 @@ def test_elsewhere_nothing_is_asked(made: Allocator) -> None:
 def test_a_step_reads_its_own_device_and_resets_nothing(
     made: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[torch.device] = []
+    requested: list[torch.device] = []
     real = engine.read_peak
 
     def read(device: torch.device) -> object:
-        asked.append(device)
+        requested.append(device)
         return real(torch.device("cuda:1"))
 
     monkeypatch.setattr(engine, "read_peak", read)
@@ -89,5 +89,5 @@ def test_a_step_reads_its_own_device_and_resets_nothing(
         assert trained.last is not None
         peaks.append(trained.last.peak_bytes)
     assert peaks == [150, None, 190, None]
-    assert asked == [torch.device("cpu")] * 4
+    assert requested == [torch.device("cpu")] * 4
     assert made.resets == 0

@@ -6,18 +6,18 @@ import torch
 
 from anybatch.core.norm.moments import Moments
 from anybatch.memory.paging import Paging, keep
-from anybatch.planner.notes import Alone, Notes, shapes_of_moments
+from anybatch.planner.notes import SingleLaneBarrier, StorageRecorder, shapes_of_moments
 
 CPU = torch.device("cpu")
 KIB = 1024
 
 
-def test_what_a_turn_has_not_used_may_be_away_and_what_dies_is_forgotten() -> None:
-    notes = Notes(CPU)
+def test_what_a_segment_has_not_used_may_be_offloaded_and_what_dies_is_forgotten() -> None:
+    notes = StorageRecorder(CPU)
     with Paging(notes):
         one, two = torch.zeros(256), torch.zeros(512)
         assert (notes.untouched, notes.holds) == (0, 3 * KIB)
-        notes.turn += 1
+        notes.phase += 1
         assert notes.untouched == 3 * KIB
         view = one[:3] + 1
         assert notes.untouched == 2 * KIB
@@ -26,24 +26,24 @@ def test_what_a_turn_has_not_used_may_be_away_and_what_dies_is_forgotten() -> No
 
 
 def test_what_stays_or_is_shared_does_not_wait() -> None:
-    notes = Notes(CPU)
+    notes = StorageRecorder(CPU)
     with Paging(notes):
-        kept, also = torch.zeros(256), torch.zeros(256)
+        retained, also = torch.zeros(256), torch.zeros(256)
         with notes.sharing():
             shared = torch.zeros(256)
-    keep(notes, kept)
-    assert (notes.holds, notes.known) == (KIB, 2 * KIB)
+    keep(notes, retained)
+    assert (notes.holds, notes.accounted) == (KIB, 2 * KIB)
     notes.give_up(int(also.untyped_storage()._cdata))
-    assert (notes.holds, notes.known) == (0, KIB)
+    assert (notes.holds, notes.accounted) == (0, KIB)
     assert shared.nbytes == KIB
 
 
-def test_a_meeting_ends_a_turn_and_another_one_makes_it_unknown() -> None:
-    notes, ended = Notes(CPU), list[int]()
-    alone = Alone(notes, partial(ended.append, 1))
-    found = alone.reduce("norm", lambda: shapes_of_moments(torch.zeros(2, 3)), max, lambda t: t)
+def test_a_meeting_ends_a_segment_and_another_one_makes_it_unknown() -> None:
+    notes, ended = StorageRecorder(CPU), list[int]()
+    single = SingleLaneBarrier(notes, partial(ended.append, 1))
+    found = single.reduce("norm", lambda: shapes_of_moments(torch.zeros(2, 3)), max, lambda t: t)
     assert isinstance(found, Moments)
     assert (found.count, found.mean.shape, ended, notes.unknown) == (3, (3,), [1], False)
-    assert alone.exchange("loss", 5, lambda parts: parts) == 5
+    assert single.exchange("loss", 5, lambda parts: parts) == 5
     assert notes.unknown
-    assert alone.gather("rows", found.mean) == (found.mean, 0)
+    assert single.gather("rows", found.mean) == (found.mean, 0)

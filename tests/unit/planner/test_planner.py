@@ -10,28 +10,30 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.execution.kinds import Kind
+from anybatch.execution.signature import Signature
 from anybatch.memory.fakes import is_fake
 from anybatch.planner.choice import even
 
 
-def kind(shape: tuple[int, ...], size: int = 8, **more: Any) -> Kind:
-    given: dict[str, Any] = {"tensors": ("x", "f32"), "modes": (True,), "numbers": ()}
-    given |= {"lanes": False, "trains": True, "before": 0}
-    return Kind(shapes=(shape,), size=size, **(given | more))
+def signature_of(shape: tuple[int, ...], size: int = 8, **more: Any) -> Signature:
+    options: dict[str, Any] = {"tensors": ("x", "f32"), "modes": (True,), "numbers": ()}
+    options |= {"lanes": False, "trains": True, "before": 0}
+    return Signature(shapes=(shape,), size=size, **(options | more))
 
 
 def test_what_bounds_what() -> None:
-    assert kind((4, 4)).bounds(kind((4, 3)))
-    assert not kind((4, 4)).bounds(kind((2, 5)))
-    forward_only = kind((4, 4), trains=False)
-    assert kind((4, 4)).bounds(forward_only)
-    eval_mode = kind((4, 4), trains=False, modes=(False,))
-    assert not kind((4, 4)).bounds(eval_mode)  # a model may do more when it is tested
-    assert not forward_only.bounds(kind((4, 4)))
-    assert not kind((4, 4)).bounds(kind((4, 4), tensors=("x", "f64")))
-    assert not kind((4, 4)).bounds(kind((4, 4), modes=(False,)))
-    assert not kind((4, 4)).bounds(kind((4, 4), lanes=True))  # what waits is held beside it
+    assert signature_of((4, 4)).bounds(signature_of((4, 3)))
+    assert not signature_of((4, 4)).bounds(signature_of((2, 5)))
+    forward_only = signature_of((4, 4), trains=False)
+    assert signature_of((4, 4)).bounds(forward_only)
+    eval_mode = signature_of((4, 4), trains=False, modes=(False,))
+    assert not signature_of((4, 4)).bounds(eval_mode)  # a model may do more when it is tested
+    assert not forward_only.bounds(signature_of((4, 4)))
+    assert not signature_of((4, 4)).bounds(signature_of((4, 4), tensors=("x", "f64")))
+    assert not signature_of((4, 4)).bounds(signature_of((4, 4), modes=(False,)))
+    assert not signature_of((4, 4)).bounds(
+        signature_of((4, 4), lanes=True)
+    )  # what waits is held beside it
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 10, 64])
@@ -68,7 +70,7 @@ def test_batchnorm_that_fits_undivided_is_not_refused_for_a_bound_that_does_not(
     )
     exact = anybatch.plan(model, F.cross_entropy, images(8, 36), memory="1GiB", timed=False)
     assert exact.memory is not None
-    engine = Engine(model, F.cross_entropy, memory=exact.memory.whole + 64)
+    engine = Engine(model, F.cross_entropy, memory=exact.memory.undivided + 64)
     for side in (8, 36):
         x, y = images(8, side)
         engine.backward(x, y % 4)
@@ -76,12 +78,12 @@ def test_batchnorm_that_fits_undivided_is_not_refused_for_a_bound_that_does_not(
 
 
 def test_what_a_step_has_really_held_is_learnt() -> None:
-    kept: list[Tensor] = []
+    retained: list[Tensor] = []
 
     class Leaks(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             if len(x) == 10 and not is_fake(x):  # more than a rehearsal sees
-                kept.append(x.new_zeros(1000))
+                retained.append(x.new_zeros(1000))
             return super().forward(x)
 
     model, x, y = Leaks(5, 3), torch.randn(40, 5), torch.randint(0, 3, (40,))
@@ -105,7 +107,7 @@ def test_a_last_partial_batch_keeps_the_plan() -> None:
     model, (x, y) = ResNet(7, 4, (1, 1)), images(12, 16)
     memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1GiB", timed=False).memory
     assert memory is not None
-    engine = Engine(model, F.cross_entropy, memory=(memory.floor + memory.whole) // 2)
+    engine = Engine(model, F.cross_entropy, memory=(memory.floor + memory.undivided) // 2)
     engine.backward(x, y)
     plan = engine.plan
     for n in (5, 1, 12):
@@ -138,7 +140,9 @@ def test_a_schedule_from_and_to_nothing_keeps_the_plan() -> None:
 def test_batchnorm_is_never_divided_because_that_would_be_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("anybatch.planner.staying.seconds", lambda case, look, n, **_: float(n * n))
+    monkeypatch.setattr(
+        "anybatch.planner.resident.seconds", lambda case, inspection, n, **_: float(n * n)
+    )
     model, (x, y) = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7)), images(12, 8)
     loss = nn.CrossEntropyLoss()
     engine = Engine(model, loss, memory="1GiB")
@@ -147,22 +151,22 @@ def test_batchnorm_is_never_divided_because_that_would_be_faster(
     assert engine.plan.mechanism == "undivided"
 
 
-def test_a_division_that_needs_more_than_the_whole_batch_is_neither_timed_nor_chosen(
+def test_a_division_that_needs_more_than_the_full_batch_is_neither_timed_nor_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     timed: list[int] = []
 
-    def seconds(case: Any, look: Any, n: int, *, apart: bool) -> float:
+    def seconds(case: Any, inspection: Any, n: int, *, separate: bool) -> float:
         timed.append(n)
         return 1e-3 * n * n
 
-    monkeypatch.setattr("anybatch.planner.staying.seconds", seconds)
+    monkeypatch.setattr("anybatch.planner.resident.seconds", seconds)
     model = nn.Linear(500, 3).bfloat16()  # sums of gradients in float32 are the most of it
     x, y = torch.randn(9, 500).bfloat16(), torch.randint(0, 3, (9,))
     memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
     assert memory is not None
-    assert memory.whole < memory.floor
-    budget = (memory.whole + memory.floor) // 2
+    assert memory.undivided < memory.floor
+    budget = (memory.undivided + memory.floor) // 2
     engine = Engine(model, F.cross_entropy, memory=budget)
     engine.backward(x, y)
     assert engine.last is not None

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.engine.given import Given
+from anybatch.engine.inputs import StepInputs
 from anybatch.execution.case import Case, as_fakes
 from anybatch.lockstep.adaptive import Fixed
-from anybatch.loss.watched import Watched
+from anybatch.loss.watched import CallableLoss
 from anybatch.memory.meter import Meter
 from anybatch.planner import rehearse, updates
 from anybatch.planner.ladder import FAKE
@@ -42,8 +42,8 @@ MODELS: list[Callable[[], tuple[nn.Module, Tensor]]] = [
 
 
 def case(model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Case:
-    given = Given(model, Watched(loss), None, Fixed("local"))
-    return given.case(given.batch(x, y), given.modules(), trains=True)
+    step_inputs = StepInputs(model, CallableLoss(loss), None, Fixed("local"))
+    return step_inputs.case(step_inputs.batch(x, y), step_inputs.modules(), trains=True)
 
 
 @pytest.mark.parametrize("loss", [F.cross_entropy, shifted])
@@ -59,12 +59,16 @@ def test_fakes_and_real_rows_show_the_same_peaks(
     fake = as_fakes(real)
     peaks: dict[str, list[int]] = {}
     for name, it in (("real", real), ("fake", fake)):
-        _, seen = rehearse.look(it, 4)
-        seen = rehearse.watch_loss(it, seen)
-        assert seen.coupled is (loss is shifted)
+        _, observed = rehearse.inspect_model(it, 4)
+        observed = rehearse.watch_loss(it, observed)
+        assert observed.coupled is (loss is shifted)
         peaks[name] = [
-            *(rehearse.divided(it, n, seen, apart=a).peak for n in (2, 5) for a in (True, False)),
-            *(rehearse.whole(it, n).peak for n in (2, 24)),
+            *(
+                rehearse.divided(it, n, observed, accumulator=a).peak
+                for n in (2, 5)
+                for a in (True, False)
+            ),
+            *(rehearse.full_batch(it, n).peak for n in (2, 24)),
         ]
         assert same(before, snapshot(model))
     # A loss of a person's own is compared with itself, two rows of it: on fakes alone, because
@@ -78,7 +82,7 @@ def test_tied_weights_count_once() -> None:
     model = TransformerLM(64, 16, 1, 2, 32, tied=True)
     x = torch.randint(0, 64, (12, 16))
     it = as_fakes(case(model, tokenwise, x, x))
-    found = rehearse.whole(it, 2).at_peak()
+    found = rehearse.full_batch(it, 2).at_peak()
     assert found["parameters"] == sum(p.nbytes for p in model.parameters())
 
 
@@ -91,7 +95,7 @@ def test_tied_weights_count_once() -> None:
         (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
     ],
 )
-def test_the_state_of_an_optimizer_is_known_before_its_first_step(
+def test_the_state_of_an_optimizer_is_foreseen_before_its_first_step(
     make: Callable[..., torch.optim.Optimizer], sets: int
 ) -> None:
     model = MLP(8, 16, 4)
@@ -114,14 +118,14 @@ def test_an_optimizer_that_reads_a_value_is_not_rehearsed() -> None:
 def test_a_rehearsal_holds_nothing_when_it_is_over() -> None:
     model = MLP(8, 16, 7).bfloat16()
     it = case(model, F.cross_entropy, torch.randn(24, 8).bfloat16(), torch.randint(0, 7, (24,)))
-    _, seen = rehearse.look(it, 4)
+    _, observed = rehearse.inspect_model(it, 4)
     gc.collect()
     gc.disable()  # what lies in a circle would be found later, and counts until then
     try:
         with Meter(torch.device("cpu")) as meter:
-            rehearse.divided(it, 2, seen, apart=False)
-            rehearse.whole(it, 2)
-            seconds(it, seen, 2)
+            rehearse.divided(it, 2, observed, accumulator=False)
+            rehearse.full_batch(it, 2)
+            seconds(it, observed, 2)
         assert meter.live == 0
     finally:
         gc.enable()
@@ -134,16 +138,18 @@ class Captures(nn.Module):
         super().__init__()
         self.inner = nn.Linear(8, 7)
         self.installed = False
-        self.seen: list[int] = []
+        self.observed: list[int] = []
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 8] -> [n, 7]."""
         if not self.installed:
-            self.inner.register_forward_hook(lambda *given: self.seen.append(len(given[2])))
+            self.inner.register_forward_hook(
+                lambda *arguments: self.observed.append(len(arguments[2]))
+            )
             self.installed = True
-        self.seen.clear()
+        self.observed.clear()
         out: Tensor = self.inner(x)
-        assert self.seen == [len(x)]  # one hook, and not one for each rehearsal
+        assert self.observed == [len(x)]  # one hook, and not one for each rehearsal
         return out * float(x[0, 0] * 0 + 1)  # a value is read, so rows are real
 
 
@@ -192,7 +198,7 @@ def test_no_more_samples_meet_in_a_rehearsal_than_in_the_step(size: int) -> None
     assert engine.last.peak_bytes <= engine.last.predicted_bytes <= 900_000
 
 
-def test_beside_a_lane_what_waits_has_no_parameters_of_its_own() -> None:
+def test_next_to_a_lane_what_waits_has_no_parameters_of_its_own() -> None:
     model, x = Spread(), torch.randn(4, 64)
     engine = anybatch.Engine(model, BY_SAMPLES, memory="1GiB", micro_batch=1)
     engine.backward(x)
@@ -202,7 +208,7 @@ def test_beside_a_lane_what_waits_has_no_parameters_of_its_own() -> None:
     assert last is not None
     assert last.peak_bytes is not None
     states = sum(p.numel() * p.element_size() for p in model.parameters())
-    assert last.peak_bytes <= memory.predicted <= memory.floor + memory.whole - states
+    assert last.peak_bytes <= memory.predicted <= memory.floor + memory.undivided - states
 
 
 def test_the_casts_of_weights_are_counted_in_every_rehearsal() -> None:

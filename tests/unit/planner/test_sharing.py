@@ -30,14 +30,14 @@ def plan(budget: int, workspace: int | None, *, other: bool = True) -> Plan:
     return Plan(4, "streaming", "in place", "a loss", True, (), memory, convolutions=divisions)
 
 
-def known(taken: dict[int | None, float], budget: int, *, other: bool = True) -> Plan:
+def chosen_plan(durations: dict[int | None, float], budget: int, *, other: bool = True) -> Plan:
     """Return the plan that is chosen where steps take this long, by shares of the budget."""
-    room = budget - 10 * MIB
-    seconds = {None if s is None else room // s: t for s, t in taken.items()}
+    available = budget - 10 * MIB
+    seconds = {None if s is None else available // s: t for s, t in durations.items()}
 
     def foresee(workspace: int | None) -> Plan:
         if workspace is not None and workspace not in seconds:
-            raise BudgetError("too little", needed=2, given=1)
+            raise BudgetError("too little", needed=2, budget=1)
         return plan(budget, workspace, other=other)
 
     def run(found: Plan) -> float:
@@ -49,17 +49,17 @@ def known(taken: dict[int | None, float], budget: int, *, other: bool = True) ->
 
 @given(st.lists(st.one_of(st.none(), st.floats(0.01, 10)), min_size=3, max_size=3))
 def test_it_is_the_fastest_of_all_shares_by_brute_force(times: list[float | None]) -> None:
-    budget, room = 1034 * MIB, 1024 * MIB
-    taken = {s: t for s, t in zip(SHARES, times, strict=True) if t is not None}
-    found = known({None: 1.0, **taken}, budget)
-    best = min(taken.values(), default=1.0)
+    budget, available = 1034 * MIB, 1024 * MIB
+    durations = {s: t for s, t in zip(SHARES, times, strict=True) if t is not None}
+    found = chosen_plan({None: 1.0, **durations}, budget)
+    best = min(durations.values(), default=1.0)
     chosen = None if found.convolutions is None else found.convolutions.workspace
     if best < GAIN:
         assert chosen is not None
-        assert taken[room // chosen] == best
+        assert durations[available // chosen] == best
     else:
         assert chosen is None
-    if taken:
+    if durations:
         assert "1 s without workspace" in found.reasons[-1]
 
 
@@ -144,6 +144,6 @@ def test_what_one_process_can_do_is_refused_elsewhere() -> None:
     with pytest.raises(anybatch.errors.NotYetError, match="a LazyBatch can be run once only"):
         anybatch.plan(net(), LOSS, lazy, memory="1MiB", workspace="auto")
     with ranks(2) as pool:
-        for told in pool.run(shared_over_ranks):
-            assert "not shared with convolutions over ranks" in told[0]
-            assert all("foreseen from one process" in one for one in told[1:])
+        for reported in pool.run(shared_over_ranks):
+            assert "not shared with convolutions over ranks" in reported[0]
+            assert all("foreseen from one process" in one for one in reported[1:])

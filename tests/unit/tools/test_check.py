@@ -27,9 +27,9 @@ def mlp(*layers: nn.Module) -> nn.Module:
 
 
 def test_an_ordinary_model_is_exact_at_every_split_and_untouched() -> None:
-    model, given = mlp(nn.Tanh()), batch()
+    model, inputs = mlp(nn.Tanh()), batch()
     before = snapshot(model)
-    report = anybatch.check(model, F.cross_entropy, given)
+    report = anybatch.check(model, F.cross_entropy, inputs)
     assert report.exact
     assert [split.micro_batch for split in report.splits] == [1, 5, 6]
     assert report.dtype == "float64"
@@ -41,7 +41,7 @@ def test_an_ordinary_model_is_exact_at_every_split_and_untouched() -> None:
     assert json.loads(report.to_json())["exact"] is True
 
 
-def test_a_given_micro_batch_is_the_one_checked() -> None:
+def test_a_passed_micro_batch_is_the_one_checked() -> None:
     report = anybatch.check(mlp(), F.cross_entropy, batch(), micro_batch=4)
     assert [split.micro_batch for split in report.splits] == [4]
 
@@ -97,10 +97,12 @@ class Bare(nn.Module):
     ("layer", "where"),
     [(nn.BatchNorm1d(6), "1 (BatchNorm1d)"), (Bare(), "a call of batch_norm in forward")],
 )
-def test_batchnorm_is_exact_at_every_split_and_told_its_price(layer: nn.Module, where: str) -> None:
+def test_batchnorm_is_exact_at_every_split_and_its_price_is_reported(
+    layer: nn.Module, where: str
+) -> None:
     report = anybatch.check(mlp(layer), F.cross_entropy, batch())
     assert report.exact, str(report)
-    assert [split.mechanism for split in report.splits] == ["lanes"] * 3
+    assert [split.mechanism for split in report.splits] == ["lockstep"] * 3
     (found,) = report.findings
     assert f"samples meet in BatchNorm ({where}): micro-batches wait for each other" in found.text
 
@@ -112,7 +114,7 @@ def test_batchnorm_refusals_are_in_the_report() -> None:
     assert report.splits[0].worst == float("inf")
 
 
-def test_a_coupled_loss_is_exact_and_told_its_price() -> None:
+def test_a_coupled_loss_is_exact_and_its_price_is_reported() -> None:
     report = anybatch.check(mlp(), lambda o, y: F.cross_entropy(o - o.mean(0), y), batch())
     assert report.exact
     assert "costs a second forward pass" in str(report)
@@ -152,14 +154,14 @@ def others(outputs: tuple[Tensor, Tensor]) -> Tensor:
         (others, "anybatch.Loss.per_sample"),
     ],
 )
-def test_a_loss_of_partners_is_told_as_one(loss: Any, line: str) -> None:
+def test_a_loss_of_partners_is_reported_as_one(loss: Any, line: str) -> None:
     report = anybatch.check(Towers(), loss, (torch.randn(8, 6), None))
     assert report.exact
     assert line in str(report)
     assert str(report).count("loss_fn =") == 1
 
 
-def test_the_line_that_a_loss_of_partners_is_given_says_the_same() -> None:
+def test_the_line_for_a_loss_of_partners_says_the_same() -> None:
     x, model = torch.randn(8, 6), Towers()
     declared = anybatch.contrastive(temperature=0.2, symmetric=True)
     loss = anybatch.Engine(model, declared, micro_batch=3).backward(x)
@@ -192,13 +194,13 @@ def test_other_random_draws_are_said() -> None:
 
 
 def test_a_model_that_knows_only_float32_is_compared_as_it_is() -> None:
-    class Narrow(nn.Module):
+    class Float32Only(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             if x.dtype != torch.float32:
                 raise RuntimeError("float32 only")
             return x
 
-    report = anybatch.check(mlp(Narrow()), F.cross_entropy, batch())
+    report = anybatch.check(mlp(Float32Only()), F.cross_entropy, batch())
     assert report.exact
     assert report.dtype == "the model's own precision"
     assert "does not run in float64 (float32 only)" in str(report)
@@ -221,15 +223,15 @@ def test_a_wrong_declaration_is_found_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("inputs", "message"),
     [
         (batch(1), "it holds one sample: give two"),
         ((torch.zeros(3, 5), torch.zeros(4)), r"inputs: 3, targets: 4"),
     ],
 )
-def test_a_batch_that_cannot_be_checked_is_refused(given: Any, message: str) -> None:
+def test_a_batch_that_cannot_be_checked_is_refused(inputs: Any, message: str) -> None:
     with pytest.raises(anybatch.errors.BatchError, match=message):
-        anybatch.check(mlp(), F.cross_entropy, given)
+        anybatch.check(mlp(), F.cross_entropy, inputs)
 
 
 def test_a_loss_that_is_nowhere_is_refused() -> None:
@@ -259,8 +261,8 @@ def test_a_batch_without_a_finite_loss_is_not_exact() -> None:
 
 class Narrowed(nn.LayerNorm):
     def forward(self, x: Tensor) -> Tensor:
-        narrow = F.layer_norm(x.float(), (6,), self.weight.float(), self.bias.float())
-        return narrow.to(x.dtype)
+        normed = F.layer_norm(x.float(), (6,), self.weight.float(), self.bias.float())
+        return normed.to(x.dtype)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +347,7 @@ def test_a_model_that_cannot_be_copied_is_refused_in_words() -> None:
         anybatch.check(model, F.cross_entropy, batch())
 
 
-def test_the_persons_batch_is_left_alone() -> None:
+def test_the_persons_batch_is_not_changed() -> None:
     """check wrote x.grad, let the loss write to y, and refused x that requires grad."""
     x, y = torch.randn(10, 5, requires_grad=True), torch.randn(10, 3)
     before = y.clone()
@@ -394,14 +396,14 @@ def test_a_loss_that_reads_the_model_reads_the_copy(monkeypatch: pytest.MonkeyPa
 
 def test_arrays_and_captions_are_permuted_with_their_rows() -> None:
     x = torch.arange(4.0)
-    given = TensorBatch((x, np.arange(4)), {"c": ["0", "1", "2", "3"], "k": ["a"], "n": 1}, 4)
-    turned = check.permuted(given, torch.tensor([2, 0, 3, 1]))
+    inputs = TensorBatch((x, np.arange(4)), {"c": ["0", "1", "2", "3"], "k": ["a"], "n": 1}, 4)
+    turned = check.permuted(inputs, torch.tensor([2, 0, 3, 1]))
     assert turned.inputs[0].tolist() == [2.0, 0.0, 3.0, 1.0]
     assert turned.inputs[1].tolist() == [2, 0, 3, 1]
     assert turned.targets == {"c": ["2", "0", "3", "1"], "k": ["a"], "n": 1}
-    own = diagnose.cloned(given.inputs)
+    own = diagnose.cloned(inputs.inputs)
     own[1][0] = 9
-    assert given.inputs[1][0] == 0
+    assert inputs.inputs[1][0] == 0
 
 
 def test_a_sparse_buffer_does_not_stand_in_the_way() -> None:
@@ -427,10 +429,10 @@ class Drops(nn.Module):
 def test_a_model_that_draws_is_compared_by_the_draws_of_the_batch() -> None:
     torch.manual_seed(0)
     batch = torch.arange(7), torch.randn(7, 2)
-    apart = anybatch.check(Drops(), nn.MSELoss(), batch)
-    assert not apart.exact
-    assert 'check(model, loss_fn, batch, rng="batch")' in str(apart)
-    assert "samples meet inside the model" not in str(apart)
-    whole = anybatch.check(Drops(), nn.MSELoss(), batch, rng="batch")
-    assert whole.exact, str(whole)
-    assert "switched off" not in str(whole)
+    separate = anybatch.check(Drops(), nn.MSELoss(), batch)
+    assert not separate.exact
+    assert 'check(model, loss_fn, batch, rng="batch")' in str(separate)
+    assert "samples meet inside the model" not in str(separate)
+    full = anybatch.check(Drops(), nn.MSELoss(), batch, rng="batch")
+    assert full.exact, str(full)
+    assert "switched off" not in str(full)

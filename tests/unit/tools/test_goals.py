@@ -21,10 +21,10 @@ import anybatch
 from anybatch import Plan
 from anybatch.core.units import parse_bandwidth, parse_seconds
 from anybatch.planner.choice import step_seconds
-from anybatch.tools.costs import Link
+from anybatch.tools.costs import NetworkLink
 from anybatch.tools.goals import goal_of, of_micro_batches, scale_of
 from anybatch.tools.scaled import FREE, SERVED, Goal, scaled
-from anybatch.tools.stages import COMPUTE, STAGES, Stage
+from anybatch.tools.stages import COMPUTE, STAGES, LoopStage
 
 
 class Stream(IterableDataset[Any]):
@@ -46,7 +46,7 @@ def test_a_goal_is_what_was_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("options", "expected"),
     [
         ({"gpus": 2, "speedup": 2}, r"at most one goal.*\['gpus', 'speedup'\] came"),
         ({"gpus": 0}, "gpus must be a whole number of at least 1, and it is 0"),
@@ -67,9 +67,9 @@ def test_a_goal_is_what_was_said() -> None:
         ({"deadline": 9, "loader": STREAM}, "the loader does not know its length"),
     ],
 )
-def test_what_means_nothing_is_refused(given: dict[str, Any], told: str) -> None:
-    words = {"gpus": None, "speedup": None, "deadline": None, "loader": [1], **given}
-    with pytest.raises(ValueError, match=told):
+def test_what_means_nothing_is_refused(options: dict[str, Any], expected: str) -> None:
+    words = {"gpus": None, "speedup": None, "deadline": None, "loader": [1], **options}
+    with pytest.raises(ValueError, match=expected):
         goal_of(words.pop("gpus"), words.pop("speedup"), words.pop("deadline"), **words)
 
 
@@ -105,14 +105,14 @@ def test_a_plan_answers_a_goal() -> None:
     x, y = torch.randn(64, 8), torch.randint(0, 3, (64,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(TensorDataset(x, y), batch_size=32)
-    given = {"memory": "1MiB", "optimizer": optimizer, "loader": loader}
-    plan = anybatch.plan(model, F.cross_entropy, (x[:32], y[:32]), gpus=3, **given)
+    options = {"memory": "1MiB", "optimizer": optimizer, "loader": loader}
+    plan = anybatch.plan(model, F.cross_entropy, (x[:32], y[:32]), gpus=3, **options)
     assert plan.scale is not None
     assert plan.scale.gpus == 3
     assert FREE in plan.scale.assumed
     assert plan.scale.rows[0].speedup == 1
     assert Plan.from_json(plan.to_json()) == plan
-    linked = anybatch.plan(model, F.cross_entropy, (x[:32], y[:32]), network="8bit", **given)
+    linked = anybatch.plan(model, F.cross_entropy, (x[:32], y[:32]), network="8bit", **options)
     assert linked.scale is not None
     assert FREE not in linked.scale.assumed
     size = sum(p.nbytes for p in model.parameters())
@@ -121,7 +121,7 @@ def test_a_plan_answers_a_goal() -> None:
     assert linked.scale.fastest == 1
     assert linked.scale.servers is None
     served = anybatch.plan(
-        *(model, F.cross_entropy, (x[:32], y[:32])), network="10Gbit", gpus=2, servers=9, **given
+        *(model, F.cross_entropy, (x[:32], y[:32])), network="10Gbit", gpus=2, servers=9, **options
     )
     assert served.scale is not None
     assert served.scale.servers is not None
@@ -135,7 +135,7 @@ COMPUTES, BYTES = 0.5, 4_000_000
 
 
 @pytest.mark.parametrize(
-    ("servers", "workers", "network", "told"),
+    ("servers", "workers", "network", "expected"),
     [
         ("auto", 8, "256Mbit", (4, 4, 1.0, "4 servers hide the traffic of 8 workers")),
         (4, 8, "256Mbit", (4, 4, 1.0, "4 servers hide the traffic of 8 workers")),
@@ -147,28 +147,30 @@ COMPUTES, BYTES = 0.5, 4_000_000
     ],
 )
 def test_parameter_servers_are_those_of_the_lemma(
-    servers: Any, workers: int, network: str, told: tuple[int | None, int | None, float, str]
+    servers: Any, workers: int, network: str, expected: tuple[int | None, int | None, float, str]
 ) -> None:
     """2 S_p N_w / (N_ps B_ps) over T_C, and no less than 2 S_p / B_ps on a worker's own link."""
     optimizer = torch.optim.SGD(nn.Linear(1000, 1000, bias=False).parameters(), lr=0.1)
     assert sum(p.nbytes for p in optimizer.param_groups[0]["params"]) == BYTES
     takes = dict.fromkeys(STAGES, 0.0) | {COMPUTE: COMPUTES}
-    stages = [Stage(name, seconds, seconds, seconds / COMPUTES) for name, seconds in takes.items()]
+    stages = [
+        LoopStage(name, seconds, seconds, seconds / COMPUTES) for name, seconds in takes.items()
+    ]
     profile: Any = SimpleNamespace(samples=100, stages=stages, workers=0, overhead=0.0)
     plan: Any = SimpleNamespace(memory=None, offload=None, micro_batch=100)
     goal = goal_of(workers, None, None, loader=[1], network=network, servers=servers)
     scale = scale_of(plan, profile, optimizer, goal, network, 100)
     found = scale.servers
     assert found is not None
-    assert (found.servers, found.fewest) == told[:2]
-    assert found.traffic == pytest.approx(told[2])
-    assert told[3] in str(found)
+    assert (found.servers, found.fewest) == expected[:2]
+    assert found.traffic == pytest.approx(expected[2])
+    assert expected[3] in str(found)
     assert any(str(found) in line for line in scale.explain())
     assert SERVED in scale.assumed
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("requested", "expected"),
     [
         ({"servers": 4}, "give gpus= and network= with servers="),
         ({"servers": 4, "gpus": 8}, "give gpus= and network= with servers="),
@@ -185,10 +187,10 @@ def test_parameter_servers_are_those_of_the_lemma(
         ),
     ],
 )
-def test_servers_that_mean_nothing_are_refused(asked: dict[str, Any], told: str) -> None:
+def test_servers_that_mean_nothing_are_refused(requested: dict[str, Any], expected: str) -> None:
     words = {"gpus": None, "speedup": None, "deadline": None, "loader": [1]}
-    with pytest.raises(ValueError, match=re.escape(told)):
-        goal_of(**words | asked)
+    with pytest.raises(ValueError, match=re.escape(expected)):
+        goal_of(**words | requested)
 
 
 @given(
@@ -209,18 +211,19 @@ def test_the_sizes_that_were_timed_are_those_of_the_samples() -> None:
     """Bytes of the gradients stood for them: a speedup of 1.2 where it is 1.8."""
     optimizer = torch.optim.SGD(nn.Linear(1000, 1000).parameters(), lr=0.1)
     takes = dict.fromkeys(STAGES, 0.0) | {COMPUTE: 0.9}
-    stages = [Stage(name, seconds, seconds, seconds / 0.9) for name, seconds in takes.items()]
+    stages = [LoopStage(name, seconds, seconds, seconds / 0.9) for name, seconds in takes.items()]
     profile: Any = SimpleNamespace(samples=100, stages=stages, workers=0, overhead=0.0)
     true = {50: 0.5, 75: 0.6, 100: 0.9}
     rows = tuple(
-        SimpleNamespace(micro_batch=n, seconds=step_seconds(true, n, 100), away=False) for n in true
+        SimpleNamespace(micro_batch=n, seconds=step_seconds(true, n, 100), offloaded=False)
+        for n in true
     )
     plan: Any = SimpleNamespace(
         memory=SimpleNamespace(candidates=rows), offload=None, micro_batch=100
     )
     found = scale_of(plan, profile, optimizer, Goal(), "1Gbit", 100)
     nbytes = sum(p.nbytes for p in optimizer.param_groups[0]["params"])
-    link = Link(parse_bandwidth("1Gbit"))
+    link = NetworkLink(parse_bandwidth("1Gbit"))
     assert found == scaled(profile, 100, true, nbytes, link, Goal())
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.tools.gpus import efficiency, gpus_for, overhead_allowed, speedup, speedup_limit
+from anybatch.tools.gpus import efficiency, gpus_for, overhead_limit, speedup, speedup_limit
 
 overheads = st.integers(0, 300).map(lambda k: Fraction(k, 100))
 counts = st.integers(1, 200)
@@ -47,15 +47,15 @@ def test_a_speedup_that_gpus_have_takes_just_them(r: Fraction, gpus: int) -> Non
 
 
 @given(st.integers(1, 100).map(lambda k: k / 100), counts)
-def test_the_allowed_overhead_gives_that_efficiency_and_more_gives_less(
+def test_the_overhead_limit_gives_that_efficiency_and_more_gives_less(
     alpha: float, gpus: int
 ) -> None:
-    allowed = overhead_allowed(alpha, gpus)
-    if isinf(allowed):
+    limit = overhead_limit(alpha, gpus)
+    if isinf(limit):
         assert efficiency(1e12, gpus) >= alpha * (1 - 1e-9)
         return
-    assert efficiency(allowed, gpus) == pytest.approx(alpha, rel=1e-9)
-    assert efficiency(allowed * 1.01 + 1e-6, gpus) < alpha or gpus == 1
+    assert efficiency(limit, gpus) == pytest.approx(alpha, rel=1e-9)
+    assert efficiency(limit * 1.01 + 1e-6, gpus) < alpha or gpus == 1
 
 
 @given(overheads, overheads, counts, counts)
@@ -85,7 +85,7 @@ def test_what_is_found_reads_as_a_sentence() -> None:
 @pytest.mark.parametrize("alpha", [0.0, 1.1, -1.0, float("nan")])
 def test_an_efficiency_is_above_0_and_at_most_1(alpha: float) -> None:
     with pytest.raises(ValueError, match="efficiency must be above 0 and at most 1, not"):
-        overhead_allowed(alpha, 4)
+        overhead_limit(alpha, 4)
 
 
 def test_overhead_is_not_negative() -> None:

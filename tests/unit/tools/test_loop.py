@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anybatch.tools import gpus as lemma
-from anybatch.tools.costs import Affine, Gradients, Link, Measured, Work
+from anybatch.tools.costs import Affine, GradientSum, Measured, NetworkLink, Work
 from anybatch.tools.loop import WORTH, Loop
 
 MANY = 840
@@ -27,14 +27,14 @@ def drawn(seed: int) -> Loop:
     n = rng.randint(1, 60)
     line = Affine(some(0.3), rng.uniform(0.001, 0.1))
     timed = {k: line.seconds(k) * rng.uniform(0.9, 1.1) for k in rng.sample(range(1, n + 1), 1)}
-    link = Link(rng.uniform(1e6, 1e9), some(1e-2))
+    link = NetworkLink(rng.uniform(1e6, 1e9), some(1e-2))
     return Loop(
         n,
         rng.choice([line, Measured({n: line.seconds(n), **timed})]),
         Work(some(0.5), some(1)),
         Work(some(2), some(4)),
         some(0.2),
-        rng.choice([None, Gradients(rng.randint(0, 10**8), link, some(1))]),
+        rng.choice([None, GradientSum(rng.randint(0, 10**8), link, some(1))]),
     )
 
 
@@ -114,8 +114,10 @@ def test_more_work_is_never_faster_and_a_better_link_never_slower(loop: Loop, mo
         assert worse.seconds(g) >= loop.seconds(g) * (1 - 1e-12)
         if loop.gradients is not None:
             link = loop.gradients.link
-            faster = Gradients(loop.gradients.size, Link(2 * link.bandwidth, link.latency / 2))
-            plain = Gradients(loop.gradients.size, link)
+            faster = GradientSum(
+                loop.gradients.size, NetworkLink(2 * link.bandwidth, link.latency / 2)
+            )
+            plain = GradientSum(loop.gradients.size, link)
             a, b = (
                 Loop(loop.samples, loop.compute, loop.work, loop.hidden, loop.update, sums)
                 for sums in (faster, plain)

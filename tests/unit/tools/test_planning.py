@@ -36,7 +36,7 @@ def shifted(out: Tensor, y: Tensor) -> Tensor:
     ("loss", "memory", "mechanism"),
     [
         (F.cross_entropy, "8KiB", "streaming"),
-        (shifted, "12KiB", "gathering"),
+        (shifted, "12KiB", "two-pass"),
         (F.cross_entropy, "1MiB", "undivided"),
     ],
 )
@@ -83,12 +83,12 @@ class Counts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.seen = mlp(), {"rows": [0]}
+        self.body, self.observed = mlp(), {"rows": [0]}
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        self.seen["rows"].append(len(x))
+        self.observed["rows"].append(len(x))
         return self.body(x)
 
 
@@ -107,11 +107,11 @@ def test_planning_leaves_no_trace(loss: Callable[..., Tensor], there: bool, lazy
     assert plan.memory is not None
     assert same(before, snapshot(model, optimizer))
     assert set(vars(model)) == attributes
-    assert all(0 <= n <= 40 for n in model.seen["rows"])
+    assert all(0 <= n <= 40 for n in model.observed["rows"])
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
-def test_a_parameter_that_the_loss_closes_over_is_left_alone() -> None:
+def test_a_parameter_that_the_loss_closes_over_is_not_changed() -> None:
     model, (x, y) = mlp(), rows()
     scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
 
@@ -137,7 +137,7 @@ def test_a_plan_explains_itself() -> None:
     text = str(plan)
     for word in ("parameters", "gradients", "optimizer", "activations", "floor", "undivided"):
         assert word in text
-    assert "12.0 KiB (as given), predicted by two rehearsals on tensors without data" in text
+    assert "12.0 KiB (as given), predicted by two dry runs on fake tensors" in text
     assert "chosen: the fastest timed" in text
     assert "does not fit: " in text
     assert plan.memory is not None
@@ -152,7 +152,7 @@ def test_what_is_no_batch_is_refused() -> None:
         anybatch.plan(mlp(), F.cross_entropy, rows()[0], memory="1MiB")
 
 
-def test_a_plan_beside_what_it_decides_is_refused() -> None:
+def test_a_plan_next_to_what_it_decides_is_refused() -> None:
     model, pair = mlp(), rows()
     plan = anybatch.plan(model, F.cross_entropy, pair, memory="1MiB", timed=False)
     for more in ({"memory": "1MiB"}, {"micro_batch": 4}):
@@ -160,7 +160,7 @@ def test_a_plan_beside_what_it_decides_is_refused() -> None:
             Engine(model, F.cross_entropy, plan=plan, **more)
 
 
-def test_a_micro_batch_alone_is_planned_within_what_is_left() -> None:
+def test_a_micro_batch_by_itself_is_planned_within_what_is_left() -> None:
     plan = anybatch.plan(mlp(), F.cross_entropy, rows(), micro_batch=7)
     assert plan.micro_batch == 7
     assert plan.memory is not None
@@ -173,11 +173,11 @@ def test_a_batch_that_the_engine_would_refuse_is_refused() -> None:
         anybatch.plan(mlp(), F.cross_entropy, (x, y[:-1]), memory="1MiB")
 
 
-def test_a_plan_with_a_loader_tells_the_pace_of_whole_steps() -> None:
+def test_a_plan_with_a_loader_tells_the_pace_of_full_steps() -> None:
     model, (x, y) = mlp(), rows()
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(TensorDataset(x, y), batch_size=16)
-    before, dice = snapshot(model), torch.get_rng_state()
+    before, rng_state = snapshot(model), torch.get_rng_state()
     plan = anybatch.plan(
         model, F.cross_entropy, (x[:16], y[:16]), memory="12KiB", optimizer=optimizer, loader=loader
     )
@@ -188,7 +188,7 @@ def test_a_plan_with_a_loader_tells_the_pace_of_whole_steps() -> None:
     assert "a step, of" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
     assert same(before, snapshot(model))
-    assert torch.equal(dice, torch.get_rng_state())
+    assert torch.equal(rng_state, torch.get_rng_state())
     assert not optimizer.state
     Engine(model, F.cross_entropy, plan=plan).backward(x[:16], y[:16])
 
@@ -199,7 +199,7 @@ def test_a_loader_needs_an_optimizer() -> None:
         anybatch.plan(model, F.cross_entropy, batch, loader=[batch])
 
 
-def test_states_leave_by_themselves_where_nothing_fits_otherwise() -> None:
+def test_states_are_offloaded_automatically_where_nothing_fits_otherwise() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)), nn.Linear(64, 8))
     batch = torch.randn(6, 64), torch.randint(0, 8, (6,))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -219,9 +219,9 @@ def test_states_leave_by_themselves_where_nothing_fits_otherwise() -> None:
     assert found.states is not None
     assert found.states.store == "file"
     assert found == planned(tight, optimizer, states="file")
-    told = planned(tight, optimizer, states="auto", loader=[batch])
-    assert told.pace is None
-    assert "whole steps were not measured" in told.reasons[-1]
+    reported = planned(tight, optimizer, states="auto", loader=[batch])
+    assert reported.pace is None
+    assert "whole steps were not measured" in reported.reasons[-1]
     with pytest.raises(anybatch.errors.BudgetError):
         planned(weights, None, states="auto")
 
@@ -237,7 +237,7 @@ def test_a_loss_of_pairs_counts_wherever_a_plan_shows_a_size_that_was_rehearsed(
     assert plan.mechanism == "undivided"
     held = plan.memory.predicted
     assert held > 128 * 128 * 8
-    assert plan.memory.whole == held
+    assert plan.memory.undivided == held
     assert [row.peak_bytes for row in plan.memory.candidates if row.micro_batch == 128] == [held]
     with pytest.raises(BudgetError) as caught:
         anybatch.plan(model, matrix, (x, None), memory="4KiB", timed=False)

@@ -99,7 +99,7 @@ def test_seconds_are_those_of_the_parts_to_the_digit() -> None:
     assert found.bottleneck.name == PREPARE
 
 
-def test_what_workers_hide_is_taken_and_does_not_show() -> None:
+def test_what_workers_hide_is_measured_and_does_not_show() -> None:
     """A worker's clock is its own: this process waits for it and sees no hand move."""
     _, found = loop(lambda hands: DataLoader(Read(hands), batch_size=8, num_workers=1))
     load, prepare = found.stage(LOAD), found.stage(PREPARE)
@@ -162,8 +162,8 @@ def a_loop(optimizer: str, *, trained: bool) -> tuple[Any, nn.Module, Any, Engin
     model = network()
     opt = getattr(torch.optim, optimizer)(model.parameters(), lr=0.01)
     data = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
-    dice = torch.Generator().manual_seed(1)
-    loader = DataLoader(data, batch_size=8, shuffle=True, generator=dice)
+    rng = torch.Generator().manual_seed(1)
+    loader = DataLoader(data, batch_size=8, shuffle=True, generator=rng)
     engine = Engine(model, F.cross_entropy, micro_batch=4, optimizer=opt)
     if trained:
         for x, y in loader:
@@ -177,10 +177,10 @@ def a_loop(optimizer: str, *, trained: bool) -> tuple[Any, nn.Module, Any, Engin
 @pytest.mark.parametrize("trained", [False, True])
 def test_nothing_is_left_behind(optimizer: str, trained: bool) -> None:
     loader, model, opt, engine = a_loop(optimizer, trained=trained)
-    before, dice = state(model, opt), loader.generator.get_state()
+    before, rng_state = state(model, opt), loader.generator.get_state()
     anybatch.profile(loader, engine, opt, steps=2)
     assert alike(before, state(model, opt))
-    assert torch.equal(dice, loader.generator.get_state())
+    assert torch.equal(rng_state, loader.generator.get_state())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
@@ -259,7 +259,7 @@ def test_nested_state_new_options_and_tensors_as_options_are_put_back(trained: b
     assert float(rate) == 0.5
 
 
-def test_what_cannot_be_put_back_is_told_and_the_rest_is() -> None:
+def test_what_cannot_be_put_back_is_reported_and_the_rest_is() -> None:
     model = nn.Linear(4, 3)
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     frozen = nn.Parameter(torch.zeros(1).expand(8), requires_grad=False)
@@ -280,14 +280,14 @@ def test_what_cannot_be_put_back_is_told_and_the_rest_is() -> None:
     assert "could not be put back" in stopped.value.__notes__[0]
 
 
-def test_dice_of_samplers_and_what_ends_are_looked_after() -> None:
-    dice = torch.Generator().manual_seed(1)
+def test_rng_of_samplers_and_what_ends_are_restored() -> None:
+    rng = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
-    loader = DataLoader(data, batch_size=8, sampler=RandomSampler(data, generator=dice))
+    loader = DataLoader(data, batch_size=8, sampler=RandomSampler(data, generator=rng))
     _, _, opt, engine = a_loop("SGD", trained=False)
-    before = dice.get_state()
+    before = rng.get_state()
     anybatch.profile(loader, engine, opt, steps=2)
-    assert torch.equal(before, dice.get_state())
+    assert torch.equal(before, rng.get_state())
     with pytest.raises(ValueError, match="loader must be one that can be started again"):
         anybatch.profile(iter([]), engine, opt)
 
@@ -320,17 +320,17 @@ def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
         anybatch.profile([], engine, torch.optim.LBFGS(model.parameters()))
 
 
-def test_the_plan_that_was_made_is_kept_and_tells_of_memory() -> None:
+def test_the_plan_that_was_made_is_saved_and_tells_of_memory() -> None:
     _, model, opt, _ = a_loop("SGD", trained=False)
     data = TensorDataset(torch.randn(24, 4), torch.randint(0, 3, (24,)))
     engine = Engine(model, F.cross_entropy, optimizer=opt, memory="1MiB")
-    seen: list[int] = []
+    observed: list[int] = []
     found = anybatch.profile(
         DataLoader(data, batch_size=8), engine, opt, steps=3,
-        progress=lambda done, every: seen.append(done * 10 + every),
+        progress=lambda done, every: observed.append(done * 10 + every),
     )  # fmt: skip
     assert engine.plan is not None
-    assert seen == [13, 23, 33]
+    assert observed == [13, 23, 33]
     assert found.samples == 8
 
 
@@ -419,10 +419,10 @@ def test_a_step_that_plans_for_another_size_of_batch_is_not_counted() -> None:
     rows = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (8, 8, 5)]
     found = profile(rows, engine, optimizer, steps=3, clock=hands.clock)
     assert engine.plan is not None
-    assert engine.plan.mechanism == "lanes"
+    assert engine.plan.mechanism == "lockstep"
     assert found.stage(COMPUTE).shows == pytest.approx((4 + 4 + 3) * 0.125 / 3)
 
 
-def test_the_first_mini_batch_of_an_epoch_is_told_from_the_others() -> None:
-    seen = [first for (first, _), _ in zip(again_and_again([*"abc"]), range(7), strict=False)]
-    assert seen == [True, False, False, True, False, False, True]
+def test_the_first_mini_batch_of_an_epoch_is_distinguished_from_the_others() -> None:
+    observed = [first for (first, _), _ in zip(again_and_again([*"abc"]), range(7), strict=False)]
+    assert observed == [True, False, False, True, False, False, True]

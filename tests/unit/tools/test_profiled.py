@@ -19,7 +19,7 @@ from anybatch.tools.stages import (
     STAGES,
     TRANSFER,
     UPDATE,
-    Stage,
+    LoopStage,
 )
 
 CALM = Conditions(cores=8)
@@ -49,11 +49,11 @@ def test_the_overhead_is_what_shows_and_is_not_computing_to_computing(
     assert low <= high
 
 
-def test_steps_that_are_alike_leave_no_doubt_and_others_do() -> None:
+def test_steps_that_are_alike_are_beyond_doubt_and_others_are_not() -> None:
     alike = profiled(passed(*[{COMPUTE: 2.0, UPDATE: 0.5}] * 9), CALM)
     assert alike.overhead == alike.interval[0] == alike.interval[1] == 0.25
-    apart = profiled(passed({COMPUTE: 2.0, UPDATE: 0.5}, {COMPUTE: 2.0, UPDATE: 1.5}), CALM)
-    assert apart.interval == (0.25, 0.75)
+    separate = profiled(passed({COMPUTE: 2.0, UPDATE: 0.5}, {COMPUTE: 2.0, UPDATE: 1.5}), CALM)
+    assert separate.interval == (0.25, 0.75)
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -101,13 +101,13 @@ def advice(
 ) -> tuple[Remedy, ...]:
     """Return the remedies of a step of one second or more, by what it shows and what it takes."""
     names = {name.split()[-1]: name for name in STAGES} | {"load": LOAD, "prepare": PREPARE}
-    told = {names[k]: v for k, v in shows.items() if not k.startswith("takes_")}
+    conditions_shown = {names[k]: v for k, v in shows.items() if not k.startswith("takes_")}
     takes = {names[k[6:]]: v for k, v in shows.items() if k.startswith("takes_")}
-    every = sum(told.values())
+    every = sum(conditions_shown.values())
     stages = {
-        name: Stage(
-            name, takes.get(name, told.get(name, 0.0)), told.get(name, 0.0),
-            told.get(name, 0.0) / every,
+        name: LoopStage(
+            name, takes.get(name, conditions_shown.get(name, 0.0)), conditions_shown.get(name, 0.0),
+            conditions_shown.get(name, 0.0) / every,
         )
         for name in STAGES
     }  # fmt: skip
@@ -166,18 +166,18 @@ def test_page_locked_memory_is_for_a_gpu_whose_loader_has_none() -> None:
 def test_a_remedy_needs_its_condition_and_a_few_percent(
     stage: str, conditions: Conditions, order: str | None
 ) -> None:
-    def told(share: float, now: Conditions) -> list[str]:
+    def advised(share: float, now: Conditions) -> list[str]:
         shows = {stage: share, COMPUTE: 1 - share}
         stages = {
-            n: Stage(n, shows.get(n, 0.0), shows.get(n, 0.0), shows.get(n, 0.0)) for n in STAGES
+            n: LoopStage(n, shows.get(n, 0.0), shows.get(n, 0.0), shows.get(n, 0.0)) for n in STAGES
         }
         return orders(remedies(stages, 1.0, Waits((), (0.0,)), now))
 
-    found = told(0.2, conditions)
+    found = advised(0.2, conditions)
     assert ([order] if order else []) == [o for o in [order] if found and o and o in found[0]]
     assert len(found) == (1 if order else 0)
-    assert told(0.04, conditions) == []
-    assert told(0.2, Conditions(cores=8, workers=4)) == []
+    assert advised(0.04, conditions) == []
+    assert advised(0.2, Conditions(cores=8, workers=4)) == []
 
 
 def test_more_memory_where_the_largest_that_fits_is_the_fastest() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from anybatch.core.evidence import FORESEEN
 from anybatch.core.plan import Plan
 from anybatch.core.scale import Scale
-from anybatch.tools.costs import Link
+from anybatch.tools.costs import NetworkLink
 from anybatch.tools.gpus import speedup
 from anybatch.tools.profiled import Passed, Profile, profiled
 from anybatch.tools.remedies import Conditions
@@ -39,7 +39,7 @@ def test_what_is_not_divided_is_the_lemma_to_the_digit(
 
 
 def test_preparation_is_divided_and_gradients_are_summed() -> None:
-    link = Link(1e6)
+    link = NetworkLink(1e6)
     found = profile(compute=2.0, prepare=1.0, load=0.25, update=0.125)
     loop = loop_of(found, 8, {}, 10**6, link)
     for gpus in (1, 2, 4, 8):
@@ -62,7 +62,7 @@ def test_what_workers_hide_shows_again_when_computing_is_short() -> None:
 
 
 @given(st.dictionaries(st.sampled_from([1, 2, 4, 8, 16, 32]), some, min_size=1), some)
-def test_one_gpu_takes_what_was_profiled_whatever_was_timed(
+def test_one_gpu_takes_what_was_profiled_for_any_timing(
     timed: dict[int, float], compute: float
 ) -> None:
     micro_batch = max(timed)
@@ -83,12 +83,12 @@ def test_small_shares_are_computed_as_they_were_timed() -> None:
 
 
 @given(some, some, st.floats(1.0, 12.0))
-def test_a_goal_is_met_by_as_few_as_can(compute: float, load: float, wanted: float) -> None:
+def test_a_goal_is_reached_by_as_few_as_can(compute: float, load: float, wanted: float) -> None:
     found = profile(compute=compute, load=load)
     loop = loop_of(found, 8, {}, 0, None)
-    met = [g for g in range(1, 65) if loop.seconds(1) / loop.seconds(g) >= wanted * (1 - 1e-9)]
+    reached = [g for g in range(1, 65) if loop.seconds(1) / loop.seconds(g) >= wanted * (1 - 1e-9)]
     scale = scaled(found, 8, {}, 0, None, Goal(speedup=wanted))
-    assert scale.gpus == (met[0] if met else None)
+    assert scale.gpus == (reached[0] if reached else None)
     steps = 10
     deadline = loop.seconds(1) * steps / wanted
     by = scaled(found, 8, {}, 0, None, Goal(deadline=deadline, steps=steps))
@@ -99,22 +99,22 @@ def test_a_goal_is_met_by_as_few_as_can(compute: float, load: float, wanted: flo
         assert scale.gpus in [row.gpus for row in scale.rows]
 
 
-def test_it_is_told_and_goes_through_json() -> None:
+def test_it_is_reported_and_goes_through_json() -> None:
     found = scaled(profile(compute=1.0, load=0.1), 8, {}, 0, None, Goal(gpus=5))
     assert found.gpus == 5
     plan = Plan(8, "streaming", "in place", "a loss", FORESEEN, (), scale=found)
     assert Plan.from_json(plan.to_json()) == plan
     text = str(plan)
-    assert "5 GPUs, as asked for" in text
+    assert "5 GPUs, as requested" in text
     (chosen,) = [line for line in text.splitlines() if line.endswith("<")]
     assert chosen.split()[0] == "5"
     assert isinstance(Plan.from_json(plan.to_json()).scale, Scale)
 
 
 @given(st.integers(0, 3), some, st.floats(0.0, 10.0), st.floats(0.0, 10.0), st.floats(0.0, 10.0))
-def test_one_gpu_takes_what_it_took_whatever_workers_hide(
+def test_one_gpu_takes_what_it_took_for_any_hiding_of_workers(
     workers: int, compute: float, load: float, shows: float, takes: float
 ) -> None:
     found = profile(workers, {LOAD: takes + load, PREPARE: takes}, compute=compute, load=shows)
-    whole = sum(one.shows for one in found.stages)
-    assert loop_of(found, 8, {}, 0, None).seconds(1) == pytest.approx(whole)
+    full = sum(one.shows for one in found.stages)
+    assert loop_of(found, 8, {}, 0, None).seconds(1) == pytest.approx(full)

@@ -81,8 +81,8 @@ def _undivided(net: nn.Module) -> dict[str, Tensor]:
 
 def _exact(net: nn.Module) -> None:
     wanted = _undivided(net)
-    for given in ({"micro_batch": 3}, {"micro_batch": 1}, {"memory": "1MiB"}, {"memory": "9KiB"}):
-        engine = anybatch.Engine(net, LOSS, **given)
+    for options in ({"micro_batch": 3}, {"micro_batch": 1}, {"memory": "1MiB"}, {"memory": "9KiB"}):
+        engine = anybatch.Engine(net, LOSS, **options)
         net.zero_grad()
         found = state_of(net, engine.backward(X, Y))
         assert max(error_of(found, wanted).values()) <= tolerance()
@@ -94,9 +94,9 @@ def test_batch_norm_in_a_script_is_refused_where_the_batch_is_divided(
 ) -> None:
     net = make(_inner(nn.BatchNorm1d(8)))
     match = "is a torch.jit.ScriptModule with BatchNorm in training mode, where they cannot"
-    for given in ({"micro_batch": 3}, {"memory": "3KiB"}):
+    for options in ({"micro_batch": 3}, {"memory": "3KiB"}):
         with pytest.raises(NotExactError, match=match):
-            anybatch.Engine(net, LOSS, **given).backward(X, Y)
+            anybatch.Engine(net, LOSS, **options).backward(X, Y)
         assert all(p.grad is None for p in net.parameters())
     wanted = _undivided(net)
     found = state_of(net, anybatch.Engine(net, LOSS, micro_batch=7).backward(X, Y))

@@ -38,11 +38,11 @@ def test_the_lemma_is_the_fewest_servers_that_keep_equation_7(
 ) -> None:
     found = servers_for(workers, tenths / 10, parameters, bandwidth)
 
-    def kept(servers: int) -> bool:
+    def holds(servers: int) -> bool:
         return Fraction(tenths, 10) >= Fraction(2 * parameters * workers, servers * bandwidth)
 
-    assert kept(found) or found > 10**7  # a billionth is rounding
-    assert found == 1 or not kept(found - 1)
+    assert holds(found) or found > 10**7  # a billionth is rounding
+    assert found == 1 or not holds(found - 1)
 
 
 @given(clusters, st.floats(0.05, 1))
@@ -70,9 +70,11 @@ def test_more_servers_a_longer_round_or_a_better_link_is_never_worse(
 
 @given(clusters)
 def test_no_number_of_servers_is_faster_than_a_workers_own_link(cluster: Cluster) -> None:
-    narrow = replace(cluster, worker=2 * cluster.parameters / cluster.compute / 1.01, duplex=False)
+    narrowed = replace(
+        cluster, worker=2 * cluster.parameters / cluster.compute / 1.01, duplex=False
+    )
     for pipelined in (True, False):
-        found = replace(narrow, pipelined=pipelined)
+        found = replace(narrowed, pipelined=pipelined)
         assert found.servers_for().count is None
         assert not any(found.masked(s) for s in (1, 10, 10**6))
 
@@ -166,7 +168,7 @@ def test_without_pulling_ahead_a_round_is_between_two_bounds(seed: int) -> None:
     base = Cluster(workers, 1.0, 10**8, 1.0, pipelined=False)
     cluster = replace(base, server=2e8 * workers / servers / rng.uniform(0.3, 2))
     most = cluster.round_seconds(servers)
-    alone = replace(cluster, workers=1).round_seconds(servers)
-    least = max(alone, cluster.server_seconds(servers))
+    single = replace(cluster, workers=1).round_seconds(servers)
+    least = max(single, cluster.server_seconds(servers))
     found = simulate(cluster, servers, rounds=60, seed=seed).seconds
     assert least * 0.95 <= found <= most * 1.05

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.tools.costs import Affine, Gradients, Link, Measured, Work
+from anybatch.tools.costs import Affine, GradientSum, Measured, NetworkLink, Work
 
 
-def ring(size: int, gpus: int, link: Link) -> float:
+def ring(size: int, gpus: int, link: NetworkLink) -> float:
     """Every GPU sends its chunk to the next, once around to add and once around to hand out."""
     seconds = 0.0
-    for _turn in range(2):
+    for _round in range(2):
         for _step in range(gpus - 1):
             seconds += link.latency + size / gpus / link.bandwidth
     return seconds
@@ -25,7 +25,7 @@ def ring(size: int, gpus: int, link: Link) -> float:
     st.floats(0, 1e-2),
 )
 def test_an_all_reduce_is_a_ring(size: int, gpus: int, bandwidth: float, latency: float) -> None:
-    link = Link(bandwidth, latency)
+    link = NetworkLink(bandwidth, latency)
     wanted = pytest.approx(ring(size, gpus, link), rel=1e-9, abs=1e-12)
     assert link.all_reduce(size, gpus) == wanted
 
@@ -34,11 +34,11 @@ def test_an_all_reduce_is_a_ring(size: int, gpus: int, bandwidth: float, latency
 def test_what_is_hidden_of_a_sum_is_its_share_and_no_longer_than_computing(
     overlap: float, compute: float, gpus: int
 ) -> None:
-    link = Link(1e8, 1e-4)
-    whole = link.all_reduce(10**9, gpus)
-    found = Gradients(10**9, link, overlap).seconds(gpus, compute)
-    assert found == pytest.approx(max(whole * (1 - overlap), whole - compute), abs=1e-12)
-    assert 0 <= found <= whole
+    link = NetworkLink(1e8, 1e-4)
+    full = link.all_reduce(10**9, gpus)
+    found = GradientSum(10**9, link, overlap).seconds(gpus, compute)
+    assert found == pytest.approx(max(full * (1 - overlap), full - compute), abs=1e-12)
+    assert 0 <= found <= full
 
 
 def test_a_line_and_a_table_agree_where_the_table_is_one() -> None:
@@ -63,6 +63,6 @@ def test_work_is_divided_or_not() -> None:
     with pytest.raises(ValueError, match="serial must be a finite number of at least 0"):
         Work(serial=-1)
     with pytest.raises(ValueError, match="bandwidth must be a finite number above 0"):
-        Link(0)
+        NetworkLink(0)
     with pytest.raises(ValueError, match="overlap must be a share from 0 to 1"):
-        Gradients(1, Link(1), 2)
+        GradientSum(1, NetworkLink(1), 2)

@@ -61,7 +61,7 @@ def _relu_conv(
     return [nn.ReLU(), conv, norm(outside)]
 
 
-def _narrow(channels: int, norm: MakeNorm, *middle: list[nn.Module]) -> nn.Module:
+def _bottleneck(channels: int, norm: MakeNorm, *middle: list[nn.Module]) -> nn.Module:
     """Project to a quarter of the channels, do the middle there, project back."""
     quarter = channels // 4
     first, last = _relu_conv(channels, quarter, norm), _relu_conv(quarter, channels, norm)
@@ -78,10 +78,10 @@ def _operation(name: str, channels: int, stride: int, norm: MakeNorm) -> nn.Modu
         "conv_1x1": lambda: nn.Sequential(
             *_relu_conv(channels, channels, norm, stride=(stride, stride))
         ),
-        "conv_3x3": lambda: _narrow(
+        "conv_3x3": lambda: _bottleneck(
             channels, norm, _relu_conv(quarter, quarter, norm, (3, 3), (stride, stride))
         ),
-        "conv_1x7_7x1": lambda: _narrow(
+        "conv_1x7_7x1": lambda: _bottleneck(
             channels,
             norm,
             _relu_conv(quarter, quarter, norm, (1, 7), (1, stride)),
@@ -111,7 +111,7 @@ class Halve(nn.Module):
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], dim=1))  # type: ignore[no-any-return]
 
 
-class Cell(nn.Module):
+class AmoebaNetCell(nn.Module):
     """(output of the last cell, of the cell before) -> (own output, output of the last cell).
 
     `inputs` are the channels of the two; `channels` those of every state; `halves` says whether
@@ -189,7 +189,7 @@ class AmoebaNetD(nn.Module):
         halved = False
         for halves in [True, True, *stage, True, *stage, True, *stage]:
             channels *= 2 if halves else 1
-            cell = Cell((last, before), channels, make, halves=halves, halved=halved)
+            cell = AmoebaNetCell((last, before), channels, make, halves=halves, halved=halved)
             self.cells.append(cell)
             last, before, halved = channels * len(cell.concat), last, halves
         self.head = nn.Linear(last, num_classes)

@@ -118,10 +118,10 @@ def _import(module: str, attribute: str) -> Callable[..., Any]:
 def _build(name: str, make: Callable[..., Any], num_classes: int, in_channels: int) -> nn.Module:
     wanted = {"num_classes": num_classes, "in_channels": in_channels}
     try:
-        taken = inspect.signature(make).parameters
-        any_keyword = any(p.kind is p.VAR_KEYWORD for p in taken.values())
+        parameters = inspect.signature(make).parameters
+        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         if not any_keyword:
-            wanted = {key: value for key, value in wanted.items() if key in taken}
+            wanted = {key: value for key, value in wanted.items() if key in parameters}
         with _working_directory_first():
             model = _call(make, wanted, drop=any_keyword)
     except Exception as error:

@@ -73,14 +73,14 @@ def installed() -> bool:
     return True
 
 
-def draw_lines(titled: Titled, lines: Sequence[Line], x_label: str, *, whole: bool = True) -> str:
+def draw_lines(titled: Titled, lines: Sequence[Line], x_label: str, *, integer: bool = True) -> str:
     """Return lines over an axis as SVG.
 
     Args:
         titled: what the figure is called.
         lines: the first has the first style, and so on.
         x_label: what the axis counts.
-        whole: it counts whole things. Default True.
+        integer: it counts in integers. Default True.
     """
     with _axes(x_label) as (axes, done):
         from matplotlib.ticker import MaxNLocator
@@ -94,7 +94,7 @@ def draw_lines(titled: Titled, lines: Sequence[Line], x_label: str, *, whole: bo
             mark = MARKS[i % len(MARKS)] if len(line.x) <= DOTS else ""
             dashes = DASHES[i % len(DASHES)]
             axes.plot(line.x, _finite(line.y), marker=mark, color=color, ls=dashes, ms=4.5)
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=whole))
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=integer))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.ticklabel_format(useOffset=False)
         return inlined(done(), titled.name, titled.title, titled.description)

@@ -1,7 +1,7 @@
 """Planned step as few numbers: for each stretch of it, bytes by owner at its highest moment.
 
 A step has thousands of events, and a page and a run folder want a few hundred. Every k-th event
-would lose the peak, and the peak is what the step is shown for. So each stretch is told by the
+would lose the peak, and the peak is what the step is shown for. So each stretch is shown by the
 moment at which the most was live, as a chart in letters does:
 
     events      .:|:..:|||:.   ..:.:|::..
@@ -77,9 +77,9 @@ class Envelope:
     def styles(self) -> tuple[int, ...]:
         """The style of each owner: the same in every step, and one to spare for other names."""
         colors = list(dict.fromkeys(color for color, _ in STYLES.values()))
-        known = {name: colors.index(style_of(name)) for name in self.owners if style_of(name)}
-        spare = (i for i in range(len(colors)) if i not in known.values())
-        return tuple(known[name] if name in known else next(spare, 0) for name in self.owners)
+        assigned = {name: colors.index(style_of(name)) for name in self.owners if style_of(name)}
+        spare = (i for i in range(len(colors)) if i not in assigned.values())
+        return tuple(assigned[name] if name in assigned else next(spare, 0) for name in self.owners)
 
     def merged(self, most: int) -> Envelope:
         """Return an envelope of at most `most` stretches; merged ones show their highest."""

@@ -26,7 +26,7 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoggedStep:
     """One step.
 
     Attributes:
@@ -34,7 +34,7 @@ class Step:
         loss: of the whole mini-batch.
         speed: samples a second.
         peak: bytes held at most; None where that was not measured.
-        spent: its seconds; None in the log of a version that did not write them apart.
+        spent: its seconds; None in the log of a version that did not write them separately.
     """
 
     step: int
@@ -45,35 +45,35 @@ class Step:
 
 
 @dataclass(frozen=True)
-class History:
+class RunHistory:
     """A run as its log tells it.
 
     Attributes:
         steps: in order.
-        epochs: the whole ones, in order.
+        epochs: the complete ones, in order.
         changes: what changed on the way, a sentence each.
         broken: lines that could not be read.
     """
 
-    steps: tuple[Step, ...] = ()
+    steps: tuple[LoggedStep, ...] = ()
     epochs: tuple[EpochRow, ...] = ()
     changes: tuple[str, ...] = ()
     broken: int = 0
 
     @classmethod
-    def of(cls, text: bytes) -> History:
+    def of(cls, text: bytes) -> RunHistory:
         """Read the bytes of a metrics.jsonl."""
         steps, epochs, changes, broken = [], [], [], 0
         for line in text.splitlines():
             try:
                 record = json.loads(line)
-                kind = record["kind"]
-                if kind == "step":
+                event = record["kind"]
+                if event == "step":
                     steps.append(_step(record))
-                elif kind == "epoch":
+                elif event == "epoch":
                     epochs.append(_epoch(record))
                 else:
-                    changes.append(f"After epoch {_whole(record['epoch'])}: {record['change']}.")
+                    changes.append(f"After epoch {_integer(record['epoch'])}: {record['change']}.")
             except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 broken += 1
         return cls(tuple(steps), tuple(epochs), tuple(changes), broken)
@@ -135,13 +135,13 @@ def thinned(count: int, most: int) -> list[int]:
     return list(range((count - 1) % every, count, every)) if count else []
 
 
-def _step(record: Mapping[str, Any]) -> Step:
+def _step(record: Mapping[str, Any]) -> LoggedStep:
     peak = record.get("peak_bytes")
-    return Step(
-        _whole(record["step"]),
+    return LoggedStep(
+        _integer(record["step"]),
         _number(record["loss"]),
         _number(record["images_per_second"]),
-        None if peak is None else _whole(peak),
+        None if peak is None else _integer(peak),
         _spent(record),
     )
 
@@ -156,7 +156,7 @@ def _spent(record: Mapping[str, Any]) -> Spent | None:
 
 def _epoch(record: Mapping[str, Any]) -> EpochRow:
     row = EpochRow.of(record)
-    _whole(row.epoch)
+    _integer(row.epoch)
     for value in (row.train_loss, row.test_loss, row.train_value, row.test_value):
         _number(value)
     if not isinstance(row.metric, str):
@@ -164,7 +164,7 @@ def _epoch(record: Mapping[str, Any]) -> EpochRow:
     return row
 
 
-def _whole(value: Any) -> int:
+def _integer(value: Any) -> int:
     if type(value) is not int:
         raise TypeError(value)
     return value

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import fsum, isfinite
 
-from anybatch.cli.report.history import Step
+from anybatch.cli.report.history import LoggedStep
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Overhead:
     rest: float
 
     @classmethod
-    def of(cls, steps: Sequence[Step]) -> Overhead | None:
+    def of(cls, steps: Sequence[LoggedStep]) -> Overhead | None:
         """Return the overhead of these steps; None where they show nothing.
 
         The first step of a process also measures its memory, and says so by its peak: those are

@@ -5,7 +5,7 @@ A page that is put together from strings is injected into by the first folder na
 made here: the style sheet and the drawings, which are serialised from a tree. And should that ever
 fail, the page itself forbids scripts, and everything that is not in it, by its first line.
 
-    Known ──sections──> Page ──page.html.j2, page.css──> one text, no other file, no network
+    RunRecord ──sections──> Page ──page.html.j2, page.css──> one text, no other file, no network
 """
 
 from __future__ import annotations
@@ -15,52 +15,52 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from anybatch.cli.report import planning, scaling, training
-from anybatch.cli.report.known import Known
 from anybatch.cli.report.parts import Page, Tone
+from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.svg import HATCHES
 
 
-def page_of(known: Known) -> str:
+def page_of(record: RunRecord) -> str:
     """Return the page about a run or a plan, as HTML."""
-    page = parts_of(known)
+    page = parts_of(record)
     text = _template().render(page=page, hatches=HATCHES)
     return text.encode("utf-8", "replace").decode()  # a name of a file need not be text
 
 
-def parts_of(known: Known) -> Page:
+def parts_of(record: RunRecord) -> Page:
     """Return the same as data."""
-    tone, ending = _ending(known)
+    tone, ending = _ending(record)
     sections = [
-        *training.outcome(known),
-        *training.what_was_run(known),
-        *training.curves(known),
-        *training.throughput(known),
-        *planning.memory(known),
-        *planning.explained(known),
-        *planning.convolutions(known),
-        *scaling.scale_out(known),
+        *training.outcome(record),
+        *training.what_was_run(record),
+        *training.curves(record),
+        *training.throughput(record),
+        *planning.memory(record),
+        *planning.explained(record),
+        *planning.convolutions(record),
+        *scaling.scale_out(record),
     ]
-    notes = list(known.notes)
-    if known.history.broken:
-        count = known.history.broken
+    notes = list(record.notes)
+    if record.history.broken:
+        count = record.history.broken
         notes.append(
             f"{count} {'line' if count == 1 else 'lines'} of metrics.jsonl could not be read, and "
             "nothing of them is here."
         )
     return Page(
-        f"anybatch {known.command}", _title(known), tone, ending, tuple(notes), tuple(sections)
+        f"anybatch {record.command}", _title(record), tone, ending, tuple(notes), tuple(sections)
     )
 
 
-def _title(known: Known) -> str:
-    model, data = known.part("recipe").get("model"), known.part("settings").get("data")
+def _title(record: RunRecord) -> str:
+    model, data = record.part("recipe").get("model"), record.part("settings").get("data")
     return f"{model or 'A model'} on {data or 'data'}"
 
 
-def _ending(known: Known) -> tuple[Tone, str]:
+def _ending(record: RunRecord) -> tuple[Tone, str]:
     """Return how a run ended, as a tone and in words."""
-    end = known.summary
-    if known.command == "plan":
+    end = record.summary
+    if record.command == "plan":
         return "plain", "Planned. Nothing was trained."
     if end is None:
         return "stopped", "The run has not ended: it goes on, or it was killed."

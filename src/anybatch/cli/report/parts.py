@@ -128,7 +128,7 @@ class Page:
     """Complete page about a run or a plan.
 
     Attributes:
-        kind: the command that it is of.
+        command: the command that it is of.
         title: its heading.
         tone: how it ended, as a colour and a sign.
         ending: the same in words.
@@ -136,7 +136,7 @@ class Page:
         sections: in order; none is empty.
     """
 
-    kind: str
+    command: str
     title: str
     tone: Tone
     ending: str

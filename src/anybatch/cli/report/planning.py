@@ -8,10 +8,10 @@ from typing import Any
 from anybatch import Plan
 from anybatch.cli.report.drawing import Titled, draw_envelope, is_near
 from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.known import Known
 from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
+from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.words import drawn, figure_of, percent, seconds
-from anybatch.conv.divide import Configuration, Part
+from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.core.divisions import Division, Divisions
 from anybatch.core.memory import Memory, verdicts
 from anybatch.core.pace import Pace
@@ -23,10 +23,10 @@ STRETCHES = 48
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def memory(known: Known) -> list[Section]:
+def memory(record: RunRecord) -> list[Section]:
     """Return the section on memory against the budget: predicted, by owner, measured, over time."""
-    found = known.plan.memory if known.plan is not None else None
-    measured = known.history.measured
+    found = record.plan.memory if record.plan is not None else None
+    measured = record.history.measured
     facts, lead = list[Fact](), list[str]()
     if found is not None:
         facts = _against_budget(found)
@@ -36,7 +36,7 @@ def memory(known: Known) -> list[Section]:
     if measured is not None:
         of = "" if found is None else f"; {percent(measured / found.predicted)} of the prediction"
         facts.append(Fact("Measured peak", show_bytes(measured), f"most of the measured steps{of}"))
-    figures = (_timeline(known.step),) if known.step is not None and known.step.live else ()
+    figures = (_timeline(record.step),) if record.step is not None and record.step.live else ()
     tables = () if found is None else (_owners(found),)
     if not facts and not figures:
         return []
@@ -48,7 +48,7 @@ def _against_budget(found: Memory) -> list[Fact]:
         Fact("Budget", show_bytes(found.budget), found.source),
         Fact("Predicted peak", show_bytes(found.predicted), f"by {found.how}"),
         Fact("Floor", show_bytes(found.floor), "at one sample a micro-batch"),
-        Fact("Undivided", show_bytes(found.whole), "what the whole mini-batch would hold"),
+        Fact("Undivided", show_bytes(found.undivided), "what the whole mini-batch would hold"),
     ]
 
 
@@ -109,9 +109,9 @@ def _stretches(step: Envelope) -> Table:
     )
 
 
-def explained(known: Known) -> list[Section]:
+def explained(record: RunRecord) -> list[Section]:
     """Return why the plan is as it is, and why the others lost."""
-    plan = known.plan
+    plan = record.plan
     if plan is None:
         return []
     facts = (
@@ -137,7 +137,7 @@ def explained(known: Known) -> list[Section]:
 
 def _pace(pace: Pace) -> tuple[Fact, ...]:
     def fact(name: str, steps: int) -> Fact:
-        found, _, between = pace.told(steps).partition(" (")
+        found, _, between = pace.in_words(steps).partition(" (")
         return Fact(name, found, between.removesuffix(")"))
 
     epoch = () if pace.epoch is None else (fact("An epoch", pace.epoch),)
@@ -154,14 +154,14 @@ _EXACT = {
 def _candidates(plan: Plan) -> tuple[Table, ...]:
     if plan.memory is None or not plan.memory.candidates:
         return ()
-    every = verdicts(plan.memory, plan.micro_batch, away=plan.offload is not None)
-    both = len({one.away for one, _ in every}) > 1
+    every = verdicts(plan.memory, plan.micro_batch, offloaded=plan.offload is not None)
+    both = len({one.offloaded for one, _ in every}) > 1
     rows = tuple(
         (
             *(str(one.micro_batch), why or "-"),
             "-" if one.seconds is None else seconds(one.seconds),
             show_bytes(one.peak_bytes),
-            *(("leave" if one.away else "stay",) if both else ()),
+            *(("leave" if one.offloaded else "stay",) if both else ()),
         )
         for one, why in every
     )
@@ -171,9 +171,9 @@ def _candidates(plan: Plan) -> tuple[Table, ...]:
     return (Table("candidates", title, names, rows, frozenset({1, 4}), chosen),)
 
 
-def convolutions(known: Known) -> list[Section]:
+def convolutions(record: RunRecord) -> list[Section]:
     """Return how the plan divides convolutions."""
-    found = known.plan.convolutions if known.plan is not None else None
+    found = record.plan.convolutions if record.plan is not None else None
     if found is None:
         return []
     rows = tuple(_kernel(one) for one in found.kernels)
@@ -202,12 +202,12 @@ def _workspace(found: Divisions) -> tuple[Fact, ...]:
 
 
 def _kernel(one: Division) -> tuple[str, ...]:
-    told: Mapping[str, Any] = dict(one.kernel)
-    chosen = Configuration(tuple(Part(*part) for part in one.parts))
+    kernel: Mapping[str, Any] = dict(one.kernel)
+    chosen = Configuration(tuple(KernelPart(*part) for part in one.parts))
     return (
-        *(str(told.get("kernel", "-")), str(one.samples)),
-        f"{told.get('channels', '-')} to {told.get('filters', '-')}",
-        " x ".join(map(str, told.get("window", ()))),
+        *(str(kernel.get("kernel", "-")), str(one.samples)),
+        f"{kernel.get('channels', '-')} to {kernel.get('filters', '-')}",
+        " x ".join(map(str, kernel.get("window", ()))),
         *(str(chosen), _short(chosen.seconds), _short(one.seconds)),
         show_bytes(chosen.workspace),
         f"{one.seconds / chosen.seconds:.1f}" if chosen.seconds else "-",

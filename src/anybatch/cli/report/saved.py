@@ -16,14 +16,14 @@ from anybatch import Plan
 from anybatch.cli import log
 from anybatch.cli.faults import RunFolderError
 from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.history import History
-from anybatch.cli.report.known import Known
+from anybatch.cli.report.history import RunHistory
+from anybatch.cli.report.record import RunRecord
 
 STEP = "timeline.json"
 """The planned step, as an `Envelope`."""
 
 
-def known_of(folder: Path, summary: Mapping[str, Any] | None = None) -> Known:
+def record_of(folder: Path, summary: Mapping[str, Any] | None = None) -> RunRecord:
     """Return the record of the run in a folder.
 
     Args:
@@ -47,7 +47,7 @@ def known_of(folder: Path, summary: Mapping[str, Any] | None = None) -> Known:
     plan, step = _plan(folder, notes), _step(folder, notes)
     if step is None and plan is not None and plan.memory is not None and not notes:
         notes.append("How the planned step passes was not kept, so it is not drawn here.")
-    return Known("train", config, summary, History.of(text), plan, step, notes=tuple(notes))
+    return RunRecord("train", config, summary, RunHistory.of(text), plan, step, notes=tuple(notes))
 
 
 def _config(folder: Path) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """Section of a page on the gain from more GPUs.
 
-A plan that was asked for it has foreseen them. A training has not, but it has taken steps: Lemma
+A plan with a goal has foreseen them. A training has not, but it has taken steps: Lemma
 3.1 says from these alone what more GPUs could bring at most.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anybatch.cli.report.drawing import Line, Titled, draw_lines
-from anybatch.cli.report.known import Known
 from anybatch.cli.report.overhead import Overhead
 from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
+from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.words import counted, drawn, figure_of, number, percent
 from anybatch.core.scale import Scale
 from anybatch.core.units import show_seconds
@@ -29,13 +29,13 @@ LEFT_OUT = (
 )
 
 
-def scale_out(known: Known) -> list[Section]:
+def scale_out(record: RunRecord) -> list[Section]:
     """Return the section on more GPUs; none without a forecast or steps of a single process."""
-    found = None if known.plan is None else known.plan.scale
+    found = None if record.plan is None else record.plan.scale
     if found is not None:
         return [_foreseen(found)]
-    shown, samples = Overhead.of(known.history.steps), _samples(known)
-    if shown is None or known.ranks > 1 or samples < 2:
+    shown, samples = Overhead.of(record.history.steps), _samples(record)
+    if shown is None or record.ranks > 1 or samples < 2:
         return []
     return [_by_lemma(shown, samples)]
 
@@ -80,9 +80,9 @@ def _by_lemma(found: Overhead, samples: int) -> Section:
     return Section("scale", "Scale-out", facts=facts, points=points, figures=(figure,))
 
 
-def _samples(known: Known) -> int:
+def _samples(record: RunRecord) -> int:
     """Return the samples of a mini-batch, which the GPUs would share."""
-    found = known.part("settings").get("batch_size")
+    found = record.part("settings").get("batch_size")
     return found if isinstance(found, int) and found > 0 else max(SHOWN)
 
 

@@ -141,9 +141,9 @@ def _without_repeats(path: str) -> str:
     """Return a path without the lines that lead nowhere: steps have as many as others."""
     parts = re.findall(r"[A-Za-z][^A-Za-z]*", path)
     points = [(part[0], part[1:].split()) for part in parts]
-    kept = [
+    distinct = [
         f"{letter}{' '.join(numbers)}"
         for i, (letter, numbers) in enumerate(points)
         if letter != "L" or numbers != points[i - 1][1]
     ]
-    return "".join(kept)
+    return "".join(distinct)

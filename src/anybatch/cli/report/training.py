@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from anybatch.cli.report.drawing import Line, Titled, draw_lines
-from anybatch.cli.report.history import History, bins, quartiles, thinned
-from anybatch.cli.report.known import Known
+from anybatch.cli.report.history import RunHistory, bins, quartiles, thinned
 from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
+from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.words import counted, drawn, figure_of, number, percent, rounded, seconds
 from anybatch.core.units import show_bytes
 
@@ -19,13 +19,13 @@ _VERSIONS = {"python": "Python", "system": "System"}
 METRICS = {"accuracy": "Accuracy", "iou": "IoU"}
 
 
-def outcome(known: Known) -> list[Section]:
+def outcome(record: RunRecord) -> list[Section]:
     """Return the figures at the end of a run; none of a plan, or before the first step."""
-    tiles = [*_at_the_end(known.history), *_spent(known)]
+    tiles = [*_at_the_end(record.history), *_spent(record)]
     return [Section("outcome", "Figures at the end", facts=tuple(tiles), tiles=True)] * bool(tiles)
 
 
-def _at_the_end(history: History) -> Iterator[Fact]:
+def _at_the_end(history: RunHistory) -> Iterator[Fact]:
     if history.epochs:
         last = history.epochs[-1]
         best = max(history.epochs, key=lambda row: row.test_value)
@@ -36,15 +36,15 @@ def _at_the_end(history: History) -> Iterator[Fact]:
         yield Fact("Loss, last step", number(history.steps[-1].loss), "no whole epoch yet")
 
 
-def _spent(known: Known) -> Iterator[Fact]:
-    history, end = known.history, known.summary or {}
+def _spent(record: RunRecord) -> Iterator[Fact]:
+    history, end = record.history, record.summary or {}
     if history.steps:
         done = counted(len(history.epochs), "whole epochs")
         yield Fact("Steps", f"{history.steps[-1].step:,}", done)
         middle = quartiles([one.speed for one in history.steps])[1]
         yield Fact("Samples a second", rounded(middle), "median of the steps")
     if history.measured is not None:
-        budget = known.plan.memory.budget if known.plan and known.plan.memory else None
+        budget = record.plan.memory.budget if record.plan and record.plan.memory else None
         of = "no budget" if budget is None else f"of {show_bytes(budget)}"
         yield Fact("Peak memory", show_bytes(history.measured), of)
     if isinstance(end.get("seconds"), float):
@@ -58,27 +58,27 @@ def _parts(end: Mapping[str, Any]) -> str:
     return f"of all parts; resumed {counted(resumed, 'times')}"
 
 
-def what_was_run(known: Known) -> list[Section]:
+def what_was_run(record: RunRecord) -> list[Section]:
     """Return the section on the settings of a run, its process and its versions."""
-    told, recipe, data = known.part("settings"), known.part("recipe"), known.part("data")
-    process, versions = known.part("process"), known.part("versions")
-    end = known.summary or {}
+    settings, recipe, data = record.part("settings"), record.part("recipe"), record.part("data")
+    process, versions = record.part("process"), record.part("versions")
+    end = record.summary or {}
     pixels = data.get("size")
     size = " x ".join(map(str, pixels)) if isinstance(pixels, list | tuple) else None
     values = {
         "Model": (recipe.get("model"), _counted(end.get("parameters"), "parameters")),
-        "Data": (told.get("data"), _counted(data.get("train_samples"), "training samples")),
+        "Data": (settings.get("data"), _counted(data.get("train_samples"), "training samples")),
         "Task": (data.get("task"), f"{size} pixels" if size else ""),
-        "Mini-batch": (told.get("batch_size"), "samples of one step"),
-        "Micro-batch": (_micro_batch(known), "samples on the device at once"),
-        "Memory": (told.get("memory"), "budget, as it was given"),
+        "Mini-batch": (settings.get("batch_size"), "samples of one step"),
+        "Micro-batch": (_micro_batch(record), "samples on the device at once"),
+        "Memory": (settings.get("memory"), "budget, as it was given"),
         "Loss": (recipe.get("loss"), ""),
         "Optimizer": (recipe.get("optimizer"), _rate(recipe)),
         "Epochs": (recipe.get("epochs"), "planned"),
-        "BatchNorm": (told.get("batchnorm"), _exact_from(end)),
-        "Seed": (told.get("seed"), ""),
+        "BatchNorm": (settings.get("batchnorm"), _exact_from(end)),
+        "Seed": (settings.get("seed"), ""),
         "Device": (process.get("device"), _counted(process.get("threads"), "CPU threads")),
-        "Processes": (known.ranks if known.ranks > 1 else None, "share every mini-batch"),
+        "Processes": (record.ranks if record.ranks > 1 else None, "share every mini-batch"),
         "Host allocator": (process.get("malloc"), ""),
         **{_VERSIONS.get(name, name): (value, "") for name, value in versions.items()},
     }
@@ -87,16 +87,16 @@ def what_was_run(known: Known) -> list[Section]:
         for name, (value, more) in values.items()
         if value is not None
     ]
-    told_so = known.part("data").get("notes")
-    points = tuple(map(str, told_so)) if isinstance(told_so, list | tuple) else ()
-    command = Fact("Command", known.words, code=True)
-    title = "What was run" if known.command == "train" else "What was planned"
+    notes = record.part("data").get("notes")
+    points = tuple(map(str, notes)) if isinstance(notes, list | tuple) else ()
+    command = Fact("Command", record.words, code=True)
+    title = "What was run" if record.command == "train" else "What was planned"
     return [Section("run", title, facts=(command, *facts), points=points)]
 
 
-def curves(known: Known) -> list[Section]:
+def curves(record: RunRecord) -> list[Section]:
     """Return loss and metric over the epochs, and over the steps where there is but one."""
-    history = known.history
+    history = record.history
     figures = []
     if len(history.epochs) > 1:
         name = history.epochs[0].metric
@@ -121,9 +121,9 @@ def curves(known: Known) -> list[Section]:
     ]
 
 
-def throughput(known: Known) -> list[Section]:
+def throughput(record: RunRecord) -> list[Section]:
     """Return how many samples a second the steps took."""
-    history = known.history
+    history = record.history
     if not history.steps:
         return []
     speeds = [one.speed for one in history.steps]
@@ -161,7 +161,7 @@ def _over_epochs(name: str, title: str, rows: Sequence[tuple[int, float, float]]
     return figure_of(titled, drawing, keys, table)
 
 
-def _over_steps(name: str, title: str, what: str, history: History) -> Figure:
+def _over_steps(name: str, title: str, what: str, history: RunHistory) -> Figure:
     """Return a figure of the loss or of the throughput: each step, or medians of some."""
     steps = [one.step for one in history.steps]
     values = [one.loss if name == "loss" else one.speed for one in history.steps]
@@ -197,7 +197,7 @@ def _over_steps(name: str, title: str, what: str, history: History) -> Figure:
     return figure_of(titled, drawing, (Key(what, "line", 0, more),), table)
 
 
-def _one_epoch(history: History) -> Table:
+def _one_epoch(history: RunHistory) -> Table:
     (row,) = history.epochs
     name = METRICS.get(row.metric, row.metric)
     return Table(
@@ -211,10 +211,10 @@ def _one_epoch(history: History) -> Table:
     )
 
 
-def _micro_batch(known: Known) -> int | None:
-    if known.plan is not None:
-        return known.plan.micro_batch
-    found = known.part("settings").get("micro_batch")
+def _micro_batch(record: RunRecord) -> int | None:
+    if record.plan is not None:
+        return record.plan.micro_batch
+    found = record.part("settings").get("micro_batch")
     return found if isinstance(found, int) else None
 
 

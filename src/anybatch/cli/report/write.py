@@ -16,7 +16,7 @@ import typer
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.outcome import ending
 from anybatch.cli.report.page import page_of
-from anybatch.cli.report.saved import known_of
+from anybatch.cli.report.saved import record_of
 
 NAME = "report.html"
 """The page of a run, in its folder."""
@@ -50,17 +50,17 @@ def write_page(text: str, path: Path) -> None:
     Raises:
         SettingsError: it cannot be written.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
     except OSError as error:
         raise SettingsError(
             f"the report cannot be written to {path}: {error.strerror}. Make room, or name another "
             "file with --out."
         ) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def report(
@@ -79,7 +79,7 @@ def report(
         target = out or run_folder / NAME
         if out is not None:
             refuse_page(target)
-        known = known_of(run_folder)
+        record = record_of(run_folder)
         refuse_page(target)
-        write_page(page_of(known), target)
+        write_page(page_of(record), target)
         typer.echo(f"The report is in {target}.")

@@ -143,7 +143,7 @@ def refuse_scripted_norms(modules: Modules) -> None:
 def _normalises_in_script(module: ScriptModule) -> bool:
     """Return whether a scripted or traced module has a batch norm that uses its batch's rows."""
     graph = getattr(module, "inlined_graph", None)  # none where it has no forward
-    nodes = [] if graph is None else [n for kind in SCRIPTED for n in graph.findAllNodes(kind)]
+    nodes = [] if graph is None else [n for name in SCRIPTED for n in graph.findAllNodes(name)]
     for flag in (list(node.inputs())[5] for node in nodes):
         constant = flag.node().kind() == "prim::Constant"
         if flag.toIValue() if constant else any(map(in_training, module.modules())):

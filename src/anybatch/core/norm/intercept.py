@@ -142,8 +142,8 @@ def _backward(
     inputs: Some = None,
 ) -> None:
     """Run a backward as ``torch.autograd.backward`` does, with the modes that are on."""
-    given = grad_variables if grad_tensors is None else grad_tensors
-    _run(tensors, given, retain_graph, create_graph, _several(inputs), accumulate=True)
+    initial_gradients = grad_variables if grad_tensors is None else grad_tensors
+    _run(tensors, initial_gradients, retain_graph, create_graph, _several(inputs), accumulate=True)
 
 
 def _of_tensor(
@@ -196,7 +196,7 @@ def _several(tensors: Some) -> tuple[Tensor, ...]:
 
 def _run(
     tensors: Tensor | Sequence[Tensor],
-    given: Tensor | Sequence[Tensor | None] | None,
+    initial_gradients: Tensor | Sequence[Tensor | None] | None,
     retain_graph: bool | None,  # noqa: FBT001
     create_graph: bool,  # noqa: FBT001
     inputs: tuple[Tensor, ...],
@@ -206,7 +206,7 @@ def _run(
 ) -> tuple[Tensor | None, ...]:
     """Run autograd's engine; the checks of gradients and roots are torch's own."""
     roots = _several(tensors)
-    gradients = _tensor_or_tensors_to_tuple(given, len(roots))
+    gradients = _tensor_or_tensors_to_tuple(initial_gradients, len(roots))
     found: tuple[Tensor | None, ...] = torch.autograd.Variable._execution_engine.run_backward(
         roots,
         _make_grads(roots, gradients, is_grads_batched=False),

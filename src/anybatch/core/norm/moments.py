@@ -124,12 +124,12 @@ def merged(one: Moments, other: Moments) -> Moments:
     if count == 0:
         return one
     share, mean = other.count / count, wide(one.mean)
-    apart = wide(other.mean) - mean
+    difference = wide(other.mean) - mean
     squares = wide(one.squares) + wide(other.squares)
     return Moments(
         count,
-        torch.add(mean, apart, alpha=share),
-        squares.addcmul_(apart, apart, value=one.count * share),
+        torch.add(mean, difference, alpha=share),
+        squares.addcmul_(difference, difference, value=one.count * share),
     )
 
 

@@ -1,10 +1,10 @@
-"""The places of a forward where samples meet, as later steps know them again.
+"""Sites of a forward where samples meet, recorded for a comparison with later steps.
 
 What lanes share has been compared wherever they wait for each other, and found to be the same or
 given to each of its own (`anybatch.lockstep.slots`). A model that waits in another place in a later
-step (a flag that is switched on) has not been looked at there: it is looked at again.
+step (a flag that is switched on) has not been inspected there: it is inspected again.
 
-    known:  A B C, A C        a lane comes to  A ─> C ─> the end: known      A ─> D: look again
+    recorded:  A B C, A C     a lane reaches  A ─> C ─> the end: recorded    A ─> D: inspect again
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class Route:
     """Tracker of a forward along the recorded sequences of barriers.
 
     Args:
-        known: all of them.
+        recorded: all of them.
     """
 
-    def __init__(self, known: Iterable[Way]) -> None:
-        self._left = [(*way, END) for way in known]
+    def __init__(self, recorded: Iterable[Way]) -> None:
+        self._left = [(*way, END) for way in recorded]
         self._at = 0
 
     def comes_to(self, site: Site) -> None:
         """Take in the next place.
 
         Raises:
-            OtherSitesError: no way that is known goes there.
+            OtherSitesError: no recorded way goes there.
         """
         at, self._at = self._at, self._at + 1
         self._left = [way for way in self._left if at < len(way) and way[at] == site]

@@ -10,5 +10,6 @@ Read `masks` (the sets, and where they are kept), `rules` (what a kernel does to
 (numbers that belong to no sample), `follow` (the mode that sees every kernel), `verdict` (what is
 concluded), `halves` (gradients of a few rows in one micro-batch and in two), `declared` (a loss
 that is said to be of single samples), `congruent` (the kernels of the whole batch beside those of a
-micro-batch), `familiar` (models that change in later steps), `evidence` (what a plan says of it).
+micro-batch), `familiar` (models that change in later steps), `anybatch.core.evidence` (the words of
+a plan for it).
 """

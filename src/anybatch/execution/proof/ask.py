@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.execution.proof.masks import CUT, LOOSE, PLACE, ROWS, fold, several, total
 from anybatch.execution.proof.rules import Call
 
@@ -34,7 +34,7 @@ def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[T
     Args:
         call: the call, which has been made.
         before: its arguments as they were before it, copies of what it has written to.
-        unfollowed: told the error of a kernel that takes neither NaN nor other values.
+        unfollowed: gets the error of a kernel that takes neither NaN nor other values.
     """
     leaves, spec = tree_flatten(before)
     named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
@@ -136,7 +136,7 @@ class _Again:
         self._call, self._leaves, self._spec, self._chosen = call, leaves, spec, chosen
         own = call.func._schema.name.split("::")[0] != "aten"
         draws = own or torch.Tag.nondeterministic_seeded in call.func.tags
-        self._before = Dice.now() if draws else None
+        self._before = RNGState.now() if draws else None
         self._plain: list[Tensor] = []
 
     def __call__(self, other: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
@@ -175,12 +175,12 @@ class _Again:
 
     def other_values(self, marks: list[Tensor], bit: int) -> bool:
         """Mark elements that other values change; return whether the kernel accepts any of them."""
-        told = False
+        accepted = False
         for change in FLOATS:
             with suppress(*ERRORS):
                 self._mark_changed(change, marks, bit)
-                told = True
-        return told
+                accepted = True
+        return accepted
 
     def _mark_changed(
         self, change: Callable[[Tensor], Tensor], marks: list[Tensor], bit: int
@@ -196,7 +196,7 @@ class _Again:
         """
         named = tree_leaves((self._call.args, self._call.kwargs))
         pairs = list(zip(named, self._leaves, self._chosen, strict=True))
-        own = [at for at, given in enumerate(pairs) if self._is_whole(*given)]
+        own = [at for at, pair in enumerate(pairs) if self._has_single_samples(*pair)]
         if not own:
             return False
         with suppress(*ERRORS):
@@ -210,7 +210,7 @@ class _Again:
                             return True
         return False
 
-    def _is_whole(self, named: Any, leaf: Any, one: Tensor | None) -> bool:
+    def _has_single_samples(self, named: Any, leaf: Any, one: Tensor | None) -> bool:
         """Return whether each integer of a tensor is of one sample; ends of parts have several."""
         if one is None or _real(leaf) or not leaf.dim() or len(leaf) < 2:
             return False

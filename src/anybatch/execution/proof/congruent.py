@@ -24,18 +24,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core.functions import keywords
-from anybatch.core.kept import Kept
 from anybatch.core.meeting import samples_here
 from anybatch.core.modules import Modules, walk
-from anybatch.core.norm.alone import AloneNorms
 from anybatch.core.norm.counters import counters
+from anybatch.core.norm.non_reducing import NonReducingNorms
 from anybatch.core.norm.sites import Site
-from anybatch.core.rng import Dice
+from anybatch.core.python_state import PythonState
+from anybatch.core.rng import RNGState
 from anybatch.execution.proof.free import FreeTensors
 from anybatch.execution.proof.law import CUTS, Called, breaks, called
 from anybatch.execution.proof.paths import Paths
 from anybatch.execution.proof.places import scalars
-from anybatch.execution.proof.verdict import WHOLE, Verdict, first_difference, other_rows
+from anybatch.execution.proof.verdict import UNDIVIDED, Verdict, first_difference, other_rows
 from anybatch.memory.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
 
 QUERIES = frozenset(
@@ -56,7 +56,7 @@ CASTS = frozenset("to type type_as float double half bfloat16".split())
 
 
 @dataclass
-class Seen:
+class CallTrace:
     """Record of the calls of a forward.
 
     Attributes:
@@ -64,7 +64,7 @@ class Seen:
         lists: (module, lists of places that rows or features are read or written at), in order.
         numbers: (module, kernel, numbers) of pointwise kernels, in order.
         norms: (module, values of a channel) of calls of batch normalisation, in order.
-        alone: of each call of batch normalisation: it normalises rows by themselves, or a weight.
+        by_row: of each call of batch normalisation: it normalises rows by themselves, or a weight.
         calls: of functions that compute something, in order.
         cuts: of kernels that cut something off, in order.
         made: tensors without data that were made.
@@ -75,7 +75,7 @@ class Seen:
     lists: list[tuple[str, str]] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     norms: list[tuple[str, int]] = field(default_factory=list)
-    alone: list[bool] = field(default_factory=list)
+    by_row: list[bool] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
     cuts: list[Called] = field(default_factory=list)
     made: list[weakref.ref[Tensor]] = field(default_factory=list)
@@ -102,11 +102,11 @@ def _of_all() -> bool:
 
 class _Functions(TorchFunctionMode):
     def __init__(
-        self, seen: Seen, path: Callable[[], str], known: Mapping[int, str], rows: int
+        self, record: CallTrace, path: Callable[[], str], names: Mapping[int, str], rows: int
     ) -> None:
         super().__init__()
-        self._seen, self._path, self._known = seen, path, known
-        self._free = FreeTensors(known, rows)
+        self._trace, self._path, self._names = record, path, names
+        self._free = FreeTensors(names, rows)
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self.backward = False
 
@@ -118,26 +118,26 @@ class _Functions(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = keywords(func, kwargs)
-        name, given = getattr(func, "__name__", ""), (args, kwargs)
+        name, arguments = getattr(func, "__name__", ""), (args, kwargs)
         name = PROPERTIES.get(func, name) if name == "__get__" else name
         kernel = "." in name  # of tensors without data, or of autograd: nobody wrote it
-        heard = not kernel and (self.backward or not _of_all())
-        compares = heard and name not in QUERIES
+        traces = not kernel and (self.backward or not _of_all())
+        compares = traces and name not in QUERIES
         path = self._path() if compares else ""
-        if heard and name in INDEXING and (lists := _lists(args[1])):
-            self._seen.lists.append((self._path(), repr(lists)))
+        if traces and name in INDEXING and (lists := _lists(args[1])):
+            self._trace.lists.append((self._path(), repr(lists)))
         if compares:
-            self._seen.functions.append((path, name))
-        free = self._free.takes(name, given)
-        places = free and self._free.numbers(given)
+            self._trace.functions.append((path, name))
+        free = self._free.takes(name, arguments)
+        places = free and self._free.numbers(arguments)
         result = func(*args, **kwargs)
-        if heard and name in CASTS and _casts(args[0], result):
-            self._seen.functions.append((self._path(), f"{name}() of another type"))
-        self._free.gave(name, given, result, free=free)
+        if traces and name in CASTS and _casts(args[0], result):
+            self._trace.functions.append((self._path(), f"{name}() of another type"))
+        self._free.gave(name, arguments, result, free=free)
         if compares:
-            known, outside = self._known, self._outside
-            one = called(path, name, given, result, known, outside, free=free, places=places)
-            self._seen.calls.append(one)
+            names, outside = self._names, self._outside
+            one = called(path, name, arguments, result, names, outside, free=free, places=places)
+            self._trace.calls.append(one)
         self.knows(result)
         return result
 
@@ -153,7 +153,7 @@ class _Functions(TorchFunctionMode):
         if made is not None and made() is one:
             return ""
         word = f"{OUTSIDE}{id(one)}"
-        self._seen.outside[word] = weakref.ref(one)
+        self._trace.outside[word] = weakref.ref(one)
         return word
 
     def follows(self, tensors: Iterable[Tensor]) -> None:
@@ -166,7 +166,7 @@ OUTSIDE = "tensor "
 """How the word begins of a tensor that is no result of a call, and has no name."""
 
 
-def _beside(a: Called, b: Called) -> tuple[Called, Called]:
+def _comparable(a: Called, b: Called) -> tuple[Called, Called]:
     """Return two calls without the words of outside tensors where only one takes a stored tensor.
 
     The other one has made it, which is seen by what it called.
@@ -197,10 +197,10 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(
-        self, seen: Seen, path: Callable[[], str], values: Iterator[Any], *, singles: bool
+        self, record: CallTrace, path: Callable[[], str], values: Iterator[Any], *, singles: bool
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seen, self._path, self._values = seen, path, values
+        self._trace, self._path, self._values = record, path, values
         self._singles = singles
         self.backward = False
 
@@ -217,48 +217,53 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if value is not None:
                 return value
         result = func(*args, **(kwargs or {}))
-        self._seen.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self._trace.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
         name = "" if schema is None else schema.name.split("::")[1]
         if name in CUTS and (self.backward or not _of_all()):
-            self._seen.cuts.append(called(self._path(), name, (args, kwargs or {}), result, {}))
+            self._trace.cuts.append(called(self._path(), name, (args, kwargs or {}), result, {}))
         # a number by itself is a loss inside the model, whose numbers are traced
         real = isinstance(result, Tensor) and result.is_floating_point()
         real = real and (result.dim() > 0 or self._singles)
         if schema is not None and real and not (self.backward or _of_all()):
-            given = scalars(func, args, kwargs or {})
-            self._seen.numbers.append((self._path(), name, given))
+            numbers = scalars(func, args, kwargs or {})
+            self._trace.numbers.append((self._path(), name, numbers))
         return result
 
 
-class _Norms(AloneNorms):
+class _Norms(NonReducingNorms):
     """BatchNorm mode that classifies a single row by the same call of the full batch."""
 
     def __init__(
-        self, counters: Iterable[Tensor], watch: _Heard, whole: Seen, seen: Seen, rows: int
+        self,
+        counters: Iterable[Tensor],
+        watch: _NormRecorder,
+        full: CallTrace,
+        record: CallTrace,
+        rows: int,
     ) -> None:
         super().__init__(counters, watch, rows=rows)
-        self._whole, self._seen = whole, seen
+        self._full, self._trace = full, record
 
     def by_itself(self, x: Tensor) -> bool:
         """Say so, and note it."""
-        found, at = super().by_itself(x), len(self._seen.alone)
-        if x.shape[0] == 1 and self._seen is not self._whole:
-            found = found or self._whole.alone[at : at + 1] == [True]
-        self._seen.alone.append(found)
+        found, at = super().by_itself(x), len(self._trace.by_row)
+        if x.shape[0] == 1 and self._trace is not self._full:
+            found = found or self._full.by_row[at : at + 1] == [True]
+        self._trace.by_row.append(found)
         return found
 
 
-class _Heard:
-    """Hears calls of batch normalisation."""
+class _NormRecorder:
+    """Recorder of batch normalisation calls."""
 
-    def __init__(self, seen: Seen, path: Callable[[], str]) -> None:
-        self._seen, self._path = seen, path
+    def __init__(self, record: CallTrace, path: Callable[[], str]) -> None:
+        self._trace, self._path = record, path
 
-    def heard(self, x: Tensor) -> None:
+    def record_input(self, x: Tensor) -> None:
         """Record a normalisation: its module, and the number of values of a channel."""
-        self._seen.norms.append((self._path(), x.numel() // max(x.shape[1], 1)))
+        self._trace.norms.append((self._path(), x.numel() // max(x.shape[1], 1)))
 
-    def met(self, site: Site) -> None:
+    def record_site(self, site: Site) -> None:
         """Nothing is to be done there."""
 
 
@@ -306,34 +311,34 @@ def compare(
             Default None: no call does.
     """
 
-    def traced(sizes: Sequence[int]) -> tuple[list[Seen], str]:
-        seen = [Seen() for _ in sizes]
+    def traced(sizes: Sequence[int]) -> tuple[list[CallTrace], str]:
+        record = [CallTrace() for _ in sizes]
         with (
             _disable_current_modes(),  # or a meter would count what has no data
             interrupted_between_functions(),
         ):
             said = _traced(
-                *(model, modules, rows, sizes, run, seen, values),
+                *(model, modules, rows, sizes, run, record, values),
                 trains=trains,
                 singles=singles,
                 backward=backward,
                 earlier=earlier,
             )
-        if any(one() is not None for each in seen for one in each.made):
+        if any(one() is not None for each in record for one in each.made):
             forget_fakes()  # a walk over all objects, so only where something has kept one
-        return seen, said
+        return record, said
 
-    seen, said = traced(sizes)
+    record, said = traced(sizes)
     if said:
         why = f"forward of {sizes[0]} samples could not be traced without data ({said[:80]})"
         return Verdict("", (why,))
-    found = _differs(seen, sizes)
-    if found.doubts and any(call.free and call.places for call in seen[0].calls):
+    found = _differs(record, sizes)
+    if found.doubts and any(call.free and call.places for call in record[0].calls):
         (other,), said = traced([UNLIKE])
-        if not said and other.functions == seen[0].functions:
-            pairs = zip(seen[0].calls, other.calls, strict=False)
-            seen[0].calls = [a._replace(places=a.places and b.places) for a, b in pairs]
-            found = _differs(seen, sizes)
+        if not said and other.functions == record[0].functions:
+            pairs = zip(record[0].calls, other.calls, strict=False)
+            record[0].calls = [a._replace(places=a.places and b.places) for a, b in pairs]
+            found = _differs(record, sizes)
     return found
 
 
@@ -341,12 +346,12 @@ UNLIKE = 61
 """Samples by which few sizes of images can be divided, which might be taken for rows."""
 
 
-def _differs(seen: Sequence[Seen], sizes: Sequence[int]) -> Verdict:
+def _differs(record: Sequence[CallTrace], sizes: Sequence[int]) -> Verdict:
     """Return the verdict on the first micro-batch that differs, or the doubts of all."""
-    whole, *others = seen
+    full, *others = record
     doubts: tuple[str, ...] = ()
     for size, part in zip(sizes[1:], others, strict=True):
-        found = _differ(whole, part, sizes[0], size)
+        found = _differ(full, part, sizes[0], size)
         if found.meets:
             return found
         doubts += found.doubts
@@ -359,7 +364,7 @@ def _traced(
     rows: tuple[Any, int],
     sizes: Sequence[int],
     run: Callable[[nn.Module, Any, int], Any],
-    seen: list[Seen],
+    record: list[CallTrace],
     values: Sequence[Any],
     *,
     trains: bool,
@@ -368,33 +373,33 @@ def _traced(
     earlier: int | None,
 ) -> str:
     """Run forward at each size, and record its calls; return the error, or ""."""
-    dice, kept = Dice.now(), Kept()
+    rng, saved = RNGState.now(), PythonState()
     try:
         fakes = Fakes()
         twin = fakes.copy(model, [module for _, module in modules])
-        kept.modules(twin.modules(), attributes=True)
-        for size, each in zip(sizes, seen, strict=True):
-            kept.put_back()  # or numbers that it counts would differ
-            calls = [] if earlier is None else [(earlier or size, Seen())]
+        saved.modules(twin.modules(), attributes=True)
+        for size, each in zip(sizes, record, strict=True):
+            saved.put_back()  # or numbers that it counts would differ
+            calls = [] if earlier is None else [(earlier or size, CallTrace())]
             for count, noted in (*calls, (size, each)):
-                dice.put_back()  # or those that Python draws
+                rng.put_back()  # or those that Python draws
                 inputs = fakes.rows(*rows, count)
                 trace(
                     *(fakes, twin, inputs, count, run, noted),
-                    whole=(seen[0], sizes[0]),
+                    full=(record[0], sizes[0]),
                     trains=trains,
                     values=values,
                     singles=singles,
                     backward=backward,
                 )
         inputs = None
-        kept.put_back()
-        for each in seen:
+        saved.put_back()
+        for each in record:
             each.end()
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]
     finally:
-        kept.put_back()  # or a fake would stay in what the model shares with its copy
+        saved.put_back()  # or a fake would stay in what the model shares with its copy
     return ""
 
 
@@ -404,9 +409,9 @@ def trace(
     inputs: Any,
     size: int,
     run: Callable[[nn.Module, Any, int], Any],
-    seen: Seen,
+    record: CallTrace,
     *,
-    whole: tuple[Seen, int],
+    full: tuple[CallTrace, int],
     trains: bool,
     values: Sequence[Any] = (),
     singles: bool = False,
@@ -420,18 +425,20 @@ def trace(
         inputs: rows without data.
         size: how many.
         run: calls the model.
-        seen: takes what was called.
-        whole: what the whole batch has called, and its samples.
+        record: takes what was called.
+        full: what the whole batch has called, and its samples.
         trains: build a graph.
         values: what Python reads of tensors, in order.
         singles: note what is computed with a number by itself, too. Default False.
         backward: run that, too. Default False.
     """
     paths = Paths(model)
-    norms = _Norms(counters(walk(model)), _Heard(seen, paths.now), whole[0], seen, whole[1])
+    norms = _Norms(
+        counters(walk(model)), _NormRecorder(record, paths.now), full[0], record, full[1]
+    )
     named = [*model.named_parameters(), *model.named_buffers()]
-    functions = _Functions(seen, paths.now, {id(tensor): name for name, tensor in named}, size)
-    numbers = _Numbers(seen, paths.now, iter(values), singles=singles)
+    functions = _Functions(record, paths.now, {id(tensor): name for name, tensor in named}, size)
+    numbers = _Numbers(record, paths.now, iter(values), singles=singles)
     functions.knows(inputs)
     model.zero_grad(set_to_none=True)  # of the size before: to be added to is another call
     with torch.set_grad_enabled(trains), unreported(), fakes.mode, norms, functions, numbers:
@@ -448,45 +455,45 @@ def trace(
                 )  # fmt: skip
 
 
-def _differ(whole: Seen, part: Seen, n: int, m: int) -> Verdict:
-    if len(whole.norms) != len(part.norms):
-        path = (whole.norms or part.norms)[0][0]
-        told = f"{len(whole.norms)} calls for {n} samples and {len(part.norms)} for {m}"
-        return Verdict(other_rows(path, told))
-    for (path, a), (other, b) in zip(whole.norms, part.norms, strict=True):
+def _differ(full: CallTrace, part: CallTrace, n: int, m: int) -> Verdict:
+    if len(full.norms) != len(part.norms):
+        path = (full.norms or part.norms)[0][0]
+        counts = f"{len(full.norms)} calls for {n} samples and {len(part.norms)} for {m}"
+        return Verdict(other_rows(path, counts))
+    for (path, a), (other, b) in zip(full.norms, part.norms, strict=True):
         if path != other or a * m != b * n:
-            told = f"{a} values of a channel for {n} samples and {b} for {m}"
-            return Verdict(other_rows(path, told))
-    if set(whole.functions) != set(part.functions):
-        some = set(whole.functions) ^ set(part.functions)
-        path, name = next(one for one in (*whole.functions, *part.functions) if one in some)
-        here = n if (path, name) in set(whole.functions) else m
+            counts = f"{a} values of a channel for {n} samples and {b} for {m}"
+            return Verdict(other_rows(path, counts))
+    if set(full.functions) != set(part.functions):
+        some = set(full.functions) ^ set(part.functions)
+        path, name = next(one for one in (*full.functions, *part.functions) if one in some)
+        here = n if (path, name) in set(full.functions) else m
         return Verdict(
             "forward must compute the same for any number of samples when the batch is split, and "
             f"{path} calls {name} for {here} samples and not for {m if here == n else n}: a "
-            f"branch on the number of samples. Take it out, or {WHOLE}"
+            f"branch on the number of samples. Take it out, or {UNDIVIDED}"
         )
-    if whole.functions != part.functions:
+    if full.functions != part.functions:
         why = f"forward calls other functions for {n} samples than for {m}"
         return Verdict("", (why,))
-    if whole.lists != part.lists:
+    if full.lists != part.lists:
         why = f"forward indexes with other lists for {n} samples than for {m}"
         return Verdict("", (why,))
-    found = first_difference(whole.numbers, part.numbers)
+    found = first_difference(full.numbers, part.numbers)
     if found is not None:
         return Verdict(
             "forward must compute the same for any number of samples when the batch is split, and "
             f"{found.where} {found.mine} for {n} samples and with {found.its} for {m}: a number "
-            f"that depends on how many there are. Compute with it in the loss, or {WHOLE}"
+            f"that depends on how many there are. Compute with it in the loss, or {UNDIVIDED}"
         )
-    return Verdict("", tuple(_broken(whole, part, n, m)))
+    return Verdict("", tuple(_broken(full, part, n, m)))
 
 
-def _broken(whole: Seen, part: Seen, n: int, m: int) -> Iterator[str]:
+def _broken(full: CallTrace, part: CallTrace, n: int, m: int) -> Iterator[str]:
     """Yield the first call, and the first cut, that breaks the law of sizes."""
-    for ours, theirs in ((whole.calls, part.calls), (whole.cuts, part.cuts)):
+    for ours, theirs in ((full.calls, part.calls), (full.cuts, part.cuts)):
         pairs = zip(ours, theirs, strict=False)
-        broken = next((a for a, b in pairs if breaks(*_beside(a, b), n, m)), None)
+        broken = next((a for a, b in pairs if breaks(*_comparable(a, b), n, m)), None)
         if broken is not None:
             yield f"{broken.name} in {broken.path} is not for {n} samples what it is for {m}"
         elif len(ours) != len(theirs):

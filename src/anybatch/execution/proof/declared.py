@@ -26,7 +26,7 @@ from anybatch.core.meeting import ForwardOf
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import walk
 from anybatch.core.norm.counters import GatherError
-from anybatch.core.rng import Dice
+from anybatch.core.rng import RNGState
 from anybatch.execution.proof import congruent
 from anybatch.execution.proof import rows as proof_rows
 from anybatch.execution.proof.follow import Follow
@@ -53,7 +53,7 @@ INSTEAD = "Give the loss without a declaration: it is exact then, in two passes 
 
 
 @dataclass(frozen=True)
-class Rows:
+class LossRows:
     """Outputs of some rows and their targets.
 
     Attributes:
@@ -67,7 +67,7 @@ class Rows:
     size: int
 
 
-class DeclaredLoss(nn.Module):
+class RowLoss(nn.Module):
     """Calls the loss on output rows that have the samples along their first dimension."""
 
     def __init__(self, own: Own, outputs: Any, layout: Sequence[int | None]) -> None:
@@ -81,19 +81,19 @@ class DeclaredLoss(nn.Module):
 
     def forward(self, rows: list[Tensor], targets: Any) -> Tensor:
         """Return the losses, or their sum."""
-        axes, given = iter(self._layout), iter(rows)
+        axes, remaining = iter(self._layout), iter(rows)
 
         def put(tensor: Tensor) -> Tensor:
             axis = next(axes)
-            return tensor if axis is None else next(given).movedim(0, axis)
+            return tensor if axis is None else next(remaining).movedim(0, axis)
 
         outputs, size = tree.map_tensors(put, self._others), rows[0].shape[0]
-        with ForwardOf(size, alone=True):
+        with ForwardOf(size, standalone=True):
             return self._own(outputs, MicroBatch(None, targets, size))
 
 
 @dataclass(frozen=True)
-class _Run:
+class _LossCall:
     """Result of a call under masks; `found` holds the losses or their sum."""
 
     forward: Forward
@@ -109,16 +109,16 @@ class DeclaredSizes:
     Args:
         loss: on output rows.
         rows: of the outputs, as leaves.
-        given: outputs and targets of these rows.
+        loss_rows: outputs and targets of these rows.
         values: what Python reads of tensors in a call, in order.
         shown: nothing else about the loss is in doubt, so what differs is refused.
     """
 
     def __init__(
         self,
-        loss: DeclaredLoss,
+        loss: RowLoss,
         rows: list[Tensor],
-        given: Rows,
+        loss_rows: LossRows,
         values: Sequence[Any],
         *,
         shown: bool,
@@ -129,8 +129,8 @@ class DeclaredSizes:
         def bare(tensor: Tensor) -> Tensor:
             return mode.from_tensor(tensor) if tensor.dim() else tensor
 
-        self._rows = [bare(row) for row in rows], tree.map_tensors(bare, given.targets)
-        self._size = given.size
+        self._rows = [bare(row) for row in rows], tree.map_tensors(bare, loss_rows.targets)
+        self._size = loss_rows.size
 
     def __call__(self, sizes: Sequence[int]) -> Verdict:
         """Compare the calls for the full batch with those for its micro-batches.
@@ -173,7 +173,7 @@ class Declared:
 
     Args:
         own: of the loss.
-        whole: a few rows.
+        all_rows: a few rows.
         part: the last of these, in reverse order.
         layout: where each output holds the samples; None where it holds none.
         lanes: micro-batches wait for each other where samples meet. Default False.
@@ -185,18 +185,18 @@ class Declared:
     def __init__(
         self,
         own: Own,
-        whole: Rows,
-        part: Rows,
+        all_rows: LossRows,
+        part: LossRows,
         layout: Sequence[int | None],
         *,
         lanes: bool = False,
     ) -> None:
         self._lanes = lanes
         self.sizes: DeclaredSizes | None = None
-        self._loss = DeclaredLoss(own, whole.outputs, layout)
-        self._layout, self._whole, self._part = layout, whole, part
+        self._loss = RowLoss(own, all_rows.outputs, layout)
+        self._layout, self._all_rows, self._part = layout, all_rows, part
         self._masks = Masks()
-        self._samples = proof_rows.samples_of_rows(whole.size)
+        self._samples = proof_rows.samples_of_rows(all_rows.size)
         self.reads = False
 
     def judge(self, sizes: Sequence[int]) -> Verdict:
@@ -224,22 +224,22 @@ class Declared:
         return Verdict("", (f"the declared loss: {why}",))
 
     def _judge(self, sizes: Sequence[int]) -> Verdict:
-        before = Dice.now()
-        whole, part = self._run(self._whole), self._run(self._part)
-        self.reads = bool(whole.forward.notes.values)
-        if whole.forward.notes.local:
+        before = RNGState.now()
+        all_rows, part = self._run(self._all_rows), self._run(self._part)
+        self.reads = bool(all_rows.forward.notes.values)
+        if all_rows.forward.notes.local:
             return Verdict("", ("the declared loss: it normalises the batch",))
-        lengths = sized(whole.forward.notes.made, part.forward.notes.made)
+        lengths = sized(all_rows.forward.notes.made, part.forward.notes.made)
         if lengths:
-            whole = self._run(self._whole, lengths)
-        drawn = not Dice.now().same_as(before)
+            all_rows = self._run(self._all_rows, lengths)
+        drawn = not RNGState.now().same_as(before)
         before.put_back()
-        meets = "" if drawn else self._adds(whole, part)
-        apart = _meets(whole) or _meets(part)
-        counts = "in nll_loss" in apart and not drawn  # of targets, which a factor may make good
-        if meets or (apart and not counts):
-            return Verdict(f"{apart or meets}. {INSTEAD}")
-        doubts = list(dict.fromkeys(_doubts(whole.forward, part.forward)))
+        meets = "" if drawn else self._adds(all_rows, part)
+        meeting = _meets(all_rows) or _meets(part)
+        counts = "in nll_loss" in meeting and not drawn  # of targets, which a factor may make good
+        if meets or (meeting and not counts):
+            return Verdict(f"{meeting or meets}. {INSTEAD}")
+        doubts = list(dict.fromkeys(_doubts(all_rows.forward, part.forward)))
         if counts:
             doubts.append("it takes a mean over the targets that count, and makes it a sum again")
         if drawn:
@@ -247,20 +247,20 @@ class Declared:
         if lengths is None:
             doubts.append("it makes other numbers of its own for more rows than for fewer")
         found = _doubted(*doubts)
-        notes = whole.forward.notes
+        notes = all_rows.forward.notes
         if not notes.may_count:
             return found
-        rows = self._rows(self._whole)
+        rows = self._rows(self._all_rows)
         # a few rows have no factor that counts them, so what differs is refused
         self.sizes = DeclaredSizes(
-            self._loss, rows, self._whole, notes.values, shown=not found.doubts
+            self._loss, rows, self._all_rows, notes.values, shown=not found.doubts
         )
         full = self.sizes(sizes) if len(sizes) > 1 else Verdict()
         return full if full.meets else Verdict("", (*found.doubts, *full.doubts))
 
-    def _rows(self, given: Rows, count: int | None = None) -> list[Tensor]:
+    def _rows(self, loss_rows: LossRows, count: int | None = None) -> list[Tensor]:
         """Return the first `count` output rows as leaves, or all rows without a count."""
-        pairs = zip(tree.flat(given.outputs), self._layout, strict=True)
+        pairs = zip(tree.flat(loss_rows.outputs), self._layout, strict=True)
         rows = [t.movedim(axis, 0)[:count] for t, axis in pairs if axis is not None]
         return [leaf_of(row.clone()) for row in rows]
 
@@ -268,16 +268,16 @@ class Declared:
         with within:
             return self._loss(*micro.inputs)
 
-    def _run(self, given: Rows, lengths: Lengths | None = None) -> _Run:
+    def _run(self, loss_rows: LossRows, lengths: Lengths | None = None) -> _LossCall:
         """Call the loss on some rows, and take the gradient of these."""
         self._masks.age()
         samples = self._samples
-        if given is self._part:
-            samples = samples[::-1][: given.size]
-        rows = self._rows(given)
+        if loss_rows is self._part:
+            samples = samples[::-1][: loss_rows.size]
+        rows = self._rows(loss_rows)
         follow = Follow(self._loss, self._masks, lengths, samples, self._part.size)
         follow.singles, follow.paths.outside = True, "the loss"
-        micro = MicroBatch((rows, given.targets), None, given.size)
+        micro = MicroBatch((rows, loss_rows.targets), None, loss_rows.size)
         found, _ = proof_rows.forward(
             *(follow, micro, samples, self._called), graph=True, saved=True
         )
@@ -296,36 +296,36 @@ class Declared:
             Output("", self._masks.of(g), self._masks.origin(g), trains=True) for g in gradients
         ]
         forward = Forward(follow.notes, samples, [*losses, *outputs])
-        return _Run(forward, found.detach(), [g.detach() for g in gradients])
+        return _LossCall(forward, found.detach(), [g.detach() for g in gradients])
 
-    def _adds(self, whole: _Run, part: _Run) -> str:
+    def _adds(self, all_rows: _LossCall, part: _LossCall) -> str:
         """Return why losses of more rows do not add up from those of fewer; "" where they do."""
-        rest = self._whole.size - self._part.size
-        pairs = list(zip(whole.gradients, part.gradients, strict=True))
-        if whole.found.dim():
-            pairs.append((whole.found, part.found))
+        rest = self._all_rows.size - self._part.size
+        pairs = list(zip(all_rows.gradients, part.gradients, strict=True))
+        if all_rows.found.dim():
+            pairs.append((all_rows.found, part.found))
         agree = all(alike(more[rest:].flip(0), fewer) for more, fewer in pairs)
-        if agree and not whole.found.dim():
+        if agree and not all_rows.found.dim():
             with torch.no_grad():
-                others = self._loss(self._rows(self._whole, rest), self._targets(rest))
-            agree = alike(whole.found, part.found + others)
+                others = self._loss(self._rows(self._all_rows, rest), self._targets(rest))
+            agree = alike(all_rows.found, part.found + others)
         if agree:
             return ""
         return (
             "a declared loss must give each sample the same loss whatever others come with it, and "
-            f"it gives other numbers for {self._whole.size} rows than for {self._part.size}: it "
+            f"it gives other numbers for {self._all_rows.size} rows than for {self._part.size}: it "
             "takes a mean over the rows, or divides by how many there are"
         )
 
     def _targets(self, count: int) -> Any:
-        return tree.rows(self._whole.targets, 0, count, self._whole.size)
+        return tree.rows(self._all_rows.targets, 0, count, self._all_rows.size)
 
 
 def _doubted(*doubts: str) -> Verdict:
     return Verdict("", tuple(f"the declared loss: {doubt}" for doubt in doubts))
 
 
-def _meets(run: _Run) -> str:
+def _meets(run: _LossCall) -> str:
     for output in run.forward.outputs:
         if output.mask is None:
             continue
@@ -346,15 +346,15 @@ def _meets(run: _Run) -> str:
     return ""
 
 
-def _doubts(whole: Forward, part: Forward) -> Iterator[str]:
-    for place in whole.notes.fixed[:1]:
+def _doubts(all_rows: Forward, part: Forward) -> Iterator[str]:
+    for place in all_rows.notes.fixed[:1]:
         yield f"rows are read or written by their place in the batch in {place}"
-    for run in (whole, part):
+    for run in (all_rows, part):
         yield from doubts_of(run)
         yield from unfollowed([run], [0] * len(run.outputs))
         for place in run.notes.backward[:1]:
             yield f"samples may meet in {place}"
-    other = first_difference(whole.notes.numbers, part.notes.numbers)
+    other = first_difference(all_rows.notes.numbers, part.notes.numbers)
     if other is not None:
         yield f"{other.where} {other.mine} for some rows and with {other.its} for fewer"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from anybatch.core import tree
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.memory_errors import out_of_memory
-from anybatch.execution.proof.declared import INSTEAD, DeclaredLoss, Own, Rows, alike
+from anybatch.execution.proof.declared import INSTEAD, LossRows, Own, RowLoss, alike
 from anybatch.execution.proof.halves import leaf_of
 from anybatch.execution.proof.verdict import Verdict
 from anybatch.loss.entries import holds, unread
@@ -44,7 +44,7 @@ class Entries:
     """
 
     own: Own
-    few: Rows
+    few: LossRows
     layout: Sequence[int | None]
 
     def judge(self, batch: TensorBatch | None, micro_batch: int, *, counts: bool) -> Verdict:
@@ -79,14 +79,14 @@ class Entries:
         few = self.few
         if not (holds(few.targets) or holds(few.outputs)):
             return False
-        told: list[type] = []
-        micro = MicroBatch(None, unread(few.targets, told), few.size)
+        reads: list[type] = []
+        micro = MicroBatch(None, unread(few.targets, reads), few.size)
         try:
             with torch.no_grad():
-                self.own(unread(few.outputs, told), micro)
+                self.own(unread(few.outputs, reads), micro)
         except Exception:  # that of a stand-in, or what was made of it
             return True
-        return bool(told)
+        return bool(reads)
 
     def _numbers(self, batch: TensorBatch) -> int:
         outputs = sum(t.numel() for t in tree.flat(self.few.outputs)) // self.few.size
@@ -103,8 +103,8 @@ class Entries:
         ]
         device = rows[0].device
         targets = tree.map_tensors(lambda t: t.to(device), batch.targets)
-        whole, again = (self._losses(rows, targets) for _ in range(2))
-        if not all(map(alike, whole, again)):
+        full, again = (self._losses(rows, targets) for _ in range(2))
+        if not all(map(alike, full, again)):
             return ""  # it draws
         found = []
         for begin in range(0, batch.size, micro_batch):
@@ -112,9 +112,9 @@ class Entries:
             some = tree.rows(targets, begin, end, batch.size)
             found.append(self._losses([row[begin:end] for row in rows], some))
         losses, *gradients = zip(*found, strict=True)
-        joined = torch.cat(losses) if whole[0].dim() else torch.stack(losses).sum()
+        joined = torch.cat(losses) if full[0].dim() else torch.stack(losses).sum()
         parts = [joined, *map(torch.cat, gradients)]
-        if all(map(alike, whole, parts)):
+        if all(map(alike, full, parts)):
             return ""
         return (
             "a declared loss must give each sample the same loss whatever others come with it, and "
@@ -125,7 +125,7 @@ class Entries:
     def _losses(self, rows: list[Tensor], targets: Any) -> list[Tensor]:
         """Return the losses, or their sum, and the gradients of the rows."""
         leaves = [leaf_of(row.clone()) for row in rows]
-        loss = DeclaredLoss(self.own, self.few.outputs, self.layout)
+        loss = RowLoss(self.own, self.few.outputs, self.layout)
         with torch.enable_grad():
             found = loss(leaves, targets)
             trained = [leaf for leaf in leaves if leaf.requires_grad]

@@ -20,7 +20,7 @@ from anybatch.core import graph
 from anybatch.execution.outside import (
     Named,
     Outside,
-    beside_rows,
+    batch_constants,
     parts,
     plain_numbers,
     read_held,
@@ -39,7 +39,7 @@ class Familiar:
         self._parts: Any = None
         self._outside = Outside(())
         self._held: list[tuple[Named, dict[str, Any]]] = []
-        self._told: dict[Named, Any] = {}
+        self._contents: dict[Named, Any] = {}
         self._left: dict[Named, Any] = {}
         self._reads = True
         self._graphs: set[int] = set()
@@ -55,35 +55,35 @@ class Familiar:
         self,
         modules: Sequence[tuple[str, nn.Module]],
         functions: Sequence[Any] = (),
-        given: Any = None,
+        arguments: Any = None,
     ) -> bool:
         """Say whether a model need not be looked at.
 
         Args:
             modules: paths and modules, of a declared loss too.
             functions: of a declared loss. Default: there is none.
-            given: trees that the model, and such a loss, are given. Default: nothing is known.
+            arguments: trees that the model, and such a loss, are given. Default: nothing is known.
         """
         now = parts(modules)
         if now != self._parts:  # to follow the code takes longer than to read what it names
             self._parts, self._outside = now, _outside(modules, functions)
-        self._now = self._model(modules, given)
+        self._now = self._model(modules, arguments)
         if self._now in self._models or len(self._models) >= MOST:
             return True
         if self._models:  # a function may have been replaced, and the new one names others
             self._outside = _outside(modules, functions)
-            self._now = self._model(modules, given)
+            self._now = self._model(modules, arguments)
         return self._now in self._models
 
-    def _model(self, modules: Sequence[tuple[str, nn.Module]], given: Any) -> Any:
+    def _model(self, modules: Sequence[tuple[str, nn.Module]], arguments: Any) -> Any:
         """Return the parts and the numbers of a model, for comparison."""
         numbers, self._held = plain_numbers(modules)
-        self._told = {
-            at: self._told[at] if at in self._left and self._left[at] == value else value
+        self._contents = {
+            at: self._contents[at] if at in self._left and self._left[at] == value else value
             for at, value in read_held(self._held).items()
         }
-        numbers |= self._told | self._outside.numbers()
-        numbers |= beside_rows(given, singles=self._reads)
+        numbers |= self._contents | self._outside.numbers()
+        numbers |= batch_constants(arguments, singles=self._reads)
         if self._reads:
             singles = single_numbers(modules) | self._outside.singles()
             numbers |= {("a tensor", ".".join(at)): one for at, one in singles.items()}
@@ -104,9 +104,9 @@ class Familiar:
         if len(self._models) < MOST:
             self._models.add(self._now)
             if len(self._models) == MOST:
-                self._leave_out()
+                self._exclude()
 
-    def _leave_out(self) -> None:
+    def _exclude(self) -> None:
         """Exclude numbers that are new in most steps: they use up the inspections of all others."""
         values: dict[Named, set[Any]] = {}
         for _, numbers in self._models:

@@ -26,7 +26,7 @@ ALONG = frozenset(
 )
 """Kernels that bring numbers together, or put them elsewhere, along one dimension."""
 
-APART = frozenset("unbind split split_with_sizes chunk tensor_split".split())
+SPLITS = frozenset("unbind split split_with_sizes chunk tensor_split".split())
 """Kernels that give Python as many tensors as there are rows."""
 
 PRODUCTS = frozenset("mm bmm addmm baddbmm mv addmv dot vdot addmm_ baddbmm_".split())
@@ -60,8 +60,8 @@ class Few:
         """Record a kernel that has run on chosen rows, or on tensors computed from them."""
         if self._counts(call, operands):
             self.places.append(f"{path}, in {call.name}")
-        known = [place for one in operands if (place := self._place(one))]
-        place = known[0] if known else ""
+        sources = [place for one in operands if (place := self._place(one))]
+        place = sources[0] if sources else ""
         if not place and self._brings(call, operands):
             place = f"{path}, in {call.name}"
         if not place:
@@ -71,7 +71,7 @@ class Few:
             self._together[one.untyped_storage()._cdata] = weak, place
             other = any(call.mask(two) is not None for two in operands if not self._is(two, one))
             many = one.dim() > 0 and one.numel() != 1
-            if known and many and (other or call.name in PUTS):
+            if sources and many and (other or call.name in PUTS):
                 self.places.append(place)
 
     def _is(self, one: Tensor, made: Tensor) -> bool:
@@ -87,7 +87,7 @@ class Few:
 
     def _counts(self, call: Call, operands: Sequence[Tensor]) -> bool:
         """Return whether chosen rows are passed to Python one by one, or lie among constants."""
-        if call.name in APART:
+        if call.name in SPLITS:
             x = call.args[0]
             rows = x.dim() and call.argument("dim", default=0) % x.dim() == 0
             return bool(rows) and x.shape[0] in self.sizes and self._of_choice(call, x)
@@ -118,8 +118,8 @@ class Few:
         if call.name in REDUCTIONS and x is call.args[0]:
             dims = reduced(call)
         elif call.name in ALONG and x is call.args[0]:
-            given = call.argument("dim", "dims", default=-1)
-            dims = [d % rank for d in ([given] if isinstance(given, int) else given)]
+            argument = call.argument("dim", "dims", default=-1)
+            dims = [d % rank for d in ([argument] if isinstance(argument, int) else argument)]
         elif call.name.startswith("renorm"):
             dims = [d for d in range(rank) if d != call.argument("dim") % rank]
         elif call.name in PRODUCTS:
@@ -151,15 +151,17 @@ def _contracted(call: Call, x: Tensor) -> list[int]:
 def _by_values(call: Call) -> bool:
     """Say whether samples choose among rows of several."""
     if call.name == "nonzero":
-        return _apart(call.mask(call.args[0]))
+        return _in_several_places(call.mask(call.args[0]))
     if call.name == "masked_select":
-        return any(_apart(call.mask(one)) for one in call.args[:2])
+        return any(_in_several_places(call.mask(one)) for one in call.args[:2])
     bools = [one for one in call.args[1] if one is not None and not one.dtype.is_floating_point]
     chosen = [one for one in bools if one.element_size() == 1 and call.mask(one) is not None]
-    return bool(chosen) and any(_apart(call.mask(one)) for one in (call.args[0], *chosen))
+    return bool(chosen) and any(
+        _in_several_places(call.mask(one)) for one in (call.args[0], *chosen)
+    )
 
 
-def _apart(mask: Tensor | None) -> bool:
+def _in_several_places(mask: Tensor | None) -> bool:
     return mask is not None and any(
         mask.shape[d] > 1 and varies(mask, d) for d in range(mask.dim())
     )
@@ -169,7 +171,7 @@ def _axis(call: Call) -> int:
     """Return the dimension of the result along which the chosen rows lie."""
     if call.name in ("nonzero", "masked_select"):
         return 0
-    given = [one is not None for one in call.args[1]]
-    first = given.index(True)
-    split = False in given[first : len(given) - given[::-1].index(True)]
+    indexed = [one is not None for one in call.args[1]]
+    first = indexed.index(True)
+    split = False in indexed[first : len(indexed) - indexed[::-1].index(True)]
     return 0 if split else first

@@ -34,10 +34,10 @@ from anybatch.execution.proof.masks import (
     INTEGERS,
     SAMPLES,
     Masks,
-    beside,
     elsewhere,
     fold,
     geometry,
+    on_one_device,
     several,
     shrink,
     union,
@@ -157,8 +157,8 @@ class Notes:
         few: where rows were brought together that are chosen by their values, and too few were.
         mixes_orders: a kernel computed with rows in an order and with rows in none.
         cuts: rows are sliced along the samples.
-        given: Python makes numbers that are as many as the samples.
-        local: some rows were normalised by themselves, as was asked for.
+        made_by_python: Python makes numbers that are as many as the samples.
+        local: some rows were normalised by themselves, as was requested.
         sizes: Python may know how many samples there are.
     """
 
@@ -187,7 +187,7 @@ class Notes:
     few: list[str] = field(default_factory=list)
     mixes_orders: bool = False
     cuts: bool = False
-    given: bool = False
+    made_by_python: bool = False
     local: bool = False
     sizes: bool = False
 
@@ -244,7 +244,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         trained = model.parameters() if lengths else ()
         self._weights = [one for one in trained if one.requires_grad and in_rows(one)]
         self._parameters: set[int] | None = None
-        self._dice = torch_state()
+        self._rng = torch_state()
         norms = [
             (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
         ]
@@ -266,12 +266,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         rows = torch.tensor(bits, dtype=torch.uint8, device=tensor.device)
         self.masks.put(tensor, rows.reshape([-1] + [1] * (tensor.dim() - 1)))
 
-    def heard(self, x: Tensor) -> None:
+    def record_norm(self, x: Tensor) -> None:
         """Take in a call of batch normalisation for training, of [n, C, ...]."""
         with _disable_current_modes():  # or what is done with masks would be followed
-            self._heard(x)
+            self._record_norm(x)
 
-    def _heard(self, x: Tensor) -> None:
+    def _record_norm(self, x: Tensor) -> None:
         mask = self.masks.of(x)
         channels = max(x.shape[1], 1)
         if mask is None:
@@ -311,7 +311,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             mask = self.masks.of(one)
             if mask is not None:
                 masks[id(one)] = mask
-        masks = beside(masks) if len(masks) > 1 else masks
+        masks = on_one_device(masks) if len(masks) > 1 else masks
         if name in NORMS and _trains(schema, args) and not self.backward:
             return self._normalised(func, args, kwargs, masks)
         self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are
@@ -374,7 +374,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _followed(self, call: Call, operands: list[Tensor], written: list[Tensor]) -> Any:
         """Run a kernel in which samples have a part."""
-        self._look_before(call, operands)
+        self._inspect_operands(call, operands)
         if call.name == "_local_scalar_dense":
             return self._read(call.func, call.args)
         returns = call.func._schema.returns
@@ -393,12 +393,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel of the model under the guard; operations on masks run outside of it."""
         draws = torch.Tag.nondeterministic_seeded in func.tags and not self.backward
-        if draws and not all(map(torch.equal, self._dice, torch_state())):
+        if draws and not all(map(torch.equal, self._rng, torch_state())):
             self.notes.seeded.append(self.path)
         with self._guard:
             result = func(*args, **kwargs)
         if draws:
-            self._dice = torch_state()
+            self._rng = torch_state()
             made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
             self.notes.draws.append((self.path, func._schema.name.split("::")[1], shapes(made)))
         return result
@@ -456,9 +456,9 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record the Python numbers that a kernel computes with."""
         if self.backward:
             return
-        given = scalars(func, args, kwargs)
-        if given:
-            self.notes.numbers.append((self.path, name, given))
+        numbers = scalars(func, args, kwargs)
+        if numbers:
+            self.notes.numbers.append((self.path, name, numbers))
 
     def _without(
         self,
@@ -471,10 +471,10 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run a kernel in which no sample has a part; written tensors then hold no sample."""
         result = self._run(func, args, kwargs)
-        given = [one.numel() for one in operands if all(one is not w for w in written)]
+        counts = [one.numel() for one in operands if all(one is not w for w in written)]
         for one in written if name != "set_" else ():
             self.masks.write(one, None)
-            if any(given) or not given:  # an expert without rows writes none
+            if any(counts) or not counts:  # an expert without rows writes none
                 self._filled.pop(one.untyped_storage()._cdata, None)
         if self.backward:
             return result
@@ -509,10 +509,12 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note the masks of results as long as the rows."""
         name, n = func._schema.name.split("::")[1], len(self.samples)
         note = self.masks.write if written else self.masks.put
-        self.notes.given |= name == "lift_fresh" and made[0].shape != torch.Size(fewer.gave[0])
-        outside, asked = call.outside(), call.asked(n)
+        self.notes.made_by_python |= name == "lift_fresh" and made[0].shape != torch.Size(
+            fewer.gave[0]
+        )
+        outside, test = call.outside(), call.value_test(n)
         for at, (one, shape) in enumerate(zip(made, fewer.gave, strict=False)):
-            tells = partial(asked, at)
+            tells = partial(test, at)
             found = marks(func, one, shape, self.samples, self._fewer, outside=outside, tells=tells)
             if found is not None:
                 note(one, found, lambda: f"{self.path}, in {name}")
@@ -533,8 +535,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def alike(self, tensor: Tensor) -> bool:
         """Say whether a tensor was made without samples, and tells no row from another."""
-        known = self._alike.get(tensor.untyped_storage()._cdata) if plain(tensor) else None
-        if known is None or known.expired():  # type: ignore[no-untyped-call]
+        record = self._alike.get(tensor.untyped_storage()._cdata) if plain(tensor) else None
+        if record is None or record.expired():  # type: ignore[no-untyped-call]
             return False
         return self.masks.of(tensor) is None
 
@@ -544,8 +546,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _is_filled(self, tensor: Tensor) -> bool:
         """Say whether a tensor is of one number that forward gave, wherever it is read."""
-        known = self._filled.get(tensor.untyped_storage()._cdata) if in_rows(tensor) else None
-        return known is not None and not known.expired()  # type: ignore[no-untyped-call]
+        record = self._filled.get(tensor.untyped_storage()._cdata) if in_rows(tensor) else None
+        return record is not None and not record.expired()  # type: ignore[no-untyped-call]
 
     def _trained(self, tensor: Tensor) -> bool:
         """Return whether a tensor may change later: it requires gradients or is a weight."""
@@ -562,7 +564,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 with _disable_current_modes(), suppress(RuntimeError):  # one that traces has none
                     self.notes.numbers.append((self.path, name, (one.item(),)))
 
-    def _look_before(self, call: Call, operands: list[Tensor]) -> None:
+    def _inspect_operands(self, call: Call, operands: list[Tensor]) -> None:
         """Record the findings that the operands show before the kernel runs."""
         if call.name in READS:
             # of all numbers, where it compares tensors
@@ -629,10 +631,10 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         every = call.all() if len(found) < len(results) else None
         for one, mask in zip_longest(results, found[: len(results)], fillvalue=every):
             assert one is not None
-            note(one, self._kept_cut(call, one, _fitting(mask, one)), place)
+            note(one, self._with_cut(call, one, _fitting(mask, one)), place)
             self._note_regroup(call, one, mask)
 
-    def _kept_cut(self, call: Call, tensor: Tensor, mask: Tensor | None) -> Tensor | None:
+    def _with_cut(self, call: Call, tensor: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the mask of a tensor after a write; rows that a position has chosen remain cut."""
         old = call.mask(tensor)
         if self.backward or old is None or not bool((old & CUT).any()):
@@ -784,19 +786,19 @@ LINEAR = ADDITIVE | frozenset(
 """Kernels that are linear in one operand when the others are constants."""
 
 
-def ours(known: tuple[str, ...] = ()) -> bool:
+def ours(prefixes: tuple[str, ...] = ()) -> bool:
     """Return whether this library or a listed module does the read, and not a user's code.
 
     A mode of ours that only passes a call on does not read.
 
     Args:
-        known: names that modules of known code begin with. Default: `READERS`.
+        prefixes: names that modules of known code begin with. Default: `READERS`.
     """
     frame, measures = sys._getframe(1), False
     while frame.f_back is not None:
         name = frame.f_globals.get("__name__", "")
         passes = name.startswith("anybatch.") and frame.f_code.co_name in PASSES
-        if name.startswith(known or READERS):
+        if name.startswith(prefixes or READERS):
             return True
         measures |= name.startswith(METRICS)
         if not passes and not name.startswith(("torch.", "anybatch.execution.proof.", METRICS)):
@@ -899,8 +901,8 @@ def _view(call: Call, mask: Tensor, x: Tensor) -> list[Tensor] | None:
     if same is not None:
         return same
     found = [elsewhere(mask, geometry(x), geometry(one)) for one in call.results]
-    known = [one for one in found if one is not None]
-    return known if len(known) == len(found) else _same(call, full.contiguous())
+    views = [one for one in found if one is not None]
+    return views if len(views) == len(found) else _same(call, full.contiguous())
 
 
 def _same(call: Call, full: Tensor) -> list[Tensor] | None:

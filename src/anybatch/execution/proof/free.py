@@ -54,46 +54,48 @@ class FreeTensors:
     """Record of the tensors in which no sample has a part.
 
     Args:
-        known: names of parameters and buffers, by id.
+        names: names of parameters and buffers, by id.
         rows: how many there are.
     """
 
-    def __init__(self, known: Mapping[int, str], rows: int) -> None:
-        self._known, self._rows = known, rows
+    def __init__(self, names: Mapping[int, str], rows: int) -> None:
+        self._names, self._rows = names, rows
         self._free: dict[int, weakref.ref[Tensor]] = {}
         self._plain: dict[int, weakref.ref[Tensor]] = {}
         self._filled: dict[int, weakref.ref[Tensor]] = {}
 
-    def takes(self, name: str, given: Any) -> bool:
+    def takes(self, name: str, arguments: Any) -> bool:
         """Return whether no sample has a part in the result of a function."""
         if name.startswith("new_") or name.endswith("_like"):
             return True
         return all(
-            id(one) in self._known or _holds(self._free, one)
-            for one in tree_leaves(given)
+            id(one) in self._names or _holds(self._free, one)
+            for one in tree_leaves(arguments)
             if isinstance(one, Tensor)
         )
 
-    def numbers(self, given: Any) -> bool:
+    def numbers(self, arguments: Any) -> bool:
         """Say whether some tensor among arguments may number the rows."""
-        return any(self._may_number(one) for one in tree_leaves(given) if isinstance(one, Tensor))
+        return any(
+            self._may_number(one) for one in tree_leaves(arguments) if isinstance(one, Tensor)
+        )
 
-    def gave(self, name: str, given: Any, result: Any, *, free: bool) -> None:
+    def gave(self, name: str, arguments: Any, result: Any, *, free: bool) -> None:
         """Record the results of a function, or the tensor that it writes to.
 
         Args:
             name: of the function.
-            given: its arguments.
+            arguments: its arguments.
             result: of it.
             free: no sample has a part in the arguments.
         """
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if name == "__setitem__":
-            made = [given[0][0]]
+            made = [arguments[0][0]]
         name = name.split(".", maxsplit=1)[0]
         for one in made:
-            filled = free and self._is_filled(name, given)
-            plain = filled or (free and self._is_plain(name, given, one))
+            filled = free and self._is_filled(name, arguments)
+            plain = filled or (free and self._is_plain(name, arguments, one))
             writes = name == "__setitem__" or (name.endswith("_") and name[:2] != "__")
             base = one._base if writes else None
             for other in (one, base) if base is not None else (one,):
@@ -107,24 +109,24 @@ class FreeTensors:
         _note(self._plain, tensor, holds=False)
         _note(self._filled, tensor, holds=False)
 
-    def _is_filled(self, name: str, given: Any) -> bool:
+    def _is_filled(self, name: str, arguments: Any) -> bool:
         """Return whether the result of a function holds the same number in every element."""
         if name in FILLS:
             return True
-        operands = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
+        operands = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
         if name == "__getitem__":  # places that lead there tell nothing
             operands = operands[:1]
         bare = name.strip("_")
         alike = bare in ELEMENTWISE or bare in SPREADS
         return alike and bool(operands) and all(_holds(self._filled, one) for one in operands)
 
-    def _is_plain(self, name: str, given: Any, made: Tensor) -> bool:
+    def _is_plain(self, name: str, arguments: Any, made: Tensor) -> bool:
         """Return whether the result of a function does not distinguish rows."""
         if name in MAKERS or not self._has_rows(made):
             return True
         bare = name.strip("_")
-        operands = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
-        if name == "__getitem__" and operands and self._leads_to_rows(*given[0]):
+        operands = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
+        if name == "__getitem__" and operands and self._leads_to_rows(*arguments[0]):
             operands = operands[:1]
         if not operands or any(self._may_number(one) for one in operands):
             return False
@@ -132,7 +134,7 @@ class FreeTensors:
             return True
         grows = not any(self._has_rows(one) for one in operands)
         if bare in ALONG:
-            return not grows and self._keeps_rows(operands[0], given)
+            return not grows and self._keeps_rows(operands[0], arguments)
         return bare in (SPREADS if grows else ELEMENTWISE)
 
     def _leads_to_rows(self, source: Tensor, index: Any) -> bool:
@@ -142,10 +144,10 @@ class FreeTensors:
             return False
         dims = [d for d, one in enumerate(places) if isinstance(one, Tensor)]
         numbering = [d for d in dims if self._may_number(places[d])]
-        whole = all(places[d].dtype != torch.bool for d in dims)
+        integers = all(places[d].dtype != torch.bool for d in dims)
         return (
             bool(numbering)
-            and whole
+            and integers
             and all(d < source.dim() and source.shape[d] % self._rows == 0 for d in numbering)
         )
 
@@ -155,9 +157,9 @@ class FreeTensors:
     def _has_rows(self, tensor: Tensor) -> bool:
         return any(size and size % self._rows == 0 for size in tensor.shape)
 
-    def _keeps_rows(self, x: Tensor, given: Any) -> bool:
+    def _keeps_rows(self, x: Tensor, arguments: Any) -> bool:
         """Return whether a function combines values along no dimension of rows."""
-        args, kwargs = given
+        args, kwargs = arguments
         dims = kwargs.get("dim", args[1] if len(args) > 1 else None)
         dims = [dims] if isinstance(dims, int) else dims
         if not isinstance(dims, list | tuple) or not dims:

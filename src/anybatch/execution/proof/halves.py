@@ -22,7 +22,7 @@ Axes = Sequence[int | None] | None
 
 
 def add_up(
-    run: Callable[[MicroBatch], Any], whole: MicroBatch, axes: Axes, leaves: Sequence[Tensor]
+    run: Callable[[MicroBatch], Any], full: MicroBatch, axes: Axes, leaves: Sequence[Tensor]
 ) -> bool | None:
     """Say whether the gradients of the rows in one and in two micro-batches are the same.
 
@@ -30,20 +30,20 @@ def add_up(
 
     Args:
         run: calls the model, each time as the first time.
-        whole: the rows.
+        full: the rows.
         axes: where each output holds the samples, None where it holds none; None in place of all
             where the model returns its loss: the first dimension of what is beside it.
         leaves: what gets a gradient; what they have is put back.
     """
-    half = whole.size // 2
+    half = full.size // 2
     held = [leaf.grad for leaf in leaves]
     seeds: list[Tensor] = []
     try:
-        every = _gradients(run, whole, (0, whole.size), axes, leaves, seeds)
+        every = _gradients(run, full, (0, full.size), axes, leaves, seeds)
         if all(gradient is None for gradient in every[0]):
             return None
-        first = _gradients(run, whole, (0, half), axes, leaves, seeds)
-        second = _gradients(run, whole, (half, whole.size), axes, leaves, seeds)
+        first = _gradients(run, full, (0, half), axes, leaves, seeds)
+        second = _gradients(run, full, (half, full.size), axes, leaves, seeds)
     finally:
         for leaf, gradient in zip(leaves, held, strict=True):
             leaf.grad = gradient
@@ -57,7 +57,7 @@ def add_up(
 
 def _gradients(
     run: Callable[[MicroBatch], Any],
-    whole: MicroBatch,
+    full: MicroBatch,
     of: tuple[int, int],
     axes: Axes,
     leaves: Sequence[Tensor],
@@ -65,7 +65,7 @@ def _gradients(
 ) -> tuple[list[Tensor | None], list[Tensor]]:
     """Return the gradients of some rows: for the leaves, and for the rows of the inputs."""
     begin, end = of
-    inputs = tree.map_tensors(leaf_of, tree.rows(whole.inputs, begin, end, whole.size))
+    inputs = tree.map_tensors(leaf_of, tree.rows(full.inputs, begin, end, full.size))
     rows = [t for _, t in tree.tensors(inputs) if t.requires_grad]
     outputs = run(MicroBatch(tree.map_tensors(moved, inputs), None, end - begin))
     every = [t for _, t in tree.tensors(outputs)]

@@ -79,9 +79,9 @@ class Called(NamedTuple):
 def called(
     path: str,
     name: str,
-    given: tuple[Any, Any],
+    arguments: tuple[Any, Any],
     result: Any,
-    known: Mapping[int, str],
+    names: Mapping[int, str],
     outside: Callable[[Tensor], str] | None = None,
     *,
     free: bool = False,
@@ -92,17 +92,17 @@ def called(
     Args:
         path: the module.
         name: of the function.
-        given: its arguments.
+        arguments: its arguments.
         result: what it returned.
-        known: names of parameters and buffers, by id.
+        names: names of parameters and buffers, by id.
         outside: names a tensor that was there before the forward; "" for another. Default: none is.
         free: no sample has a part in the tensors that are given. Default False.
         places: these may number the rows. Default False.
     """
     numbers, words, shapes = [], [], []
-    for one in _leaves(_without_size(given) if name in FILLS else given):
+    for one in _leaves(_without_size(arguments) if name in FILLS else arguments):
         if isinstance(one, Tensor):
-            word = known.get(id(one)) or ("" if outside is None else outside(one))
+            word = names.get(id(one)) or ("" if outside is None else outside(one))
             words += [word] if word else []
             shapes.append(tuple(one.shape))
         elif isinstance(one, bool | str | None):
@@ -115,48 +115,48 @@ def called(
     return Called(path, name, numbers, words, made + shapes, len(made), trains, free, places)
 
 
-def _without_size(given: Any) -> Any:
+def _without_size(arguments: Any) -> Any:
     """Return the arguments of a function that fills, without the size: its result has that."""
-    args, kwargs = given
+    args, kwargs = arguments
     if "fill_value" in kwargs:
         kwargs = {name: value for name, value in kwargs.items() if name != "size"}
         return [one for one in args if isinstance(one, Tensor)], kwargs
     return [one for one in args if isinstance(one, Tensor)], args[-1], kwargs
 
 
-def _leaves(given: Any) -> Iterator[Any]:
-    for one in tree_leaves(given):
+def _leaves(arguments: Any) -> Iterator[Any]:
+    for one in tree_leaves(arguments):
         if isinstance(one, slice):
             yield from (one.start, one.stop, one.step)
         else:
             yield one
 
 
-def breaks(whole: Called, part: Called, n: int, m: int) -> bool:
+def breaks(full: Called, part: Called, n: int, m: int) -> bool:
     """Say whether a call breaks the law.
 
     Args:
-        whole: of `n` samples.
+        full: of `n` samples.
         part: the same call of `m`.
         n: samples of the whole batch.
         m: those of a micro-batch, fewer.
     """
-    if len(whole.shapes) != len(part.shapes):
-        whole, part = _once(whole), _once(part)
-    alike = (whole.path, whole.name, whole.words) == (part.path, part.name, part.words)
-    if not alike or whole.trains != part.trains or len(whole.shapes) != len(part.shapes):
+    if len(full.shapes) != len(part.shapes):
+        full, part = _once(full), _once(part)
+    alike = (full.path, full.name, full.words) == (part.path, part.name, part.words)
+    if not alike or full.trains != part.trains or len(full.shapes) != len(part.shapes):
         return True
-    shapes = zip(whole.shapes, part.shapes, strict=True)
+    shapes = zip(full.shapes, part.shapes, strict=True)
     if not all(_grows(a, b, n, m) for a, b in shapes):
         return True
-    if len(whole.numbers) != len(part.numbers) or (whole.free and _steps(whole, part, n)):
+    if len(full.numbers) != len(part.numbers) or (full.free and _steps(full, part, n)):
         return True
-    made = whole.shapes[: whole.made]
+    made = full.shapes[: full.made]
     single = bool(made) and all(shape == () for shape in made)
-    pairs = zip(whole.numbers, part.numbers, strict=True)
-    if single != (whole.name in VALUES):  # options of a loss, or what all samples are scaled by
+    pairs = zip(full.numbers, part.numbers, strict=True)
+    if single != (full.name in VALUES):  # options of a loss, or what all samples are scaled by
         return not all(_same(a, b) for a, b in pairs)
-    if (whole.name == "roll" and _rolls(whole, part)) or _by_diagonal(whole, part):
+    if (full.name == "roll" and _rolls(full, part)) or _by_diagonal(full, part):
         return True
     return not all(_scales(a, b, n, m, inverse=single) for a, b in pairs)
 
@@ -186,36 +186,36 @@ def _scales(a: float, b: float, n: int, m: int, *, inverse: bool) -> bool:
 def _once(call: Called) -> Called:
     """Return a call with a list of one tensor for each sample as if it were one tensor."""
     made = [shape for shape, _ in groupby(call.shapes[: call.made])]
-    given = [shape for shape, _ in groupby(call.shapes[call.made :])]
+    operands = [shape for shape, _ in groupby(call.shapes[call.made :])]
     trains = [one for one, _ in groupby(call.trains)]
-    return call._replace(shapes=made + given, made=len(made), trains=trains)
+    return call._replace(shapes=made + operands, made=len(made), trains=trains)
 
 
-def _steps(whole: Called, part: Called, n: int) -> bool:
+def _steps(full: Called, part: Called, n: int) -> bool:
     """Say whether places of rows, or a count of them, are compared or divided.
 
     Where each sample has several entries (``arange(n * 4) // 4``), a divisor of these is no step.
     """
-    pairs = [*zip(whole.shapes[whole.made :], part.shapes[part.made :], strict=True)]
+    pairs = [*zip(full.shapes[full.made :], part.shapes[part.made :], strict=True)]
     each = [x // n for a, b in pairs for x, y in zip(a, b, strict=True) if x != y]
-    if whole.name not in STEPS or not each:
+    if full.name not in STEPS or not each:
         return False
-    if whole.name in ("sum", "count_nonzero"):
-        return whole.shapes[: whole.made] == part.shapes[: part.made]
-    if not (whole.places and part.places):
+    if full.name in ("sum", "count_nonzero"):
+        return full.shapes[: full.made] == part.shapes[: part.made]
+    if not (full.places and part.places):
         return False
-    return not (whole.numbers and all(k and each[0] % k == 0 for k in whole.numbers))
+    return not (full.numbers and all(k and each[0] % k == 0 for k in full.numbers))
 
 
-def _rolls(whole: Called, part: Called) -> bool:
+def _rolls(full: Called, part: Called) -> bool:
     """Say whether rows are rolled: a roll by 12 leaves 4 rows, and 3, where they are."""
-    shape, other = whole.shapes[whole.made], part.shapes[part.made]
-    half = len(whole.numbers) // 2
-    dims = [int(d) for d in whole.numbers[half:]] if half else range(len(shape))
+    shape, other = full.shapes[full.made], part.shapes[part.made]
+    half = len(full.numbers) // 2
+    dims = [int(d) for d in full.numbers[half:]] if half else range(len(shape))
     return any(shape[d] != other[d] for d in dims)
 
 
-def _by_diagonal(whole: Called, part: Called) -> bool:
+def _by_diagonal(full: Called, part: Called) -> bool:
     """Say whether rows lie along a diagonal by which a function cuts."""
-    shape, other = whole.shapes[whole.made :][:1], part.shapes[part.made :][:1]
-    return whole.name in DIAGONALS and [s[-2:] for s in shape] != [s[-2:] for s in other]
+    shape, other = full.shapes[full.made :][:1], part.shapes[part.made :][:1]
+    return full.name in DIAGONALS and [s[-2:] for s in shape] != [s[-2:] for s in other]

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from anybatch.core.kept import HOOKS, MANY, Attributes
+from anybatch.core.python_state import HOOKS, MANY, Attributes
 from anybatch.execution.proof.masks import Masks
 
 DEEP = 6
@@ -61,13 +61,13 @@ def increases(counts: Sequence[int]) -> bool:
 
 def held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:
     """Yield the id of a container, a name and a tensor, for every tensor that is found."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     ahead: deque[tuple[str, Any, int]] = deque([("", model, 0)])
-    while ahead and len(seen) < MOST:
+    while ahead and len(visited) < MOST:
         name, held, depth = ahead.popleft()
-        if id(held) in seen:
+        if id(held) in visited:
             continue
-        seen.add(id(held))
+        visited.add(id(held))
         for key, inside in _inside(held):
             path = f"{name}.{key}" if name and key else name or key
             if isinstance(inside, Tensor):
@@ -80,14 +80,14 @@ def held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:
 
 def within(outputs: Any) -> Iterator[Tensor]:
     """Yield the tensors that outputs hold, those in objects such as a cache of keys, too."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     ahead: deque[tuple[Any, int]] = deque([(outputs, 0)])
-    while ahead and len(seen) < MOST:
+    while ahead and len(visited) < MOST:
         held, depth = ahead.popleft()
         if isinstance(held, Tensor):
             yield held
-        elif id(held) not in seen and depth < DEEP:
-            seen.add(id(held))
+        elif id(held) not in visited and depth < DEEP:
+            visited.add(id(held))
             ahead += [(inside, depth + 1) for _, inside in _inside(held)]
 
 
@@ -115,8 +115,8 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, Any]]:
         mine = vars(module).items()
         yield from ((name, value) for name, value in mine if name not in Attributes.OWN)
         yield "forward", getattr(type(module), "forward", None)
-    for kind in HOOKS:
-        yield from (("a hook", hook) for hook in getattr(module, kind, {}).values())
+    for hooks in HOOKS:
+        yield from (("a hook", hook) for hook in getattr(module, hooks, {}).values())
 
 
 def _content(cell: Any) -> Iterator[Any]:

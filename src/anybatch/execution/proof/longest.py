@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.core import tree
 from anybatch.core.functions import keywords
 from anybatch.core.memory_errors import out_of_memory
-from anybatch.execution.proof.verdict import WHOLE
+from anybatch.execution.proof.verdict import UNDIVIDED
 
 PADS = "_pad_packed_sequence"
 """torch's function: data, sizes of the steps, whether the batch is first, padding, steps."""
@@ -67,8 +67,8 @@ class Longer(TorchFunctionMode):
         kwargs = keywords(func, kwargs)
         if getattr(func, "__name__", "") != PADS or not as_long_as_the_longest(args):
             return func(*args, **kwargs)
-        *given, steps = args
-        padded, lengths = func(*given, steps + 1, **kwargs)
+        *leading, steps = args
+        padded, lengths = func(*leading, steps + 1, **kwargs)
         if self._fill is not None:
             padded.narrow(1 if args[2] else 0, steps, 1).fill_(self._fill)
         return padded, lengths
@@ -104,7 +104,7 @@ def depends(path: str) -> str:
     return (
         "each row must be computed alike whatever comes along when the batch is split, and "
         f"pad_packed_sequence in {path} makes rows as long as the longest of those that come "
-        f"along, on which the outputs depend: give it total_length=x.shape[1], or {WHOLE}"
+        f"along, on which the outputs depend: give it total_length=x.shape[1], or {UNDIVIDED}"
     )
 
 

@@ -54,8 +54,8 @@ def shrink(mask: Tensor) -> Tensor:
             first = mask.narrow(d, 0, 1)
             if bool((mask == first).all()):
                 mask = first
-    whole = mask.untyped_storage().nbytes()
-    return mask.clone() if whole > mask.numel() else mask  # a part would keep all of it alive
+    nbytes = mask.untyped_storage().nbytes()
+    return mask.clone() if nbytes > mask.numel() else mask  # a part would keep all of it alive
 
 
 def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
@@ -73,7 +73,7 @@ def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
     return mask
 
 
-def beside(masks: dict[int, Tensor]) -> dict[int, Tensor]:
+def on_one_device(masks: dict[int, Tensor]) -> dict[int, Tensor]:
     """Return the masks of a kernel's operands on one device, which is not the host's if any is."""
     devices = {mask.device for mask in masks.values()}
     if len(devices) < 2:
@@ -272,7 +272,7 @@ class Masks:
             record.flat = None if record.flat is None else _aged(record.flat)
             record.origin = ""
 
-    def kept(self, ours: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
+    def count_retained(self, ours: Iterable[Tensor], besides: Iterable[Tensor] = ()) -> int:
         """Return how many storages of samples are held by something else than some tensors.
 
         Args:
@@ -280,8 +280,8 @@ class Masks:
             besides: tensors whose storages do not count. Default: there are none.
         """
         self._give_up()
-        known = {id(tensor): id(self._record(tensor)) for tensor in ours}
-        holders = Counter(known.values())
+        records = {id(tensor): id(self._record(tensor)) for tensor in ours}
+        holders = Counter(records.values())
         aside = {id(self._record(tensor)) for tensor in besides}
         one = torch.zeros(())  # whose storage Python has seen, as those of the records
         extra = torch._C._storage_Use_Count(one.untyped_storage()._cdata) - 1
@@ -313,14 +313,19 @@ class Masks:
         mask = zeros if mask is None else shrink(mask.expand(tensor.shape))
         if mask.device != tensor.device:  # numbers that were copied from a device to another
             mask = mask.to(tensor.device)
-        met = origin() if several(mask) else ""
+        meeting = origin() if several(mask) else ""
         place = geometry(tensor)
         every = tensor.numel() * tensor.itemsize >= record.nbytes and (
             tensor.is_contiguous() if written else not tensor._is_view()
         )
-        alone = written and place == record.owner and record.flat is None  # no other part has one
-        if record.owner is None or every or alone:
-            record.views, record.flat, record.owner, record.origin = {place: mask}, None, place, met
+        sole = written and place == record.owner and record.flat is None  # no other part has one
+        if record.owner is None or every or sole:
+            record.views, record.flat, record.owner, record.origin = (
+                {place: mask},
+                None,
+                place,
+                meeting,
+            )
             return
         if written:
             part = self._part(record, tensor)
@@ -329,7 +334,7 @@ class Masks:
             else:
                 self._flat(record).bitwise_or_(fold(mask, range(mask.dim())).reshape(()))
             record.views = {}
-            record.origin = record.origin or met
+            record.origin = record.origin or meeting
         record.views[place] = mask
 
     def _new(self, tensor: Tensor) -> _Record | None:

@@ -18,10 +18,10 @@ from anybatch.core.batch import MicroBatch
 from anybatch.core.meeting import ForwardOf
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.errors import NotExactError
-from anybatch.execution.proof.declared import Own, Rows
+from anybatch.execution.proof.declared import LossRows, Own
 from anybatch.execution.proof.halves import leaf_of
 from anybatch.execution.proof.masks import PLACE, SAMPLES
-from anybatch.execution.proof.verdict import WHOLE, Output
+from anybatch.execution.proof.verdict import UNDIVIDED, Output
 
 
 def mixed_outputs(outputs: Iterable[Output], layout: Sequence[int | None]) -> frozenset[int]:
@@ -59,12 +59,12 @@ def refuse_trained(paths: Sequence[str], trained: Iterable[bool], mixed: frozens
                 "what has no rows must be the same for every micro-batch when the batch is split, "
                 f"and the loss trains {path}, in which samples of one micro-batch have a part: "
                 "return one value a sample, in a tensor of shape [n], and bring these together in "
-                f"the loss, or {WHOLE}"
+                f"the loss, or {UNDIVIDED}"
             )
 
 
 def refuse_declared_use(
-    own: Own, rows: Rows, layout: Sequence[int | None], mixed: frozenset[int]
+    own: Own, rows: LossRows, layout: Sequence[int | None], mixed: frozenset[int]
 ) -> None:
     """Refuse a declared loss that trains an output of `mixed`.
 
@@ -87,7 +87,7 @@ def refuse_declared_use(
 
     outside = sys.exception()
     try:
-        with torch.enable_grad(), ForwardOf(rows.size, alone=True):
+        with torch.enable_grad(), ForwardOf(rows.size, standalone=True):
             micro = MicroBatch(None, rows.targets, rows.size)
             loss = own(tree.map_tensors(leaf, rows.outputs), micro)
             some = [one for one in leaves if one.requires_grad]

@@ -42,8 +42,8 @@ class Paths:
                 module = held["self"]
                 if type(held) is dict:  # before Python 3.13 the frame keeps it, and all arguments
                     held.clear()
-                kind, name = type(module).__name__, self._names.get(id(module), "")
-                return f"{name} ({kind})" if name else kind
+                class_name, name = type(module).__name__, self._names.get(id(module), "")
+                return f"{name} ({class_name})" if name else class_name
             inside = frame.f_globals.get("__name__", "").startswith("anybatch.execution.proof.")
             if inside and code.co_name in BEGINS:
                 break

@@ -69,27 +69,27 @@ Lengths = Mapping[int, Made]
 """By the number of the call: kernels with longer tensors for more rows, as for fewer rows."""
 
 
-def sized(whole: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths | None:
+def sized(full: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths | None:
     """Return the calls with tensors that are longer for more rows; None where the kernels differ.
 
     Args:
-        whole: calls of a forward, by number.
+        full: calls of a forward, by number.
         part: those of the same forward on fewer rows, in the same order.
     """
-    if [made.name for made in whole.values()] != [made.name for made in part.values()]:
+    if [made.name for made in full.values()] != [made.name for made in part.values()]:
         return None
-    pairs = zip(whole.items(), part.values(), strict=True)
+    pairs = zip(full.items(), part.values(), strict=True)
     return {at: few for (at, made), few in pairs if (made.gave, made.took) != (few.gave, few.took)}
 
 
-def counted_in(whole: Mapping[int, Made], part: Mapping[int, Made]) -> str:
+def counted_in(full: Mapping[int, Made], part: Mapping[int, Made]) -> str:
     """Return a kernel that makes other numbers, as many, of more rows than of fewer; "" if none.
 
     Args:
-        whole: calls of a forward, by number.
+        full: calls of a forward, by number.
         part: those of the same forward on fewer rows, in the same order.
     """
-    pairs = zip(whole.values(), part.values(), strict=False)
+    pairs = zip(full.values(), part.values(), strict=False)
     every = ((a.name, *one) for a, b in pairs for one in zip(a.made, b.made, strict=False))
     return next((name for name, x, y in every if x.shape == y.shape and not _rounded(x, y)), "")
 
@@ -231,10 +231,12 @@ class FreeCall:
 
     def outside(self) -> bool:
         """Return whether it takes numbers, one for each row, that no kernel has made."""
-        given = [one for one in self._operands if not any(one is other for other in self._written)]
-        if not all(map(plain, given)):  # sparse rows: nobody knows how many they are
+        operands = [
+            one for one in self._operands if not any(one is other for other in self._written)
+        ]
+        if not all(map(plain, operands)):  # sparse rows: nobody knows how many they are
             return True
-        return any(_differs(one, d) for one in given for d in self._longer[id(one)])
+        return any(_differs(one, d) for one in operands for d in self._longer[id(one)])
 
     def rows(self) -> dict[int, Tensor]:
         """Return a mask for each tensor that is longer for more rows: it varies along these."""
@@ -268,7 +270,7 @@ class FreeCall:
         found = flags.as_strided(base.shape, base.stride(), base.storage_offset())
         return any(_differs(found, d) for d in self._longer[id(base)])
 
-    def asked(self, n: int) -> Callable[[int, int], bool]:
+    def value_test(self, n: int) -> Callable[[int, int], bool]:
         """Return a test of whether other values would differ: in result `at`, along `dim`.
 
         A table of zeros is one like any other. Numbers that are never trained, and are the same

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import tree
-from anybatch.core.kept import Kept
 from anybatch.core.modules import walk
+from anybatch.core.python_state import PythonState
 from anybatch.execution.proof.left import held
 from anybatch.execution.proof.masks import Masks
 from anybatch.execution.proof.places import in_rows
 
 
-class Held(NamedTuple):
+class HeldTensor(NamedTuple):
     """A tensor of the model.
 
     Attributes:
@@ -38,24 +38,24 @@ class Held(NamedTuple):
     tensor: Tensor
 
 
-def holds(model: nn.Module, masks: Masks) -> list[Held]:
+def holds(model: nn.Module, masks: Masks) -> list[HeldTensor]:
     """Return parameters and buffers by their memory, other constants by their id and version.
 
     What writes to a parameter is refused, and buffers are those of the whole batch.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     address = torch._C._storage_address  # type: ignore[attr-defined]
-    found = [Held(name, (address(one), 0), one) for name, one in named if in_rows(one)]
-    known = {id(one) for _, one in named}
+    found = [HeldTensor(name, (address(one), 0), one) for name, one in named if in_rows(one)]
+    named_ids = {id(one) for _, one in named}
     for _, name, one in held(model):
-        constant = in_rows(one) and not one.requires_grad and id(one) not in known
+        constant = in_rows(one) and not one.requires_grad and id(one) not in named_ids
         if constant and masks.of(one) is None:
             writes = 0 if one.is_inference() else one._version
-            found.append(Held(name, (id(one), writes), one))
+            found.append(HeldTensor(name, (id(one), writes), one))
     return found
 
 
-def rebound(before: list[Held], after: list[Held]) -> Iterator[Held]:
+def rebound(before: list[HeldTensor], after: list[HeldTensor]) -> Iterator[HeldTensor]:
     """Yield tensors that were replaced or written to, except new ones with the same integers."""
     places = {(one.name, one.place) for one in before}
     by_name: dict[str, list[Tensor]] = {}
@@ -73,7 +73,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape != b.shape or (a.dtype == b.dtype and torch.equal(a, b))
 
 
-def reads(model: nn.Module, those: list[Held], call: Callable[[], Any], outputs: Any) -> str:
+def reads(model: nn.Module, those: list[HeldTensor], call: Callable[[], Any], outputs: Any) -> str:
     """Return the name of the first of some tensors if a call computes with them, or "".
 
     Args:
@@ -84,8 +84,8 @@ def reads(model: nn.Module, those: list[Held], call: Callable[[], Any], outputs:
     """
     if any(not one.tensor.is_floating_point() or one.tensor.is_inference() for one in those):
         return those[0].name
-    kept = Kept()
-    kept.modules([module for _, module in walk(model)], attributes=True)
+    state = PythonState()
+    state.modules([module for _, module in walk(model)], attributes=True)
     saved = [(one.tensor, one.tensor.data) for one in those]
     try:
         for tensor, data in saved:
@@ -94,7 +94,7 @@ def reads(model: nn.Module, those: list[Held], call: Callable[[], Any], outputs:
     except Exception:  # whatever a model does with NaN
         return those[0].name
     finally:
-        kept.put_back()
+        state.put_back()
         for tensor, data in saved:
             tensor.data = data
     pairs = zip(tree.flat(found), tree.flat(outputs), strict=True)

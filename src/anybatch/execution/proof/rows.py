@@ -158,8 +158,8 @@ def _calls_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
     """Say whether a function of torch's calls one of a person's, which no mode hears within it."""
     if not isinstance(func, FunctionType):
         return False
-    given = (*args, *kwargs.values())
-    return not func.__module__.startswith("torch.") or any(map(callable, given))
+    arguments = (*args, *kwargs.values())
+    return not func.__module__.startswith("torch.") or any(map(callable, arguments))
 
 
 PACKED = frozenset(("rnn_tanh", "rnn_relu", "gru", "lstm", "_pad_packed_sequence"))
@@ -254,10 +254,10 @@ def _hooks(found: list[Any]) -> Iterator[None]:
     """Note hooks that are registered on tensors or on nodes of a graph: all have such a handle."""
     made = RemovableHandle.__init__
 
-    def note(self: RemovableHandle, *given: Any, **named: Any) -> None:
+    def note(self: RemovableHandle, *positional: Any, **named: Any) -> None:
         if sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__:  # of a module
             found.append(self)
-        made(self, *given, **named)
+        made(self, *positional, **named)
 
     RemovableHandle.__init__ = note  # type: ignore[method-assign]
     try:

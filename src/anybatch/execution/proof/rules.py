@@ -192,8 +192,8 @@ def _drawn(call: Call) -> Found:
     mask = union(call.masks.values())
     assert mask is not None
     samples = mask & SAMPLES
-    alone = (samples & (samples - 1)) == 0
-    return [torch.where(alone, samples, 0).to(torch.uint8)] * max(len(call.results), 1)
+    single = (samples & (samples - 1)) == 0
+    return [torch.where(single, samples, 0).to(torch.uint8)] * max(len(call.results), 1)
 
 
 @_rule("fill_ fill")
@@ -274,10 +274,10 @@ def _listed(call: Call) -> Found:
     found = []
     for at, one in enumerate(call.results or call.written):
         masks: list[Tensor | None] = []
-        for given in (*call.args, *call.kwargs.values()):
-            if isinstance(given, list | tuple):
-                masks.append(call.mask(given[at]))
-            elif (mask := call.mask(given)) is not None:  # one number for all, or one for each
+        for argument in (*call.args, *call.kwargs.values()):
+            if isinstance(argument, list | tuple):
+                masks.append(call.mask(argument[at]))
+            elif (mask := call.mask(argument)) is not None:  # one number for all, or one for each
                 masks.append(fold(mask, range(mask.dim()), keep=False))
         if "_copy" in call.name:
             masks = masks[1:2]
@@ -287,7 +287,7 @@ def _listed(call: Call) -> Found:
 
 
 @_rule("_foreach_norm _foreach_max _foreach_powsum")
-def _listed_whole(call: Call) -> Found:
+def _listed_totals(call: Call) -> Found:
     masks = [call.mask(one) for one in call.args[0]]
     return [None if mask is None else fold(mask, range(mask.dim()), keep=False) for mask in masks]
 
@@ -405,8 +405,8 @@ def _reduced(call: Call) -> Found:
         return [call.all().reshape([1] * r.dim()) for r in call.results]
     dims = reduced(call)
     folded = fold(mask, dims)
-    away = fold(folded, dims, keep=False)
-    return [folded if r.dim() == x.dim() else away for r in call.results]
+    dropped = fold(folded, dims, keep=False)
+    return [folded if r.dim() == x.dim() else dropped for r in call.results]
 
 
 @_rule(
@@ -676,7 +676,7 @@ def _added(call: Call) -> Found:
     leads = _takes_turns(places, x.shape[dim]) if x.dim() else True
     leads |= _moves_rows(call, dim, x, source)
     found = call.full(source) | _written_at(call, places, leads=leads).reshape(shape)
-    found = _kept(found)
+    found = _unordered(found)
     return [_piled(call.full(x), lambda base, one: base.index_add_(dim, places, one), found)]
 
 
@@ -691,12 +691,12 @@ def _filled_at(call: Call) -> Found:
     if (mask := call.mask(value)) is not None:
         found = found | mask.reshape([1] * x.dim())
     size = [places.numel() if d == dim else n for d, n in enumerate(x.shape)]
-    found = _kept(found).expand(size).contiguous()
+    found = _unordered(found).expand(size).contiguous()
     return [call.full(x).index_copy(dim, places.reshape(-1), found)]
 
 
 @_rule("take")
-def _taken(call: Call) -> Found:
+def _picked(call: Call) -> Found:
     x, places = call.args[:2]
     return [call.full(x).reshape(-1)[places] | _placed(call, places, x)]
 
@@ -705,9 +705,11 @@ def _taken(call: Call) -> Found:
 def _put(call: Call) -> Found:
     x, places, source = call.args[:3]
     leads = _takes_turns(places, x.numel())
-    leads |= any(mask is not None and _apart(mask) for mask in map(call.mask, (x, source)))
+    leads |= any(
+        mask is not None and _varies_somewhere(mask) for mask in map(call.mask, (x, source))
+    )
     found = _written_at(call, places, leads=leads) | call.full(source).reshape(places.shape)
-    flat, found = call.full(x).reshape(-1), _kept(found).reshape(-1)
+    flat, found = call.full(x).reshape(-1), _unordered(found).reshape(-1)
     put = torch.ops.aten.index_put.default
     add = bool(call.argument("accumulate", default=False))
     if add:
@@ -717,7 +719,7 @@ def _put(call: Call) -> Found:
     return [got.reshape(x.shape)]
 
 
-def _apart(mask: Tensor) -> bool:
+def _varies_somewhere(mask: Tensor) -> bool:
     return any(varies(mask, d) for d in range(mask.dim()))
 
 
@@ -733,7 +735,7 @@ def _scattered(call: Call) -> Found:
     found = _written_at(call, places, leads=leads)
     if isinstance(source, Tensor) and source.dim():
         found = found | call.full(source)[tuple(slice(0, n) for n in places.shape)]
-    found = _kept(found)
+    found = _unordered(found)
     piled = _piled(call.full(x), lambda base, one: base.scatter_add_(dim, places, one), found)
     return [_lines(piled, dim, call.mask(places))]
 
@@ -840,11 +842,11 @@ def at_fixed_places(call: Call, *, square: bool = False) -> bool:
 def _indexes_rows(call: Call, mask: Tensor) -> bool:
     dim = 0
     for one in call.args[1]:
-        taken = one.dim() if one is not None and one.dtype in (torch.bool, torch.uint8) else 1
+        spanned = one.dim() if one is not None and one.dtype in (torch.bool, torch.uint8) else 1
         free = one is not None and call.mask(one) is None
-        if free and any(mask.shape[d] > 1 and varies(mask, d) for d in range(dim, dim + taken)):
+        if free and any(mask.shape[d] > 1 and varies(mask, d) for d in range(dim, dim + spanned)):
             return True
-        dim += taken
+        dim += spanned
     return False
 
 
@@ -864,7 +866,7 @@ AT_PLACES = WRITES | frozenset("index_fill index_fill_ put put_".split())
 """Kernels that write at places, one index for each."""
 
 
-def _kept(found: Tensor) -> Tensor:
+def _unordered(found: Tensor) -> Tensor:
     """Return the mask of elements written to chosen places: these are in no order any more.
 
     A place that is written as a number is one still, and whose it is its index tells.
@@ -906,7 +908,7 @@ def _indexed(call: Call) -> Found:
             got = _read(got, call.mask(one))
         got = got | found
         return [got | (LOOSE if chosen and _among_samples(call) else 0)]
-    source = _kept(call.full(call.args[2]).expand(got.shape) | found)
+    source = _unordered(call.full(call.args[2]).expand(got.shape) | found)
     if call.argument("accumulate", default=False):
         put = torch.ops.aten.index_put_.default
         got = _piled(call.full(x), lambda base, one: put(base, indices, one, True), source)
@@ -919,7 +921,7 @@ def _puts_rows(call: Call, places: Tensor, dim: int) -> bool:
     """Say whether indices of a dimension lead to the rows of samples, or name each row alike."""
     x, every, source = call.args[:3]
     mask, value = call.mask(x), call.mask(source)
-    if (value is not None and _apart(value)) or (mask is not None and varies(mask, dim)):
+    if (value is not None and _varies_somewhere(value)) or (mask is not None and varies(mask, dim)):
         return True
     pure = [
         one
@@ -1050,15 +1052,15 @@ def _attended(call: Call) -> Found | None:
         if mask is not None:
             mask = fold(mask, [mask.dim() - 1])
             found.append(mask.reshape([1] * (4 - mask.dim()) + list(mask.shape)))
-    whole = union(found)
-    assert whole is not None
+    joined = union(found)
+    assert joined is not None
     rows = [
-        fold(whole, range(1, whole.dim())).reshape([-1] + [1] * (r.dim() - 1))
+        fold(joined, range(1, joined.dim())).reshape([-1] + [1] * (r.dim() - 1))
         if r.dim() and r.shape[0] == query.shape[0]
         else None
         for r in call.results[1:]
     ]
-    return [whole, *rows]
+    return [joined, *rows]
 
 
 # ---------------------------------------------------------------- by rows

@@ -28,9 +28,9 @@ from anybatch.execution.proof.masks import (
     fold,
     samples_of,
 )
-from anybatch.loss.heard import WEIGHTS
+from anybatch.loss.traced import WEIGHTS
 
-WHOLE = "give micro_batch >= the batch size"
+UNDIVIDED = "give micro_batch >= the batch size"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Verdict:
             raise NotExactError(self.meets)
 
 
-Given = tuple[str, str, tuple[Any, ...]]
+KernelNumbers = tuple[str, str, tuple[Any, ...]]
 """Module, kernel, and the numbers that Python gives to it."""
 
 
@@ -122,39 +122,39 @@ def ended(follow: Follow, samples: Sequence[int], outputs: Any) -> Forward:
     return Forward(follow.notes, samples, found)
 
 
-def judge(whole: Forward, part: Forward | None, axes: Sequence[int | None]) -> Verdict:
+def judge(full: Forward, part: Forward | None, axes: Sequence[int | None]) -> Verdict:
     """Return the verdict on two forwards.
 
     Args:
-        whole: of a few rows.
+        full: of a few rows.
         part: of the last of these; None where the model takes no fewer rows.
         axes: where each output holds the samples; None where it holds none.
     """
-    part = None if part is None else _without_refuted(whole, part)
-    runs = [whole] if part is None else [whole, part]
-    meets = _in_norms(whole, part)
+    part = None if part is None else _without_refuted(full, part)
+    runs = [full] if part is None else [full, part]
+    meets = _in_norms(full, part)
     for run in runs:
         meets = meets or in_outputs(run, axes) or _in_backward(run)
     if part is not None:
-        meets = meets or _in_shuffles(whole, part)
+        meets = meets or _in_shuffles(full, part)
     doubts = dict.fromkeys(doubt for run in runs for doubt in doubts_of(run))
     doubts.update(dict.fromkeys(unfollowed(runs, axes)))
-    for place in whole.notes.few[:1]:  # of fewer rows fewer are chosen
+    for place in full.notes.few[:1]:  # of fewer rows fewer are chosen
         doubts[
             f"rows that are chosen by their values are brought together in {place}, and of the "
             "rows looked at fewer than two were"
         ] = None
-    doubts |= dict.fromkeys(_in_order(whole, axes))  # without an arange, places are none in `part`
-    for place in whole.notes.fixed[:1]:
+    doubts |= dict.fromkeys(_in_order(full, axes))  # without an arange, places are none in `part`
+    for place in full.notes.fixed[:1]:
         doubts[f"rows are read or written by their place in the batch in {place}"] = None
-    for place in whole.notes.counted[:1]:
+    for place in full.notes.counted[:1]:
         doubts[f"numbers are others for more rows than for fewer in {place}"] = None
-    for place in _regrouped(whole, part)[:1]:
+    for place in _regrouped(full, part)[:1]:
         doubts[f"a dimension as long as the samples is made of others in {place}"] = None
     return Verdict(meets, tuple(doubts))
 
 
-def _without_refuted(whole: Forward, part: Forward) -> Forward:
+def _without_refuted(full: Forward, part: Forward) -> Forward:
     """Return the forward of fewer rows without findings that the forward of all rows refutes.
 
     An ``arange`` of the rows has no marks before its length is known. So in the first forwards an
@@ -163,10 +163,10 @@ def _without_refuted(whole: Forward, part: Forward) -> Forward:
     rows samples of an earlier call are still found.
     """
     outputs, notes = part.outputs, part.notes
-    if notes.mixes_orders and not whole.notes.mixes_orders:
+    if notes.mixes_orders and not full.notes.mixes_orders:
         masks = [None if one.mask is None else one.mask & EARLIER for one in outputs]
         outputs = [one._replace(mask=mask) for one, mask in zip(outputs, masks, strict=True)]
-    if not whole.notes.collisions:
+    if not full.notes.collisions:
         notes = replace(notes, collisions=[])
     return replace(part, outputs=outputs, notes=notes)
 
@@ -185,7 +185,7 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
                 "every part of a batch that is split (class weights, a factor, a penalty), and "
                 f"{place or 'forward'} computes it from the samples: mark the function that does "
                 "so with anybatch.coupled, compute it before the step and give it to the model as "
-                f"a buffer, take the loss outside of the model, or {WHOLE}"
+                f"a buffer, take the loss outside of the model, or {UNDIVIDED}"
             )
         if mask is None or axis is None:
             continue
@@ -193,7 +193,7 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
             return (
                 "samples must be computed alike wherever they are in a batch that is split, and "
                 f"{place or path} computes with the place of a row among the samples (arange, eye, "
-                f"an order): give it with the inputs, or {WHOLE}"
+                f"an order): give it with the inputs, or {UNDIVIDED}"
             )
         strange = strange_row(mask, axis, run.samples)
         if strange is None:
@@ -203,7 +203,7 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
             return (
                 "forward must not take from one call what another has left when the batch is "
                 f"split, and row {row} of {path} has a part of samples of the call before: it "
-                f"keeps state outside of its inputs. Register it as a buffer, or {WHOLE}"
+                f"keeps state outside of its inputs. Register it as a buffer, or {UNDIVIDED}"
             )
         if not place:
             return _out_of_place(f"row {row} of {path} belongs to sample {others[0]}")
@@ -211,13 +211,13 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
             "samples must not meet inside the model when the batch is split, and samples "
             f"{_and(sorted({row, *others})[:2])} meet in {place} (seen in {path}). Compute what "
             "compares samples in the loss, declare the function that does it with "
-            f"anybatch.coupled, or {WHOLE}"
+            f"anybatch.coupled, or {UNDIVIDED}"
         )
     if run.notes.lost:
         return (
             "samples must not meet inside the model when the batch is split, and they meet in "
             f"{run.notes.lost}, before the loss that the model computes. Declare the "
-            f"function that does it with anybatch.coupled, or {WHOLE}"
+            f"function that does it with anybatch.coupled, or {UNDIVIDED}"
         )
     return ""
 
@@ -248,13 +248,13 @@ def _in_backward(run: Forward) -> str:
         return (
             "samples must not meet inside the model when the batch is split, and they meet in "
             f"{notes.frequencies[0]}: scale_grad_by_freq divides the gradient by how often the "
-            f"whole batch has an entry. Set scale_grad_by_freq=False, or {WHOLE}"
+            f"whole batch has an entry. Set scale_grad_by_freq=False, or {UNDIVIDED}"
         )
     if notes.backward:
         return (
             "samples must not meet in backward when the batch is split, and they meet in "
             f"{notes.backward[0]}: a hook or an autograd.Function computes with the gradient of "
-            f"several samples at once. Let it treat each row by itself, or {WHOLE}"
+            f"several samples at once. Let it treat each row by itself, or {UNDIVIDED}"
         )
     return ""
 
@@ -265,28 +265,28 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
     Call k of the undivided batch must hold, of the rows that a micro-batch has, just those that
     call k of the micro-batch holds: together the micro-batches then bring all of its rows.
     """
-    whole = all_rows.notes.norms
-    for one in whole if part is None else ():
+    full = all_rows.notes.norms
+    for one in full if part is None else ():
         held = samples_of(_all(one.rows))
         if one.cut or (held and held != sorted(set(all_rows.samples))):
             return other_rows(one.path, f"it holds samples {_and(held)} alone")
     if part is None:
         return ""
     some = part.notes.norms
-    if len(whole) != len(some):
-        first = (whole or some)[0]
+    if len(full) != len(some):
+        first = (full or some)[0]
         return other_rows(
-            first.path, f"{len(whole)} calls hold all rows and {len(some)} those of a part"
+            first.path, f"{len(full)} calls hold all rows and {len(some)} those of a part"
         )
     mine = 0
     for sample in part.samples:
         mine |= 1 << sample
-    for one, other in zip(whole, some, strict=True):
+    for one, other in zip(full, some, strict=True):
         if not one.rows and one.values == other.values > 0:
             return (
                 "BatchNorm must normalise samples where micro-batches wait for each other, and a "
                 f"call of {one.path} normalises as many values for any number of samples: every "
-                f"micro-batch would count them again. Give {WHOLE.removeprefix('give ')}"
+                f"micro-batch would count them again. Give {UNDIVIDED.removeprefix('give ')}"
             )
         wanted = {bits: n for bits, n in one.rows.items() if bits & mine}
         found = {bits: n for bits, n in other.rows.items() if bits}
@@ -296,28 +296,28 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
             continue  # noise as long as there are rows, which tells its samples when that is known
         if one.path != other.path or wanted != found:
             held = samples_of(_all(one.rows))
-            told = f"the call that holds samples {_and(held)} of the batch"
-            return other_rows(one.path, f"{told} holds other rows in a micro-batch")
+            described = f"the call that holds samples {_and(held)} of the batch"
+            return other_rows(one.path, f"{described} holds other rows in a micro-batch")
     return ""
 
 
-def _in_shuffles(whole: Forward, part: Forward) -> str:
+def _in_shuffles(full: Forward, part: Forward) -> str:
     """Return an error for a random order as long as the batch: of few rows one may move none."""
-    pairs = zip(whole.notes.shuffles, part.notes.shuffles, strict=False)
+    pairs = zip(full.notes.shuffles, part.notes.shuffles, strict=False)
     for (path, n), (_, m) in pairs:
-        if n != m and n * len(part.samples) == m * len(whole.samples):
+        if n != m and n * len(part.samples) == m * len(full.samples):
             return _out_of_place(f"{path} draws an order of all samples")
     return ""
 
 
-def _regrouped(whole: Forward, part: Forward | None) -> list[str]:
+def _regrouped(full: Forward, part: Forward | None) -> list[str]:
     """Return where no samples lie along a dimension that is as long as there are samples.
 
     ``reshape(T, n, C)`` of [n, T, C], where transpose was meant: lines of few rows may each lie in
     one sample by chance. Where they do not in one of two forwards, their masks tell what meets.
     """
     found = []
-    pairs = zip(whole.notes.regroups, [] if part is None else part.notes.regroups, strict=False)
+    pairs = zip(full.notes.regroups, [] if part is None else part.notes.regroups, strict=False)
     for (path, shape, lies), (_, fewer, also) in pairs:
         grown = {d for d, (n, m) in enumerate(zip(shape, fewer, strict=False)) if n != m}
         if len(shape) == len(fewer) and grown and not grown & (lies | also):
@@ -325,16 +325,18 @@ def _regrouped(whole: Forward, part: Forward | None) -> list[str]:
     return found
 
 
-def first_difference(mine: Sequence[Given], its: Sequence[Given]) -> Difference | None:
+def first_difference(
+    mine: Sequence[KernelNumbers], its: Sequence[KernelNumbers]
+) -> Difference | None:
     """Return the first numbers that two forwards give to the same kernel and that differ.
 
     None where there are none, or where other kernels come first.
     """
-    for (path, kernel, given), (other_path, other, also) in zip(mine, its, strict=False):
+    for (path, kernel, numbers), (other_path, other, also) in zip(mine, its, strict=False):
         if (path, kernel) != (other_path, other):
             return None
-        if repr(given) != repr(also):  # NaN is NaN
-            return Difference(f"{path} computes {kernel} with", _told(given), _told(also))
+        if repr(numbers) != repr(also):  # NaN is NaN
+            return Difference(f"{path} computes {kernel} with", _as_text(numbers), _as_text(also))
     return None
 
 
@@ -343,7 +345,7 @@ def moved_state(found: Difference) -> str:
     return (
         f"forward must give the same when it is called again, and {found.where} {found.mine} in "
         f"one call and with {found.its} in a later one: it keeps state in plain attributes, which "
-        f"every micro-batch would move. Register it as a buffer, or {WHOLE}"
+        f"every micro-batch would move. Register it as a buffer, or {UNDIVIDED}"
     )
 
 
@@ -352,7 +354,7 @@ def fails_again(name: str, error: Exception) -> str:
     return (
         "forward must not take from one call what another has left when the batch is split, and a "
         f"second call fails with what is left in {name} ({type(error).__name__}: "
-        f"{str(error)[:80]}). Reset it at the start of forward, or {WHOLE}"
+        f"{str(error)[:80]}). Reset it at the start of forward, or {UNDIVIDED}"
     )
 
 
@@ -360,18 +362,18 @@ def moved_number(path: str) -> str:
     """Return the error for a number that each call moves, and that a backward computes with."""
     return (
         f"backward must give the same after another call of forward, and each call moves {path}: "
-        f"every micro-batch would. Move it once a step, outside of forward, or {WHOLE}"
+        f"every micro-batch would. Move it once a step, outside of forward, or {UNDIVIDED}"
     )
 
 
-def _told(given: Sequence[Any]) -> str:
-    return ", ".join(f"{number:.6g}" for number in given)
+def _as_text(numbers: Sequence[Any]) -> str:
+    return ", ".join(f"{number:.6g}" for number in numbers)
 
 
 def _out_of_place(why: str) -> str:
     return (
         f"samples must keep their place when the batch is split, and {why}: forward permutes, "
-        f"rolls or flips the batch. Do so before the step, or {WHOLE}"
+        f"rolls or flips the batch. Do so before the step, or {UNDIVIDED}"
     )
 
 
@@ -380,7 +382,7 @@ def other_rows(path: str, why: str) -> str:
     return (
         "every call of batch normalisation must hold the whole batch when it is split, and "
         f"{path} normalises a part of it: {why} (ghost batches, several views, a choice by "
-        f'position). Call it on all rows, take batchnorm="local", or {WHOLE}'
+        f'position). Call it on all rows, take batchnorm="local", or {UNDIVIDED}'
     )
 
 
@@ -394,9 +396,9 @@ def _all(rows: dict[int, Fraction]) -> int:
 def doubts_of(run: Forward) -> Iterable[str]:
     """Yield why a forward does not show that samples are separate."""
     notes = run.notes
-    for path, kind in notes.read[:1]:
-        script = ", or torch.jit.script computes with it" if kind == "tensor" else ""
-        yield f"Python reads a {kind} of the samples in {path}{script}"
+    for path, sort in notes.read[:1]:
+        script = ", or torch.jit.script computes with it" if sort == "tensor" else ""
+        yield f"Python reads a {sort} of the samples in {path}{script}"
     for path, kernel, _ in notes.unfollowed[:1]:
         yield f"{kernel} in {path} could not be followed"
     for words, places in (
@@ -409,7 +411,7 @@ def doubts_of(run: Forward) -> Iterable[str]:
     ):
         for place in places[:1]:
             yield f"{words} {place}"
-    if notes.given:
+    if notes.made_by_python:
         yield "Python makes numbers that are as many as the samples, and they cannot be followed"
     marked = (one.mask for one in run.outputs if one.mask is not None)
     if notes.cuts and any(bool((mask & CUT).any()) for mask in marked):

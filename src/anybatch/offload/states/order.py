@@ -9,28 +9,28 @@ from __future__ import annotations
 from bisect import bisect_left
 
 Use = tuple[int, int]
-"""What was used: its kind, and its number."""
+"""What was used: its role, and its number."""
 
 
 class Order:
     """Uses of one step, and those of the step before it.
 
     Attributes:
-        at: how many of the known uses lie behind.
+        at: how many of the uses of the step before lie behind.
     """
 
     def __init__(self) -> None:
         self.at = 0
-        self._known: list[Use] = []
+        self._previous: list[Use] = []
         self._places: dict[Use, list[int]] = {}
         self._now: list[Use] = []
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._previous)
 
     def __getitem__(self, place: int) -> Use:
         """Return the use at a place of the step before."""
-        return self._known[place]
+        return self._previous[place]
 
     def used(self, item: Use) -> None:
         """Note a use."""
@@ -46,13 +46,13 @@ class Order:
         """Return the place of the next use: in this step, else in the one behind it, else later."""
         places = self._places.get(item)
         if not places:
-            return 2 * len(self._known)
+            return 2 * len(self._previous)
         index = bisect_left(places, self.at)
-        return places[index] if index < len(places) else len(self._known) + places[0]
+        return places[index] if index < len(places) else len(self._previous) + places[0]
 
     def ended(self) -> None:
         """A step is over; the next one will be like it."""
-        self._known, self._now, self.at = self._now, [], 0
+        self._previous, self._now, self.at = self._now, [], 0
         self._places = {}
-        for place, item in enumerate(self._known):
+        for place, item in enumerate(self._previous):
             self._places.setdefault(item, []).append(place)

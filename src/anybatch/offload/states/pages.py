@@ -15,9 +15,9 @@ from typing import Any
 
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
-from anybatch.memory.hold import AWAY, COMING, HERE, LEAVING, Held, Hold
-from anybatch.offload.states.away import told
+from anybatch.memory.hold import EVICTING, OFFLOADED, PREFETCHING, RESIDENT, Held, Hold
 from anybatch.offload.states.order import Order
+from anybatch.offload.states.placeholder import state_errors
 
 WINDOW = 256
 """Uses that are looked ahead."""
@@ -28,17 +28,17 @@ class Pages:
 
     Args:
         hold: moves them.
-        room: bytes that may be in memory at a time.
+        limit: bytes that may be in memory at a time.
         small: bytes below which a storage stays.
 
     Attributes:
-        room: those bytes.
+        limit: those bytes.
         most: the most bytes that were here at a time.
-        fixed: bytes of those that must stay, because their address is known to somebody.
+        fixed: bytes of those that are pinned, because their address was read.
     """
 
-    def __init__(self, hold: Hold, room: int, small: int) -> None:
-        self.room, self.most, self.fixed = room, 0, 0
+    def __init__(self, hold: Hold, limit: int, small: int) -> None:
+        self.limit, self.most, self.fixed = limit, 0, 0
         self._hold, self._small, self._order = hold, small, Order()
         self._clock = self._front = 0
         hold.since = 1 << 62  # no lane ever gets there: none of its own is held back
@@ -57,15 +57,15 @@ class Pages:
         """Return whether a storage is registered, resident or offloaded."""
         return key in self._hold.all
 
-    def fit(self, given: list[tuple[int, bool]]) -> bool:
+    def fit(self, accesses: list[tuple[int, bool]]) -> bool:
         """Say whether storages may be here together."""
-        sizes = {key: self._hold.all[key].size for key, _ in given if key in self._hold.all}
-        return sum(sizes.values()) + self.fixed <= self.room
+        sizes = {key: self._hold.all[key].size for key, _ in accesses if key in self._hold.all}
+        return sum(sizes.values()) + self.fixed <= self.limit
 
-    def add(self, key: int, storage: Any, kind: int, number: int) -> None:
+    def add(self, key: int, storage: Any, role: int, number: int) -> None:
         """Take in a storage that is here, under a name that is the same in every step."""
         hold = self._hold
-        with told("written to"):
+        with state_errors("written to"):
             if hold.stirred():
                 hold.settle()
             size = storage.nbytes()
@@ -73,53 +73,53 @@ class Pages:
                 return
             self._clock += 1
             self._free(hold.rounded(size), "a tensor")
-            hold.add(key, storage, size, kind, number, self._clock)
-            self._note((kind, number))
+            hold.add(key, storage, size, role, number, self._clock)
+            self._note((role, number))
 
-    def use(self, given: list[tuple[int, bool]], name: str) -> None:
+    def use(self, accesses: list[tuple[int, bool]], name: str) -> None:
         """Make storages be here, before a kernel runs on them.
 
         Args:
-            given: keys of storages, and whether they are written to.
+            accesses: keys of storages, and whether they are written to.
             name: of the kernel.
 
         Raises:
-            BudgetError: all of them together are more than the room.
+            BudgetError: all of them together are more than the limit.
         """
         hold = self._hold
         if hold.stirred():
-            with told("written to"):
+            with state_errors("written to"):
                 hold.settle()
-        pages = [(key, hold.all[key], writes) for key, writes in given if key in hold.all]
+        pages = [(key, hold.all[key], writes) for key, writes in accesses if key in hold.all]
         if not pages:
             return
         self._clock += 1
         for _, held, _ in pages:
             held.used = self._clock
         for key, held, writes in pages:
-            if held.state != HERE:
+            if held.state != RESIDENT:
                 self._bring(key, held, name)
-            if writes and held.kept:
-                with told("written to"):
+            if writes and held.has_copy:
+                with state_errors("written to"):
                     hold.forget_copy(key, held)
             self._note((held.lane, held.number))
         if self._front < len(self._order):
-            with told("written to"):
-                self._look_ahead()
+            with state_errors("written to"):
+                self._prefetch()
 
     def keep(self, key: int) -> None:
         """Make a storage permanently resident, because its address was read."""
         self.use([(key, True)], "a read of its address")
         held = self._hold.all.get(key)
-        if held is not None and not held.stays:
-            self._hold.stay(key, held)
+        if held is not None and not held.pinned:
+            self._hold.pin(key, held)
             self.fixed += held.size
 
-    def squeeze(self, room: int) -> None:
+    def squeeze(self, limit: int) -> None:
         """Set the budget, and evict until the resident bytes are within it."""
-        self.room = room
+        self.limit = limit
         self._clock += 1
-        with told("written to"):
+        with state_errors("written to"):
             self._free(0, "what stays")
 
     def ended(self) -> None:
@@ -128,10 +128,10 @@ class Pages:
         self._front = 0
 
     def _bring(self, key: int, held: Held, name: str) -> None:
-        if held.state == AWAY:
-            with told("written to"):
+        if held.state == OFFLOADED:
+            with state_errors("written to"):
                 self._free(held.size, name)
-        with told("read from"):
+        with state_errors("read from"):
             self._hold.bring_back(key, held)
 
     def _note(self, item: tuple[int, int]) -> None:
@@ -149,14 +149,14 @@ class Pages:
             needed = hold.here + self.fixed + size
             raise BudgetError(
                 f"the parameters and gradients that a kernel reads must fit in memory, and {name} "
-                f"needs {show_bytes(needed)} at once, and {show_bytes(self.room)} is there: give "
+                f"needs {show_bytes(needed)} at once, and {show_bytes(self.limit)} is there: give "
                 f'memory="{-(-needed // 1024)}KiB" or more for them, or have fewer read at a time',
                 needed=needed,
-                given=self.room,
+                budget=self.limit,
             )
 
     def _over(self, size: int) -> int:
-        return self._hold.here + self.fixed + size - self.room
+        return self._hold.here + self.fixed + size - self.limit
 
     def _evict(self, beyond: int) -> bool:
         """Evict the storage of latest next use, if beyond a place; return whether one was."""
@@ -165,22 +165,22 @@ class Pages:
             hold.settle()
         best, last = None, (beyond, 0)
         for key, held in hold.movable.items():
-            if held.used < self._clock and held.state in (HERE, COMING):
+            if held.used < self._clock and held.state in (RESIDENT, PREFETCHING):
                 later = order.next((held.lane, held.number)), -held.used
                 if later[0] > beyond and (best is None or later > last):
                     best, last = (key, held), later
         if best is None:
             return False
-        hold.send_away(*best)
+        hold.evict(*best)
         return True
 
-    def _look_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Prefetch the storages used next, while they fit or later ones can be evicted."""
         hold, order = self._hold, self._order
         self._front = max(self._front, order.at)
         while self._front < min(len(order), order.at + WINDOW):
             found = hold.find(*order[self._front])
-            if found is not None and found[1].state == AWAY:
+            if found is not None and found[1].state == OFFLOADED:
                 size = found[1].size
                 while self._over(size) > hold.going and self._evict(self._front):
                     pass
@@ -188,6 +188,6 @@ class Pages:
                     return
                 hold.call(*found)
                 self.most = max(self.most, hold.here + self.fixed)
-            elif found is not None and found[1].state == LEAVING:
+            elif found is not None and found[1].state == EVICTING:
                 hold.bring_back(*found)
             self._front += 1

@@ -33,7 +33,7 @@ DETACH = torch.ops.aten.detach.default
 """The one kernel that looks at no memory."""
 
 PARAMETER, GRADIENT = range(2)
-"""What kinds of pages there are."""
+"""The roles of pages."""
 
 
 class PagedModel:
@@ -41,7 +41,7 @@ class PagedModel:
 
     Args:
         model: whose.
-        room: bytes of them that may be in memory at a time.
+        limit: bytes of them that may be in memory at a time.
         make: returns the store where the others go.
         meters: count what is here. Default none.
 
@@ -50,30 +50,30 @@ class PagedModel:
     """
 
     def __init__(
-        self, model: nn.Module, room: int, make: Callable[[], Store], meters: Sequence[Meter] = ()
+        self, model: nn.Module, limit: int, make: Callable[[], Store], meters: Sequence[Meter] = ()
     ) -> None:
-        self._model, self._room, self._make, self._meters = model, room, make, meters
+        self._model, self._limit, self._make, self._meters = model, limit, make, meters
         self._stack = ExitStack()
         self._removers: dict[int, Callable[[], None]] = {}
 
     def enter(self) -> None:
         """Begin to see kernels, of this thread."""
         hold = Hold(self._make(), next(self._model.parameters()).device, self._meters)
-        self.pages = Pages(hold, self._room, optimizers.SMALL)
+        self.pages = Pages(hold, self._limit, optimizers.SMALL)
         with ExitStack() as stack:
             stack.callback(hold.close)
-            self.look()
+            self.register_new()
             stack.callback(self._unhook)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(_Addresses(self.pages))
-            stack.enter_context(_Kernels(self.pages))
+            stack.enter_context(_PageInMode(self.pages))
             self._stack = stack.pop_all()
 
-    def leave(self) -> None:
+    def exit(self) -> None:
         """Bring everything back, and see nothing more."""
         self._stack.close()
 
-    def look(self) -> None:
+    def register_new(self) -> None:
         """Take in parameters and gradients that are new."""
         with torch._C.DisableTorchFunction():
             for number, parameter in enumerate(self._model.parameters()):
@@ -85,13 +85,13 @@ class PagedModel:
                 if parameter.grad is not None:
                     self._take(parameter.grad, GRADIENT, number)
 
-    def _take(self, tensor: Tensor, kind: int, number: int) -> None:
+    def _take(self, tensor: Tensor, role: int, number: int) -> None:
         key = key_of(tensor) if _plain(tensor) else None
         if key is not None:
             for mode in _get_current_dispatch_mode_stack():
                 if isinstance(mode, Paging):  # a lane has made this gradient
                     mode.give_up(key)
-            self.pages.add(key, tensor.untyped_storage(), kind, number)
+            self.pages.add(key, tensor.untyped_storage(), role, number)
 
     def _hook(self, parameter: Tensor, number: int) -> None:
         @service
@@ -108,7 +108,7 @@ class PagedModel:
             self._removers.popitem()[1]()
 
 
-class _Kernels(TorchDispatchMode):
+class _PageInMode(TorchDispatchMode):
     """Has the operands of every kernel brought in before it runs.
 
     Args:
@@ -142,12 +142,12 @@ class _Kernels(TorchDispatchMode):
         if func not in self._writes:
             self._writes[func] = _Writes(func)
         with torch._C.DisableTorchFunction():
-            given = [] if func is DETACH else list(self._writes[func].of(args, kwargs))
-            if not given:
+            accesses = [] if func is DETACH else list(self._writes[func].of(args, kwargs))
+            if not accesses:
                 return func(*args, **kwargs)
-            halves = [] if self.pages.fit(given) else _halves(func, args, kwargs)
+            halves = [] if self.pages.fit(accesses) else _halves(func, args, kwargs)
             if not halves:
-                self.pages.use(given, str(func))
+                self.pages.use(accesses, str(func))
                 return func(*args, **kwargs)
         found = [self.__torch_dispatch__(func, types, *half) for half in halves]
         return None if found[0] is None else [*found[0], *found[1]]
@@ -223,10 +223,10 @@ class _Addresses(TorchFunctionMode):
 
 
 def _keys(value: Any, writes: bool) -> Iterator[tuple[int, bool]]:  # noqa: FBT001
-    kind = type(value)
-    if kind in OTHERS:
+    type_ = type(value)
+    if type_ in OTHERS:
         return
-    if kind in PLAIN or isinstance(value, Tensor):
+    if type_ in PLAIN or isinstance(value, Tensor):
         key = key_of(value) if _plain(value) else None
         if key is not None:
             yield key, writes

@@ -22,7 +22,7 @@ AT_A_TIME = 3
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Parameters that are stepped together.
 
     Attributes:
@@ -70,14 +70,16 @@ def widest(
 
 
 def parts_of(
-    optimizer: optim.Optimizer, size_of: Callable[[dict[str, Any], Tensor], int], room: int
-) -> list[Part]:
+    optimizer: optim.Optimizer,
+    size_of: Callable[[dict[str, Any], Tensor], int],
+    resident_bytes: int,
+) -> list[StepPart]:
     """Return the parts of an optimizer's step; parameters without a gradient are in none.
 
     Args:
         optimizer: whose step it is.
         size_of: group and parameter -> bytes of its state.
-        room: bytes of state that may be in memory at a time.
+        resident_bytes: bytes of state that may be in memory at a time.
 
     Raises:
         BudgetError: the state of a single parameter needs more.
@@ -88,14 +90,14 @@ def parts_of(
             if parameter.grad is not None:
                 members.append((number, parameter))
                 sizes.append(size_of(group, parameter))
-    if max(sizes, default=0) > room:
+    if max(sizes, default=0) > resident_bytes:
         shape = list(members[sizes.index(max(sizes))][1].shape)
         raise BudgetError(
             f"the state of a parameter must fit in memory while it is stepped, and that of one of "
-            f"shape {shape} needs {show_bytes(max(sizes))}, and {show_bytes(room)} is there: give "
-            f'memory="{-(-max(sizes) // 1024)}KiB" or more',
+            f"shape {shape} needs {show_bytes(max(sizes))}, and {show_bytes(resident_bytes)} is "
+            f'there: give memory="{-(-max(sizes) // 1024)}KiB" or more',
             needed=max(sizes),
-            given=room,
+            budget=resident_bytes,
         )
-    whole = cut(sizes, room // AT_A_TIME)
-    return [Part(tuple(members[i] for i in one), sum(sizes[i] for i in one)) for one in whole]
+    ranges = cut(sizes, resident_bytes // AT_A_TIME)
+    return [StepPart(tuple(members[i] for i in one), sum(sizes[i] for i in one)) for one in ranges]

@@ -1,10 +1,10 @@
 """Training state that is offloaded as a plan specifies.
 
 The optimizer's state leaves first. Where a step does not fit with that, parameters and gradients
-share a room with it, and the plan says how large that is: what they do not get is the
+share a memory with it, and the plan says how large that is: what they do not get is the
 micro-batch's, and what the micro-batch does not get spares them a way to the file and back.
 
-    a larger room           fewer bytes leave in a micro-batch
+    more resident bytes     fewer bytes are offloaded in a micro-batch
     a larger micro-batch    fewer micro-batches
 
 Source: Hayakawa and Narihira, Out-of-core training, section 3: all variables are scheduled.
@@ -25,7 +25,7 @@ from anybatch.core.rounding import allocated
 from anybatch.core.units import parse_bytes
 from anybatch.errors import BudgetError, NotYetError
 from anybatch.memory.spill import maker
-from anybatch.offload.optimizer_states import OffloadedStates, default_room, offload_states
+from anybatch.offload.optimizer_states import OffloadedStates, default_resident, offload_states
 
 
 def states_of(
@@ -56,16 +56,16 @@ def states_of(
     if folder is not None and store == "file":
         maker(folder, device_of(optimizer))
     maker(store, device_of(optimizer))
-    room = default_room(optimizer)
+    resident = default_resident(optimizer)
     if memory is not None:
         every = [(g, p) for g in optimizer.param_groups for p in g["params"]]
         left = parse_bytes(memory) - 2 * sum(allocated(p) for _, p in every)
         largest = max(state_bound(optimizer, g, p) for g, p in every)
-        room = max(largest, min(room, left // 2))
-    return States(store, None if folder is None else str(folder), room)
+        resident = max(largest, min(resident, left // 2))
+    return States(store, None if folder is None else str(folder), resident)
 
 
-def away(
+def start_offload(
     states: States, optimizer: optim.Optimizer | None, model: nn.Module | None = None
 ) -> OffloadedStates:
     """Offload an optimizer's state as a plan specifies.
@@ -85,10 +85,10 @@ def away(
         )
     where = states.folder if states.store == "file" and states.folder else states.store
     model = model if states.model else None
-    return offload_states(optimizer, model=model, memory=states.room, store=where)
+    return offload_states(optimizer, model=model, memory=states.resident_bytes, store=where)
 
 
-def plan_away(
+def plan_offloaded(
     foresee: Callable[..., Plan],
     where: States,
     optimizer: optim.Optimizer,
@@ -108,7 +108,7 @@ def plan_away(
         BudgetError: not even one sample fits.
     """
     try:
-        with away(where, optimizer):
+        with start_offload(where, optimizer):
             return replace(foresee(), states=where)
     except BudgetError as error:
         try:
@@ -136,56 +136,60 @@ def plan_with_model(
         size: N_B, samples in the mini-batch.
 
     Raises:
-        BudgetError: with the least room there can be not even one sample fits.
+        BudgetError: with the fewest resident bytes there can be not even one sample fits.
     """
-    least = least_room(optimizer, model)
-    with away(replace(where, room=least, model=True), optimizer, model) as states:
+    least = least_resident(optimizer, model)
+    with start_offload(
+        replace(where, resident_bytes=least, model=True), optimizer, model
+    ) as states:
         found = _with_the_least(foresee, states)
         memory, least = found.memory, states.memory
         assert memory is not None
-        beside = {one.micro_batch: one.peak_bytes - least for one in memory.candidates}
-        beside.setdefault(found.micro_batch, memory.predicted - least)
-        room = best_room(beside, size, memory.budget, least, _pageable(model))
+        other_bytes = {one.micro_batch: one.peak_bytes - least for one in memory.candidates}
+        other_bytes.setdefault(found.micro_batch, memory.predicted - least)
+        resident = best_resident(other_bytes, size, memory.budget, least, _pageable(model))
         while True:
-            states.memory = room
+            states.memory = resident
             try:
                 found = foresee()
                 break
             except BudgetError:  # larger parts of an update have larger results
-                if room == least:
+                if resident == least:
                     raise
-                room = least if room - least < least // 8 else (room + least) // 2
-        return replace(found, states=replace(where, room=room, model=True))
+                resident = least if resident - least < least // 8 else (resident + least) // 2
+        return replace(found, states=replace(where, resident_bytes=resident, model=True))
 
 
-def best_room(beside: Mapping[int, int], size: int, budget: int, least: int, pageable: int) -> int:
+def best_resident(
+    other_bytes: Mapping[int, int], size: int, budget: int, least: int, pageable: int
+) -> int:
     """Return the budget for parameters and gradients with which a step moves the fewest bytes.
 
     Args:
-        beside: samples in a micro-batch -> bytes that a step holds beside the room.
+        other_bytes: samples in a micro-batch -> bytes that a step holds in addition.
         size: N_B, samples in the mini-batch.
         budget: bytes.
-        least: bytes that the room must have.
-        pageable: bytes of all parameters and gradients that may leave.
+        least: resident bytes that there must be.
+        pageable: bytes of all parameters and gradients that may be offloaded.
 
     Returns:
-        What a budget leaves beside a micro-batch of n samples, for the n that minimises
-        ``ceil(N_B / n) * max(0, pageable - room(n))``; of equal ones the largest n.
+        What a budget leaves to a micro-batch of n samples, for the n that minimises
+        ``ceil(N_B / n) * max(0, pageable - resident(n))``; of equal ones the largest n.
 
     Example:
-        >>> best_room({1: 10, 8: 60}, 64, budget=100, least=20, pageable=200)
+        >>> best_resident({1: 10, 8: 60}, 64, budget=100, least=20, pageable=200)
         40
     """
 
     def moved(n: int) -> int:
-        return -(-size // n) * max(0, pageable - (budget - beside[n]))
+        return -(-size // n) * max(0, pageable - (budget - other_bytes[n]))
 
-    fits = [n for n, held in beside.items() if budget - held >= least]
+    fits = [n for n, held in other_bytes.items() if budget - held >= least]
     n = min(fits, key=lambda n: (moved(n), -n))
-    return budget - beside[n]
+    return budget - other_bytes[n]
 
 
-def least_room(optimizer: optim.Optimizer, model: nn.Module) -> int:
+def least_resident(optimizer: optim.Optimizer, model: nn.Module) -> int:
     """Return the least budget for a training: half of it holds a parameter's state as it steps."""
     groups = [(group, p) for group in optimizer.param_groups for p in group["params"]]
     sizes = [max(state_bound(optimizer, group, p), 2 * allocated(p)) for group, p in groups]
@@ -198,7 +202,7 @@ def _with_the_least(foresee: Callable[..., Plan], states: OffloadedStates) -> Pl
         try:
             return foresee(timed=False)
         except BudgetError as error:
-            if error.given != states.memory or error.needed <= states.memory:
+            if error.budget != states.memory or error.needed <= states.memory:
                 raise
             states.memory = error.needed
 

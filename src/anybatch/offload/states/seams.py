@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import optim
 
-from anybatch.core.optimizers import ROOM
+from anybatch.core.optimizers import RESIDENT
 from anybatch.errors import NotExactError
 
 BY_SCHEDULE = "_wrapped_by_lr_sched"
@@ -31,7 +31,7 @@ class Seams:
         step: takes the place of its step; is given the closure.
         snapshot: returns its state with real tensors.
         loaded: is called when another state was loaded.
-        room: bytes of state that are in memory at a time; whoever plans asks for it.
+        resident_bytes: bytes of state that are in memory at a time; whoever plans asks for it.
 
     Raises:
         NotExactError: its step was replaced already.
@@ -43,13 +43,13 @@ class Seams:
         step: Callable[[Any], Any],
         snapshot: Callable[[], dict[Any, Any]],
         loaded: Callable[[], None],
-        room: int,
+        resident_bytes: int,
     ) -> None:
         self._optimizer = optimizer
         self._before = vars(optimizer).get("step")
         _refuse_replaced(optimizer, self._before)
         self._step = _method(optimizer, step, scheduled=self._before is not None)
-        self.room = room
+        self.resident_bytes = resident_bytes
 
         def state() -> dict[str, Any]:
             return {**type(optimizer).__getstate__(optimizer), "state": _keyed(snapshot())}
@@ -72,14 +72,14 @@ class Seams:
         vars(optimizer).update(step=self._step, __getstate__=state)
 
     @property
-    def room(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes of state that are in memory at a time."""
-        found: int = getattr(self._step.__func__, ROOM)
+        found: int = getattr(self._step.__func__, RESIDENT)
         return found
 
-    @room.setter
-    def room(self, room: int) -> None:
-        setattr(self._step.__func__, ROOM, room)
+    @resident_bytes.setter
+    def resident_bytes(self, resident_bytes: int) -> None:
+        setattr(self._step.__func__, RESIDENT, resident_bytes)
 
     def remove(self) -> None:
         """Make the optimizer as it was; a schedule that has wrapped the step keeps it."""

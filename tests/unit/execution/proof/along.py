@@ -72,7 +72,7 @@ def shift_in_place(z: Tensor, d: int, w: Tensor) -> Tensor:
     return out
 
 
-def written_in_turn(z: Tensor, d: int, w: Tensor) -> Tensor:
+def written_one_by_one(z: Tensor, d: int, w: Tensor) -> Tensor:
     out = torch.zeros_like(z)
     total = torch.zeros_like(z.select(d, 0))
     for at in range(z.shape[d]):
@@ -189,7 +189,7 @@ ALONG: dict[str, Along] = {
     "recurrence": recurrence,
     "halves": halves,
     "a shift in place": shift_in_place,
-    "written in turn": written_in_turn,
+    "written in turn": written_one_by_one,
     "a lower triangle": by_matrix(torch.tril),
     "a matrix of ones": by_matrix(lambda ones: ones),
     "indices": lambda z, d, _: z.index_select(d, torch.arange(z.shape[d] - 1, -1, -1)),

@@ -14,13 +14,13 @@ class _Turned(torch.autograd.Function):
     """The identity, whose backward is given."""
 
     @staticmethod
-    def forward(ctx: Any, z: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.turn = turn
+    def forward(ctx: Any, z: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.transform = transform
         return z.view_as(z)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.turn(grads[0]), None
+        return ctx.transform(grads[0]), None
 
 
 class _Scan(torch.autograd.Function):
@@ -36,19 +36,19 @@ class _Scan(torch.autograd.Function):
         return grads[0].flip(ctx.d).cumsum(ctx.d).flip(ctx.d) / 4, None
 
 
-def function(turn: Callable[[Tensor, int], Tensor]) -> Along:
+def function(transform: Callable[[Tensor, int], Tensor]) -> Along:
     def run(z: Tensor, d: int, _: Tensor) -> Tensor:
-        found: Tensor = _Turned.apply(z, lambda grad: turn(grad, d))  # type: ignore[no-untyped-call]
+        found: Tensor = _Turned.apply(z, lambda grad: transform(grad, d))  # type: ignore[no-untyped-call]
         return found
 
     return run
 
 
-def hook(turn: Callable[[Tensor, int], Tensor]) -> Along:
+def hook(transform: Callable[[Tensor, int], Tensor]) -> Along:
     def run(z: Tensor, d: int, _: Tensor) -> Tensor:
         out = z * 1
         if out.requires_grad:
-            out.register_hook(lambda grad: turn(grad, d))  # type: ignore[no-untyped-call]
+            out.register_hook(lambda grad: transform(grad, d))  # type: ignore[no-untyped-call]
         return out
 
     return run

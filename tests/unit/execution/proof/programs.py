@@ -32,15 +32,15 @@ class Layout(NamedTuple):
 
     Attributes:
         enter: `[n, t, d]` -> this order.
-        leave: this order, and `[n, t, d]` as it was -> that.
+        restore: this order, and `[n, t, d]` as it was -> that.
         samples: dimensions along which samples lie.
-        apart: dimensions along which none lie.
+        without_samples: dimensions along which none lie.
     """
 
     enter: Callable[[Tensor], Tensor]
-    leave: Callable[[Tensor, Tensor], Tensor]
+    restore: Callable[[Tensor, Tensor], Tensor]
     samples: tuple[int, ...]
-    apart: tuple[int, ...]
+    without_samples: tuple[int, ...]
 
 
 def ordered(*order: int) -> Layout:
@@ -51,11 +51,11 @@ def ordered(*order: int) -> Layout:
     def enter(h: Tensor) -> Tensor:
         return (h.unflatten(2, (-1, 2)) if heads else h).permute(order)  # type: ignore[no-untyped-call]
 
-    def leave(z: Tensor, h: Tensor) -> Tensor:
+    def restore(z: Tensor, h: Tensor) -> Tensor:
         return z.permute(back).reshape(h.shape)
 
     at = order.index(0)
-    return Layout(enter, leave, (at,), tuple(k for k in range(len(order)) if k != at))
+    return Layout(enter, restore, (at,), tuple(k for k in range(len(order)) if k != at))
 
 
 def regrouped(h: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ DOUBTED = frozenset(("argmax", "ids"))
 
 def names(*, meets: bool) -> list[str]:
     """Return the operations in which samples may meet, or that may keep them apart."""
-    twins = [n for n, twin in TWINS.items() if (twin.meets if meets else twin.apart) is not None]
+    twins = [n for n, twin in TWINS.items() if (twin.meets if meets else twin.separate) is not None]
     return [*EVERY, *twins]
 
 
@@ -145,17 +145,17 @@ class Stage(nn.Module):
         self.gate = nn.Parameter(torch.tensor(0.0))
         self.joined = nn.Linear(2 * width, width)
 
-    def draw(self, dice: random.Random) -> Stage:
+    def draw(self, rng: random.Random) -> Stage:
         """Draw all but the operation."""
-        self.layout = dice.choice(sorted(LAYOUTS))
-        self.way = dice.choice(WAYS)
+        self.layout = rng.choice(sorted(LAYOUTS))
+        self.way = rng.choice(WAYS)
         layout = LAYOUTS[self.layout]
-        self.dim = dice.choice(layout.samples if self.meets else layout.apart)
+        self.dim = rng.choice(layout.samples if self.meets else layout.without_samples)
         if self.operation in IDENTITIES and self.way in ("detached", "compared"):
             self.way = "gated"  # it has no backward there
         free = self.operation not in ("a gradient in forward", "an energy")
-        self.checkpoint = free and dice.random() < 0.3
-        self.gate.data.fill_(dice.choice((0.0, 1e-9, 1.0)))
+        self.checkpoint = free and rng.random() < 0.3
+        self.gate.data.fill_(rng.choice((0.0, 1e-9, 1.0)))
         return self
 
     def __repr__(self) -> str:
@@ -167,13 +167,13 @@ class Stage(nn.Module):
         """Return the operation's result on `[n, t, d]`."""
         h = h + self.shift
         if self.operation in TWINS:
-            form = TWINS[self.operation].meets if self.meets else TWINS[self.operation].apart
+            form = TWINS[self.operation].meets if self.meets else TWINS[self.operation].separate
             assert form is not None
             found: Tensor = form(self.tools, h, ids)
             return found
         layout = LAYOUTS[self.layout]
         z = EVERY[self.operation](layout.enter(h), self.dim, self.weights)
-        return layout.leave(z, h)
+        return layout.restore(z, h)
 
     def forward(self, h: Tensor, ids: Tensor) -> Tensor:
         """[n, t, d], [n] -> [n, t, d]."""
@@ -221,10 +221,10 @@ class Program(nn.Module):
 
     def rows(self, n: int, seed: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return inputs and targets of `n` samples."""
-        dice = torch.Generator().manual_seed(seed)
-        x = torch.randn(n, self.tokens, 4, generator=dice, dtype=torch.float64)
-        ids = torch.randint(9, (n,), generator=dice)
-        return (x, ids), torch.randint(CLASSES, (n,), generator=dice)
+        rng = torch.Generator().manual_seed(seed)
+        x = torch.randn(n, self.tokens, 4, generator=rng, dtype=torch.float64)
+        ids = torch.randint(9, (n,), generator=rng)
+        return (x, ids), torch.randint(CLASSES, (n,), generator=rng)
 
 
 def plain(*operations: str, meets: bool, tokens: int = 3) -> Program:
@@ -237,13 +237,13 @@ def plain(*operations: str, meets: bool, tokens: int = 3) -> Program:
 
 def drawn(seed: int, *, meets: bool) -> Program:
     """Return the program of a seed, in float64; in a coupled one samples meet in one stage."""
-    dice = random.Random(f"{seed} {meets}")
+    rng = random.Random(f"{seed} {meets}")
     torch.manual_seed(seed)
-    tokens, width, count = dice.choice((2, 3, 4, 5)), dice.choice((4, 6, 8)), dice.randint(1, 4)
-    chosen = dice.randrange(count) if meets else -1
+    tokens, width, count = rng.choice((2, 3, 4, 5)), rng.choice((4, 6, 8)), rng.randint(1, 4)
+    chosen = rng.randrange(count) if meets else -1
     stages = []
     for at in range(count):
         every = sorted(set(names(meets=at == chosen)))
-        stage = Stage(tokens, width, dice.choice(every), meets=at == chosen)
-        stages.append(stage.draw(dice))
+        stage = Stage(tokens, width, rng.choice(every), meets=at == chosen)
+        stages.append(stage.draw(rng))
     return Program(stages, tokens, width).double()

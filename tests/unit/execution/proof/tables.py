@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-KEPT: dict[Any, Tensor] = {}
+CACHE: dict[Any, Tensor] = {}
 
 
 class Tables:
     """Tables by size."""
 
-    kept: dict[Any, Tensor] = {}  # noqa: RUF012
+    cache: dict[Any, Tensor] = {}  # noqa: RUF012
 
     def __init__(self) -> None:
         self.own: dict[Any, Tensor] = {}
@@ -29,28 +29,28 @@ def made(n: int, t: int) -> Tensor:
 
 
 def of_file(n: int, t: int) -> Tensor:
-    if (n, t) not in KEPT:
-        KEPT[n, t] = made(n, t)
-    return KEPT[n, t]
+    if (n, t) not in CACHE:
+        CACHE[n, t] = made(n, t)
+    return CACHE[n, t]
 
 
-def of_default(n: int, t: int, kept: dict[Any, Tensor] = {}) -> Tensor:  # noqa: B006
-    if (n, t) not in kept:
-        kept[n, t] = made(n, t)
-    return kept[n, t]
+def of_default(n: int, t: int, cache: dict[Any, Tensor] = {}) -> Tensor:  # noqa: B006
+    if (n, t) not in cache:
+        cache[n, t] = made(n, t)
+    return cache[n, t]
 
 
 def of_attribute(n: int, t: int) -> Tensor:
-    kept = vars(of_attribute).setdefault("kept", {})
-    if (n, t) not in kept:
-        kept[n, t] = made(n, t)
-    return kept[n, t]  # type: ignore[no-any-return]
+    cache = vars(of_attribute).setdefault("kept", {})
+    if (n, t) not in cache:
+        cache[n, t] = made(n, t)
+    return cache[n, t]  # type: ignore[no-any-return]
 
 
 def of_class(n: int, t: int) -> Tensor:
-    if (n, t) not in Tables.kept:
-        Tables.kept[n, t] = made(n, t)
-    return Tables.kept[n, t]
+    if (n, t) not in Tables.cache:
+        Tables.cache[n, t] = made(n, t)
+    return Tables.cache[n, t]
 
 
 def of_object(n: int, t: int) -> Tensor:
@@ -66,10 +66,10 @@ def cached(n: int, t: int) -> Tensor:
 
 def hidden(n: int, t: int) -> Tensor:
     """Keep it where no name of the code leads to."""
-    kept = sys.modules[__name__].__dict__.setdefault("_no_name", {})
-    if (n, t) not in kept:
-        kept[n, t] = made(n, t)
-    return kept[n, t]  # type: ignore[no-any-return]
+    cache = sys.modules[__name__].__dict__.setdefault("_no_name", {})
+    if (n, t) not in cache:
+        cache[n, t] = made(n, t)
+    return cache[n, t]  # type: ignore[no-any-return]
 
 
 WAYS = [of_file, of_default, of_attribute, of_class, of_object, cached]
@@ -77,8 +77,8 @@ WAYS = [of_file, of_default, of_attribute, of_class, of_object, cached]
 
 def forget() -> None:
     """Empty all of them."""
-    for kept in (KEPT, Tables.kept, TABLES.own, of_default.__defaults__[0]):  # type: ignore[index]
-        kept.clear()
+    for cache in (CACHE, Tables.cache, TABLES.own, of_default.__defaults__[0]):  # type: ignore[index]
+        cache.clear()
     vars(of_attribute).clear()
     globals().pop("_no_name", None)
     cached.cache_clear()

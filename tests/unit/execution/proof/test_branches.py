@@ -21,9 +21,9 @@ def when_many(change: Body) -> Body:
     return lambda h: change(h) if len(h) > 8 else h
 
 
-def squared(h: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return features of a matrix for each sample, which `turn` may transpose."""
-    return turn(h[:, :, None] * h.tanh()[:, None]).flatten(1)[:, :8]
+def squared(h: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return features of a matrix for each sample, which `transform` may transpose."""
+    return transform(h[:, :, None] * h.tanh()[:, None]).flatten(1)[:, :8]
 
 
 def lower(h: Tensor) -> Tensor:

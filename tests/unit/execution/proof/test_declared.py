@@ -210,7 +210,7 @@ DOUBTED: dict[str, tuple[Callable[[], Both], str]] = {
 
 
 @pytest.mark.parametrize("name", DOUBTED)
-def test_what_cannot_be_told_is_not_shown(name: str) -> None:
+def test_what_cannot_be_decided_is_not_shown(name: str) -> None:
     make, why = DOUBTED[name]
     (loss, plain), (x, y) = make(), batch()
 
@@ -253,7 +253,7 @@ def test_a_count_of_samples_that_are_loaded_later_is_believed(
     assert shown or "taken as it was declared" in str(engine.plan.exact)
 
 
-def test_a_loss_is_called_as_if_nobody_had_looked() -> None:
+def test_a_loss_is_called_as_without_an_inspection() -> None:
     calls = list[int]()
 
     def counted(out: Tensor, y: Tensor) -> Tensor:
@@ -283,16 +283,16 @@ def rows_of(count: int) -> tuple[Tensor, Tensor]:
     return x[some], y[some]
 
 
-@pytest.mark.parametrize("kind", ["per_sample", "ratio"])
+@pytest.mark.parametrize("variant", ["per_sample", "ratio"])
 @pytest.mark.parametrize(
     ("here", "count"), [(lambda n: n > 20, 25), (lambda n: n == 5, 13), (lambda n: n in (9, 5), 9)]
 )
 def test_a_batch_of_a_new_size_is_compared(
-    kind: str, here: Callable[[int], bool], count: int
+    variant: str, here: Callable[[int], bool], count: int
 ) -> None:
     size = 8 if count == 13 else 4
     net = model()
-    engine = Engine(net, scaled(here)[kind][0], micro_batch=size)
+    engine = Engine(net, scaled(here)[variant][0], micro_batch=size)
     for _ in range(2):
         engine.backward(*batch())
         assert engine.plan is not None
@@ -333,13 +333,13 @@ CUT: dict[str, Callable[[int], Tensor]] = {
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("kind", ["per_sample", "ratio"])
+@pytest.mark.parametrize("variant", ["per_sample", "ratio"])
 @pytest.mark.parametrize("name", CUT)
-def test_a_constant_that_is_cut_to_the_rows_is_refused(name: str, kind: str, size: int) -> None:
+def test_a_constant_that_is_cut_to_the_rows_is_refused(name: str, variant: str, size: int) -> None:
     def by(out: Tensor, y: Tensor) -> Tensor:
         return each(out, y) * CUT[name](len(out))
 
-    loss = {"per_sample": per(by), "ratio": over(lambda out, y: by(out, y).sum())}[kind][0]
+    loss = {"per_sample": per(by), "ratio": over(lambda out, y: by(out, y).sum())}[variant][0]
     engine = Engine(model(), loss, micro_batch=size)
     try:
         engine.backward(*batch())

@@ -63,11 +63,11 @@ def meets(program: Program, rows: Rows) -> bool:
 
 def outcome(program: Program, seed: int) -> str:
     """Return what an engine says of two batches; assert that it is not wrong where it is shown."""
-    dice = random.Random(seed)
-    engine = Engine(program, F.cross_entropy, micro_batch=dice.choice((1, 2, 3, 4)))
+    rng = random.Random(seed)
+    engine = Engine(program, F.cross_entropy, micro_batch=rng.choice((1, 2, 3, 4)))
     states = []
     for step in range(2):
-        rows = program.rows(dice.randint(5, 9), 2 * seed + step)
+        rows = program.rows(rng.randint(5, 9), 2 * seed + step)
         want = truth(program, rows)
         program.zero_grad()
         try:
@@ -101,7 +101,7 @@ def test_most_couplings_reach_a_gradient_where_they_are_drawn() -> None:
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_a_program_of_samples_apart_is_exact(group: int, counted: Callable[[int], int]) -> None:
+def test_a_program_of_separate_samples_is_exact(group: int, counted: Callable[[int], int]) -> None:
     seeds = [1000 * group + at for at in range(counted(EACH))]
     for seed in seeds:
         program = drawn(seed, meets=False)
@@ -130,7 +130,7 @@ def test_a_coupling_that_no_mask_shows_is_not_shown(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mean", "softmax", "a hook that centres"])
 @pytest.mark.parametrize("tokens", [4, 8, 12])
-def test_lines_of_which_few_rows_hold_whole_ones_are_not_shown(name: str, tokens: int) -> None:
+def test_lines_of_which_few_rows_hold_complete_ones_are_not_shown(name: str, tokens: int) -> None:
     program = plain(name, meets=True, tokens=tokens)
     (stage,) = program.stages
     assert isinstance(stage, Stage)
@@ -139,5 +139,5 @@ def test_lines_of_which_few_rows_hold_whole_ones_are_not_shown(name: str, tokens
     outcome(program, 1)
 
 
-def test_windows_that_overlap_beside_a_backward_of_its_own_are_exact() -> None:
+def test_windows_that_overlap_next_to_a_backward_of_its_own_are_exact() -> None:
     assert outcome(plain("unfold", "a function that saves", meets=False), 1) == "shown"

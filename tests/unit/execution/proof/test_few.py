@@ -99,8 +99,8 @@ def test_chosen_rows_that_meet_are_not_shown(name: str, which: str) -> None:
 
 def by_experts(h: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(h)
-    for at, kept in enumerate((chosen, ~chosen)):
-        places = kept.nonzero().squeeze(1)
+    for at, selected in enumerate((chosen, ~chosen)):
+        places = selected.nonzero().squeeze(1)
         scaled = F.layer_norm(h[places], (8,)).softmax(1) * (at + 1)
         out = out.index_add(0, places, scaled @ torch.eye(8, dtype=h.dtype))
     return out
@@ -108,8 +108,8 @@ def by_experts(h: Tensor, chosen: Tensor) -> Tensor:
 
 def adding_experts(h: Tensor, chosen: Tensor) -> Tensor:
     out = torch.zeros_like(h)
-    for at, kept in enumerate((chosen, ~chosen)):
-        (places,) = torch.where(kept)
+    for at, selected in enumerate((chosen, ~chosen)):
+        (places,) = torch.where(selected)
         out[places] += h[places].tanh() * (at + 1)
     return out
 
@@ -128,7 +128,7 @@ HONEST: dict[str, Chosen] = {
 
 @pytest.mark.parametrize("which", LATE)
 @pytest.mark.parametrize("name", HONEST)
-def test_chosen_rows_that_stay_apart_are_shown(name: str, which: str) -> None:
+def test_chosen_rows_that_remain_separate_are_shown(name: str, which: str) -> None:
     net = Choosing(HONEST[name]).double()
     x = torch.randn(12, 6, dtype=torch.float64), LATE[which]
     y = torch.randint(0, 3, (12,))

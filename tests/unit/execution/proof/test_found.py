@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from anybatch import Engine
 from anybatch.errors import AnybatchError, NotExactError
 
-Given = Callable[[Tensor, Any], Tensor]
+RowFunction = Callable[[Tensor, Any], Tensor]
 
 
 def chosen(h: Tensor, ids: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def of_ones(h: Tensor, _: Any) -> Tensor:
     return h / torch.ones(len(h), 1, dtype=h.dtype).sum()
 
 
-WRONG: dict[str, Given] = {
+WRONG: dict[str, RowFunction] = {
     "sums by an id of the input": chosen,
     "how often an id comes": counted,
     "the last that has written": last_writer,
@@ -118,7 +118,7 @@ WRONG: dict[str, Given] = {
 class With(nn.Module):
     """A body that is given a second input, behind a gate."""
 
-    def __init__(self, body: Given, gate: float) -> None:
+    def __init__(self, body: RowFunction, gate: float) -> None:
         super().__init__()
         self.first, self.last, self.body = nn.Linear(6, 8), nn.Linear(8, 3), body
         self.gate = nn.Parameter(torch.tensor(gate))
@@ -272,7 +272,7 @@ class Sorted(nn.Module):
 @pytest.mark.parametrize(
     "way", [packed, partial(unsorted, scatter=True), partial(unsorted, scatter=False)]
 )
-def test_rows_in_an_order_of_their_own_that_come_back_are_exact(
+def test_rows_in_an_order_of_their_own_that_are_restored_are_exact(
     way: Callable[..., Tensor], lengths: list[int], micro_batch: int
 ) -> None:
     net, y = Sorted(way).double(), torch.randint(0, 3, (7,))
@@ -322,13 +322,13 @@ def test_derivatives_in_forward_are_exact(name: str) -> None:
 class Inside(nn.Module):
     """A model that returns its loss, with a hook inside."""
 
-    def __init__(self, hook: Any, *, beside: bool) -> None:
+    def __init__(self, hook: Any, *, extra: bool) -> None:
         super().__init__()
-        self.first, self.last, self.hook, self.beside = (
+        self.first, self.last, self.hook, self.extra = (
             nn.Linear(6, 8),
             nn.Linear(8, 3),
             hook,
-            beside,
+            extra,
         )
 
     def forward(self, x: Tensor, y: Tensor) -> Any:
@@ -337,38 +337,38 @@ class Inside(nn.Module):
             h.register_hook(self.hook)
         out = self.last(h)
         loss = F.cross_entropy(out, y)
-        return {"loss": loss, "logits": out} if self.beside else loss
+        return {"loss": loss, "logits": out} if self.extra else loss
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_hook_before_a_loss_inside_is_refused_where_it_counts_rows_alone(beside: bool) -> None:
+@pytest.mark.parametrize("extra", [True, False])
+def test_a_hook_before_a_loss_inside_is_refused_where_it_counts_only_rows(extra: bool) -> None:
     x, y = batch()
-    engine = Engine(Inside(lambda g: g / len(g), beside=beside).double(), micro_batch=3)
+    engine = Engine(Inside(lambda g: g / len(g), extra=extra).double(), micro_batch=3)
     with pytest.raises(NotExactError, match="the number or the place of rows"):
         engine.backward({"x": x, "y": y})
-    engine = Engine(Inside(lambda g: g * 2, beside=beside).double(), micro_batch=3)
+    engine = Engine(Inside(lambda g: g * 2, extra=extra).double(), micro_batch=3)
     engine.backward({"x": x, "y": y})
     assert engine.plan is not None
     assert engine.plan.exact, engine.plan.exact
 
 
-@pytest.mark.parametrize("beside", ["a budget", "BatchNorm", "draws"])
-def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(beside: str) -> None:
+@pytest.mark.parametrize("extra", ["a budget", "BatchNorm", "draws"])
+def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(extra: str) -> None:
     class Doubled(nn.Module):
         def forward(self, h: Tensor) -> Tensor:
             h = h * 1
             if h.requires_grad:
                 h.register_hook(lambda g: g * 2)
-            return h + torch.randn_like(h) if beside == "draws" else h
+            return h + torch.randn_like(h) if extra == "draws" else h
 
-    norm = nn.BatchNorm1d(8) if beside == "BatchNorm" else nn.Identity()
-    (x, y), given = batch(), {"memory": "1GiB"} if beside == "a budget" else {}
+    norm = nn.BatchNorm1d(8) if extra == "BatchNorm" else nn.Identity()
+    (x, y), options = batch(), {"memory": "1GiB"} if extra == "a budget" else {}
     net = Net(nn.Sequential(Doubled(), norm)).double()
-    engine = Engine(net, F.cross_entropy, micro_batch=3, **given)
+    engine = Engine(net, F.cross_entropy, micro_batch=3, **options)
     engine.backward(x, y)
     assert engine.plan is not None
     assert (
-        f"cannot be compared {'where the model' if beside == 'draws' else 'beside'} {beside}"
+        f"cannot be compared {'where the model' if extra == 'draws' else 'beside'} {extra}"
         in str(engine.plan.exact)
     )
 

@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 from anybatch import Engine, Plan
 
-Given = Callable[["Tabled", Tensor], Tensor]
+TableFunction = Callable[["Tabled", Tensor], Tensor]
 
 
 class Tabled(nn.Module):
     """A body beside a table and a gate that are still zero, and weights of places."""
 
-    def __init__(self, body: Given) -> None:
+    def __init__(self, body: TableFunction) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
         self.gate = nn.Parameter(torch.zeros(6))
@@ -42,11 +42,11 @@ def zeros(n: int, size: int) -> Tensor:
     return torch.zeros(n, size, dtype=torch.float64)
 
 
-def ones_after(start: int) -> Given:
+def ones_after(start: int) -> TableFunction:
     def body(_: Tabled, h: Tensor) -> Tensor:
-        kind = torch.zeros_like(h)
-        kind[start:] = 1
-        return h * (1 + kind)
+        variant = torch.zeros_like(h)
+        variant[start:] = 1
+        return h * (1 + variant)
 
     return body
 
@@ -54,25 +54,25 @@ def ones_after(start: int) -> Given:
 def after_a_choice(_: Tabled, h: Tensor) -> Tensor:
     chosen = h[:, 0] > -99
     some = h[chosen]
-    kind = torch.zeros_like(some)
-    kind[8:] = 1
+    variant = torch.zeros_like(some)
+    variant[8:] = 1
     out = torch.zeros_like(h)
-    out[chosen] = some * (1 + kind)
+    out[chosen] = some * (1 + variant)
     return out
 
 
 def gated_first(s: Tabled, h: Tensor) -> Tensor:
-    kind = torch.zeros_like(h)
-    kind[:1] = 1
-    return h + s.gate * kind
+    variant = torch.zeros_like(h)
+    variant[:1] = 1
+    return h + s.gate * variant
 
 
-def of_rows(fn: Callable[[Tensor], Tensor]) -> Given:
+def of_rows(fn: Callable[[Tensor], Tensor]) -> TableFunction:
     """Return a body that reads the table at places which a kernel makes of constants."""
     return lambda s, h: h + s.table[fn(h.detach()[:, 0])]
 
 
-def at(write: Callable[[Tensor, Tensor], Tensor]) -> Given:
+def at(write: Callable[[Tensor, Tensor], Tensor]) -> TableFunction:
     """Return a body that multiplies the table by what is written at the places of rows."""
 
     def body(s: Tabled, h: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def copied_places(s: Tabled, h: Tensor) -> Tensor:
     return h + s.gate * found
 
 
-CUT: dict[str, Given] = {
+CUT: dict[str, TableFunction] = {
     "written at 8": ones_after(8),
     "written at 2": ones_after(2),
     "written at the first": gated_first,
@@ -101,7 +101,7 @@ CUT: dict[str, Given] = {
     * torch.cat([torch.ones_like(h)[:1], torch.zeros_like(h)[1:]]),
 }  # fmt: skip
 
-PARTS: dict[str, Given] = {
+PARTS: dict[str, TableFunction] = {
     "sliced": lambda s, h: h + s.table[: len(h)],
     "detached": lambda s, h: h + s.gate.exp() * s.table.detach()[: len(h)],
     "scaled": lambda s, h: h + (s.table * 2)[: len(h)],
@@ -116,7 +116,7 @@ PARTS: dict[str, Given] = {
     "a buffer joined": lambda s, h: h * torch.cat([s.weights, s.ones])[: len(h), None],
 }
 
-NUMBERED: dict[str, Given] = {
+NUMBERED: dict[str, TableFunction] = {
     "nonzero": of_rows(lambda one: torch.ones_like(one).nonzero()[:, 0]),
     "argsort": of_rows(lambda one: torch.zeros_like(one).argsort(stable=True)),
     "repeat_interleave": of_rows(lambda one: torch.repeat_interleave(torch.ones_like(one).long())),
@@ -132,7 +132,7 @@ NUMBERED: dict[str, Given] = {
 }
 
 
-def weighted(fn: Callable[[Tensor], Tensor]) -> Given:
+def weighted(fn: Callable[[Tensor], Tensor]) -> TableFunction:
     """Return a body whose gradient is multiplied by what a kernel makes of ones."""
     return lambda _, h: h + fn(torch.ones_like(h)) * (h - h.detach())
 
@@ -148,8 +148,8 @@ def ones_of(h: Tensor, *, after: int | None = None) -> Tensor:
 def at_places(h: Tensor, mask: Tensor) -> Tensor:
     """Return h times how many of its row a mask keeps, read by the numbers of rows."""
     rows, columns = torch.arange(len(h)), torch.arange(5)
-    seen = mask.bool()[rows[:, None], columns] & (columns < 3)
-    return h * seen.sum(1)[:, None]
+    observed = mask.bool()[rows[:, None], columns] & (columns < 3)
+    return h * observed.sum(1)[:, None]
 
 
 def divided_by_a_count(_: Tabled, h: Tensor) -> Tensor:
@@ -163,7 +163,7 @@ def compared_later(_: Tabled, h: Tensor) -> Tensor:
     return scaled if count == len(h) * 5 else h
 
 
-COUNTED: dict[str, Given] = {
+COUNTED: dict[str, TableFunction] = {
     "compared with a number": lambda _, h: h * (2.0 if ones_of(h).sum() > 40 else 1.0),
     "equal to a number": lambda _, h: h * (2.0 if ones_of(h).sum() == 20 else 1.0),
     "divided by what was compared": divided_by_a_count,
@@ -199,7 +199,7 @@ def column(_: Tabled, h: Tensor) -> Tensor:
     return h * (1 + found)
 
 
-HONEST: dict[str, Given] = {
+HONEST: dict[str, TableFunction] = {
     "one-hot by scatter": lambda s, h: (
         h + zeros(len(h), 64).scatter_(1, h.detach().argmax(1)[:, None], 1.0) @ s.table
     ),
@@ -235,7 +235,7 @@ def test_numbers_that_are_alike_for_all_rows_are_shown(name: str, micro_batch: i
     assert plans[0].exact, str(plans[0].exact)
 
 
-DETERMINANTS: dict[str, Given] = {
+DETERMINANTS: dict[str, TableFunction] = {
     "expanded": lambda s, h: s.gate.exp().sum().expand(len(h)),
     "beside ones": lambda s, h: s.gate.exp().sum() * h.new_ones(len(h)),
     "repeated": lambda s, h: s.gate.exp()[:1].repeat(len(h)),
@@ -257,7 +257,7 @@ class Determined(Tabled):
 
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
 @pytest.mark.parametrize("name", DETERMINANTS)
-def test_rows_that_parameters_alone_have_made_are_shown(name: str, micro_batch: int) -> None:
+def test_rows_that_only_parameters_have_made_are_shown(name: str, micro_batch: int) -> None:
     net, (x, y) = Determined(DETERMINANTS[name]).double(), batch()
     plans: list[Plan | None] = []
 

@@ -97,11 +97,11 @@ SHOWN: dict[str, Callable[[Body, Tensor], Tensor]] = {
 
 
 def exactly(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> Engine:
-    whole = copy_of(model)
-    expected = loss(whole(x), y)
+    full = copy_of(model)
+    expected = loss(full(x), y)
     expected.backward()
     engine = Engine(model, loss, micro_batch=3, rng="batch")
-    assert_exact(state_of(model, engine.backward(x, y)), state_of(whole, expected))
+    assert_exact(state_of(model, engine.backward(x, y)), state_of(full, expected))
     assert engine.plan is not None
     return engine
 
@@ -180,17 +180,17 @@ class Generator(nn.Module):
         return self.head(made) - self.head(x.mean(1))
 
 
-def test_batchnorm_over_noise_is_that_of_the_whole_batch() -> None:
+def test_batchnorm_over_noise_is_that_of_the_full_batch() -> None:
     """It was said to normalise a part of the batch."""
     torch.manual_seed(1)
     x, y = batch()
     model = Generator().double()
     torch.manual_seed(2)
-    whole = copy_of(model)
-    expected = F.softplus(whole(x)).mean()
+    full = copy_of(model)
+    expected = F.softplus(full(x)).mean()
     expected.backward()  # type: ignore[no-untyped-call]
     torch.manual_seed(2)
     engine = Engine(model, lambda out, _: F.softplus(out).mean(), micro_batch=3, rng="batch")
-    assert_exact(state_of(model, engine.backward(x, y)), state_of(whole, expected))
+    assert_exact(state_of(model, engine.backward(x, y)), state_of(full, expected))
     assert engine.plan is not None
     assert engine.plan.exact

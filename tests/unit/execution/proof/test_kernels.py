@@ -156,7 +156,7 @@ HONEST: dict[str, Body] = {
 
 @pytest.mark.parametrize("micro_batch", [1, 3])
 @pytest.mark.parametrize("name", HONEST)
-def test_what_a_kernel_keeps_apart_is_shown(name: str, micro_batch: int) -> None:
+def test_what_a_kernel_keeps_separate_is_shown(name: str, micro_batch: int) -> None:
     net, (x, y) = Net(HONEST[name]).double(), batch()
     engine: Engine | None = None
 

@@ -22,13 +22,13 @@ class Later(nn.Module):
 
     Attributes:
         on: it is in.
-        kept: for the body.
+        stored: for the body.
     """
 
     def __init__(self, body: Callable[[Later, Tensor], Tensor], norm: nn.Module) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), norm, nn.Linear(8, 3)
-        self.body, self.on, self.kept = body, False, list[Any]()
+        self.body, self.on, self.stored = body, False, list[Any]()
         self.number: Any = None
         self.centres = False
 
@@ -37,23 +37,23 @@ class Later(nn.Module):
         return self.last(self.body(self, h) if self.on else h)
 
 
-def first_kept(net: Later, h: Tensor) -> Tensor:
+def first_stored(net: Later, h: Tensor) -> Tensor:
     if net.number is None:
         net.number = h.detach().mean(0)
     return h - net.number
 
 
 def first_in_a_list(net: Later, h: Tensor) -> Tensor:
-    if not net.kept:
-        net.kept.append(h.detach().mean(0))
-    return h - net.kept[0]
+    if not net.stored:
+        net.stored.append(h.detach().mean(0))
+    return h - net.stored[0]
 
 
 LATER: dict[str, Callable[[Later, Tensor], Tensor]] = {
     "mean": lambda _, h: h - h.mean(0),
     "length": lambda _, h: h * len(h) ** -0.5,
     "a hook": lambda _, h: hooked(lambda g: g / g.norm())(h),
-    "what the first call has kept": first_kept,
+    "what the first call has kept": first_stored,
     "what the first call has put into a list": first_in_a_list,
 }
 
@@ -101,7 +101,7 @@ def test_a_loss_that_changes_at_a_later_step_is_found_there() -> None:
     want = undivided(net, loss, x, y)
     got = state_of(net, engine.backward(x, y))
     assert engine.plan is not None
-    assert engine.plan.mechanism == "gathering"
+    assert engine.plan.mechanism == "two-pass"
     assert_exact(got, want)
 
 
@@ -148,7 +148,7 @@ def test_a_number_that_is_set_in_every_step_does_not_hide_another(
 
 
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
-def test_inputs_that_forward_writes_to_stay_after_a_second_look(
+def test_inputs_that_forward_writes_to_remain_after_a_second_inspection(
     norm: Callable[[], nn.Module],
 ) -> None:
     net = Later(lambda _, h: h.tanh(), norm())
@@ -162,7 +162,7 @@ def test_inputs_that_forward_writes_to_stay_after_a_second_look(
 
 
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
-def test_reads_are_noted_whatever_mode_of_ours_passes_them_on(
+def test_reads_are_noted_under_any_mode_of_ours_that_passes_them_on(
     norm: Callable[[], nn.Module],
 ) -> None:
     net, (x, y) = Later(lambda _, h: h * (1 + 0 * float(h.max())), norm()).double(), batch()

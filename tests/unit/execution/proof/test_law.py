@@ -79,7 +79,7 @@ PLACES: dict[str, Body] = {
 
 @pytest.mark.parametrize("micro_batch", [3, 4, 5])
 @pytest.mark.parametrize("name", PLACES)
-def test_what_differs_for_many_samples_alone_is_not_shown(name: str, micro_batch: int) -> None:
+def test_what_differs_only_for_many_samples_is_not_shown(name: str, micro_batch: int) -> None:
     """Of the 4 rows that are followed it cuts all or nothing."""
     assert not claimed(PLACES[name], micro_batch)
 
@@ -99,36 +99,36 @@ class Turned(torch.autograd.Function):
     """A function whose backward is its argument."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, h: Tensor, turn: object) -> Tensor:
+    def forward(ctx: torch.autograd.function.FunctionCtx, h: Tensor, transform: object) -> Tensor:
         """[n, c] -> [n, c]."""
-        ctx.turn = turn  # type: ignore[attr-defined]
+        ctx.transform = transform  # type: ignore[attr-defined]
         return h.clone()
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         """[n, c] -> [n, c]."""
-        return ctx.turn(g), None  # type: ignore[attr-defined]
+        return ctx.transform(g), None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("micro_batch", [3, 4, 5])
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("name", BACKWARD)
 def test_so_is_a_backward(name: str, hooked: bool, micro_batch: int) -> None:
-    turn = BACKWARD[name]
+    transform = BACKWARD[name]
 
     def body(h: Tensor) -> Tensor:
         if not hooked:
-            found: Tensor = Turned.apply(h, turn)
+            found: Tensor = Turned.apply(h, transform)
             return found
         h = h * 1
-        h.register_hook(turn)
+        h.register_hook(transform)
         return h
 
     assert not claimed(body, micro_batch)
 
 
 @pytest.mark.parametrize("micro_batch", [3, 4])
-def test_a_backward_that_is_given_ones_counts_nothing(micro_batch: int) -> None:
+def test_a_backward_that_gets_ones_counts_nothing(micro_batch: int) -> None:
     def body(h: Tensor) -> Tensor:
         h = h * 1
         h.register_hook(lambda g: g * (1 + (torch.ones_like(g) > 2).to(g.dtype)))
@@ -179,7 +179,7 @@ def call(name: str, number: float, shape: tuple[int, ...]) -> Called:
 
 
 @pytest.mark.parametrize(
-    ("name", "whole", "part", "single", "kept"),
+    ("name", "full_batch", "part", "single", "retained"),
     [
         ("narrow", 16, 4, False, True),  # a size
         ("narrow", 8, 8, False, True),
@@ -198,14 +198,14 @@ def call(name: str, number: float, shape: tuple[int, ...]) -> Called:
     ],
 )
 def test_a_number_is_the_same_or_a_size(
-    name: str, whole: float, part: float, single: bool, kept: bool
+    name: str, full_batch: float, part: float, single: bool, retained: bool
 ) -> None:
     shape = () if single else (3,)
-    assert breaks(call(name, whole, shape), call(name, part, shape), 16, 4) != kept
+    assert breaks(call(name, full_batch, shape), call(name, part, shape), 16, 4) != retained
 
 
 @pytest.mark.parametrize("name", [name for name in PLACES if name.startswith("a ")])
-def test_nor_are_counts_beside_batch_norm(name: str) -> None:
+def test_nor_are_counts_next_to_batch_norm(name: str) -> None:
     assert not claimed(PLACES[name], 4, norm=True)
 
 

@@ -21,16 +21,16 @@ Body = Callable[[Any, Tensor], Tensor]
 
 
 class Keeps(nn.Module):
-    """A body that may leave something in `kept`.
+    """A body that may leave something in `stored`.
 
     Attributes:
-        kept: what is left.
+        stored: what is left.
     """
 
     def __init__(self, body: Body, norm: nn.Module) -> None:
         super().__init__()
         self.first, self.norm, self.last = nn.Linear(6, 8), norm, nn.Linear(8, 3)
-        self.body, self.kept = body, dict[Any, Any]()
+        self.body, self.stored = body, dict[Any, Any]()
         self.state: Any = None
         self.bank = deque[Tensor](maxlen=4)
 
@@ -45,8 +45,8 @@ class Box:
     calls = 0
 
 
-def of_a_shape(h: Tensor, kept: Any) -> Tensor:
-    return h if kept is None or kept.shape != h.shape else h + kept
+def of_a_shape(h: Tensor, stored: Any) -> Tensor:
+    return h if stored is None or stored.shape != h.shape else h + stored
 
 
 def attribute(net: Keeps, h: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def attribute(net: Keeps, h: Tensor) -> Tensor:
 
 
 def by_size(net: Keeps, h: Tensor) -> Tensor:
-    before, net.kept[len(h)] = net.kept.get(len(h)), h.detach()
+    before, net.stored[len(h)] = net.stored.get(len(h)), h.detach()
     return of_a_shape(h, before)
 
 
@@ -65,7 +65,7 @@ def in_a_tuple(net: Keeps, h: Tensor) -> Tensor:
 
 
 def in_an_object(net: Keeps, h: Tensor) -> Tensor:
-    box = net.kept.setdefault("box", Box())
+    box = net.stored.setdefault("box", Box())
     before, box.state = box.state, h.detach()
     return of_a_shape(h, before)
 
@@ -81,13 +81,13 @@ def with_its_graph(net: Keeps, h: Tensor) -> Tensor:
 
 
 def of_a_layer(net: Keeps, h: Tensor) -> Tensor:
-    before, net.first.kept = getattr(net.first, "kept", None), h.detach()
+    before, net.first.stored = getattr(net.first, "stored", None), h.detach()
     return of_a_shape(h, before)
 
 
 def of_a_parameter(net: Keeps, h: Tensor) -> Tensor:
     weight: Any = net.first.weight
-    before, weight.kept = getattr(weight, "kept", None), h.detach()
+    before, weight.stored = getattr(weight, "stored", None), h.detach()
     return of_a_shape(h, before)
 
 
@@ -100,7 +100,7 @@ class Slot:
 
 
 def in_slots(net: Keeps, h: Tensor) -> Tensor:
-    slot = net.kept.setdefault("slot", Slot())
+    slot = net.stored.setdefault("slot", Slot())
     before, slot.state = getattr(slot, "state", None), h.detach()
     return of_a_shape(h, before)
 
@@ -127,7 +127,7 @@ def in_a_default(net: Keeps, h: Tensor, held: Any = {}) -> Tensor:  # noqa: B006
 
 
 def far_inside(net: Keeps, h: Tensor) -> Tensor:
-    held = net.kept.setdefault("deep", [[[[[[[[None]]]]]]]])
+    held = net.stored.setdefault("deep", [[[[[[[[None]]]]]]]])
     while isinstance(held[0], list):
         held = held[0]
     before, held[0] = held[0], h.detach()
@@ -140,18 +140,18 @@ def in_a_generator(net: Keeps, h: Tensor) -> Tensor:
         while True:
             before = yield before
 
-    if "generator" not in net.kept:
-        net.kept["generator"] = keeping()
-        next(net.kept["generator"])
-    made, net.kept["generator"] = net.kept["generator"], None
+    if "generator" not in net.stored:
+        net.stored["generator"] = keeping()
+        next(net.stored["generator"])
+    made, net.stored["generator"] = net.stored["generator"], None
     before = made.gi_frame.f_locals["before"]
     made.send(h.detach())
-    net.kept["generator"] = made
+    net.stored["generator"] = made
     return of_a_shape(h, before)
 
 
 def its_outputs(net: Keeps, h: Tensor) -> Tensor:
-    before, net.first.kept = getattr(net.first, "kept", None), h.detach()
+    before, net.first.stored = getattr(net.first, "stored", None), h.detach()
     return h + 0.1 * of_a_shape(h, before)
 
 
@@ -177,7 +177,7 @@ REFUSED: dict[str, Body] = {
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
 @pytest.mark.parametrize("micro_batch", [1, 5])
 @pytest.mark.parametrize("name", REFUSED)
-def test_state_that_is_used_at_one_size_alone_is_refused(
+def test_state_that_is_used_at_only_one_size_is_refused(
     name: str, micro_batch: int, norm: Callable[[], nn.Module]
 ) -> None:
     net, (x, y) = Keeps(REFUSED[name], norm()).double(), batch(12)
@@ -244,30 +244,32 @@ def test_what_may_use_state_leaves_a_doubt(name: str) -> None:
     assert said in str(engine.plan.exact)
 
 
-def only_kept(net: Keeps, h: Tensor) -> Tensor:
-    net.state, net.kept["last"] = [h.detach(), h], h.mean(1)
+def only_stored(net: Keeps, h: Tensor) -> Tensor:
+    net.state, net.stored["last"] = [h.detach(), h], h.mean(1)
     return h
 
 
-def kept_on_a_layer(net: Keeps, h: Tensor) -> Tensor:
-    net.first.kept = h.exp()
-    return h + net.first.kept
+def stored_on_a_layer(net: Keeps, h: Tensor) -> Tensor:
+    net.first.stored = h.exp()
+    return h + net.first.stored
 
 
-def kept_in_a_cycle(_: Keeps, h: Tensor) -> Tensor:
+def stored_in_a_cycle(_: Keeps, h: Tensor) -> Tensor:
     held = [h.detach()]
     held.append(held)
     return h
 
 
-def kept_for_this_call(net: Keeps, h: Tensor) -> Tensor:
+def stored_for_this_call(net: Keeps, h: Tensor) -> Tensor:
     net.state = h.exp()
     return h + net.state
 
 
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
-@pytest.mark.parametrize("body", [only_kept, kept_for_this_call, kept_on_a_layer, kept_in_a_cycle])
-def test_what_is_only_kept_is_shown(body: Body, norm: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "body", [only_stored, stored_for_this_call, stored_on_a_layer, stored_in_a_cycle]
+)
+def test_what_is_only_saved_is_shown(body: Body, norm: Callable[[], nn.Module]) -> None:
     net, (x, y) = Keeps(body, norm()).double(), batch(12)
     engines = []
 
@@ -328,7 +330,7 @@ def test_what_is_built_once_is_exact(body: Body, shown: bool, micro_batch: int) 
 class KeepsOnItsClass(nn.Module):
     """Keeps samples where a copy of it keeps them, too."""
 
-    kept: Any = None
+    stored: Any = None
     several: list[Any] = []  # noqa: RUF012
 
     def __init__(self) -> None:
@@ -338,14 +340,14 @@ class KeepsOnItsClass(nn.Module):
     def forward(self, x: Tensor, held: Any = {}) -> Tensor:  # noqa: B006
         rows: Tensor = self.layer(x)[: len(x)]
         cls: Any = type(self)
-        cls.kept = cls.new = held["x"] = rows.detach()
+        cls.stored = cls.new = held["x"] = rows.detach()
         cls.several[:] = [rows.detach()]
         return rows
 
 
-def test_tensors_without_data_stay_nowhere() -> None:
+def test_tensors_without_data_remain_nowhere() -> None:
     net, (x, y) = KeepsOnItsClass().double(), batch(12)
     Engine(net, F.cross_entropy, micro_batch=5).backward(x, y)
     cls: Any = KeepsOnItsClass
     held = cls.forward.__defaults__[0]["x"]
-    assert {type(one) for one in (cls.kept, cls.new, held, *cls.several)} == {Tensor}
+    assert {type(one) for one in (cls.stored, cls.new, held, *cls.several)} == {Tensor}

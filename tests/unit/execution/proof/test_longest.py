@@ -90,11 +90,11 @@ def rows(*, equal: bool = False) -> tuple[tuple[Tensor, Tensor], Tensor]:
 
 
 def exactly(model: Sentences, inputs: Any, y: Tensor) -> Engine:
-    whole = copy_of(model)
-    loss = F.cross_entropy(whole(*inputs), y)
+    full = copy_of(model)
+    loss = F.cross_entropy(full(*inputs), y)
     loss.backward()  # type: ignore[no-untyped-call]
     engine = Engine(model, F.cross_entropy, micro_batch=3)
-    assert_exact(state_of(model, engine.backward(inputs, y)), state_of(whole, loss))
+    assert_exact(state_of(model, engine.backward(inputs, y)), state_of(full, loss))
     return engine
 
 
@@ -178,11 +178,11 @@ def test_a_row_as_long_as_all_are_padded_to_is_no_longest_row() -> None:
     (x, lengths), _ = rows()
     lengths[0] = lengths[5] = T
     model = Tokens(mean, total_length=T).double()
-    whole = copy_of(model)
-    loss = whole(x, lengths)
+    full = copy_of(model)
+    loss = full(x, lengths)
     loss.backward()
     engine = Engine(model, micro_batch=3)
-    assert_exact(state_of(model, engine.backward((x, lengths))), state_of(whole, loss))
+    assert_exact(state_of(model, engine.backward((x, lengths))), state_of(full, loss))
     assert engine.plan is not None
     assert engine.plan.exact
 

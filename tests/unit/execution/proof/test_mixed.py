@@ -14,21 +14,21 @@ from torch.nn import functional as F
 from anybatch import Engine, Loss
 from anybatch.errors import NotExactError
 
-Beside = Callable[[Tensor, Tensor], Tensor]
+ExtraOutput = Callable[[Tensor, Tensor], Tensor]
 
 
 class Aside(nn.Module):
     """Gives rows, and something without rows beside them."""
 
-    def __init__(self, beside: Beside, *, norm: bool = False) -> None:
+    def __init__(self, extra: ExtraOutput, *, norm: bool = False) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
         self.norm = nn.BatchNorm1d(8) if norm else nn.Identity()
-        self.gate, self.beside = nn.Parameter(torch.zeros(8)), beside
+        self.gate, self.extra = nn.Parameter(torch.zeros(8)), extra
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         h = self.norm(self.first(x)).tanh()
-        return self.last(h), self.beside(h, self.gate)
+        return self.last(h), self.extra(h, self.gate)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def coupled(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     return (o[0] - y).square().sum().sqrt() + (o[1] - 1).square().sum()
 
 
-def known(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
+def recognised(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     return F.mse_loss(o[0], y) + F.mse_loss(o[1], torch.ones_like(o[1]))
 
 
@@ -51,7 +51,7 @@ def without(o: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
     return (o[0] - y).square().sum().sqrt()
 
 
-MIXED: dict[str, Beside] = {
+MIXED: dict[str, ExtraOutput] = {
     "a mean": lambda h, gate: gate * h.mean(0),
     "a number": lambda h, gate: (gate * h.mean(0)).sum(),
     "a first row": lambda h, gate: gate * h[0],
@@ -60,7 +60,7 @@ MIXED: dict[str, Beside] = {
 }
 LOSSES: dict[str, Any] = {
     "coupled": coupled,
-    "known": known,
+    "known": recognised,
     "by samples": Loss.per_sample(by_samples),
 }
 
@@ -97,7 +97,7 @@ def test_it_is_not_trained_in_a_later_step() -> None:
         engine.backward(x, y)
 
 
-HONEST: dict[str, tuple[Beside, Any]] = {
+HONEST: dict[str, tuple[ExtraOutput, Any]] = {
     "left out": (MIXED["a mean"], without),
     "left out of a known loss": (MIXED["a mean"], lambda o, y: F.mse_loss(o[0], y)),
     "parameters": (lambda _, gate: gate.exp(), coupled),
@@ -108,8 +108,8 @@ HONEST: dict[str, tuple[Beside, Any]] = {
 @pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("name", HONEST)
 def test_what_is_left_out_or_of_no_sample_is_shown(name: str, micro_batch: int) -> None:
-    beside, loss = HONEST[name]
-    net, (x, y) = Aside(beside).double(), batch()
+    extra, loss = HONEST[name]
+    net, (x, y) = Aside(extra).double(), batch()
     engines: list[Engine] = []
 
     def run(model: nn.Module) -> Tensor:

@@ -48,23 +48,23 @@ class Net(nn.Module):
         self.averages = [p.detach().clone().double() for p in self.first.parameters()]
         self.moved, self.counts = torch.zeros(WIDTH).double(), torch.zeros(WIDTH).long()
         with torch.inference_mode():
-            self.known = torch.ones(WIDTH).double()
-        self.dice, self.coins = random.Random(0), np.random.default_rng(0)
+            self.buffered = torch.ones(WIDTH).double()
+        self.rng, self.coins = random.Random(0), np.random.default_rng(0)
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 6] -> [n, 3]."""
-        self.given = x
+        self.last_input = x
         found: Tensor = self.last(self.between(self, self.first(x).tanh()))
         return found
 
 
 def rows(n: int, step: int) -> tuple[Tensor, Tensor]:
     """Rows of which three that come late are large."""
-    dice = torch.Generator().manual_seed(step)
-    x = 0.01 * torch.randn(n, FEATURES, generator=dice, dtype=torch.float64)
+    rng = torch.Generator().manual_seed(step)
+    x = 0.01 * torch.randn(n, FEATURES, generator=rng, dtype=torch.float64)
     x[-1], x[-3], x[n // 2] = 30, 25, 20
-    return x, torch.randint(0, CLASSES, (n,), generator=dice)
+    return x, torch.randint(0, CLASSES, (n,), generator=rng)
 
 
 def judged(
@@ -77,7 +77,7 @@ def judged(
 ) -> bool:
     """Say whether every step was shown; fail where one was that is wrong."""
     torch.manual_seed(0)
-    plain, whole = make()
+    plain, full = make()
     torch.manual_seed(0)
     model, loss_fn = make()
     engine, shown = Engine(model, loss_fn, micro_batch=micro_batch), True
@@ -86,7 +86,7 @@ def judged(
         plain.zero_grad()
         model.zero_grad()
         with around():
-            want = whole(plain(*x) if isinstance(x, tuple) else plain(x), y)
+            want = full(plain(*x) if isinstance(x, tuple) else plain(x), y)
             want.backward()
         try:
             with around():
@@ -133,7 +133,7 @@ def another_constant(net: Any, h: Tensor) -> Tensor:
 
 
 @form
-def another_constant_beside_the_model(_: Any, h: Tensor) -> Tensor:
+def another_constant_outside_the_model(_: Any, h: Tensor) -> Tensor:
     return h + CONSTANTS[len(h) > 4]
 
 
@@ -269,7 +269,7 @@ def products_of_chosen(_: Any, h: Tensor) -> Tensor:
 
 
 @form
-def chosen_beside_zeros(_: Any, h: Tensor) -> Tensor:
+def chosen_next_to_zeros(_: Any, h: Tensor) -> Tensor:
     chosen = torch.cat([h.new_zeros(1), torch.ones_like(h[large(h)][:, 0])])
     return h + chosen.max()
 
@@ -302,7 +302,7 @@ def halves_of_places_in_place(net: Any, h: Tensor) -> Tensor:
 
 
 @form
-def sorted_beside_unsorted(_: Any, h: Tensor) -> Tensor:
+def sorted_next_to_unsorted(_: Any, h: Tensor) -> Tensor:
     order = (h[:, 0] > 9).long().argsort(descending=True, stable=True)
     found: Tensor = (h[order] * h.tanh())[order.argsort()]
     return found
@@ -316,7 +316,7 @@ def teacher_by_assignment(net: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         for k, q in zip(net.teacher.parameters(), net.first.parameters(), strict=True):
             k.data = 0.9 * k.data + 0.1 * q.data
-    return h + net.teacher(net.given)
+    return h + net.teacher(net.last_input)
 
 
 @form
@@ -324,7 +324,7 @@ def teacher_by_new_parameters(net: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         new = 0.9 * net.teacher.weight + 0.1 * net.first.weight
         net.teacher.weight = nn.Parameter(new, requires_grad=False)
-    return h + net.teacher(net.given)
+    return h + net.teacher(net.last_input)
 
 
 @form
@@ -332,7 +332,7 @@ def averages_in_a_list(net: Any, h: Tensor) -> Tensor:
     with torch.no_grad():
         pairs = zip(net.averages, net.first.parameters(), strict=True)
         net.averages = [0.9 * k + 0.1 * q for k, q in pairs]
-    return h + F.linear(net.given, *net.averages)
+    return h + F.linear(net.last_input, *net.averages)
 
 
 @form
@@ -349,7 +349,7 @@ def counts_that_move(net: Any, h: Tensor) -> Tensor:
 
 @form
 def coin_of_python(net: Any, h: Tensor) -> Tensor:
-    return h * 2 if net.dice.random() < 0.2 else h
+    return h * 2 if net.rng.random() < 0.2 else h
 
 
 @form
@@ -358,16 +358,16 @@ def coin_of_numpy(net: Any, h: Tensor) -> Tensor:
 
 
 @form
-def numbers_given_to_python(_: Any, h: Tensor) -> Tensor:
-    seen: list[float] = []
-    given = h.detach().clone()
+def numbers_passed_to_python(_: Any, h: Tensor) -> Tensor:
+    observed: list[float] = []
+    copied = h.detach().clone()
 
     def sums(value: float) -> float:
-        seen.append(value)
-        return sum(seen[:-1]) if len(seen) > 21 else 0.0
+        observed.append(value)
+        return sum(observed[:-1]) if len(observed) > 21 else 0.0
 
-    given.apply_(sums)
-    return h + 0.01 * given
+    copied.apply_(sums)
+    return h + 0.01 * copied
 
 
 @pytest.mark.parametrize(("n", "micro_batch"), [(13, 8), (13, 4), (8, 2)])
@@ -420,10 +420,10 @@ class Entries(nn.Module):
 @pytest.mark.parametrize("name", BACKS)
 def test_an_own_backward_behind_a_table_is_not_shown_where_rows_meet_in_it(name: str) -> None:
     def data(n: int, step: int) -> tuple[Tensor, Tensor]:
-        dice = torch.Generator().manual_seed(step)
-        at = torch.randint(0, 5, (n,), generator=dice)
+        rng = torch.Generator().manual_seed(step)
+        at = torch.randint(0, 5, (n,), generator=rng)
         at[-1] = 6
-        return at, torch.randint(0, CLASSES, (n,), generator=dice)
+        return at, torch.randint(0, CLASSES, (n,), generator=rng)
 
     assert not judged(lambda: (Entries(BACKS[name]).double(), F.cross_entropy), 13, 4, data=data)
 
@@ -477,7 +477,7 @@ def rebuilt(net: Any, h: Tensor) -> Tensor:
 
 
 def of_inference(net: Any, h: Tensor) -> Tensor:
-    return h + net.known.clone()
+    return h + net.buffered.clone()
 
 
 @pytest.mark.parametrize("between", [masked, shape_of_meta, rebuilt, of_inference])
@@ -613,10 +613,10 @@ def test_packed_sequences_are_followed(name: str, lengths: str) -> None:
     between, honest = PACKED[name]
 
     def data(n: int, step: int) -> tuple[Any, Tensor]:
-        dice = torch.Generator().manual_seed(step)
-        words = torch.randint(0, 11, (n, STEPS_OF_TIME), generator=dice)
-        given = torch.tensor(LENGTHS["mixed" if step else lengths])
-        return (words, given), torch.randint(0, CLASSES, (n, STEPS_OF_TIME), generator=dice)
+        rng = torch.Generator().manual_seed(step)
+        words = torch.randint(0, 11, (n, STEPS_OF_TIME), generator=rng)
+        row_lengths = torch.tensor(LENGTHS["mixed" if step else lengths])
+        return (words, row_lengths), torch.randint(0, CLASSES, (n, STEPS_OF_TIME), generator=rng)
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(out.flatten(0, 1), y.flatten())

@@ -45,7 +45,7 @@ class Double(torch.autograd.Function):
         return 2 * grads[0]
 
 
-BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
+EXTRA: dict[str, Callable[[Tensor], Tensor]] = {
     "autograd.Function": Double.apply,
     "hook": hooked(lambda grad: grad * 1),
     "reentrant checkpoint": lambda h: checkpoint(torch.sin, h, use_reentrant=True),
@@ -55,23 +55,23 @@ BESIDE: dict[str, Callable[[Tensor], Tensor]] = {
 class Gated(nn.Module):
     """A gate of a parameter, behind something whose backward is a person's."""
 
-    def __init__(self, of: Callable[[Tensor], Tensor], beside: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, of: Callable[[Tensor], Tensor], extra: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 3)
         self.gate = nn.Parameter(torch.rand(8))
-        self.of, self.beside = of, beside
+        self.of, self.extra = of, extra
 
     def forward(self, x: Tensor) -> Tensor:
         """[n, 6] -> [n, 3]."""
-        return self.last(self.beside(self.first(x) * self.of(self.gate)))
+        return self.last(self.extra(self.first(x) * self.of(self.gate)))
 
 
-@pytest.mark.parametrize("beside", BESIDE)
+@pytest.mark.parametrize("extra", EXTRA)
 @pytest.mark.parametrize("of", OF_PARAMETERS)
-def test_a_function_of_a_parameter_is_shown_beside_it(of: str, beside: str) -> None:
+def test_a_function_of_a_parameter_is_shown_next_to_it(of: str, extra: str) -> None:
     """The sum that comes back to it was said to be of several samples at once."""
     torch.manual_seed(0)
-    net = Gated(OF_PARAMETERS[of], BESIDE[beside]).double()
+    net = Gated(OF_PARAMETERS[of], EXTRA[extra]).double()
     x, y = torch.randn(7, 6).double(), torch.randint(3, (7,))
     assert is_shown(net, F.cross_entropy, x, y, 3)
 

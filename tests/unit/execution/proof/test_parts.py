@@ -59,7 +59,7 @@ def test_a_part_that_is_written_again_does_not_hide_another(order: str) -> None:
         Engine(net, F.cross_entropy, micro_batch=3).backward(x, y)
 
 
-def test_a_part_that_is_overwritten_holds_what_it_was_given_last() -> None:
+def test_a_part_that_is_overwritten_holds_what_was_written_last() -> None:
     def twice(h: Tensor) -> Tensor:
         out = torch.zeros_like(h)
         for write in (own, mixed, again):
@@ -74,7 +74,7 @@ def test_a_part_that_is_overwritten_holds_what_it_was_given_last() -> None:
     assert engine.plan.exact, str(engine.plan.exact)
 
 
-def test_a_tensor_that_is_written_as_a_whole_forgets_what_it_was() -> None:
+def test_a_tensor_that_is_fully_overwritten_forgets_what_it_was() -> None:
     masks, x = Masks(), torch.zeros(4, 6)
     masks.put(x, torch.full((1, 1), 3, dtype=torch.uint8))
     masks.write(x, torch.tensor([[1], [2], [4], [8]], dtype=torch.uint8))

@@ -38,8 +38,8 @@ def centred_noise(h: Tensor) -> Tensor:
 
 
 def rescaled_dropout(h: Tensor) -> Tensor:
-    kept = torch.empty(h.shape, dtype=h.dtype).bernoulli_(0.5)
-    return h * kept / kept.mean().clamp(min=0.1)
+    retained = torch.empty(h.shape, dtype=h.dtype).bernoulli_(0.5)
+    return h * retained / retained.mean().clamp(min=0.1)
 
 
 def ranked(write: Callable[[Tensor, Tensor], Tensor]) -> Body:
@@ -141,7 +141,7 @@ SOME: dict[str, Body] = {
 
 @pytest.mark.parametrize("micro_batch", [1, 3, 4])
 @pytest.mark.parametrize("name", SOME)
-def test_rows_that_are_chosen_by_their_place_leave_a_doubt(name: str, micro_batch: int) -> None:
+def test_rows_that_are_chosen_by_their_place_are_a_doubt(name: str, micro_batch: int) -> None:
     net, (x, y) = Net(SOME[name]).double(), batch()
     engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
     try:

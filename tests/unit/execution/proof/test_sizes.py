@@ -82,18 +82,18 @@ def test_the_evidence_is_of_the_step_that_compared_last(norm: Callable[[], nn.Mo
 
 
 def test_sizes_that_vary_are_not_compared_in_every_step() -> None:
-    known = ComparedSizes(counts=True)
+    recorded = ComparedSizes(counts=True)
     for n in range(10, 10 + LARGER):
-        assert known.new(n, 4)
-        known.add(n, 4, n)
+        assert recorded.new(n, 4)
+        recorded.add(n, 4, n)
     most = 9 + LARGER
-    assert not known.new(most + 1, 4)
-    assert known.beyond(most + 1, 4)
-    assert known.new(2 * most, 4)
-    assert known.new(most, 8)
-    assert not known.new(9, 4)
-    assert not known.beyond(9, 4)
-    assert len(known.pairs) > FREE
+    assert not recorded.new(most + 1, 4)
+    assert recorded.beyond(most + 1, 4)
+    assert recorded.new(2 * most, 4)
+    assert recorded.new(most, 8)
+    assert not recorded.new(9, 4)
+    assert not recorded.beyond(9, 4)
+    assert len(recorded.pairs) > FREE
     assert not ComparedSizes(counts=False).new(5, 4)
 
 
@@ -113,9 +113,9 @@ def test_a_micro_batch_of_one_sample_that_is_computed_otherwise_leaves_a_doubt(
     engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
     engine.backward(x, y)
     assert engine.plan is not None
-    alone = micro_batch == 1 or n % micro_batch == 1
-    assert bool(engine.plan.exact) is not alone
-    assert ("one sample may be computed otherwise" in str(engine.plan.exact)) is alone
+    single = micro_batch == 1 or n % micro_batch == 1
+    assert bool(engine.plan.exact) is not single
+    assert ("one sample may be computed otherwise" in str(engine.plan.exact)) is single
 
 
 class Standardised(nn.Module):

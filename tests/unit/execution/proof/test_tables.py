@@ -36,21 +36,21 @@ def _empty() -> Iterator[None]:
     tables.forget()
 
 
-@pytest.mark.parametrize("given", [{"micro_batch": 2}, {"micro_batch": 1}, {"memory": "8KiB"}])
+@pytest.mark.parametrize("options", [{"micro_batch": 2}, {"micro_batch": 1}, {"memory": "8KiB"}])
 @pytest.mark.parametrize("table", tables.WAYS, ids=lambda way: getattr(way, "__name__", "cached"))
 def test_tables_of_helpers_hold_no_fakes(
-    table: Callable[[int, int], Tensor], given: dict[str, Any]
+    table: Callable[[int, int], Tensor], options: dict[str, Any]
 ) -> None:
     """The loss and all gradients were tensors without data."""
     torch.manual_seed(0)
     net = Net(table).double()
-    whole, x, y = copy_of(net), torch.randn(8, 7, 6).double(), torch.randint(4, (8,))
-    engine = Engine(net, F.cross_entropy, **given)
+    full, x, y = copy_of(net), torch.randn(8, 7, 6).double(), torch.randint(4, (8,))
+    engine = Engine(net, F.cross_entropy, **options)
     found = engine.backward(x, y)
     tables.forget()
-    expected = F.cross_entropy(whole(x), y)
+    expected = F.cross_entropy(full(x), y)
     expected.backward()  # type: ignore[no-untyped-call]
-    assert_exact(state_of(net, found), state_of(whole, expected))
+    assert_exact(state_of(net, found), state_of(full, expected))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

@@ -34,11 +34,11 @@ class Twin(NamedTuple):
     """An operation in two forms.
 
     Attributes:
-        apart: each sample by itself; None where there is no such form.
+        separate: each sample by itself; None where there is no such form.
         meets: samples meet; None where there is no such form.
     """
 
-    apart: Form | None
+    separate: Form | None
     meets: Form | None
 
 
@@ -88,18 +88,18 @@ def routed(tools: Tools, h: Tensor, scores: Tensor) -> Tensor:
 def balanced(tools: Tools, h: Tensor, _: Tensor) -> Tensor:
     """Give tokens to experts that take a part of the batch each."""
     scores = (h @ tools.table[:3].T).flatten(0, 1)
-    room = max(1, len(scores) // 3)
+    available = max(1, len(scores) // 3)
     out = torch.zeros_like(h).flatten(0, 1)
     for at in range(3):
-        best = scores[:, at].topk(room).indices
+        best = scores[:, at].topk(available).indices
         out = out.index_add(0, best, h.flatten(0, 1)[best] @ tools.experts[at])
     return out.reshape(h.shape)
 
 
-def as_strided(h: Tensor, *, apart: bool) -> Tensor:
+def as_strided(h: Tensor, *, separate: bool) -> Tensor:
     n, t, d = h.shape
     flat = h.contiguous()
-    if apart:
+    if separate:
         return flat.as_strided((n, t, d), (t * d, d, 1)).flip(1)
     return flat.as_strided((n, t, d), (d, n * d, 1)) * 1
 
@@ -160,7 +160,7 @@ TWINS: dict[str, Twin] = {
         lambda m, h, _: h.mT.reshape(h.shape), lambda m, h, _: h.transpose(0, 1).reshape(h.shape)
     ),
     "strides": Twin(
-        lambda m, h, _: as_strided(h, apart=True), lambda m, h, _: as_strided(h, apart=False)
+        lambda m, h, _: as_strided(h, separate=True), lambda m, h, _: as_strided(h, separate=False)
     ),
     "a product with itself": Twin(
         lambda m, h, _: (h @ h.mT / 4) @ h,

@@ -13,7 +13,7 @@ ROWS = 256
 BYTES = 4 * ROWS
 
 
-def test_what_dies_while_room_is_made_is_not_asked_to_leave(
+def test_what_dies_during_an_eviction_is_not_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hold = Hold(HostStore(), torch.device("cpu"), [])
@@ -23,13 +23,13 @@ def test_what_dies_while_room_is_made_is_not_asked_to_leave(
         keys[number] = int(tensor.untyped_storage()._cdata)
         pages.add(keys[number], tensor.untyped_storage(), 0, number)
     assert hold.all[keys[0]].storage().nbytes() == 0  # it made room for the last one
-    asked, orders = 0, pages._order.next
+    requested, orders = 0, pages._order.next
 
     def collected(item: tuple[int, int]) -> int:
         """Answer as ever; the garbage collector comes at the first question."""
-        nonlocal asked
-        asked += 1
-        assert asked < 20, "nobody leaves, and it is asked for ever"
+        nonlocal requested
+        requested += 1
+        assert requested < 20, "nobody leaves, and it is asked for ever"
         alive.pop(1, None)
         return orders(item)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.busy import busy
 from tests.unit.offload.states.trainings import CPU, equal
-from tests.unit.offload.steps import network as known
+from tests.unit.offload.steps import network as states_of_steps
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -52,19 +52,19 @@ def all_of(model: nn.Module, optimizer: optim.Optimizer) -> list[Tensor]:
 
 
 def both(
-    model: nn.Module, step: Step, room: int, steps: int = 3, make: Any = adamw
+    model: nn.Module, step: Step, memory: int, steps: int = 3, make: Any = adamw
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Train in memory and with everything away; return all of both."""
     found = []
-    for away in (False, True):
+    for offloaded in (False, True):
         ours = copy.deepcopy(model)
         optimizer = make(ours.parameters())
         torch.manual_seed(1)
-        if not away:
+        if not offloaded:
             for number in range(steps):
                 step(ours, optimizer, number)
         else:
-            states = anybatch.offload_states(optimizer, model=ours, memory=room)
+            states = anybatch.offload_states(optimizer, model=ours, memory=memory)
             with states:
                 for number in range(steps):
                     step(ours, optimizer, number)
@@ -74,7 +74,7 @@ def both(
     return found[0], found[1]
 
 
-def room_for(model: nn.Module) -> int:
+def budget_for(model: nn.Module) -> int:
     """A quarter of all states, or what the largest parameter needs: it, twice its gradient."""
     sizes = [p.nbytes for p in model.parameters()]
     return max(sum(sizes), 10 * max(sizes))
@@ -83,7 +83,7 @@ def room_for(model: nn.Module) -> int:
 @pytest.mark.parametrize("name", ["DenseNet", "transformer", "LSTM"])
 def test_a_training_is_the_one_in_memory_bit_for_bit(name: str) -> None:
     torch.manual_seed(0)
-    model, loss_fn, (x, y) = known(name)
+    model, loss_fn, (x, y) = states_of_steps(name)
 
     def step(ours: nn.Module, optimizer: optim.Optimizer, number: int) -> None:
         optimizer.zero_grad(set_to_none=number % 2 == 0)
@@ -92,7 +92,7 @@ def test_a_training_is_the_one_in_memory_bit_for_bit(name: str) -> None:
         nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
         optimizer.step()
 
-    plain, ours = both(model, step, room_for(model), 2)
+    plain, ours = both(model, step, budget_for(model), 2)
     assert equal(plain, ours)
 
 
@@ -158,11 +158,11 @@ def test_states_of_several_times_the_budget_train_within_it(share: int) -> None:
     optimizer = adamw(plain.parameters())
     for number in range(3):
         simple(plain, optimizer, number)
-    wanted, whole = all_of(plain, optimizer), 4 * depth * one
-    budget = whole // share
+    wanted, full = all_of(plain, optimizer), 4 * depth * one
+    budget = full // share
     optimizer = adamw(model.parameters())
-    beside = 3 * one + 3 * depth * 2 * 4 * width  # a kernel's results; rows that are saved
-    states = anybatch.offload_states(optimizer, model=model, memory=budget - beside)
+    extra = 3 * one + 3 * depth * 2 * 4 * width  # a kernel's results; rows that are saved
+    states = anybatch.offload_states(optimizer, model=model, memory=budget - extra)
     with Meter(CPU, {"there": model.parameters()}) as meter:
         states._paged._meters = [meter]  # type: ignore[union-attr]
         with states:
@@ -299,7 +299,7 @@ def test_outside_everything_is_as_it_was() -> None:
 
 def test_an_engine_and_offload_inside_it() -> None:
     torch.manual_seed(0)
-    model, loss_fn, (x, y) = known("transformer")
+    model, loss_fn, (x, y) = states_of_steps("transformer")
 
     def by_engine(ours: nn.Module, optimizer: optim.Optimizer, _: int) -> None:
         optimizer.zero_grad()
@@ -307,7 +307,7 @@ def test_an_engine_and_offload_inside_it() -> None:
         engine.backward(x, y)
         optimizer.step()
 
-    plain, ours = both(model, by_engine, room_for(model), 2)
+    plain, ours = both(model, by_engine, budget_for(model), 2)
     assert equal(plain, ours)
     off = anybatch.offload(memory="1GiB", device="cpu")
 
@@ -317,7 +317,7 @@ def test_an_engine_and_offload_inside_it() -> None:
             loss_fn(ours(x), y).backward()
         optimizer.step()
 
-    plain, ours = both(model, offloaded, room_for(model))
+    plain, ours = both(model, offloaded, budget_for(model))
     assert equal(plain, ours)
 
 
@@ -338,14 +338,14 @@ class Interrupts:
         return self
 
 
-def test_an_interrupt_leaves_whole_steps_and_nothing_away() -> None:
+def test_an_interrupt_leaves_complete_steps_and_nothing_offloaded() -> None:
     model, rng = mlp(6), random.Random(0)
     plain = copy.deepcopy(model)
     optimizer = adamw(plain.parameters())
-    known = [[p.detach().clone() for p in plain.parameters()]]
+    states_of_steps = [[p.detach().clone() for p in plain.parameters()]]
     for number in range(2):
         simple(plain, optimizer, number)
-        known.append([p.detach().clone() for p in plain.parameters()])
+        states_of_steps.append([p.detach().clone() for p in plain.parameters()])
     interrupted = 0
     for _ in range(6):
         ours = copy.deepcopy(model)
@@ -361,7 +361,7 @@ def test_an_interrupt_leaves_whole_steps_and_nothing_away() -> None:
         finally:
             sys.settrace(None)
         found = [p.detach() for p in ours.parameters()]
-        assert any(equal(found, one) for one in known)
+        assert any(equal(found, one) for one in states_of_steps)
         every = (t for state in optimizer.state.values() for t in state.values())
         assert not any(t.is_meta for t in every)
         assert "step" not in vars(optimizer)

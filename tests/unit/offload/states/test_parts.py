@@ -58,4 +58,4 @@ def test_a_parameter_that_is_too_large_is_refused_with_what_it_needs() -> None:
     match = r"of one of shape \[6\] needs 6.0 KiB, and 5.0 KiB is there.*memory=\"6KiB\""
     with pytest.raises(BudgetError, match=match) as error:
         parts_of(optimizer(), lambda _, p: 1024 * p.numel(), 5 * 1024)
-    assert (error.value.needed, error.value.given) == (6 * 1024, 5 * 1024)
+    assert (error.value.needed, error.value.budget) == (6 * 1024, 5 * 1024)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.offload.states.test_paging import Unusual, adamw, all_of, room_for
+from tests.unit.offload.states.test_paging import Unusual, adamw, all_of, budget_for
 from tests.unit.offload.states.trainings import CPU, equal
-from tests.unit.offload.steps import network as known
+from tests.unit.offload.steps import network as groups
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
@@ -21,7 +21,7 @@ from anybatch import Engine, Plan
 from anybatch.core import optimizers
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
-from anybatch.offload.states.planned import best_room, least_room
+from anybatch.offload.states.planned import best_resident, least_resident
 
 STEPS = 3
 
@@ -59,7 +59,7 @@ def case(name: str) -> tuple[nn.Module, Any, Tensor, Tensor]:
     if name == "unusual":
         x = torch.randint(20, (11, 5))
         return Unusual(), _tokens, x, x
-    model, loss_fn, (x, y) = known(name)
+    model, loss_fn, (x, y) = groups(name)
     model = Recurrent() if name == "LSTM" else model
     again = [0, 1, 2, 3, 4, 4, 2, 1]
     return model, loss_fn, x[again], y[again]
@@ -97,12 +97,12 @@ def within(plan: Plan, model: nn.Module, loss_fn: Any, batch: Any) -> list[Tenso
     assert engine.states is not None
     paged = engine.states._paged
     assert paged is not None
-    known = {"there": [*model.parameters(), *model.buffers()], "rows": batch}
-    with Meter(CPU, known) as meter:
+    groups = {"there": [*model.parameters(), *model.buffers()], "rows": batch}
+    with Meter(CPU, groups) as meter:
         paged._meters = [meter]
         with engine.states:
             paged.pages.squeeze(0)  # all was in memory until then
-            paged.pages.room = engine.states.memory
+            paged.pages.limit = engine.states.memory
             meter.peak = meter.live
             train(model, engine, optimizer, batch)
             rows = sum(t.nbytes for t in batch)
@@ -134,11 +134,11 @@ def test_a_plan_lets_parameters_leave_where_a_step_does_not_fit_without(
     name: str, times: float
 ) -> None:
     model, loss_fn, *batch = case(name)
-    whole = int(times * sum(p.nbytes for p in model.parameters()))
+    full = int(times * sum(p.nbytes for p in model.parameters()))
     optimizer = adamw(model.parameters())
     make = partial(anybatch.plan, model, loss_fn, tuple(batch), optimizer=optimizer, timed=False)
     before = all_of(model, optimizer)
-    plan = small(make, whole)
+    plan = small(make, full)
     assert equal(all_of(model, optimizer), before)
     assert "step" not in vars(optimizer)
     assert plan.states is not None
@@ -157,10 +157,10 @@ def test_random_budgets_are_kept_or_truly_too_small(counted: Callable[[int], int
         model, loss_fn, *batch = case(name)
         budget = int(rng.uniform(1, 5) * sum(p.nbytes for p in model.parameters()))
         optimizer = adamw(model.parameters())
-        given: Any = {"optimizer": optimizer, "timed": number % 3 == 0, "states": "file"}
-        given["offload"] = rng.choice(["off", "auto"])
+        options: Any = {"optimizer": optimizer, "timed": number % 3 == 0, "states": "file"}
+        options["offload"] = rng.choice(["off", "auto"])
         try:
-            plan = anybatch.plan(model, loss_fn, tuple(batch), memory=budget, **given)
+            plan = anybatch.plan(model, loss_fn, tuple(batch), memory=budget, **options)
         except BudgetError as error:
             refused = error
             continue
@@ -180,7 +180,7 @@ def test_random_budgets_are_kept_or_truly_too_small(counted: Callable[[int], int
         assert equal(found, like(plan, copy.deepcopy(model), loss_fn, batch))
     assert fits
     assert refused is not None
-    assert refused.needed > refused.given
+    assert refused.needed > refused.budget
 
 
 @pytest.mark.large(few=1)
@@ -188,16 +188,16 @@ def test_random_budgets_are_kept_or_truly_too_small(counted: Callable[[int], int
 def test_an_engine_with_a_budget_inside_offload_states(name: str) -> None:
     model, loss_fn, *batch = case(name)
     ours, optimizer = copy.deepcopy(model), adamw(model.parameters())
-    room = room_for(model)
-    states = anybatch.offload_states(optimizer, model=model, memory=room)
+    resident = budget_for(model)
+    states = anybatch.offload_states(optimizer, model=model, memory=resident)
     with states:
-        engine = Engine(model, loss_fn, optimizer=optimizer, memory=room + (1 << 20))
+        engine = Engine(model, loss_fn, optimizer=optimizer, memory=resident + (1 << 20))
         train(model, engine, optimizer, batch)
         plan, last = engine.plan, engine.last
         assert plan is not None
         assert plan.memory is not None
         owners = dict(plan.memory.owners)
-        assert owners["paged parameters"] == room
+        assert owners["paged parameters"] == resident
         assert owners.get("parameters", 0) < 2000
         assert last is not None
         assert (last.peak_bytes or 0) <= plan.memory.predicted
@@ -207,7 +207,7 @@ def test_an_engine_with_a_budget_inside_offload_states(name: str) -> None:
 def test_a_gradient_that_a_lane_has_made_is_moved_by_one_of_both() -> None:
     model, loss_fn, *batch = case("BatchNorm")
     ours, optimizer = copy.deepcopy(model), adamw(model.parameters())
-    states = anybatch.offload_states(optimizer, model=model, memory=room_for(model))
+    states = anybatch.offload_states(optimizer, model=model, memory=budget_for(model))
     with states:
         found = Engine(model, loss_fn, optimizer=optimizer, memory="1GiB").foresee(
             *batch, timed=False
@@ -225,17 +225,15 @@ def test_a_gradient_that_a_lane_has_made_is_moved_by_one_of_both() -> None:
     assert equal(all_of(model, optimizer), like(plan, ours, loss_fn, batch))
 
 
-def test_a_plan_whose_parameters_leave_is_refused_outside() -> None:
+def test_a_plan_whose_parameters_are_offloaded_is_refused_outside() -> None:
     model, loss_fn, *batch = case("transformer")
     optimizer = adamw(model.parameters())
     plan = anybatch.plan(
         *(model, loss_fn, tuple(batch)), optimizer=optimizer, memory="1GiB", timed=False
     )
-    room = least_room(optimizer, model)
-    text = plan.to_json().replace(
-        '"states": null',
-        f'"states": {{"store": "file", "folder": null, "room": {room}, "model": true}}',
-    )
+    resident = least_resident(optimizer, model)
+    planned = f'{{"store": "file", "folder": null, "resident_bytes": {resident}, "model": true}}'
+    text = plan.to_json().replace('"states": null', f'"states": {planned}')
     engine = Engine(model, loss_fn, optimizer=optimizer, plan=Plan.from_json(text))
     with pytest.raises(ValueError, match="this step is outside: put that around"):
         engine.backward(*batch)
@@ -247,28 +245,32 @@ def test_a_plan_whose_parameters_leave_is_refused_outside() -> None:
     assert "step" not in vars(optimizer)
 
 
-def brute_room(beside: dict[int, int], size: int, budget: int, least: int, total: int) -> int:
+def brute_resident(
+    held_by_size: dict[int, int], size: int, budget: int, least: int, total: int
+) -> int:
     """Return the bytes that move at the least, over every room."""
     found = []
-    for n, held in beside.items():
-        for room in range(least, budget - held + 1):
-            found.append(-(-size // n) * max(0, total - room))
+    for n, held in held_by_size.items():
+        for resident in range(least, budget - held + 1):
+            found.append(-(-size // n) * max(0, total - resident))
     return min(found)
 
 
-def test_the_best_room_moves_the_fewest_bytes() -> None:
+def test_the_best_resident_bytes_move_the_fewest_bytes() -> None:
     rng = random.Random(0)
     for _ in range(300):
         size, budget, least = rng.randint(1, 40), rng.randint(50, 200), rng.randint(1, 30)
         sizes = sorted({1, size, *(rng.randint(1, size) for _ in range(3))})
         held = rng.randint(0, 15)
-        beside = {n: held + rng.randint(1, 9) * n for n in sizes}
-        if budget - min(beside.values()) < least:
+        held_by_size = {n: held + rng.randint(1, 9) * n for n in sizes}
+        if budget - min(held_by_size.values()) < least:
             continue
         total = rng.randint(1, 300)
-        room = best_room(beside, size, budget, least, total)
-        assert least <= room <= budget
+        resident = best_resident(held_by_size, size, budget, least, total)
+        assert least <= resident <= budget
         moved = min(
-            -(-size // n) * max(0, total - room) for n in sizes if beside[n] + room <= budget
+            -(-size // n) * max(0, total - resident)
+            for n in sizes
+            if held_by_size[n] + resident <= budget
         )
-        assert moved == brute_room(beside, size, budget, least, total)
+        assert moved == brute_resident(held_by_size, size, budget, least, total)

@@ -58,10 +58,10 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) ->
 
 
 def pair(
-    make: Make, memory: int, **given: Any
+    make: Make, memory: int, **options: Any
 ) -> tuple[Any, Any, anybatch.reports.OffloadedStates]:
     """Return ``(model, optimizer)`` in memory, the same with its state away, and what holds it."""
     plain, ours = network(), copy.deepcopy(network())
     one, other = make(list(plain.parameters())), make(list(ours.parameters()))
-    states = anybatch.offload_states(other, memory=memory, **given)
+    states = anybatch.offload_states(other, memory=memory, **options)
     return (plain, one), (ours, other), states

@@ -1,0 +1,393 @@
+"""Collectives that all ranks run in the same order, or that end with the reason on all ranks.
+
+A rank that fails, runs out of memory or finds a loss to couple the samples cannot just leave: the
+others would wait for it. So it takes part once more, in the next collective, with a flag that
+says "listen", and then all tell each other what has happened.
+
+    rank 0:  begin  BN1  BN2  ...                      reads "rank 1: out of memory", begins again
+    rank 1:  begin  BN1  fails ──> flag in BN2         reports it, begins again
+
+To raise the flag it must know the shape of that collective. In the first step of a
+signature a header of fixed shape goes before each; what came is saved, and later steps need none.
+For the same reason Ctrl-C waits until a collective that has begun is over.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from anybatch.core.accelerator import wide
+from anybatch.core.undo import AgainError, uninterrupted
+from anybatch.distributed.group import FEW, Group
+from anybatch.distributed.pieces import Pieces
+from anybatch.errors import LockstepError, RankError
+
+Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
+T = TypeVar("T")
+
+KEYS = 2**20
+"""Keys are distinguished by a number below this, so that sums of their squares are exact."""
+
+
+class Collective(NamedTuple):
+    """A collective: how, and how many numbers."""
+
+    how: Literal["gather", "sum", "header"]
+    numbers: int
+
+
+class ScriptKey(NamedTuple):
+    """Steps that run the same collectives.
+
+    Attributes:
+        announced: what ranks announce came with the beginning. Default False.
+        early: pieces of gradients are sent early. Default False.
+    """
+
+    announced: bool = False
+    early: bool = False
+
+
+Scripts = dict[ScriptKey, tuple[Collective, ...]]
+"""The collectives of a step after its beginning."""
+
+HEADER, FACTS = Collective("header", 48), Collective("gather", 48)
+"""What may face another collective is of one shape: ranks that differ learn it by the key."""
+
+BEGIN = 16
+"""Numbers of `FACTS` that a beginning takes; the others are what came with it."""
+
+SUMS = "the sum of"
+"""What the place begins with where gradients are summed, so many of them."""
+
+END = "the end of the step"
+
+SLOTS = 3
+"""Flag, key and key squared stand before the numbers of a collective."""
+
+
+class RanksAgainError(Exception):
+    """All ranks run the step again, because one has to.
+
+    Attributes:
+        coupled: a rank has found that the loss needs all outputs at once.
+    """
+
+    def __init__(self, *, coupled: bool) -> None:
+        super().__init__("all ranks run the step again")
+        self.coupled = coupled
+
+
+class OffScriptError(LockstepError):
+    """Error for a collective other than in an earlier step of this signature."""
+
+
+class Coordinator:
+    """The collectives of one step.
+
+    Args:
+        group: the ranks.
+        facts: gathers before `begin`. Default 0.
+        called: `call` comes before all else. Default False.
+
+    Attributes:
+        script: the collectives of this step so far, without the first.
+        early: pieces of gradients that all ranks send before the next collective; None if none are.
+        script_key: of the step, as far as it has come.
+    """
+
+    def __init__(self, group: Group, *, facts: int = 0, called: bool = False) -> None:
+        self.group = group
+        self.script: list[Collective] = []
+        self.early: Pieces | None = None
+        first = (HEADER,) if called else ()
+        self._expected: tuple[Collective, ...] | None = first + (FACTS,) * (facts + 1)
+        self._scripts: Scripts = {}
+        self.script_key = ScriptKey()
+        self._over = False
+        self._raw = False
+        group.begin()
+
+    def fact(self, key: str) -> None:
+        """Check that all ranks reach this barrier; only before `begin`."""
+        self.gather(key, _filled([]))
+
+    def begin_again(self) -> None:
+        """Record that all ranks run `begin` once more."""
+        self.script, self._expected = [], (FACTS,)
+
+    def broadcast_object(self, one: Any, source: int) -> Any:
+        """Return the picklable object of the rank `source`; the others' does not matter.
+
+        All ranks must be known to come here.
+        """
+        with self.raw():
+            return self.group.broadcast_object(one, source)
+
+    def begin(
+        self, facts: list[float], scripts: Scripts, announced: Tensor | None = None
+    ) -> tuple[list[list[float]], list[Tensor] | None]:
+        """Return the facts of all ranks; go by the script from here on, if all have the same.
+
+        Args:
+            facts: fewer numbers than `BEGIN`.
+            scripts: the collectives of earlier steps of this kind; what is not there is learned.
+            announced: what else this rank has to say, [n], where it knows that already; no more
+                numbers than `FACTS` has left. Default None.
+
+        Returns:
+            The facts, and what all ranks have announced, if all have.
+        """
+        checksum = _number(repr(sorted(scripts.items())))
+        numbers = [checksum, float(announced is not None), *facts]
+        numbers += [0.0] * (BEGIN - len(numbers)) + (
+            [] if announced is None else announced.tolist()
+        )
+        rows = self.gather("the beginning of a step", _filled(numbers))
+        heads = [row[:BEGIN].tolist() for row in rows]
+        self._scripts = scripts if all(head[0] == checksum for head in heads) else {}
+        self.script = []
+        self._goes_on(ScriptKey(announced=all(head[1] for head in heads)))
+        said = None if announced is None else [row[BEGIN : BEGIN + len(announced)] for row in rows]
+        brought = [head[2 : 2 + len(facts)] for head in heads]
+        return brought, said if self.script_key.announced else None
+
+    def send_early(self, pieces: Pieces) -> None:
+        """Take in that all ranks send these pieces, and go by the script of a step that does."""
+        self.early = pieces
+        self._goes_on(self.script_key._replace(early=True))
+
+    def _goes_on(self, script_key: ScriptKey) -> None:
+        self.script_key, self._expected = script_key, self._scripts.get(script_key)
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """Let Ctrl-C wait until the collectives of the body are over; a second one leaves them."""
+        with uninterrupted(once=True):
+            try:
+                yield
+            except KeyboardInterrupt:  # where the others are is not known
+                self.group.abandon()
+                raise
+
+    @contextmanager
+    def raw(self) -> Iterator[None]:
+        """Run collectives on unchanged tensors, which all ranks are sure to reach."""
+        self._raw = True
+        yield
+        self._raw = False
+
+    def learn_anew(self) -> None:
+        """Discard the expected collectives: the step is run again, perhaps in another way."""
+        self.script, self._expected, self._scripts = [], None, {}
+        self.script_key = ScriptKey()
+
+    def gather(self, key: str, part: Tensor) -> list[Tensor]:
+        """Return the parts of all ranks, [n] float64 each, in order.
+
+        Raises:
+            LockstepError: another rank is somewhere else.
+            RankError: another rank has failed.
+            RanksAgainError: another rank has to run the step again.
+        """
+        self._announce(key, Collective("gather", part.numel()))
+        rows = self.group.gather(_slotted(part, key))
+        flags = torch.stack([row[:SLOTS] for row in rows]).sum(0)
+        self._check(flags, key)
+        return [row[SLOTS:] for row in rows]
+
+    def sum(self, key: str, part: Tensor) -> Tensor:
+        """Return the sum of the parts of all ranks, [n] float64.
+
+        Raises:
+            LockstepError, RankError, RanksAgainError: as in `gather`.
+        """
+        if part.numel() * self.group.size <= FEW:
+            return torch.stack(self.gather(key, part)).sum(0)
+        self._announce(key, Collective("sum", part.numel()))
+        total = self.group.sum(_slotted(part, key))
+        self._check(total[:SLOTS], key)
+        return total[SLOTS:]
+
+    def call(self, key: str) -> None:
+        """Check that all ranks reach this barrier, and can run collectives that cannot fail.
+
+        Raises:
+            LockstepError, RankError, RanksAgainError: as in `gather`.
+        """
+        self._expect(HEADER)
+        self._header(key, 0)
+        self.script.append(HEADER)
+
+    def end(self) -> None:
+        """Check that all ranks reach the end of the step; later failures concern one rank only."""
+        self.call(END)
+        self.over()
+
+    def over(self) -> None:
+        """Record that all ranks have reached the end of the step."""
+        self._over = True
+
+    def off_script(self) -> None:
+        """Stop expecting the earlier step's collectives: a header precedes each from here on."""
+        self._expected = None
+
+    def fail(self, status: Status, message: str = "") -> None:
+        """Raise the flag in the next collective, unless all know already that the step is over.
+
+        What was promised to come before it is sent as zeros.
+
+        Raises:
+            RankError: another rank has failed too, and this one has not.
+            RanksAgainError: another rank has to run the step again in another way.
+        """
+        if self._over or self.group.broken:
+            return
+        if self._raw:
+            self.group.abandon()
+            return
+        self.give_up_early()
+        expected, at = self._expected, len(self.script)
+        coming = expected[at] if expected is not None and at < len(expected) else HEADER
+        flagged = torch.zeros(SLOTS + coming.numbers, dtype=torch.float64)
+        flagged[0] = 1.0
+        if coming.how == "sum":
+            self.group.sum(flagged)
+        else:
+            self.group.gather(flagged)
+        self._exchange_status(status, message)
+
+    def give_up_early(self) -> None:
+        """Send the promised pieces, as zeros where not yet sent, and drop all of them."""
+        early, self.early = self.early, None
+        if early is not None:
+            early.give_up()
+
+    def _announce(self, key: str, coming: Collective) -> None:
+        if self._expected is None:
+            self._header(f"{key} {coming.how}", coming.numbers)
+        else:
+            self._expect(coming)
+        self.script.append(coming)
+
+    def _expect(self, coming: Collective) -> None:
+        """Refuse a collective that other ranks do not expect: they repeat an earlier step."""
+        expected, at = self._expected, len(self.script)
+        if expected is not None and (at >= len(expected) or expected[at] != coming):
+            raise OffScriptError(
+                "every rank must go through the same layers where samples meet, step for step, "
+                "and this one takes another path than in an earlier step of this kind of batch. "
+                'Use batchnorm="local"'
+            )
+
+    def _header(self, key: str, numbers: int) -> None:
+        rows = self.group.gather(_slotted(_filled([numbers]), key))
+        flags = torch.stack(rows).sum(0)
+        self._check(flags[:SLOTS], key)
+        if any(float(row[SLOTS]) != numbers for row in rows):
+            self._elsewhere(f"{key} of {numbers}")
+
+    def _check(self, flags: Tensor, key: str) -> None:
+        flag, keys, squares = (float(value) for value in flags)
+        if flag:
+            self._exchange_status("fine", "")
+        number, size = _number(key), self.group.size
+        if keys != size * number or squares != size * number**2:
+            self._elsewhere(key)
+
+    def _elsewhere(self, key: str) -> None:
+        """Raise an error with the place of each rank: all ranks have found that these differ."""
+        self._over = True
+        places = self.group.objects(key)
+        said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
+        if all(place.startswith(SUMS) for place in places):
+            raise LockstepError(
+                f"every rank must know the same parameters, and {said}: a rank without samples "
+                "does not see those that only the loss holds. Give Engine the optimizer that "
+                "trains them (optimizer=)"
+            )
+        raise LockstepError(
+            "every rank must go through the same layers where samples meet, with the same number "
+            f"of values, and {said}: the model takes another path for other samples. Use "
+            'batchnorm="local", or give every rank the same model, loss, parameters and engine'
+        )
+
+    def _exchange_status(self, status: Status, message: str) -> None:
+        """Exchange the status of all ranks.
+
+        Raises:
+            RankError: a rank has failed, and this one has not.
+            RanksAgainError: nobody has, and a rank has to run the step again.
+            AgainError: the same, from its plan.
+        """
+        self.give_up_early()
+        statuses: list[tuple[Status, str]] = self.group.objects((status, message))
+        said = {one for one, _ in statuses}
+        if "failed" in said:
+            self._over = True
+            if status != "failed":
+                raise RankError(_failures(statuses))
+        elif "anew" in said:
+            self._over = True
+            if status != "anew":
+                raise AgainError
+        else:
+            self.learn_anew()
+            raise RanksAgainError(coupled="coupled" in said)
+
+
+def guarded(coordinator: Coordinator | None, run: Callable[[], T]) -> T:
+    """Run a rank's own part of a step, and notify the other ranks where it fails.
+
+    Args:
+        coordinator: None tells nobody.
+        run: the rest of the step.
+    """
+    if coordinator is None:
+        return run()
+    try:
+        return run()
+    except AgainError:
+        with coordinator.shielded():
+            coordinator.fail("anew")
+        raise
+    except BaseException as error:
+        _tell(coordinator, error)
+        raise
+
+
+def _tell(coordinator: Coordinator, error: BaseException) -> None:
+    try:
+        with coordinator.shielded():
+            coordinator.fail("failed", f"{type(error).__name__}: {error}")
+    except (RankError, RanksAgainError) as other:
+        error.add_note(f"and while the other ranks were told: {other}")
+
+
+def _failures(statuses: list[tuple[Status, str]]) -> str:
+    failed = [(rank, said) for rank, (status, said) in enumerate(statuses) if status == "failed"]
+    words = "; ".join(f"rank {rank}: {said}" for rank, said in failed)
+    return (
+        f"all ranks must make a step, and {len(failed)} of {len(statuses)} failed ({words}): "
+        "no rank has made it, and everything is as it was before"
+    )
+
+
+def _slotted(part: Tensor, key: str) -> Tensor:
+    number = _number(key)
+    row = wide(part.detach()).reshape(-1)
+    return torch.cat([row.new_tensor([0.0, number, number**2]), row])
+
+
+def _filled(numbers: Sequence[float]) -> Tensor:
+    return torch.tensor([*numbers, *[0.0] * (FACTS.numbers - len(numbers))], dtype=torch.float64)
+
+
+def _number(key: str) -> int:
+    return zlib.crc32(key.encode()) % KEYS

@@ -1,0 +1,247 @@
+"""Inputs of a step in the mechanisms' form: batch, modules, leaf tensors, signature.
+
+A person hands over a model, a loss and perhaps an optimizer once, and trees of tensors at every
+step. What follows from them alone, without any state of the engine, is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from anybatch.core import tree
+from anybatch.core.batch import Batch, LazyBatch, TensorBatch
+from anybatch.core.modules import Modules, in_training, is_spread, parameters, walk
+from anybatch.core.norm.counters import BatchStatisticsError, GatherError, training_batchnorms
+from anybatch.core.undo import AgainError
+from anybatch.distributed.sharded import Sharded
+from anybatch.errors import AnybatchError
+from anybatch.execution.case import Case
+from anybatch.execution.reach import Reach
+from anybatch.execution.signature import (
+    Signature,
+    numbers_of,
+    shapes_of,
+    switched_on,
+    tensor_signature,
+)
+from anybatch.lockstep.adaptive import Adaptive, Fixed
+from anybatch.loss.calls import LossCalls
+from anybatch.loss.declared import Algorithm1, Loss
+from anybatch.loss.state import LossState
+from anybatch.memory.paged import paged
+
+LOSS = "loss_fn: "
+"""What the paths of the modules of the loss begin with."""
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """Inputs that are the same in every step.
+
+    Attributes:
+        model: the person's.
+        loss: the loss.
+        optimizer: the optimizer, or None.
+        norms: chooses whether BatchNorm is "exact" or "local".
+        closure: leaves that the loss closes over, found on the way.
+        bare: batch normalisation kernels of forward that no module stands for, found on the way.
+        gathers: calls of `anybatch.gather_batch` and `anybatch.coupled`, found on the way.
+        reach: the largest rows so far of batches that are loaded on the way.
+        rng: "micro_batch" or "batch": whose random draws a micro-batch makes.
+        sharded: has made the model whole for the step; None where it is.
+        changed: paths of the state for which the loss is called once a step, found on the way.
+    """
+
+    model: nn.Module
+    loss: Loss
+    optimizer: torch.optim.Optimizer | None
+    norms: Fixed | Adaptive
+    closure: list[Tensor] = field(default_factory=list)
+    bare: list[str] = field(default_factory=list)
+    gathers: list[str] = field(default_factory=list)
+    reach: Reach = field(default_factory=Reach)
+    rng: str = "micro_batch"
+    sharded: Sharded | None = None
+    changed: list[str] = field(default_factory=list)
+    _states: list[LossState] = field(default_factory=list)
+    _rehearsed: list[bool] = field(default_factory=list)
+
+    @property
+    def state(self) -> LossState:
+        """The places where the loss can have state."""
+        if not self._states:
+            self._states.append(LossState(self.loss.functions(), self.model))
+        return self._states[0]
+
+    def calls(self, *, first: bool) -> LossCalls | None:
+        """Return the checker of loss state around the calls of a step; None without state.
+
+        In the `first` step of a signature values are compared, and so is the loss with itself.
+        Algorithm 1 to the letter calls its loss as often as there are micro-batches.
+        """
+        literal = isinstance(self.loss, Algorithm1)
+        watched = self.state or (first and self.state.written_by_person)
+        if literal or not watched:
+            return None
+        rehearsed = bool(self._rehearsed)
+        return LossCalls(self.state, self.changed, first=first, rehearsed=rehearsed)
+
+    @property
+    def batchnorm(self) -> str:
+        """How the present step normalises: "exact" or "local"."""
+        return self.norms.now
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    def batch(self, inputs: Any, targets: Any, *, several: bool = False) -> Batch:
+        """Return the mini-batch of a step; `several`: one rank of several may have no samples."""
+        if not isinstance(inputs, LazyBatch):
+            return TensorBatch.of(inputs, targets, least=0 if several else 1)
+        if targets is not None:
+            raise AnybatchError(
+                "the targets of a LazyBatch must come from its items, and targets= was given too: "
+                "return (input, target) from the data set and leave targets out"
+            )
+        inputs.paired = self.loss.takes_outputs
+        return inputs
+
+    def modules(self) -> Modules:
+        """Return every module that a step runs: the model's, and those of the loss.
+
+        Of those that the loss reaches without being one, such as a BatchNorm that a lambda closes
+        over, only what has buffers.
+        """
+        self._states[:] = [self.state.current()]
+        of_loss = [fn for fn in self.loss.functions() if isinstance(fn, nn.Module)]
+        every = walk(self.model) + [(LOSS + p, m) for fn in of_loss for p, m in walk(fn)]
+        found = [(LOSS + p, m) for p, m in self.state.modules if m._buffers]
+        if found:
+            there = {id(module) for _, module in every}
+            every += [(path, module) for path, module in found if id(module) not in there]
+        return every
+
+    def leaves(self, modules: Modules, batch: Batch) -> list[Tensor]:
+        """Return every leaf that may receive a gradient, once."""
+        groups = self.optimizer.param_groups if self.optimizer is not None else []
+        every = [
+            *parameters(modules),
+            *self.closure,
+            *(p for group in groups for p in group["params"]),
+            *self.rows_leaves(batch),
+            *self.shards,
+        ]
+        return list({id(p): p for p in every}.values())
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """During a step, the parameters that persist when a model is sharded again."""
+        return [] if self.sharded is None else self.sharded.shards
+
+    def rows_leaves(self, batch: Batch) -> list[Tensor]:
+        """Return the tensors of a batch that receive a gradient themselves."""
+        trees = [] if not isinstance(batch, TensorBatch) else [batch.inputs, batch.targets]
+        return [leaf for _, leaf in tree.tensors(trees) if leaf.requires_grad]
+
+    @contextmanager
+    def detecting(self) -> Iterator[None]:
+        """Record batch normalisation that no module stands for; the step begins again for it.
+
+        Raises:
+            AgainError: it was found in the body.
+        """
+        try:
+            yield
+        except GatherError as error:
+            if self.gathers or self.batchnorm != "exact":
+                raise
+            self.gathers.append(error.call)
+            raise AgainError from error
+        except BatchStatisticsError as error:
+            if self.bare or self.batchnorm != "exact":
+                raise
+            self.bare.append("a call of batch_norm in forward")
+            raise AgainError from error
+
+    def meets(self, modules: Modules) -> list[str]:
+        """Return the names of the layers where samples meet, so that micro-batches need lanes."""
+        of_model = [(path, module) for path, module in modules if not path.startswith(LOSS)]
+        if self.batchnorm != "exact":
+            return []
+        bare = self.bare if any(in_training(module) for _, module in of_model) else []
+        return self.gathers + bare + training_batchnorms(of_model)
+
+    def tensor_signature(self, batch: Batch) -> tuple[Any, ...]:
+        """Return path, dimensions and dtype of every tensor of a batch that is not lazy."""
+        return tensor_signature(batch) if isinstance(batch, TensorBatch) else ("lazy",)
+
+    def signature(self, batch: Batch, modules: Modules, *, trains: bool, before: int) -> Signature:
+        """Return the signature of a plan for a step.
+
+        Args:
+            batch: of the step; of a lazy one a few rows are loaded, once.
+            modules: every module that it runs.
+            trains: with backward.
+            before: bytes of gradients that are there.
+        """
+        rows = self.rows(batch)
+        every = [p for _, module in modules for p in module._parameters.values() if p is not None]
+        modes = (
+            isinstance(batch, TensorBatch),
+            tuple(in_training(module) for _, module in modules),
+            tuple(p.requires_grad for p in every),
+            switched_on(self.optimizer),
+            paged().limit,
+        )
+        shapes, numbers = shapes_of(rows), numbers_of(rows)
+        lanes = bool(self.meets(modules))
+        return Signature(
+            tensor_signature(rows), modes, numbers, lanes, trains, shapes, batch.size, before
+        )
+
+    def rows(self, batch: Batch) -> TensorBatch:
+        """Return the rows that a step is planned with."""
+        if isinstance(batch, TensorBatch):
+            return batch
+        assert isinstance(batch, LazyBatch)
+        return self.reach.rows(batch)
+
+    def case(self, batch: Batch, modules: Modules, *, trains: bool) -> Case:
+        """Return the case of a step, for its dry run."""
+        self._rehearsed[:] = [True]
+        held = paged()
+        return Case(
+            model=self.model,
+            loss=self.loss,
+            rows=self.rows(batch),
+            size=batch.size,
+            lazy=not isinstance(batch, TensorBatch),
+            modules=modules,
+            leaves=[
+                leaf
+                for leaf in self.leaves(modules, _NOTHING)
+                if not (is_lazy(leaf) or is_spread(leaf))
+            ],
+            device=self.device,
+            batchnorm=self.batchnorm,
+            trains=trains,
+            lanes=bool(self.meets(modules)),
+            draws=self.rng == "batch",
+            sharded=self.sharded,
+            paged=held.ids(self.leaves(modules, _NOTHING)),
+            page_bytes=held.limit,
+            state=self.state,
+        )
+
+
+_NOTHING = TensorBatch(None, None, 0)

@@ -1,0 +1,213 @@
+"""Ranks that share the batch of an engine: a single process, or a process group.
+
+Under ``torchrun`` nothing is declared: where a process group is there, the batch is that of all of
+its ranks. A model in DistributedDataParallel is unwrapped, because its reducer would average the
+gradient of each rank's last micro-batch; its process group is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from anybatch.distributed.alike import Alike, Form, Named, has_lazy, values_of
+from anybatch.distributed.beginning import Habit, Here
+from anybatch.distributed.coordinator import Coordinator, Scripts, guarded
+from anybatch.distributed.group import Group, group_of
+from anybatch.distributed.local_batch import Amended, GlobalBatch, LocalBatch
+from anybatch.distributed.ranks import Ranks
+from anybatch.distributed.rng import devices_of, same_rng
+from anybatch.distributed.sharded import Sharded, coordinated
+from anybatch.errors import NotExactError, RankError
+from anybatch.lockstep.ranks import meeting_layers, plain
+
+T = TypeVar("T")
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
+    """Return the model without DistributedDataParallel, and the process group of that or None.
+
+    Raises:
+        NotExactError: a part of the model is in it, whose reducer would wait for other ranks in
+            every micro-batch, and average what it finds.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return unwrapped(model.module)[0], model.process_group
+    for path, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise NotExactError(
+                "DistributedDataParallel must be around the whole model that an engine is given, "
+                f"where it is taken off, and {path} inside of the model is in it: give the engine "
+                "what is inside of that (its .module, accelerator.unwrap_model), since it sums "
+                "gradients over ranks itself"
+            )
+    return model, None
+
+
+class RankSession:
+    """The ranks of an engine, from step to step.
+
+    Args:
+        model: the person's, without DistributedDataParallel.
+        handle: their process group; None is the one of all ranks, if there is one.
+        adaptive: BatchNorm is chosen at every step, by how many samples there are.
+        shared_rng: every step begins with the RNG state of rank 0.
+        sharded: makes the model whole for a step; None (default) where it is.
+
+    Attributes:
+        global_batch: the batch of the present step, over all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: Any,
+        *,
+        adaptive: bool,
+        shared_rng: bool = False,
+        sharded: Sharded | None = None,
+    ) -> None:
+        self.global_batch: GlobalBatch = LocalBatch()
+        self._handle, self._model = None if _is_all(handle) else handle, model
+        self._adaptive, self._shared_rng = adaptive, shared_rng
+        self._rolls = False
+        self._meeting, self._sharded = meeting_layers(model), sharded
+        self._coordinator: Coordinator | None = None
+        self._signature: Any = None
+        self._scripts: dict[Any, Scripts] = {}
+        self._form, self._counts = Form(), False
+        self._most: dict[bool, int] = {}
+        self._habit = Habit()
+        self._dense: dict[Any, tuple[int, ...] | None] = {}
+
+    def together(self, run: Callable[[], T]) -> T:
+        """Run a step on all ranks, if there are several; each learns of a failure.
+
+        Raises:
+            RankError: this process was started as one of several, and they do not know each other;
+                or one was lost in an earlier step.
+        """
+        self._coordinator = coordinator = self._begun()
+        self._rolls = self._shared_rng
+        try:
+            with self.local_layers():
+                if self._sharded is None:
+                    return guarded(coordinator, run)
+                return guarded(coordinator, partial(self._with_full_model, self._sharded, run))
+        finally:
+            self._coordinator = None
+
+    def foreseeing(self, run: Callable[[], T]) -> T:
+        """Run a forecast; only a sharded model requires the call on all ranks."""
+        with self.local_layers():
+            if self._sharded is None:
+                return run()
+            group = group_of(self._handle) if several(self._handle) else None
+            return self._sharded.around(run, group)
+
+    def _with_full_model(self, sharded: Sharded, run: Callable[[], T]) -> T:
+        if self._coordinator is None:
+            return sharded.around(run, None)
+        return sharded.around(run, self._coordinator.group, partial(coordinated, self._coordinator))
+
+    def local_layers(self) -> AbstractContextManager[None]:
+        """Let no layer of the model meet other ranks by itself."""
+        return plain(self._meeting)
+
+    @property
+    def several(self) -> bool:
+        """Whether the present step has others."""
+        return self._coordinator is not None
+
+    def most(self, *, trains: bool) -> int:
+        """Return the most samples that all ranks have had in a step; 0 where there is none yet."""
+        return self._most.get(trains, 0)
+
+    def join(
+        self, here: Here, signature: Any, named: Named, scale: float = 1.0, hooks: int = 0
+    ) -> GlobalBatch:
+        """Return the batch over all ranks; the RNG state may change.
+
+        Args:
+            here: what this rank brings.
+            signature: of the batch; steps of one signature run the same collectives.
+            named: the parameters, which all ranks must have alike.
+            scale: what gradients are multiplied by. Default 1.
+            hooks: a number that the hooks of the parameters give. Default 0: there are none.
+        """
+        self._signature = signature, here.lanes, here.coupled
+        if self._coordinator is not None and self._rolls:
+            self._rolls = False
+            with self._coordinator.shielded():
+                same_rng(self._coordinator, devices_of(self._model))
+        if self._coordinator is None:
+            self.global_batch = LocalBatch(
+                here.size, here.micro_batch, bool(here.lanes), bool(here.coupled)
+            )
+        else:
+            alike = self._alike(self._coordinator.group, named, scale, hooks)
+            scripts, dense = (
+                self._scripts.get(self._signature),
+                self._dense.get(self._signature, ()),
+            )
+            self.global_batch = Ranks(self._coordinator, here, alike, scripts, dense, self._habit)
+            most = self.most(trains=bool(here.trains))
+            earlier = most if here.covers else 0  # no more than there are, where that did not fit
+            self._most[bool(here.trains)] = max(earlier, self.global_batch.size)
+        return self.global_batch
+
+    def _alike(self, group: Group, named: Named, scale: float, hooks: int) -> Alike:
+        order = group.orders.get(self, 0)
+        self._counts = not order and not has_lazy(named)  # which get values in their first step
+        values = 0 if order else values_of(named)
+        return Alike(self._form.number(named), order, values, scale, self._adaptive, hooks)
+
+    def end(self) -> Amended:
+        """Wait until all ranks can commit the step, and record its collectives by signature.
+
+        Returns:
+            (parameter, sum) of gradients that differ from those of the step.
+        """
+        amended = self.global_batch.end()
+        if isinstance(self.global_batch, Ranks) and self._coordinator is not None:
+            self._scripts[self._signature] = script = self._scripts.get(self._signature, {})
+            script |= self.global_batch.script
+            self._dense[self._signature] = self.global_batch.dense
+            if self._counts:
+                self._coordinator.group.number(self)
+        return amended if self._sharded is None else self._sharded.parts(amended)
+
+    def _begun(self) -> Coordinator | None:
+        if not several(self._handle):
+            return None
+        called = self._sharded is not None
+        return Coordinator(group_of(self._handle), facts=int(self._shared_rng), called=called)
+
+
+def _is_all(handle: Any) -> bool:
+    return dist.is_available() and dist.is_initialized() and handle is dist.group.WORLD
+
+
+def several(handle: Any = None) -> bool:
+    """Say whether a batch is shared by several processes.
+
+    Raises:
+        RankError: it should be, and no process group is there.
+    """
+    if dist.is_available() and dist.is_initialized():
+        return bool(dist.get_world_size(handle) > 1)
+    world = os.environ.get("WORLD_SIZE", "1")
+    if dist.is_available() and dist.is_torchelastic_launched() and world != "1":
+        raise RankError(
+            f"the {world} processes that were started together must know each other, and no "
+            'process group is there: call torch.distributed.init_process_group("gloo"), or "nccl" '
+            "on CUDA, before the first step"
+        )
+    return False

@@ -1,0 +1,269 @@
+"""The laws of the draws of a model, learnt from forwards of few rows.
+
+No shape tells which of its dimensions are samples: a micro-batch of 8 with 8 features draws [8, 8].
+So the model is called at several numbers of rows with the same RNG, and the same draws are
+compared: the dimension that has grown holds the samples. Where it holds several entries a sample,
+one sample's are made NaN, and must show in that sample's outputs and in no other's. At last the
+smaller batch is drawn as a part of the larger one, and its outputs must be those rows of it.
+
+    8 rows   [8, 8, 5]    [16, 5]       dimension 0 of both grows, two entries a sample in one
+    4 rows   [4, 8, 5]    [8, 5]        drawn as 4 of the 8, they give the outputs of these
+    7 rows   [7, 8, 5]    [14, 5]       an odd number, where there is one
+
+Draws that are known are made for the whole batch, so a path that is chosen by a coin is the one
+that the step will take; after one that is not known the RNG goes on alike at every size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+
+from anybatch.core import graph, tree
+from anybatch.core.batch import MicroBatch, made_up
+from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.modules import call_model
+from anybatch.core.python_state import PythonState
+from anybatch.core.rng import RNGState
+from anybatch.errors import AnybatchError, NotExactError
+from anybatch.execution.full_batch_rng.kernels import fault_of
+from anybatch.execution.full_batch_rng.law import Law, RowRange, candidates, fitted
+from anybatch.execution.full_batch_rng.learning import EncounteredDraw, Learning, Mark
+from anybatch.execution.full_batch_rng.refuse import WAY_OUT
+from anybatch.execution.full_batch_rng.trial import Trial
+from anybatch.execution.inspection import (
+    layout_of,
+    quietly,
+    rough_layout,
+    row_mismatch,
+    turned,
+    two_sizes,
+)
+from anybatch.execution.step import NO_GRAPH, Layout, Step, copied
+
+FEW = 8
+"""Rows from which laws are learnt, or as few as there are; more where the model wants them."""
+
+
+class DrawnForward(NamedTuple):
+    """One forward: its draws, its outputs, and the RNG state after it."""
+
+    draws: list[EncounteredDraw]
+    outputs: Any
+    rng: RNGState
+
+
+def learn(step: Step) -> None:
+    """Learn the laws of the draws that the step will make and that have none yet.
+
+    RNGState, buffers and attributes are left as they were.
+
+    Args:
+        step: a step that has not begun; its `draws` take in the laws.
+
+    Raises:
+        NotExactError: a draw cannot be made for the whole batch.
+    """
+    assert step.draws is not None
+    rng = RNGState.now()
+    try:
+        with attributes_of(step), quietly(), torch.no_grad():
+            full, part = two_sizes(step) if step.batch.size else _made_up(step)
+            start, few = RNGState.now(), _fewer(full)
+            pairs = ([few] if full.size > FEW else []) + [(full, part)]
+            if not any(Lesson(step, start, *pair).run() for pair in pairs):
+                raise NotExactError(
+                    "draws of the whole batch are known from forwards of several sizes, and the "
+                    f"model cannot be called with {part.size} rows: give larger micro-batches. "
+                    f"{WAY_OUT}"
+                )
+    except BaseException:
+        step.draws.shared.laws.requested.clear()  # nothing has been learnt
+        raise
+    finally:
+        step.buffers.restart()
+        step.forget_casts()
+        rng.put_back()
+
+
+@contextmanager
+def attributes_of(step: Step) -> Iterator[None]:
+    """Restore attributes that forward sets on modules in the body, as it is only an inspection."""
+    saved = PythonState()
+    saved.modules(step.model.modules(), attributes=True)
+    try:
+        yield
+    finally:
+        saved.put_back()
+
+
+def _fewer(full: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+    """Return a few rows, and the last half of these in reverse."""
+    few, half = tree.rows(full.inputs, 0, FEW, full.size), FEW // 2
+    last = turned(tree.rows(few, FEW - half, FEW, FEW), half)
+    return MicroBatch(few, None, FEW), MicroBatch(last, None, half)
+
+
+def _made_up(step: Step) -> tuple[MicroBatch, MicroBatch]:
+    """Return rows of a rank that has none, and the last half of these in reverse."""
+    full = made_up(step.batch, max(2, min(FEW, step.global_batch.size)))
+    half = full.size // 2
+    rows = tree.rows(full.inputs, full.size - half, full.size, full.size)
+    return full, MicroBatch(turned(rows, half), None, half)
+
+
+class Lesson:
+    """The forwards from which laws are learnt; `run` runs them.
+
+    Args:
+        step: the step.
+        rng: the state with which the forward of the full batch begins.
+        full: the first rows of the batch.
+        part: the last of these, in reverse.
+    """
+
+    def __init__(self, step: Step, rng: RNGState, full: MicroBatch, part: MicroBatch) -> None:
+        assert step.draws is not None
+        self._step, self._shared = step, step.draws.shared
+        self._full, self._part = full, part
+        self._start = rng
+        self._fitted: dict[int, Law] = {}
+
+    def run(self) -> bool:
+        """Call the model, and learn from its draws; return whether it could be called."""
+        full, part = self._full, self._part
+        first = self._call_of_fewer(full)
+        second = None if first is None else self._call_of_fewer(part)
+        if first is None or second is None:
+            return False
+        runs = [(full.size, first), (part.size, second), *self._odd()]
+        self._fit(runs)
+        layout = self._layout(first, second)
+        self._settle(second if part.size > 1 else first, part if part.size > 1 else full, layout)
+        if not all(run.rng.others_as(first.rng) for _, run in runs):
+            raise NotExactError(
+                "forward must draw as often for any number of samples, and it draws from random "
+                f"or numpy once a sample: draw with torch, for all of them. {WAY_OUT}"
+            )
+        self._compare(first, layout)
+        for index, law in self._fitted.items():
+            draw = first.draws[index]
+            self._shared.laws.add(draw.place, draw.number, law)
+        self._shared.laws.steady = True
+        return True
+
+    def _odd(self) -> list[tuple[int, DrawnForward]]:
+        """Return a forward of one row less, where the model can take that."""
+        full, n = self._full, self._full.size - 1
+        if n in (0, self._part.size):
+            return []
+        run = self._call_of_fewer(MicroBatch(tree.rows(full.inputs, 0, n, n + 1), None, n))
+        return [] if run is None else [(n, run._replace(outputs=None))]
+
+    def _compare(self, first: DrawnForward, layout: Layout) -> None:
+        """Check that rows drawn as a part of more give the same outputs as among these."""
+        n, m = self._full.size, self._part.size
+        again = self._call(self._part, RowRange(n - m, m, n, turned=True))
+        gap = row_mismatch(first.outputs, again.outputs, layout, m)
+        if gap is not None and not self._step.local:
+            raise NotExactError(
+                f"rows drawn as a part of a larger batch must give what they give in it, and "
+                f"{gap}: forward draws from a generator of its own, or samples meet by what is "
+                f"drawn (a permutation of them). {WAY_OUT}"
+            )
+
+    def _call(
+        self, micro: MicroBatch, among: RowRange | None = None, mark: Mark | None = None
+    ) -> DrawnForward:
+        """Call the model from the RNG state of the start."""
+        step, n = self._step, micro.size
+        reverse = micro is self._part
+        begin = self._full.size - n if reverse else 0
+        rows = self._shared.rows(begin, n, turned=reverse)
+        mode = Learning(self._shared, rows, among or RowRange(0, n, n), dict(self._fitted), mark)
+        self._start.put_back()
+        try:
+            with mode:
+                inputs = (copied(micro) if step.copies else micro).inputs
+                outputs = step.loss.run(partial(call_model, step.model, inputs), inputs)
+            return DrawnForward(mode.draws, outputs, RNGState.now())
+        finally:
+            step.buffers.restart()
+
+    def _call_of_fewer(self, micro: MicroBatch, mark: Mark | None = None) -> DrawnForward | None:
+        """Return None where the model cannot take these rows, or NaN."""
+        outside = sys.exception()
+        try:
+            return self._call(micro, None, mark)
+        except AnybatchError:
+            raise
+        except Exception as error:
+            if isinstance(error, RuntimeError) and graph.NONE in str(error):
+                raise NotExactError(NO_GRAPH) from error
+            expected = mark is not None or isinstance(error, RuntimeError | ValueError | IndexError)
+            if not expected or out_of_memory(error, outside=outside):
+                raise
+            return None
+
+    def _fit(self, runs: list[tuple[int, DrawnForward]]) -> None:
+        """Find the laws of the draws; all runs must have made the same draws."""
+        counts = [n for n, _ in runs]
+        for same in zip_longest(*(run.draws for _, run in runs)):
+            there = [draw for draw in same if draw is not None]
+            if len(there) < len(runs) or len({_key(draw) for draw in there}) > 1:
+                raise _refused(there[0], "how often forward draws depends on the samples")
+        for index, same in enumerate(zip(*(run.draws for _, run in runs), strict=True)):
+            law = fitted([draw.pattern for draw in same], counts)
+            if law is None:
+                shapes = ", ".join(
+                    f"{draw.pattern.sizes} for {n}" for draw, n in zip(same, counts, strict=True)
+                )
+                raise _refused(same[0], f"its shape does not grow with the samples: {shapes}")
+            fault = fault_of(same[0].name, law, len(same[0].pattern.sizes))
+            if fault is not None:
+                raise _refused(same[0], fault)
+            self._fitted[index] = law
+
+    def _layout(self, first: DrawnForward, second: DrawnForward) -> Layout:
+        step = self._step
+        if step.layout:
+            return step.layout
+        n, m = self._full.size, self._part.size
+        if step.loss.takes_outputs:
+            return layout_of(first.outputs, second.outputs, n, m)
+        return rough_layout(first.outputs, second.outputs, n, m)
+
+    def _settle(self, base: DrawnForward, micro: MicroBatch, layout: Layout) -> None:
+        """Find how the entries of a sample lie, where a draw has several along its dimension."""
+
+        def call(mark: Mark) -> Any:
+            run = self._call_of_fewer(micro, mark)
+            return None if run is None else run.outputs
+
+        for index, law in self._fitted.items():
+            draw, n = base.draws[index], micro.size
+            if law.dim is None or draw.pattern.sizes[law.dim] == n:
+                continue
+            trial = Trial(index, call, base.outputs, layout, n)
+            choices = candidates(law, draw.pattern.sizes[law.dim], n)
+            found = next((one for one in choices if trial.holds(one)), None)
+            if found is None:
+                raise _refused(draw, "no sample's outputs show which of its entries are theirs")
+            self._fitted[index] = found
+
+
+def _key(draw: EncounteredDraw) -> tuple[Any, ...]:
+    return draw.place.chain, draw.number, draw.func
+
+
+def _refused(draw: EncounteredDraw, why: str) -> NotExactError:
+    return NotExactError(
+        f"random draws must be those of the whole batch, and {draw.name} at {draw.place.words} "
+        f"cannot be: {why}. {WAY_OUT}"
+    )

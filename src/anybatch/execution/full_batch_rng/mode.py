@@ -1,0 +1,246 @@
+"""Dispatch mode in which a micro-batch draws the undivided batch's numbers for its rows.
+
+``torch.random.fork_rng`` gives a micro-batch the RNG state of the step's start, and then it still
+draws the numbers of the *first* rows, because a generator gives as many as are requested. So every
+draw is made for the full batch, by the same kernel, in the same shape and place in memory, and the
+micro-batch gets its rows. All micro-batches then move the RNG state alike, to where the undivided
+batch would leave it.
+
+    RNG at the start ──> mu_0: draw [N, C], keep rows 0..n    ──> RNG as after the full batch
+    RNG at the start ──> mu_1: draw [N, C], keep rows n..2n   ──> the same
+
+What is computed again in backward is recognised by the RNG state, which checkpointing restores.
+
+Memory: while a draw is made, there is one of the whole batch; it is freed before the next kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.core.batch import MicroBatch
+from anybatch.core.rng import RNGState
+from anybatch.errors import NotExactError
+from anybatch.execution.full_batch_rng.kernels import Draw, category_of
+from anybatch.execution.full_batch_rng.law import Law, Pattern, RowRange
+from anybatch.execution.full_batch_rng.refuse import (
+    WAY_OUT,
+    drawn_late,
+    refuse_generator,
+    state_now,
+    unmoved,
+)
+from anybatch.execution.full_batch_rng.shared import Drawn, SharedDraws, UnknownDrawError, ask
+from anybatch.execution.full_batch_rng.site import site
+from anybatch.loss.watched import NotAPartError
+
+T = TypeVar("T")
+NOWHERE = Pattern((), ())
+
+
+class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode of full-batch draws, for a micro-batch's forward, loss and backward.
+
+    Args:
+        shared: of the step.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, shared: SharedDraws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shared = shared
+        self.rows = RowRange(0, shared.size, shared.size)
+        self._on = 0
+        self._forward: bool | None = None
+        self._count = 0
+        self._numbers: dict[tuple[int, ...], int] = {}
+
+    def __enter__(self) -> FullBatchRNG:
+        self._on += 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._on -= 1
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def of_lane(self) -> FullBatchRNG:
+        """Return one for another micro-batch that is under way at the same time."""
+        return FullBatchRNG(self.shared)
+
+    def watch(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield micro-batches as they are loaded; the first to be computed records the RNG state.
+
+        Raises:
+            NotExactError: loading draws, between the forwards of micro-batches.
+        """
+        shared, loaded = self.shared, iter(micro_batches)
+        shared.begin()
+        before = RNGState.now() if shared.several else None
+        micro = next(loaded, None)
+        if before is not None and not before.same_as(RNGState.now()):
+            raise _loaded()  # every rank loads other samples
+        while micro is not None:
+            yield micro
+            rng = RNGState.now()
+            micro = next(loaded, None)
+            if not rng.same_as(RNGState.now()):
+                raise _loaded()
+
+    def forward(self, micro: MicroBatch, run: Callable[[], T]) -> T:
+        """Run the forward of a micro-batch, from the RNG state of the step's start.
+
+        Raises:
+            UnknownDrawError: something is drawn that has no law yet.
+            NotExactError: it draws what the whole batch would not.
+        """
+        if not self._on:
+            return run()
+        shared = self.shared
+        self.rows = shared.rows(micro.begin, micro.size)
+        if shared.start is None:
+            shared.start = RNGState.now()
+        else:
+            shared.start.put_back()
+        self._count = 0
+        self._numbers.clear()
+        self._forward = True
+        outputs = run()
+        self._forward = False
+        self._compare_ends()
+        return outputs
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Draw in the body as torch does, because it computes with the full batch."""
+        self.shared.paused = True
+        try:
+            yield
+        finally:
+            self.shared.paused = False
+
+    @contextmanager
+    def full_loss_draws(self) -> Iterator[None]:
+        """Draw in the body as torch does, because it computes the loss of the full batch."""
+        with self.paused():
+            yield
+        self.shared.end = RNGState.now()
+
+    def settle(self) -> None:
+        """Restore the RNG state as the loss of the full batch has set it."""
+        if self.shared.end is not None:
+            self.shared.end.put_back()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel; one that draws, for the full batch."""
+        kwargs = kwargs or {}
+        category = category_of(func)
+        if not category or self._forward is None or self.shared.paused:
+            return func(*args, **kwargs)
+        if category in ("stateful", "unknown"):
+            return unmoved(func, args, kwargs)
+        draw = Draw(func, args, kwargs, category)
+        if draw.idle:
+            return draw.plain()
+        refuse_generator(draw)
+        with torch._C.DisableTorchFunction():
+            drawn, full = self._recorded(draw)
+            if drawn.law.dim is None:
+                return draw.plain()
+            return draw.draw_full(drawn.law, full, self.rows)
+
+    def _recorded(self, draw: Draw) -> tuple[Drawn, Pattern]:
+        """Return the first micro-batch's draw here, and the pattern of the full-batch draw."""
+        shared, state, own = self.shared, state_now(), draw.pattern
+        backward = torch._C._current_graph_task_id() != -1
+        again = self._again(state, own) if backward or not self._forward else None
+        if again is not None:
+            return again
+        if not self._forward:
+            # The loss draws: of the whole batch it does as it should.
+            raise drawn_late(draw) if backward else NotAPartError
+        index, self._count = self._count, self._count + 1
+        if index < len(shared.draws):
+            drawn = shared.draws[index]
+            full = drawn.law.full_pattern(own, self.rows)
+            if (drawn.func, drawn.state) != (draw.func, state) or not _same(full, drawn.full):
+                raise _other(draw)
+            assert full is not None
+            return drawn, full
+        if shared.end is not None:
+            raise _other(draw)
+        law, full = self._law(draw, own)
+        drawn = Drawn(draw.func, law, full, state)
+        shared.draws.append(drawn)
+        twin = shared.by_state.get(state)
+        if twin is not None and twin.law != law:  # the RNG was set by hand: which is meant?
+            drawn = Drawn(draw.func, law, NOWHERE, state)
+        shared.by_state[state] = drawn
+        return shared.draws[-1], full
+
+    def _again(self, state: Any, own: Pattern) -> tuple[Drawn, Pattern] | None:
+        """Return a draw of forward that is made again, by the RNG state."""
+        drawn = self.shared.by_state.get(state)
+        full = None if drawn is None else drawn.law.full_pattern(own, self.rows)
+        return (drawn, full) if drawn and full and _same(full, drawn.full) else None
+
+    def _law(self, draw: Draw, own: Pattern) -> tuple[Law, Pattern]:
+        place = site(self.shared.modules)
+        number = self._numbers[place.chain] = self._numbers.get(place.chain, -1) + 1
+        law = self.shared.laws.find(place, number)
+        full = None if law is None else law.full_pattern(own, self.rows)
+        if law is None or full is None:
+            ask(self.shared.laws, (place.chain, number, law), f"{draw.name} at {place.words}")
+            raise UnknownDrawError
+        return law, full
+
+    def _compare_ends(self) -> None:
+        """Check that every micro-batch ends with the RNG state of the first."""
+        shared = self.shared
+        assert shared.start is not None
+        now = RNGState.now()
+        if shared.end is not None:
+            if self._count != len(shared.draws) or not now.same_as(shared.end):
+                raise NotExactError(
+                    "every micro-batch must draw as often as the others, and one has left the "
+                    f"random generators elsewhere: what forward draws depends on the samples. "
+                    f"{WAY_OUT}"
+                )
+            return
+        if not shared.laws.steady and not now.others_as(shared.start):
+            ask(shared.laws, "random", "a draw from random or numpy")
+            raise UnknownDrawError
+        shared.end = now
+        shared.laws.requested.clear()
+
+
+def _same(one: Pattern | None, other: Pattern) -> bool:
+    return one is not None and one.clean() == other.clean()
+
+
+def _loaded() -> NotExactError:
+    return NotExactError(
+        "samples must be loaded without the global random generators, and loading a "
+        "micro-batch moved them: the whole batch would be loaded before its forward "
+        f"draws. Load with workers=1 or more, or draw from a generator. {WAY_OUT}"
+    )
+
+
+def _other(draw: Draw) -> NotExactError:
+    return NotExactError(
+        f"every micro-batch must draw the same, and one draws {draw.name} where another draws "
+        "something else, or in another shape: the model takes another path for other samples. "
+        f"{WAY_OUT}"
+    )

@@ -1,0 +1,145 @@
+"""Capacity for waiting lanes: the budget, less the needs of the kernel that needs the most.
+
+The lane that runs needs of its own memory only what the kernels of its segment touch, between two
+barriers. What it has made in earlier segments may be offloaded until then, as that of all other
+lanes may. So a step in lanes is, at every kernel t of a segment, what is there in any case and what
+has been touched in this segment (`resident`), and in addition what waits. No more waits than the
+capacity, nor than all lanes have made:
+
+    waits_t      = untouched_t + (lanes - 1) * max(a lane's bytes at both ends of the segment)
+    capacity(s)  = budget - max resident_t over all t of s where resident_t + waits_t > budget
+    predicted    = max_t (resident_t + min(capacity(segment of t), waits_t))
+
+A segment in which little is touched, as in forward while there are no gradients yet, leaves more
+capacity than the last ones of backward. Other lanes are at one of the two ends of the segment,
+because a lane waits nowhere else. Where all that waits fits, nothing is evicted at all.
+
+No torch here: a lane is data.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from anybatch.core.memory import Capacity
+from anybatch.memory.timeline import Bytes, Timeline
+
+Sizes = Counter[int]
+"""Bytes of a storage -> how many there are of it."""
+
+WAITING = "waiting, at most"
+"""The owner of what micro-batches that wait for others may hold."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """A lane of a step, kernel by kernel, as its rehearsal has shown it; all of it in bytes.
+
+    Attributes:
+        resident: owner -> what is there and may not be evicted: what is there once for all lanes,
+            and what the segment of this lane has touched.
+        untouched: [events] what this lane has made in earlier segments and not touched in this one.
+        at_barrier: [events] what a lane holds that has not begun this segment, or has ended it: the
+            more.
+        segments: [events] the number of the segment, from 1; 0 for what may be in any of them.
+        stays: what each lane has of its own and that is never evicted; one lane's is in `resident`.
+        makes: the most that a kernel makes in each segment, the first one first.
+        shared: the most that has come in each segment and may not be evicted, or is there for all
+            lanes.
+        storages: in each segment the sizes of storages, and how many of each there are at most, of
+            a lane that waits; and of the one that runs.
+    """
+
+    resident: Timeline
+    untouched: Bytes
+    at_barrier: Bytes
+    segments: Bytes
+    stays: int = 0
+    makes: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+    storages: tuple[tuple[Sizes, Sizes], ...] = ()
+
+    def waits(self, lanes: int, shown: int = 0) -> Bytes:
+        """Return the most bytes of all `lanes` at each event, besides those that must be resident.
+
+        Args:
+            lanes: how many.
+            shown: bytes of outputs that are kept for an observer. Default 0.
+
+        Returns:
+            [events]
+        """
+        return self.untouched + (lanes - 1) * self.at_barrier + shown
+
+    def others(self, lanes: int) -> int:
+        """Return the bytes that all lanes but one have of their own and that must be resident."""
+        return (lanes - 1) * self.stays
+
+    def capacity(self, budget: int, waits: Bytes) -> tuple[int, ...] | None:
+        """Return the capacity for waiting lanes in each segment; None where all of them fit.
+
+        Args:
+            budget: bytes for resident and waiting ones.
+            waits: as above.
+
+        Returns:
+            Bytes, the first segment first; negative where the lane that runs does not fit.
+        """
+        resident = self.resident.live.sum(1)
+        if not (resident + waits > budget).any():
+            return None
+        count = int(self.segments.max(initial=0))
+        everywhere = self.segments == 0
+        return tuple(
+            _capacity(budget, resident[here], waits[here])
+            for here in (everywhere | (self.segments == segment) for segment in range(1, count + 1))
+        )
+
+    def later(self, owner: str) -> tuple[int, ...]:
+        """Return the bytes of an owner that are added after each segment, first one first."""
+        if owner not in self.resident.owners or not len(self.segments):
+            return ()
+        there = self.resident.live[:, self.resident.owners.index(owner)]
+        segments = range(1, int(self.segments.max()) + 1)
+        return tuple(
+            int(there.max() - there[self.segments == segment].max()) for segment in segments
+        )
+
+    def step(self, held: Mapping[str, int], waits: Bytes, capacity: Capacity) -> Timeline:
+        """Return the timeline of the step, with the bytes `held` throughout, by owner.
+
+        Args:
+            held: owner -> bytes.
+            waits: as above.
+            capacity: of these; None lets all of it be resident.
+        """
+        ledger = self.resident.plus({**held, WAITING: 0})
+        if isinstance(capacity, tuple):
+            of_segment = np.array([max(capacity), *capacity])
+            there = np.minimum(waits, of_segment[self.segments])
+        else:
+            there = waits if capacity is None else np.minimum(waits, capacity)
+        ledger.live[:, ledger.owners.index(WAITING)] += there
+        return ledger
+
+
+def _capacity(budget: int, resident: Bytes, waits: Bytes) -> int:
+    """Return the most bytes that may wait next to those that must be resident in a segment."""
+    short = resident + waits > budget
+    return budget - int(resident[short].max()) if short.any() else int(waits.max(initial=0))
+
+
+def least(capacity: Capacity) -> int:
+    """Return the smallest capacity of any segment; 0 where all that waits may be resident."""
+    return min(capacity, default=0) if isinstance(capacity, tuple) else capacity or 0
+
+
+def in_segment(capacity: Capacity, segment: int) -> int:
+    """Return the capacity in a segment, from 1; in one without a forecast, the smallest."""
+    if isinstance(capacity, tuple):
+        return capacity[segment - 1] if 1 <= segment <= len(capacity) else least(capacity)
+    return capacity or 0

@@ -1,0 +1,269 @@
+"""Lanes that are paged between kernels, where not even one lane fits in memory.
+
+Where samples meet in BatchNorm there are two ways for a batch that fits in no other. Undivided with
+saved tensors offloaded (`anybatch.planner.offloaded`) it computes as torch does, and the widest
+layer of the full batch must fit. In lanes of which everything may be evicted between two kernels
+(`anybatch.memory.pager`), the widest layer of one micro-batch must.
+
+    undivided   widest layer x N_B  <= budget     chosen where it fits
+    lanes       widest layer x n    <= budget     the largest n
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+import torch
+
+from anybatch.core.absent import enough
+from anybatch.core.batch import count_micro_batches
+from anybatch.core.memory import Candidate, Memory
+from anybatch.core.plan import OffloadPlan
+from anybatch.core.rounding import allocated
+from anybatch.core.units import show_bytes, show_samples
+from anybatch.errors import BudgetError
+from anybatch.execution.signature import RunPlan
+from anybatch.memory.filling import filled
+from anybatch.memory.lockstep_budget import Lane
+from anybatch.memory.spill import Spill, require_space
+from anybatch.memory.step_timeline import Phase, StepTimeline
+from anybatch.memory.timeline import Timeline, joined
+from anybatch.offload.chain import OUTSIDE
+from anybatch.planner.forecast import Forecast, merged, total
+from anybatch.planner.touching import GRADIENTS, lane_of
+from anybatch.planner.widths import Widths, widths
+
+OF_LANES = "all micro-batches, kernel by kernel"
+"""The phase of what lanes do between two barriers, and then between the next."""
+
+SHARED = "shared by lanes"
+"""The owner of what lanes find together and all of them use."""
+
+LANES = "lanes"
+"""The owner of what all micro-batches hold, the one that runs among them."""
+
+
+class LockstepPhase(NamedTuple):
+    """Memory of one lockstep phase between two barriers, in bytes.
+
+    Attributes:
+        absent: what comes later of gradients and of what all lanes share.
+        makes: the most that a kernel makes.
+        storages: sizes of what lanes have, and how many there are of each; None if unclear.
+        more: what lanes may hold above the limit.
+    """
+
+    absent: int
+    makes: int
+    storages: Counter[int] | None
+    more: int
+
+
+class PagedLockstep:
+    """Choice of a size for lanes that are paged between kernels, for one signature.
+
+    Args:
+        foreseen: what its steps hold in memory.
+        size: N_B, samples in the mini-batch.
+        device: where it is computed.
+        most: samples that a micro-batch may have.
+        budget: bytes.
+        source: where these come from, in words.
+        spill: store of evicted storages.
+    """
+
+    def __init__(
+        self,
+        foreseen: Forecast,
+        size: int,
+        device: torch.device,
+        *,
+        most: int,
+        budget: int,
+        source: str,
+        spill: Spill,
+    ) -> None:
+        self._foreseen, self._size, self._device, self._most = foreseen, size, device, most
+        self._budget, self._source, self._spill = budget, source, spill
+        self._widths: dict[int, Widths] = {}
+
+    @property
+    def possible(self) -> bool:
+        """Whether a dry run is possible, and the batch can be divided or is over ranks."""
+        return self._foreseen.case is not None and (
+            self._size > 1 or self._foreseen.global_samples > 0
+        )
+
+    def fits(self, n: int) -> bool:
+        """Say whether lanes of `n` samples do."""
+        return self._of(n).floor <= self._budget
+
+    def best(self) -> int:
+        """Return the most samples, of 1, 2, 4 ..., that fit; 0 where none do.
+
+        What is evicted of larger lanes is no less, but they meet less often and their kernels are
+        larger. Over ranks all that there are may be in one lane. What holds more samples holds no
+        less, so a few of these sizes are rehearsed, and not all.
+        """
+        undivided = self._most >= self._size and not self._foreseen.global_samples
+        sizes = [1 << k for k in range(self._most.bit_length()) if 1 << k < self._most]
+        sizes += [] if undivided else [self._most]
+        first = bisect_left(sizes, True, key=lambda n: not self.fits(n))
+        return sizes[first - 1] if first else 0
+
+    def planned(self, n: int) -> RunPlan:
+        """Return how a batch is run in lanes of `n` samples.
+
+        Raises:
+            BudgetError: they do not fit.
+            StoreError: what is evicted does not fit in the store.
+        """
+        found, count = self._of(n), count_micro_batches(self._size, n)
+        if not self.fits(n):
+            self._refuse(n)
+        every, limit = found.every(count), self._left(n)
+        sent = max(0, every - limit)
+        require_space(every if sent else 0, self._spill.where(self._device))
+        phases = self._phases(n)
+        inside = self._fullest(n, phases)
+        owners = max(inside, found.other_peak, key=total)
+        foreseen, size = self._foreseen, self._size
+        memory = Memory(
+            budget=self._budget,
+            source=self._source,
+            predicted=total(owners),
+            owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+            floor=self._of(1).floor,
+            undivided=foreseen.peak(size, size),
+            how=f"{foreseen.how}, all that a kernel does not need away",
+            candidates=self._candidates(),
+        )
+        offload = OffloadPlan(
+            store=self._spill.store(self._device),
+            folder=self._spill.folder,
+            capacity=(limit, limit),
+            saved=found.holds,
+            sent=sent,
+            most=every if sent else 0,
+            segment_extra=tuple(phase.more for phase in phases),
+            segment_kernel=tuple(phase.makes for phase in phases),
+        )
+        inspection = foreseen.inspection
+        passes = partial(_passes, found, limit, count, memory)
+        return RunPlan(
+            n,
+            False,
+            memory,
+            inspection.coupled,
+            inspection.loss,
+            lanes=True,
+            offload=offload,
+            passes=passes,
+        )
+
+    def _refuse(self, n: int) -> NoReturn:
+        """Raise an error with the bytes that lanes of `n` samples need.
+
+        Raises:
+            BudgetError: always.
+        """
+        found = self._of(n)
+        smaller = f"micro_batch={self.best()} or less, or " if n > 1 and self.best() else ""
+        raise BudgetError(
+            f"a step must fit in memory, and in lanes of {show_samples(n)}, with all tensors that "
+            f"a kernel does not need offloaded, it needs {show_bytes(found.floor)}, and "
+            f"{show_bytes(self._budget)} is there ({self._source}): give {smaller}"
+            f"{enough(found.floor)} or more, smaller samples, or an optimizer that keeps less",
+            needed=found.floor,
+            budget=self._budget,
+        )
+
+    def _candidates(self) -> tuple[Candidate, ...]:
+        return tuple(
+            Candidate(n, one.floor, offloaded=True) for n, one in sorted(self._widths.items())
+        )
+
+    def _phases(self, n: int) -> list[LockstepPhase]:
+        """Return the phases of lanes of `n` samples; none where they cannot be traced."""
+        lane, found = lane_of(self._foreseen, n, self._size), self._of(n)
+        case, count = self._foreseen.case, count_micro_batches(self._size, n)
+        if lane is None or case is None:
+            return []
+        counted = found.there.get(GRADIENTS, 0)
+        absent = [min(counted, size) for size in lane.later(GRADIENTS)]
+        if not lane.makes or len(absent) != len(lane.makes):
+            return [LockstepPhase(size, found.makes, None, size) for size in absent]
+        sums, shared = Counter(allocated(leaf) for leaf in case.leaves), self._shared(lane, n)
+        missing = [size + max(shared) - coming for size, coming in zip(absent, shared, strict=True)]
+        phases = []
+        for size, makes, (waits, runs) in zip(missing, lane.makes, lane.storages, strict=True):
+            made = min(makes, found.makes)
+            every = sum([waits] * (count - 1), sums + runs)
+            counts = every if self._size % n == 0 else None  # a smaller lane has others
+            phases.append(LockstepPhase(size, made, counts, size + found.makes - made))
+        return phases
+
+    def _fullest(self, n: int, phases: list[LockstepPhase]) -> dict[str, int]:
+        """Return owner -> bytes in the phase in which all lanes hold the most.
+
+        What comes later is counted where it will be, and less by as much for lanes.
+        """
+        found, limit = self._of(n), self._left(n)
+        every = found.every(count_micro_batches(self._size, n))
+        rows = [merged(found.there, {LANES: min(limit, every) + found.makes})] if not phases else []
+        for phase in phases:
+            available = limit + phase.more
+            held = (
+                min(available, every)
+                if phase.storages is None
+                else filled(phase.storages, available)
+            )
+            rows.append(merged(found.there, {LANES: held + phase.makes - phase.absent}))
+        return {owner: count for owner, count in max(rows, key=total).items() if count}
+
+    def _left(self, n: int) -> int:
+        return self._of(n).limit(self._budget)
+
+    def _of(self, n: int) -> Widths:
+        if n not in self._widths:
+            fakes = self._foreseen.case
+            assert fakes is not None
+            found = widths(self._foreseen, fakes, n, self._size)
+            lane = lane_of(self._foreseen, n, self._size)
+            shared = max(self._shared(lane, n)) + self._backwards()
+            self._widths[n] = replace(found, there=merged(found.there, {SHARED: shared}))
+        return self._widths[n]
+
+    def _backwards(self) -> int:
+        """Return the bytes of gradients of rows that were gathered, which all lanes share, too."""
+        case, foreseen = self._foreseen.case, self._foreseen
+        trains = case is not None and case.trains
+        return (
+            foreseen.inspection.gathers * max(self._size, foreseen.global_samples) if trains else 0
+        )
+
+    def _shared(self, lane: Lane | None, n: int) -> list[int]:
+        """Return the bytes in each phase of a lane that cannot be evicted, with other lanes'."""
+        if lane is None or not lane.shared:
+            return [0]
+        others = lane.others(count_micro_batches(self._size, n))
+        return [others + size for size in lane.shared]
+
+
+def _passes(found: Widths, limit: int, count: int, memory: Memory) -> StepTimeline:
+    """Return such a step as it passes: all lanes go through the kernels of one, one by one."""
+    owners = (*found.there, LANES)
+    there = list(found.there.values())
+    most = memory.predicted - sum(there)  # whole storages may not fill the limit
+    rows = [[*there, min(min(limit, count * held) + found.makes, most)] for held in found.held]
+    ledger, phases = Timeline(owners, found.events, np.array(rows)), [Phase(OF_LANES, 0)]
+    if memory.predicted > ledger.peak:
+        last = Timeline(("beside",), (OUTSIDE,), np.array([[memory.predicted]]))
+        ledger = joined([ledger, last])
+        phases.append(Phase(OUTSIDE, len(rows)))
+    return StepTimeline("", ledger, memory.budget, tuple(phases))

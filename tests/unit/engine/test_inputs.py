@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from anybatch import LazyBatch
+from anybatch.core.rng import RNGState
+from anybatch.engine.inputs import LOSS, StepInputs
+from anybatch.errors import AnybatchError
+from anybatch.execution.signature import shapes_of
+from anybatch.lockstep.adaptive import Fixed
+from anybatch.loss.watched import CallableLoss
+
+
+def step_inputs(
+    optimizer: torch.optim.Optimizer | None = None, loss: nn.Module | None = None
+) -> StepInputs:
+    return StepInputs(
+        nn.Linear(5, 3), CallableLoss(loss or F.cross_entropy), optimizer, Fixed("exact")
+    )
+
+
+def test_leaves_are_those_of_model_loss_optimizer_closure_and_batch_each_once() -> None:
+    other, inside = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    loss = nn.CrossEntropyLoss()
+    loss.scale = nn.Parameter(torch.ones(1))
+    it = step_inputs(torch.optim.SGD([other]), loss)
+    it.closure.append(inside)
+    x = torch.ones(4, 5, requires_grad=True)
+    batch = it.batch(x, torch.zeros(4).long())
+    found = it.leaves(it.modules(), batch)
+    want = [*it.model.parameters(), loss.scale, inside, other, x]
+    assert {id(t) for t in found} == {id(t) for t in want}
+    assert len(found) == len(want)
+    assert [path for path, _ in it.modules() if path.startswith(LOSS)] == [LOSS]
+
+
+def test_kinds_know_no_sizes_and_shapes_no_rows() -> None:
+    it = step_inputs()
+    y = torch.zeros(4).long()
+    one, other = (it.batch(torch.ones(n, 5), y[:n]) for n in (4, 2))
+    assert it.tensor_signature(one) == it.tensor_signature(other)
+    assert shapes_of(one) == shapes_of(other) == ((5,), ())
+    assert it.tensor_signature(it.batch(torch.ones(4, 5).double(), y)) != it.tensor_signature(one)
+    lazy = it.batch(LazyBatch(TensorDataset(torch.ones(4, 5), y)), None)
+    assert it.tensor_signature(lazy) == ("lazy",)
+
+
+def test_the_rows_that_are_loaded_of_a_lazy_batch_draw_nothing() -> None:
+    class Draws(TensorDataset):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+            x, y = super().__getitem__(index)
+            return x + torch.rand(()), y
+
+    it, before = step_inputs(), RNGState.now()
+    batch = it.batch(LazyBatch(Draws(torch.ones(40, 5), torch.zeros(40).long())), None)
+    case = it.case(batch, it.modules(), trains=True)
+    assert (case.size, case.rows.size, case.lazy) == (40, 9, True)
+    signature = it.signature(batch, it.modules(), trains=True, before=0)
+    assert (signature.shapes, signature.size) == (((5,), ()), 40)
+    assert RNGState.now().same_as(before)
+
+
+def test_targets_next_to_a_lazy_batch_are_refused() -> None:
+    lazy = LazyBatch(TensorDataset(torch.ones(4, 5), torch.zeros(4).long()))
+    with pytest.raises(AnybatchError, match="must come from its items"):
+        step_inputs().batch(lazy, torch.zeros(4))
