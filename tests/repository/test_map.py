@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "anybatch"
 FOLDERS = sorted(path.parent for path in SOURCE.rglob("__init__.py") if path.parent != SOURCE)
+NAMED = re.compile(r"\btest_\w+")
 ROW = re.compile(r"^\| (`.*?\)) \|", re.MULTILINE)
 LINK = re.compile(r"\]\(src/(\S+?)(?:/__init__)?\.py\)")
 
@@ -45,3 +46,13 @@ def test_the_way_of_a_step_names_what_is_there(row: str, names: list[str]) -> No
         assert found, name
         owner = found[0]
         assert not rest or hasattr(owner, rest), name
+
+
+def test_a_comment_names_a_test_that_is_there() -> None:
+    """The one that fails without the code below it."""
+    files = [*ROOT.glob("tests/**/*.py"), *ROOT.glob("benchmarks/**/*.py")]
+    there = {path.stem for path in files}
+    there |= {name for path in files for name in re.findall(r"def (test_\w+)", path.read_text())}
+    lines = "\n".join(path.read_text() for path in SOURCE.rglob("*.py")).splitlines()
+    comments = [line.partition("#")[2] for line in lines if "#" in line]
+    assert {name for line in comments for name in NAMED.findall(line)} - there == set()

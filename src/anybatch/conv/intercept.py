@@ -201,7 +201,8 @@ class _Installed:
         library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         try:
             with warnings.catch_warnings():
-                # torch warns where a kernel of this very device is replaced, which is intended
+                # torch warns where a kernel of this device is replaced, which is intended
+                # (test_a_warning_while_a_kernel_is_replaced_is_no_error).
                 warnings.simplefilter("ignore")
                 for name, fn in zip(NAMES, (ours.forward, ours.backward), strict=True):
                     library.impl(  # type: ignore[no-untyped-call]

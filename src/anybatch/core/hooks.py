@@ -109,7 +109,8 @@ class LeafHooks:
         self._suspended[id(leaf)] = Suspended(leaf, held, entries)
         if before is not None:
             leaf._backward_hooks = None
-        # torch comes to the leaves in an order of its own, which hooks that share state rely on
+        # torch reaches leaf tensors in an order of its own, on which hooks that share state rely
+        # (test_hooks_fire_once_on_the_gradient_of_the_full_batch).
         note = service(partial(self._note, id(leaf)))
         leaf._post_accumulate_grad_hooks = OrderedDict([*ours.items(), (-1, note)])
 

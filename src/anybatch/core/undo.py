@@ -239,7 +239,8 @@ class Before:
     def _reset_modes(self) -> None:
         torch.set_grad_enabled(self.grad_mode)
         if self.functions_on and not torch._C._is_torch_function_enabled():
-            # an interrupt on the last line of its body leaves it entered; a new one was never
+            # An interrupt on the last line of its body skips its exit, and a new one was not
+            # entered (test_a_step_that_fails_leaves_functions_of_torch_traced).
             torch._C.DisableTorchFunction().__exit__(None, None, None)
         while _len_torch_function_stack() > self.modes:
             _pop_mode()  # type: ignore[no-untyped-call]

@@ -262,6 +262,7 @@ class Ranks:
         check = torch.tensor([own.checksum()], dtype=torch.float64)
         found = [float(row) for row in self._coordinator.gather("the RNG state", check)]
         first = found[self._first]
+        # A rank without samples draws nothing (test_draws_are_those_of_the_batch_of_all_ranks).
         other = [r for r, size in enumerate(self._sizes) if size and found[r] != first]
         if other:
             raise different_draws(self._first, other)

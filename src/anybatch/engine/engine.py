@@ -358,7 +358,8 @@ class Engine:
         facts = of_run(step, self._runner.failed_at(step))
         memory = None if run_plan is None else run_plan.memory
         left = None if run_plan is None else run_plan.offload
-        # A last partial batch that needs no splitting does not change the plan of the others.
+        # A last partial batch that needs no splitting does not change the plan of the others
+        # (test_last_and_plan_say_what_the_step_was).
         now = facts, memory, self._convolutions.count
         if now != self._facts and (facts.divided or self._plan is None):
             self._facts, decided = now, decide(facts, memory, left)

@@ -295,7 +295,8 @@ class Runner:
         if step.divided:
             refuse_scripted(self._inputs.model)
         laws = self._laws.setdefault(step.signature, Laws())
-        # An interrupted step has asked and learnt nothing (test_a_ctrl_c_while_draws_are_learnt).
+        # An interrupted step has requested laws and learnt none
+        # (test_a_ctrl_c_while_draws_are_learnt_leaves_an_engine_that_can_go_on).
         laws.requested.clear()
         modules = {id(module) for module in self._inputs.model.modules()}
         global_batch = step.global_batch
@@ -408,7 +409,8 @@ class Runner:
         if traits is None:
             step.discover = discoverer(step, before, self._inputs.closure)
         try:
-            # what the first look has not come to
+            # Forward may call batch_norm where the inspection has not observed it
+            # (test_only_some_micro_batches_is_refused).
             with self._inputs.detecting(), self._listening(before):
                 return self._streamed_or_gathered(step, traits)
         except OutputsChangedError:

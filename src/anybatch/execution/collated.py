@@ -117,7 +117,7 @@ def traits_of(collate_fn: Any) -> tuple[Any, ...]:
     holder.register_forward_hook(collate_fn)
     named = [("collate_fn", holder)]
     held = getattr(getattr(collate_fn, "__self__", collate_fn), "__dict__", {})
-    # of an installed class, too: what has no gradient may be set by any attribute
+    # Of an installed class, too: any attribute may set what has no gradient.
     attributes = {name: plain(value) for name, value in held.items()}
     return type(collate_fn), parts(named), every_number(named), attributes
 

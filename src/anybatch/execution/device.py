@@ -76,8 +76,8 @@ def _fed_ahead(micro_batches: Iterable[MicroBatch], link: DeviceLink) -> Iterato
 
 
 def _settled(fed: Iterator[MicroBatch], link: StreamLink) -> Iterator[MicroBatch]:
-    # Not on the host, where nothing is to be done: what an interrupt raises in here, while a loop
-    # that was left is forgotten, would be lost (test_no_trace).
+    # Not on the host, where nothing is to be done: an interrupt in here, while the generator of an
+    # unfinished loop is freed, would be lost.
     try:
         for micro_batch in fed:  # noqa: UP028, it would free what is on its way before `settle`
             yield micro_batch

@@ -37,7 +37,8 @@ def discoverer(
         found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in listed]
         before.add(found)
         step.gradients.add(found)
-        # what forward registers, and what is on nodes, would fire with every micro-batch
+        # Hooks that forward registers, or that are on nodes, would fire with every micro-batch
+        # (test_a_hook_on_the_node_of_a_gradient_is_refused).
         refuse_registered(step.gradients.parameters)
         refuse_on_nodes(graph.ends(roots))
         if also is not None:

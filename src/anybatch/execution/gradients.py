@@ -136,6 +136,7 @@ class Gradients:
             NotExactError: it has.
         """
         pairs = zip(before, self.marks(), strict=True)
+        # The version shows a write in place (test_an_observer_that_changes_gradients_is_refused).
         if any(one is not other or n != m for (one, n), (other, m) in pairs):
             raise NotExactError(
                 "gradients must stay while micro-batches run, and what observe= calls changes "
@@ -176,6 +177,8 @@ class Gradients:
         for parameter in there:
             gradient = parameter.grad
             assert gradient is not None
+            # torch raises for the storage of a sparse gradient
+            # (test_gradients_of_every_layout_add_up_in_any_order).
             if gradient.layout != torch.strided:
                 continue
             place = storage_of(gradient)
@@ -202,6 +205,8 @@ class Gradients:
         """
         for parameter in parameters:
             if parameter.grad is not None and id(parameter) not in old:
+                # Two parameters may get views of one gradient
+                # (test_gradients_sent_early_are_those_sent_late_bit_for_bit).
                 parameter.grad = parameter.grad.clone()
         wide = [p for p in parameters if self._wide and gradient_dtype(p) in HALF]
         self._collect(parameters if self._accumulator else wide)
@@ -221,6 +226,8 @@ class Gradients:
                 total = self._sums.get(parameter)
                 if total is None:
                     self._sums[parameter] = self._first(gradient)
+                # _foreach_add_ adds dense tensors only
+                # (test_gradients_of_every_layout_are_summed_in_an_accumulator).
                 elif total.layout == gradient.layout == torch.strided:
                     totals, gradients = dense[total.dtype, gradient.dtype, total.device]
                     totals.append(total)
@@ -235,6 +242,8 @@ class Gradients:
         if self._wide and gradient.dtype in HALF:
             gradient = gradient.float()
         dense = gradient.layout == torch.strided and not _is_plain(gradient)
+        # torch cannot add in place to an expanded tensor
+        # (test_gradients_of_every_layout_are_summed_in_an_accumulator).
         return gradient.contiguous() if dense else gradient
 
     def drop(self) -> None:

@@ -109,6 +109,7 @@ def _normalises_the_batch(schema: Any, args: tuple[Any, ...]) -> bool:
     no_stats = schema.overload_name == "no_stats"
     flag = TRAINING_FLAG.get(f"{schema.name}.no_stats" if no_stats else schema.name)
     # instance_norm is this kernel on one row of n * C channels
+    # (test_instance_norm_is_no_batch_norm).
     return flag is not None and bool(args[flag]) and args[0].shape[0] != 1
 
 

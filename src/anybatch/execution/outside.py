@@ -61,7 +61,7 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
     Args:
         modules: paths and modules.
     """
-    # classes, not ids: a module that is gone leaves its id to the next one
+    # Classes, not ids: a new module may have the id of one that was freed.
     found: list[Any] = []
     for path, module in modules:
         cls, held = type(module), module.__dict__

@@ -171,7 +171,8 @@ class Normalization:
         if not self._weights:
             self._scales = self._first_scales(parts, n)
             self._sums = [torch.zeros_like(_wide(value)) for value in values]
-            # Last: where memory runs out before, the next micro-batch is the first one.
+            # Last: where memory runs out before, the next micro-batch is the first one
+            # (test_at_every_allocation).
             self._weights = [
                 torch.as_tensor(scale, dtype=value.dtype, device=value.device)
                 for scale, value in zip(self._scales, values, strict=True)
@@ -210,12 +211,15 @@ class Normalization:
         if self._late:
             first = _number(parts[0].denominator())
             single_rank = self._global_batch.size == self._size
-            # Over ranks it must be the same on all: BatchNorm adds up what their backwards begin.
+            # All ranks need one estimate: BatchNorm adds up what their backwards begin with
+            # (test_a_denominator_computed_at_the_end_is_one_for_all_ranks).
             self._estimate, other = first * (self._size / n), float(self._global_batch.size)
             if not single_rank:
                 self._estimate = other
             elif isinstance(first, Tensor):  # nobody waits for its device
                 self._estimate = torch.where(first > 0, self._estimate, other)
+            # The first micro-batch may count no target, and a weight of 1 / 0 is infinite
+            # (test_it_is_exact_where_the_batch_is_loaded_on_the_way).
             elif first <= 0:
                 self._estimate = other
             divisors = [self._estimate]
@@ -223,6 +227,8 @@ class Normalization:
             _ratio(total.weight, divisor)
             for total, divisor in zip(self.totals, divisors, strict=True)
         ]
+        # 1 / D, rounded to half precision, changes every gradient in the same way
+        # (test_2048_micro_batches_are_summed_to_5e_4_where_bfloat16_loses_percents).
         if any(part.numerator.dtype in HALF for part in parts) and not any(map(is_fake, scales)):
             scales = self._powers_of_two([float(scale) for scale in scales])
         return scales
@@ -249,6 +255,8 @@ def _ratio(above: Number, below: Number) -> Number:
     """Return above / below, with the infinities and NaN of IEEE instead of an exception."""
     if isinstance(below, Tensor) or isinstance(above, Tensor):
         return above / below
+    # Python raises for a division by 0
+    # (test_a_batch_in_which_nothing_counts_is_nan_as_it_is_undivided).
     if below == 0.0:
         return math.nan if above == 0.0 or math.isnan(above) else math.copysign(math.inf, above)
     return above / below

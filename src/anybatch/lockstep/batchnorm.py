@@ -80,6 +80,8 @@ class Tracked:
         if mean is None or var is None:
             return
         mine = calls[id(mean)] = calls.get(id(mean), 0) + 1
+        # Statistics move once a step, for the first lane
+        # (test_it_normalises_by_the_full_batch_and_moves_its_statistics_once_a_step).
         if mine <= self._calls.get(id(mean), 0):
             return
         self._calls[id(mean)] = mine
@@ -295,7 +297,7 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # autograd may run it in another thread than forward; and a mode would hear every line
+        # Autograd may run it in another thread than forward, and a mode would intercept every line.
         with meeting_in(ctx.meeting):
             x, weight = ctx.saved_tensors  # a checkpoint computes them anew, with all modes on
             with torch._C.DisableTorchFunction():
@@ -314,6 +316,8 @@ def _backward(ctx: Any, x: Tensor, own: Tensor | None, dy: Tensor) -> tuple[Tens
             inverse = (total.variance + ctx.eps).rsqrt()
             return torch.stack([inverse, *(sums * inverse).div_(-total.count)])
 
+    # The rows of a rank without samples must add nothing to the sums
+    # (test_batchnorm_is_that_of_all_ranks).
     if not x.numel() or ctx.layer.empty:  # the kernel would divide by the number of values
         with Unseen(dy):  # who waits may send away what a mode has seen being made
             zeros = dy.new_zeros((2, x.shape[1]), dtype=accumulated(x.dtype))
@@ -357,7 +361,8 @@ def _to_input(
         eps: added to the variance.
         factors: [3, C]: 1 / sqrt(var + eps), and that times -S1 / N and -S2 / N.
     """
-    # a kernel, so it brings the weight back: of half precision it is a copy that may have left
+    # A kernel reloads the weight: in half precision it is a copy that may be offloaded
+    # (test_in_half_precision_all_that_waits_may_be_offloaded).
     own = None if weight is None else weight.detach()
     with paged().here_for(own), Unseen(factors, *(() if own is None else (own,))):
         scale, shift, slope = (factors if own is None else factors * own).unbind()

@@ -152,6 +152,8 @@ def _gradients(value: Tensor, needs: list[Tensor]) -> tuple[list[Tensor | None],
     if not (value.requires_grad and needs):
         return [None] * len(needs), 1.0
     half = any(leaf.dtype == torch.float16 for leaf in needs)
+    # Small gradients of a mean round to 0 in float16
+    # (test_the_gradient_of_a_half_precision_loss_does_not_vanish).
     for scale in SCALES if half else (1.0,):
         start = torch.full_like(value, scale)
         found = torch.autograd.grad(value, needs, start, retain_graph=half, allow_unused=True)
@@ -252,6 +254,8 @@ class _Coupled(torch.autograd.Function):
             total = reduce(backward_place, lambda: part, torch.add, _same)
         columns = zip(ctx.gradients, ctx.begins, ctx.sizes, ctx.trains, strict=True)
         found = [
+            # Each lane returns its part of the gradient of a 0-dim argument: the step adds them up
+            # (test_it_is_that_of_the_full_batch).
             _own(g, begin, size, (part if size is None else total), ctx) if train else None
             for g, begin, size, train in columns
         ]

@@ -166,7 +166,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, place: Around, grad: bool) -> tuple[Tensor, int]:  # noqa: FBT001
         ctx.meeting, ctx.begin, ctx.size, ctx.empty = place.meeting, 0, len(rows), place.empty
         if place.meeting is None:
-            # as long as any lane needs them
+            # The rows must exist for as long as any lane needs them.
             ctx.retained = full, _ = place.stand_in(rows, grad=grad)
             return full.view_as(full), 0
         shape = ", ".join(map(str, rows.shape[1:]))

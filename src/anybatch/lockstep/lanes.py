@@ -248,7 +248,7 @@ class Lanes:
         drain = torch.ones((), requires_grad=True).clone()  # before all that the lane will make
         try:
             if self._failure is None:
-                # Copies at the first and the last turn are on the person's stream, too.
+                # The first and the last copies of a lane also run on the caller's stream.
                 with self._entered(), meeting_in(self):
                     self._turns.begin(lane)
                     work(lane)

@@ -92,7 +92,8 @@ class GlobalBatchNorm(_BatchNorm):
             input: [n, C, ...]; n may differ between ranks, and be 0 on some.
         """
         self._check_input_dim(input)
-        # without running statistics, too, a rank evaluates by itself: the others may not come
+        # Without running statistics, too, a rank evaluates by itself: others may not reach the
+        # barrier (test_a_rank_evaluates_while_no_other_one_does).
         if not self.training or not _several(self.process_group):
             return super().forward(input)
         with meeting_in(GroupMeeting(group_of(self.process_group))):

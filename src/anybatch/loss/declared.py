@@ -335,8 +335,9 @@ class InsideLoss(Loss):
             return [Part(loss, lambda: 1)]
         count = self.count(micro.inputs, micro.targets)
         total = totals[0].denominator
-        # Multiplying by 0 would leave a NaN gradient: a micro-batch without any target is cut,
-        # or comes along with nothing where others wait for its backward.
+        # Multiplying NaN by 0 gives NaN: a micro-batch without any target adds 0, and this 0 has a
+        # graph where other lanes wait for its backward
+        # (test_a_mask_is_named_and_the_advice_is_exact).
         fake = is_fake(count) or is_fake(total)
         if not fake and bool(count == 0) and (total is None or bool(total != 0)):
             zero = nothing(loss) if in_a_meeting() else torch.zeros_like(loss)

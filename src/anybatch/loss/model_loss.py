@@ -174,7 +174,8 @@ class DeclaredLoss(ModelLoss):
         here = count(micro.inputs, micro.targets)
         for index, (_, term) in enumerate(terms):
             counts = Counts(micro.size, here, term.count)
-            # A value that all parts share is the same whatever is counted.
+            # A coupled value is the same in all parts, so no count can contradict it
+            # (test_the_weights_of_micro_batches_may_be_any).
             if not term.divides or isinstance(term, TermOfAll) or counts.unknown:
                 continue
             if counts.on_device and self._compared:

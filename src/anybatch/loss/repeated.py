@@ -61,7 +61,8 @@ def refuse_hidden(
     rng_state, found, outside = RNGState.now(), list[list[Tensor]](), sys.exception()
     for _ in range(2):
         try:
-            # no other micro-batch is met, nor told of its batch normalisation
+            # The call must reach no barrier of other lanes, and not record its batch normalisation
+            # (test_a_declared_loss_outside_may_call_it).
             with around(), as_it_is(), torch._C.DisableTorchFunction():
                 found.append(_called(loss_fn, outputs, micro, trains=trains))
         except LossError:

@@ -107,7 +107,8 @@ class Sizes:
         if n == m:
             self._first[signature] = n, shapes, _factors(traced.terms)
             return
-        # before anything is noted: a look runs again where it reads indices that were not saved
+        # First, for `chosen` may read indices that were not saved, and then the inspection runs
+        # again (test_what_is_honest_is_exact_and_shown).
         masked = chosen(traced.terms, masks=True)
         self._first.clear()
         self._names.add(_named(traced.terms))
@@ -219,7 +220,8 @@ class Tracer:
         self.logits = max((term.bytes for term in tracing.terms), default=0)
         self.sizes.note(traced, inputs)
         if looks_here():  # else the logits would stay until their backward is done
-            # Labels that say where a sample stands among gathered rows are others in each batch.
+            # Labels that number a sample among gathered rows differ from batch to batch
+            # (test_a_place_among_gathered_rows_belongs_to_no_sample).
             some = slice(1 if _gathers() else None)
             masked = traced.terms is not None and chosen(traced.terms, masks=True)
             arguments = [] if masked else tracing.arguments  # whose rows stand for no samples

@@ -57,7 +57,7 @@ class Fakes:
     def entered(self) -> Iterator[FakeTensorMode]:
         """Run the body with fake tensors; clear each ``functools.cache`` that then holds some."""
         if self._caches is None:  # a walk over all objects, so only where a model is run
-            # Weakly: a cache may keep another engine's model (test_engines_go_with_their_models).
+            # Weakly: a cache may hold another engine's model (test_engines_go_with_their_models).
             self._caches = list(map(weakref.ref, caches()))
         misses = [_misses(cached()) for cached in self._caches]
         try:

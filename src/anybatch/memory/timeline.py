@@ -215,7 +215,7 @@ class AffineTimeline:
             record([(o, 1, a, b) for o, _, a, b in one.spans], list(one.events), one.owners).live
             for one in (low, high)
         ]
-        # What was counted past the allocations, such as a constant, is rounded already.
+        # Bytes that were counted without an allocation, such as a constant, are rounded already.
         extra = np.maximum(more[0] - counts[0] * (low.grain - 1), 0)
         base += np.maximum(*counts) * (low.grain - 1) + extra
         lines = Lines.through(low, high, n, m, margin)

@@ -54,11 +54,13 @@ def other_tensors(case: Case, optimizer: torch.optim.Optimizer | None) -> int:
         case: the real one.
         optimizer: whose state is there.
     """
-    # Those of other threads and streams would count twice: a step makes its own.
+    # Workspaces of other threads and streams would count twice: a step makes its own
+    # (test_the_peak_of_a_step_is_what_was_foreseen).
     accelerators.clear_workspaces()
     states = _bytes_of_states(case) + state_bytes(optimizer)
     other = accelerator.of(case.device).allocated(case.device) - states
-    # The loss is that of the last step, which `Engine.last` has while the next one runs.
+    # `Engine.last` has the loss of the last step while the next one runs
+    # (test_the_floor_is_enough).
     return max(0, other) + rounded(LOSS, case.device)
 
 

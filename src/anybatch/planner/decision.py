@@ -162,7 +162,7 @@ class Decision:
         try:
             fresh = foreseen is None or signature.most > 0
             found = choice(foreseen or self._foresee(rounded=True), fresh=fresh)
-            # Undivided it may fit as it is, and there lanes are only slower.
+            # Undivided, the batch may fit as it is, and lanes are only slower.
             exact = signature.lanes and found.largest < signature.size
         except (BudgetError, NotExactError):
             if self._foreseen.knows(signature):

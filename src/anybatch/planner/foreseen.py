@@ -215,7 +215,7 @@ def _at(
         return found
     if found.inspection.coupled:  # what all outputs need was not seen
         return None
-    # What a loss counts over all targets was counted over a few.
+    # The dry run counted a few targets of those over which a loss counts.
     row = sum(bytes_of(t[:1]) for _, t in tensors(larger.rows.targets) if t.dim())
     return found.with_more("activations", row * signature.size)
 

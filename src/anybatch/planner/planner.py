@@ -123,7 +123,7 @@ class Planner:
             request = PlanningRequest(signature, case, optimizer, refuse_division, time_step)
             found = self.workspaces.within(self._fixed_budget, partial(self._decide, request))
             found = self._settled_in(found, signature)
-            # Has another plan been wrong, this one is worth a measurement.
+            # Another plan was wrong, so the engine measures this one.
             self._precedent.decided += signature.most > 0
             self._planned[self._foreseen.plain(signature)] = found
         return found
@@ -159,7 +159,8 @@ class Planner:
         self._foreseen.hold_more(missing)
         obeyed = self._precedent.best is not None and not self._foreseen.rehearsed
         if obeyed and peak + coming <= planned.memory.budget:
-            # A plan that was given is obeyed, for as long as it keeps to its own budget.
+            # A caller's plan is obeyed for as long as it keeps to its own budget
+            # (test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed).
             self._settled = replace(
                 planned, memory=replace(planned.memory, predicted=peak + coming)
             )

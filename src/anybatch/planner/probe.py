@@ -125,7 +125,8 @@ def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | No
         ran = seconds(case, inspection, n)
     if ran is None:
         return None
-    # What stays is known to the byte; what is held at the peak is foreseen, and may be less.
+    # Bytes that remain are exact; those at the peak are foreseen, and may be less
+    # (test_the_peak_of_a_step_is_what_was_foreseen).
     stays = max(0, there.allocated(case.device) - before)
     return stays + max(0, (peak() or 0) - before - stays - held)
 

@@ -110,7 +110,7 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
         held = merged(held, {"gradients": foreseen.gradients})
     outside = [t for t in range(len(line.events)) if not any(a <= t < b for a, b in recorder.spans)]
     between = max((int(line.live[t].sum()) for t in outside), default=0) - sum(map(int, most))
-    # All lanes bring what a loss of all outputs is taken of, which is sent to other ranks, too.
+    # A loss of all outputs takes rows of all lanes, which are sent to other ranks, too.
     brought = _brought(foreseen, case, n, size) if foreseen.inspection.coupled else 0
     return Widths(
         there={owner: count for owner, count in merged(there, held).items() if count},

@@ -130,7 +130,7 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cudnn", package)  # type: ignore[arg-type]
     stream = SimpleNamespace(cuda_stream=3)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(plans, "_KNOWN", threading.local())
+    monkeypatch.setattr(plans, "_CACHE", threading.local())
     Graph.made.clear()
 
 

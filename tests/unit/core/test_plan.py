@@ -105,7 +105,7 @@ def test_a_plan_says_which_candidates_are_offloaded_and_what_was_faster() -> Non
         "16        99 B                1   saved tensors offloaded; chosen: the fastest timed",
         "32       100 B                4   saved tensors offloaded; 300 % slower",
         "timed as it would be run, a step takes 1 s in micro-batches of 16 with saved tensors "
-        "away, and 2 s in micro-batches of 8 without",
+        "offloaded, and 2 s in micro-batches of 8 without",
     ]
     assert [row for row in rows if row not in text] == []
     stays = str(
@@ -116,7 +116,7 @@ def test_a_plan_says_which_candidates_are_offloaded_and_what_was_faster() -> Non
     )
     assert "8        90 B                2   chosen: the fastest timed" in stays
     assert "a step takes 3 s in micro-batches of 16 with saved tensors offloaded" in stays
-    assert "away" not in str(decide(replace(FACTS, micro_batch=8), of_memory(*HERE)))
+    assert "offloaded" not in str(decide(replace(FACTS, micro_batch=8), of_memory(*HERE)))
 
 
 @pytest.mark.parametrize(("candidates", "left"), [(HERE, None), (OFFLOADED, LEFT)])

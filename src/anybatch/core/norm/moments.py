@@ -122,6 +122,8 @@ def merged(one: Moments, other: Moments) -> Moments:
     """Return the moments of two parts together, in float64."""
     count = one.count + other.count
     if count == 0:
+        # Both parts are empty, and a share of 0 / 0 raises
+        # (test_moments_of_parts_merge_to_those_of_the_whole).
         return one
     share, mean = other.count / count, wide(one.mean)
     difference = wide(other.mean) - mean

@@ -169,7 +169,8 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if again is not None:
             return again
         if not self._forward:
-            # The loss draws: of the whole batch it does as it should.
+            # A loss that draws is computed on the full batch
+            # (test_a_declared_loss_that_draws_is_computed_on_the_full_batch).
             raise drawn_late(draw) if backward else NotAPartError
         index, self._count = self._count, self._count + 1
         if index < len(shared.draws):

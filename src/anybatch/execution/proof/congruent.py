@@ -221,7 +221,8 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = "" if schema is None else schema.name.split("::")[1]
         if name in CUTS and (self.backward or not _of_all()):
             self._trace.cuts.append(called(self._path(), name, (args, kwargs or {}), result, {}))
-        # a number by itself is a loss inside the model, whose numbers are traced
+        # A 0-dim tensor is a loss inside the model, whose numbers are traced
+        # (test_what_is_honest_is_exact_and_shown).
         real = isinstance(result, Tensor) and result.is_floating_point()
         real = real and (result.dim() > 0 or self._singles)
         if schema is not None and real and not (self.backward or _of_all()):

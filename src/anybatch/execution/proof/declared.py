@@ -74,7 +74,7 @@ class RowLoss(nn.Module):
         super().__init__()
         axes = iter(layout)
         self._own, self._layout = own, layout
-        # a view of no rows would keep all of them in memory for as long as sizes are compared
+        # A view of no rows would hold all of them in memory while sizes are compared.
         self._others = tree.map_tensors(
             lambda t: t if next(axes) is None else t[:0].clone(), outputs
         )
@@ -251,7 +251,8 @@ class Declared:
         if not notes.may_count:
             return found
         rows = self._rows(self._all_rows)
-        # a few rows have no factor that counts them, so what differs is refused
+        # A few rows have no factor that counts them, so what differs is refused
+        # (test_what_cannot_be_decided_is_not_shown).
         self.sizes = DeclaredSizes(
             self._loss, rows, self._all_rows, notes.values, shown=not found.doubts
         )

@@ -567,7 +567,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _inspect_operands(self, call: Call, operands: list[Tensor]) -> None:
         """Record the findings that the operands show before the kernel runs."""
         if call.name in READS:
-            # of all numbers, where it compares tensors
+            # The kernel may compare tensors, and reads all their numbers then.
             if call.masks and not (self.checks or ours()):
                 real = call.name == "_local_scalar_dense" and operands[0].is_floating_point()
                 self.notes.read.append((self.path, "number" if real else "count"))
@@ -739,7 +739,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         twice = len(mixed) > 1
         divides = call.name.startswith("div") and any(call.args[1] is one for one in mixed)
-        # torch's own are linear in the gradient, which comes first, whatever they are of.
+        # torch's own backward kernels are linear in the gradient, their first argument
+        # (test_a_function_of_a_parameter_is_shown_next_to_it).
         own = call.name.endswith(("_backward", "_backward_data")) and mixed[0] is call.args[0]
         if (call.name in LINEAR or own) and not (others or twice or divides):
             return

@@ -120,7 +120,7 @@ class Reads(TorchFunctionMode):
         self._follow.checks |= func in CHECKS and _num_classes(*args[1:], **kwargs) > 0
         try:
             if func is Tensor.__deepcopy__ and not args[0].grad_fn and plain(args[0]):
-                # it copies bytes, which are no rows
+                # It copies bytes, which are no rows.
                 found = args[0].detach().clone().requires_grad_(args[0].requires_grad)
                 args[1][id(args[0])] = found
                 return found
@@ -290,7 +290,8 @@ def _copies(pack: Any) -> bool:
 
 @contextmanager
 def _saving_nothing() -> Iterator[None]:
-    # a generator: hooks that an interrupt has left behind are taken off when it is forgotten
+    # A generator: where an interrupt skips its end, it removes the hooks when it is freed
+    # (test_ctrl_c_as_hooks_are_put_on_or_removed_leaves_none).
     hooks = torch._C._autograd
 
     def own(tensor: Tensor) -> None:  # one of this body alone, by which it is found
