@@ -1,4 +1,4 @@
-"""Everything anybatch refuses, as one family: catch `AnybatchError` to catch them all."""
+"""Errors of anybatch, as one family: catch `AnybatchError` to catch them all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NotExactError(AnybatchError, RuntimeError):
 
 
 class LockstepError(NotExactError):
-    """Micro-batches do not go through the same layers where samples meet."""
+    """Micro-batches do not reach the same barriers of the model or the loss."""
 
 
 class NotReproducibleError(NotExactError):
@@ -59,4 +59,4 @@ class RankError(AnybatchError, RuntimeError):
 
 
 class NotYetError(AnybatchError, NotImplementedError):
-    """The place for a feature is here; the feature is not."""
+    """A feature is planned, but not implemented."""

@@ -1,4 +1,4 @@
-"""Classes that calls return: rarely typed, and documented here."""
+"""Classes of results: calls return them, and code rarely names them."""
 
 from anybatch.conv.chooser import Convolutions
 from anybatch.execution.records import StepReport

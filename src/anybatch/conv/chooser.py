@@ -65,8 +65,8 @@ class Convolutions:
     """Settings of `convolutions`, and its choices so far.
 
     Attributes:
-        workspace: bytes that a kernel may allocate beside its operands and its result; or all
-            kernels together, where `shared`.
+        workspace: bytes that a kernel may allocate beside its operands and its result; if
+            `shared`, bytes for all kernels together.
         policy: which micro-batches are measured.
         shared: the workspace is divided among the kernels of a network.
         chosen: kernel and samples -> how it is computed.

@@ -54,37 +54,37 @@ def convolutions(
 ) -> Iterator[Convolutions]:
     """Compute the convolutions of the process by the fastest algorithms, divided to fit.
 
-    Enter and leave it where no other thread computes convolutions outside: torch's dispatcher is
-    changed then, which every thread reads.
+    Enter and leave this context while no other thread computes convolutions: both change torch's
+    dispatcher, which every thread reads.
 
-    Forward, the gradient of the input and that of the filters are three kernels, chosen for each
-    layer and each number of samples by measuring, when they are met for the first time; in an
-    `Engine` that has a budget, between its steps; those that share a total, when a pass of the
-    network is over. Results are torch's up to rounding. Where nothing
-    is clearly faster, torch's own kernel runs.
+    A convolution has three kernels: forward, the gradient of the input and that of the filters.
+    The algorithm of each is chosen for each layer and each number of samples, by measuring at its
+    first use. An `Engine` with a budget measures between its steps. Kernels that share a total are
+    measured when a pass of the network is over. Results are torch's up to rounding. If no
+    algorithm is clearly faster, torch's own kernel runs.
 
     Args:
         workspace: bytes, or a text such as "64MiB", that one kernel may allocate beside its
             operands and its result. Default None: 64 MiB.
-        workspace_total: what all kernels of a network may have together, divided so that the
-            network is fastest. It is given instead of `workspace`. The first pass is torch's: what
-            the network has is found out by it. Default None.
-        policy: which micro-batches are measured: powers of two (default), "all", or only the whole
-            mini-batch ("undivided").
-        cache: keep what was measured in a file, for other processes: True (default) is
-            "convolutions.sqlite" in the user's cache folder, if that can be written; or name one.
-            False forgets it with the context.
-        seconds: that measuring may go on for, of all kernels together; what is left out then is
-            torch's. Default 300.
-        progress: say what is measured on the error stream, if that is a terminal or a notebook,
-            and it takes long. Default True.
+        workspace_total: bytes that all kernels of a network may have together, divided so that the
+            network is fastest. It replaces `workspace`. torch computes the first pass, which shows
+            the kernels of the network. Default None.
+        policy: which micro-batches are measured: powers of two (default), "all", or only the
+            undivided mini-batch ("undivided").
+        cache: store measurements in a file, for other processes. True (default):
+            "convolutions.sqlite" in the user's cache folder, if that can be written. A path: that
+            file. False: measurements are dropped at the end of the context.
+        seconds: the most that measuring may take, for all kernels together; kernels that are not
+            measured by then are torch's. Default 300.
+        progress: name the kernels that are being measured on the error stream, if that is a
+            terminal or a notebook, and measuring takes long. Default True.
 
     Yields:
-        What was chosen, kernel by kernel; it prints itself.
+        The choices, kernel by kernel; they can be printed.
 
     Raises:
-        ValueError: a workspace or `policy` means nothing, or both workspaces are given.
-        StoreError: the file that was named cannot be written.
+        ValueError: a workspace or `policy` is not valid, or both workspaces are passed.
+        StoreError: the file that `cache` names cannot be written.
 
     Example:
         >>> with anybatch.convolutions(workspace="100MiB"):

@@ -137,30 +137,30 @@ def made_up(batch: Batch, size: int) -> MicroBatch:
 class LazyBatch:
     """Mini-batch that is never entirely in memory: samples of a data set, loaded when needed.
 
-    It goes where the inputs go: ``engine.backward(LazyBatch(dataset))`` takes the whole data set
-    as one batch. An item is a pair ``(input, target)``; with a loss inside the model
-    (`Loss.inside`) an item is the input alone.
+    Pass it as the inputs: ``engine.backward(LazyBatch(dataset))`` takes the entire data set as one
+    batch. An item is a pair ``(input, target)``; with a loss inside the model (`Loss.inside`) an
+    item is the input alone.
 
-    What `collate_fn` pads, it pads to the longest of a micro-batch, not of the batch: what counts
-    padding is then another number than that of the whole batch. Where shapes differ between
-    micro-batches the plan says "not shown"; pad to a fixed length. A function that makes other rows
-    of the same items when others come with them is refused: in the first step of each size, and of
-    each function, the items are loaded once more, and collated at once and in micro-batches. A
-    batch of more than 512 MiB is compared in part, and "not shown"; so is a function that keeps a
-    number which each call moves. A number that it returns beside the rows must not depend on the
-    samples; one that differs between micro-batches is refused.
+    `collate_fn` pads to the longest sample of a micro-batch, not of the full batch, so a loss or
+    model that counts padding gets another number than with the full batch. Where shapes differ
+    between micro-batches the plan says "not shown"; pad to a fixed length. A function is refused if
+    the rows of an item depend on the other items: the first step of each size, and of each
+    function, loads the items once more, and collates them at once and in micro-batches. Of a batch
+    above 512 MiB only a part is compared, and the plan says "not shown"; so it does if each call
+    changes a number that the function stores. A number returned beside the rows must not depend on
+    the samples; one that differs between micro-batches is refused.
 
-    With `workers`, every pass over the batch seeds them from torch's global generator: each step
-    draws augmentations of its own, and both passes of one step draw the same.
+    Every pass over the batch seeds its `workers` from torch's global generator: each step draws
+    its own augmentations, and both passes of one step draw the same.
 
     Args:
         dataset: any map-style ``torch.utils.data.Dataset``.
         indices: which samples, in order; None (default) is all of them.
-        workers: processes that load ahead; 0 (default) loads in this one.
+        workers: processes that load ahead; 0 (default) loads in this process.
         collate_fn: makes a micro-batch of a list of items; None is torch's default.
 
     Raises:
-        BatchError: no index, or the data set has no length and no indices were given.
+        BatchError: `indices` is empty, or is None for a data set without a length.
 
     Source: MBS, section 4.3.2 (a batch "up to the total size of the dataset").
     """
@@ -201,14 +201,14 @@ class LazyBatch:
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
         """Load and yield micro-batches; the same ones whenever the RNG state is the same.
 
-        Whatever loads them is seeded at once; the first one is loaded when it is asked for.
+        This call seeds the loader at once; the first micro-batch is loaded when it is requested.
 
         Args:
             micro_batch: samples in a micro-batch; the last one may be smaller.
 
         Raises:
-            BatchError: `collate_fn` changed the number of rows, or gives a number that depends on
-                them; or an item is no pair.
+            BatchError: `collate_fn` changed the number of rows, or returned a number that depends
+                on them; or an item is not a pair.
         """
         return self._loaded(micro_batch, int(torch.randint(2**31, ())))
 

@@ -137,24 +137,24 @@ class Facts:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a mini-batch is trained.
+    """Decisions for the training of a mini-batch, with their reasons.
 
     Attributes:
         micro_batch: samples in a micro-batch; the last one of a batch may be smaller.
         mechanism: "streaming" (one pass), "two-pass", "lockstep" (micro-batches wait for
-            each other where samples meet), or "undivided".
+            each other at barriers), or "undivided".
         accumulate: "in place" in ``.grad``, or "accumulator" (one more set of gradients).
         loss: the loss in words.
-        exact: whether the gradient is that of the undivided batch, and how that is known; true
-            where it was shown.
-        reasons: why, a sentence each.
-        memory: the budget and what was predicted; None where no budget was requested.
-        states: where the optimizer's state waits; None where it stays in memory.
-        offload: which saved tensors leave; None where all of them stay.
+        exact: whether the gradient is that of the undivided batch, and the evidence; true where
+            it was shown.
+        reasons: reasons of the plan, a sentence each.
+        memory: the budget and the forecast; None where no budget was requested.
+        states: store of the optimizer's state between steps; None where it is resident.
+        offload: which saved tensors are offloaded; None where all are resident.
         convolutions: how they are computed; None where all are torch's own.
-        pace: how fast it is; None where no steps of a loop were measured.
-        scale: what more GPUs would bring; None where that was not asked for.
-        device: the device that it was made for and that was not there; None where it was.
+        pace: seconds of the training; None where no steps of a loop were measured.
+        scale: the effect of more GPUs; None where that was not requested.
+        device: the device of the plan if it was absent; None where it was there.
     """
 
     micro_batch: int
@@ -228,7 +228,7 @@ class Plan:
         """Return the plan that `to_json` wrote.
 
         Raises:
-            ValueError: `text` is not a plan; the message says which names must be there.
+            ValueError: `text` is not a plan; the message lists the names that must be in it.
         """
         fields = tuple(cls.__dataclass_fields__)
         try:

@@ -64,47 +64,46 @@ RngMode = Literal["micro_batch", "batch"]
 class Engine:
     """Trainer of a model at any batch size, with the gradient of the full batch.
 
-    After `backward`, ``.grad`` of every parameter holds what ``loss_fn(model(inputs),
-    targets).backward()`` on the undivided batch would have added, up to rounding.
+    `backward` adds the same values to ``.grad`` of every parameter as ``loss_fn(model(inputs),
+    targets).backward()`` on the undivided batch, up to rounding.
 
     Args:
-        model: any module. It stays where and as it is.
+        model: any module. It is neither moved nor changed.
         loss_fn: ``loss_fn(outputs, targets)`` -> 0-dim tensor, or a `Loss`. torch's own losses and
             sums of them need one pass; any other function is exact too, with a second forward.
             None (default): the model returns its loss, as a 0-dim tensor, as ``.loss``, as
-            ``["loss"]`` or first in a tuple. What it divides by is traced: a weighted sum of
-            torch's own losses, and of means and sums over samples, needs no declaration, and what
-            cannot be traced is refused, unless it is declared by `Loss.inside`.
-        optimizer: the optimizer, if there is one. Its parameters count as trained too, and its
-            state counts as memory, as it will be after its first step.
-        memory: what a step may hold on the device, in bytes or as "6GiB": parameters, buffers,
-            gradients, optimizer state and all that the step allocates; on CUDA also what else the
-            process has allocated. On the CPU it is bytes of live tensors, your own mini-batch not
-            counted. None (default) is what is left on the device, less a margin that the plan
-            names; unless `micro_batch` is given, then nothing is planned.
-        micro_batch: samples in a micro-batch, at least 1. None (default): the first step foresees
+            ``["loss"]`` or first in a tuple. The denominator of such a loss is traced: a weighted
+            sum of torch's own losses, and of means and sums over samples, needs no declaration. A
+            loss that cannot be traced is refused, unless `Loss.inside` declares it.
+        optimizer: the optimizer, if there is one. Its parameters count as trained too. Its state
+            counts as memory, with its size after the first step.
+        memory: the budget: the most that a step may hold on the device, in bytes or as "6GiB":
+            parameters, buffers, gradients, optimizer state and all allocations of the step; on
+            CUDA also all other allocations of the process. On the CPU it is bytes of live tensors,
+            without your own mini-batch. None (default): the free memory of the device, less a
+            margin that the plan names; but if `micro_batch` is passed, nothing is planned.
+        micro_batch: samples in a micro-batch, at least 1. None (default): the first step forecasts
             the memory of every size, times the sizes that fit, and takes the fastest.
-        batchnorm: "exact" (default) normalises by the whole batch: micro-batches wait for each
-            other in BatchNorm, and what waits leaves the device as far as `memory` has no room for
-            it. "local" lets each micro-batch be normalised by its own statistics, which is another
-            function than that of the batch. "adaptive", or an `Adaptive`, is local until training
-            has converged and exact from there on.
+        batchnorm: "exact" (default) normalises by the full batch: micro-batches wait for each
+            other in BatchNorm, and tensors of waiting ones are offloaded as far as `memory` is too
+            small for them. "local" normalises each micro-batch by its own statistics; this is
+            another function than that of the full batch. "adaptive", or an `Adaptive`, is local
+            until training has converged and exact from then on.
         rng: "micro_batch" (default): each micro-batch draws its own random numbers, in order.
-            "batch": each draws what the undivided batch would for its rows, so the gradient is that
-            of the batch with dropout, too; while a draw is made, one for all samples is in memory,
-            and the plan counts it. What cannot be drawn so is refused. Over ranks every step begins
-            with the random state of rank 0, and leaves all of them with that of the whole batch.
-        plan: a plan made before, which is obeyed; `memory`, `micro_batch` and `workspace` are its.
+            "batch": each draws the numbers of its rows in the undivided batch, so the gradient is
+            that of the full batch with dropout, too. During a draw, the draw of all samples is in
+            memory, and the plan counts it; draws that cannot be made so are refused. Over ranks
+            every step starts from the RNG state of rank 0, and all end in that of the full batch.
+        plan: a plan to execute; it sets `memory`, `micro_batch` and `workspace`.
         workspace: bytes, or a text such as "64MiB", that one convolution may allocate beside its
-            operands and its result, so that it is computed by a faster algorithm, as
-            `anybatch.convolutions` does it. With `memory` it is counted, and kernels are measured
-            between steps, never inside; where all of it leaves too little for a step, kernels get
-            less, and the plan says so. Default None: convolutions are as they are, torch's or
-            those of a context.
+            operands and its result, to use a faster algorithm, as `anybatch.convolutions` does.
+            With `memory` it is counted, and kernels are measured between steps, never inside;
+            where all of it leaves too little for a step, kernels get less, and the plan says so.
+            Default None: convolutions are not changed: torch's or those of a context.
 
     Raises:
-        ValueError: `memory`, `micro_batch`, `batchnorm`, `rng` or `workspace` is not one of what is
-            said above, or `plan` comes with one that it decides.
+        ValueError: `memory`, `micro_batch`, `batchnorm`, `rng` or `workspace` is none of the values
+            above, or is passed with a `plan` that sets it.
         NotYetError: `workspace` for a model that is neither on the CPU nor on CUDA.
 
     Example:
@@ -172,7 +171,7 @@ class Engine:
 
     @property
     def states(self) -> OffloadedStates | None:
-        """The optimizer's state, where the plan has it wait elsewhere; it has ``back()``."""
+        """The optimizer's state, where the plan offloads it; it has ``back()``."""
         return self._states
 
     @property
@@ -200,24 +199,24 @@ class Engine:
                 or list as ``model(*x)``, a mapping as ``model(**x)``. Or a `LazyBatch`.
             targets: any tree of tensors [N_B, ...], sliced alike; None calls
                 ``loss_fn(outputs)``. A model that returns its loss takes its labels from `inputs`.
-            scaler: ``torch.amp.GradScaler``; the gradients are then scaled, the loss is not. None
-                (default): that of an optimizer which accelerate has prepared, if it has one.
+            scaler: ``torch.amp.GradScaler``; it scales the gradients, but not the loss. None
+                (default): the scaler of an optimizer prepared by accelerate, if it has one.
             observe: called ``observe(outputs, targets)`` for each micro-batch, once, in order, with
-                detached tensors. It must leave ``.grad`` as it is.
+                detached tensors. It must not change ``.grad``.
 
         Returns:
-            The loss of the whole batch, a detached 0-dim tensor.
+            The loss of the full batch, a detached 0-dim tensor.
 
         Raises:
-            BatchError: the leaves do not share a first dimension; each is named.
-            NotExactError: the gradient of the whole batch cannot be had this way.
-            LossError: the loss does not do what it must, or the model returns none and there is no
-                `loss_fn`, or what it returns cannot be traced.
+            BatchError: the leaves do not share a first dimension; the message names each.
+            NotExactError: the gradient of the full batch cannot be computed this way.
+            LossError: the loss breaks a rule; or the model returns no loss and there is no
+                `loss_fn`, or it returns a loss that cannot be traced.
             BudgetError: a micro-batch of one sample does not fit in `memory`; nothing was run.
 
-        Memory that runs out all the same costs a micro-batch or a step, which is done again,
-        smaller; where a single sample is too much, the error goes out. Nothing has changed after
-        an exception, KeyboardInterrupt included.
+        If memory runs out all the same, a micro-batch or the step is retried with a smaller size.
+        If a single sample does not fit, the error is raised. After an exception, KeyboardInterrupt
+        included, nothing has changed.
         """
         refuse_nested(BACKWARD)
         self._refuse_place()
@@ -264,7 +263,7 @@ class Engine:
     ) -> Tensor:
         """Return the loss of the full batch without gradients, one micro-batch at a time.
 
-        The model is used in the mode it is in: call ``model.eval()`` before.
+        The mode of the model does not change: call ``model.eval()`` before.
 
         Args:
             inputs: as in `backward`.
@@ -272,7 +271,7 @@ class Engine:
             observe: as in `backward`.
 
         Returns:
-            The loss of the whole batch, a detached 0-dim tensor.
+            The loss of the full batch, a detached 0-dim tensor.
 
         Raises:
             BatchError: as in `backward`.
@@ -396,12 +395,12 @@ class Engine:
         Args:
             inputs: as in `backward`.
             targets: as in `backward`.
-            timed: time the sizes that fit, where they have not been. Default True.
-            offload: as in `anybatch.plan`, from here on. Default None: as it was, first "auto".
-            spill: as there.
+            timed: time the sizes that fit and have not been timed. Default True.
+            offload: as in `anybatch.plan`, from now on. Default None: as before, at first "auto".
+            spill: as in `anybatch.plan`.
 
         Raises:
-            ValueError: `offload` or `spill` is not what it must be.
+            ValueError: `offload` or `spill` is not valid.
         """
         if offload is not None or spill is not None:
             self._spill = spill_of(offload or "auto", spill)
@@ -425,12 +424,12 @@ class Engine:
         self._arranger.recall(n)
 
     def timeline(self) -> StepTimeline | None:
-        """Return the step that was planned last as it passes: live bytes by owner at every event.
+        """Return the timeline of the last planned step: live bytes by owner at every event.
 
         Returns:
-            The step; it prints as a chart, and its peak is what the plan predicts. Of a batch that
-            is planned by the forecast of a larger one, it is that one's. None where nothing was
-            foreseen: before the first batch, and where a plan that was given is obeyed.
+            The timeline; it prints as a chart, and its peak is the forecast of the plan. A batch
+            planned from the forecast of a larger one has the timeline of that one. None without a
+            forecast: before the first batch, and where a plan was passed.
 
         Example:
             >>> engine.foresee(inputs, targets)

@@ -24,20 +24,20 @@ SCALE = "scale"
 class Encoders(nn.Module):
     """Make one module of encoders that are compared by a loss of all embeddings.
 
-    The outputs are a mapping with the names of the encoders, to be given to `contrastive` or any
-    other loss. A micro-batch holds what one encoder saves for backward, not what all of them do.
-    The same module under several names is one encoder of several inputs.
+    The outputs are a mapping with the names of the encoders, for `contrastive` or any other loss. A
+    micro-batch holds the saved tensors (tensors that autograd saves for backward) of one encoder at
+    a time, not of all. One module under several names is one encoder of several inputs.
 
     Args:
         encoders: name -> encoder. A tensor is passed as ``encoder(x)``, a tuple or list as
             ``encoder(*x)``, a mapping as ``encoder(**x)``.
-        scale: what a learned scale starts from, above 0, such as CLIP's 1 / 0.07. The parameter
-            ``logit_scale`` is its logarithm, and the outputs hold its value under "scale", which
-            `contrastive` multiplies similarities with. Default None: there is none.
+        scale: start of a learned scale, above 0, such as CLIP's 1 / 0.07. The parameter
+            ``logit_scale`` is its logarithm, and the outputs hold its value under "scale", by
+            which `contrastive` multiplies similarities. Default None: there is no scale.
 
     Raises:
-        ValueError: there is no encoder, or `scale` is not above 0, or has a name that is taken.
-        BatchError: in forward, where a name is given that no encoder has, or none is given.
+        ValueError: `encoders` is empty, `scale` is not above 0, or an encoder is named "scale" too.
+        BatchError: in forward, an input has the name of no encoder, or there is no input.
 
     Example:
         >>> clip = anybatch.Encoders({"image": vision, "text": language}, scale=1 / 0.07)

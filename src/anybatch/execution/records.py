@@ -20,18 +20,18 @@ class StepReport:
     """Report of the last step: loss, sizes, time, peak and retries.
 
     Attributes:
-        loss: of the whole batch, a detached 0-dim tensor.
+        loss: loss of the full batch, a detached 0-dim tensor.
         samples: N_B, over all ranks.
-        micro_batch: N_mu, samples in a micro-batch; after a retry, the size it ended with.
-        micro_batches: N_S, micro-batches that were done by this rank.
+        micro_batch: N_mu, samples in a micro-batch; after a retry, the last size.
+        micro_batches: N_S, micro-batches of this rank.
         seconds: host time of the call; on CUDA the device may still be computing.
-        peak_bytes: bytes held at most. On CUDA what the allocator has had in use, None where its
-            peak is an earlier step's; on the CPU live bytes of tensors, measured in the first step
+        peak_bytes: the most bytes held. On CUDA the peak of the allocator, or None where that is
+            an earlier step's; on the CPU live bytes of tensors, measured in the first step
             after each forecast, else None.
-        predicted_bytes: what the plan foresaw for it; None where no budget is planned with.
-        moved_bytes: bytes that were copied out of the device and back, where micro-batches waited.
-        remade_bytes: bytes that were computed again instead, from what was saved beside them.
-        retries: how often memory ran out, and a micro-batch or the step was done again, smaller.
+        predicted_bytes: the forecast of the plan; None where there is no budget to plan with.
+        moved_bytes: bytes of waiting micro-batches that were copied out of the device and back.
+        remade_bytes: bytes that were recomputed from other saved tensors instead.
+        retries: times that memory ran out, and a micro-batch or the step was retried, smaller.
         batchnorm: "exact" or "local".
     """
 

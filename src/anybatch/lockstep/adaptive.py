@@ -32,7 +32,7 @@ class Criterion(Protocol):
 
 
 class Plateau:
-    """Converged when a metric has not improved for a while; once is for ever.
+    """Converged when a metric has not improved for a while, and from then on for ever.
 
     Args:
         patience: values without an improvement, at least 1. Default 3.
@@ -54,10 +54,10 @@ class Plateau:
         """Take in the next value, and return whether training has converged.
 
         Args:
-            value: of the metric; NaN is no improvement.
+            value: value of the metric; NaN is no improvement.
 
         Returns:
-            Whether it has, now or before.
+            Whether training has converged, now or before.
         """
         if self._waited >= self.patience:
             return True
@@ -68,14 +68,14 @@ class Plateau:
         return self._waited >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best value, and how many came after it."""
+        """Return the best value, and the number of values since then."""
         return {"best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+        """Continue from a saved state.
 
         Args:
-            state: what `state_dict` returned.
+            state: the result of `state_dict`.
         """
         self._best, self._waited = state["best"], state["waited"]
 
@@ -101,14 +101,14 @@ class Adaptive:
     """``Engine(batchnorm=Adaptive(...))``: local until converged or while the batch is large.
 
     Args:
-        max_batch: samples over all ranks from which BatchNorm stays local. Default None: no batch
-            is large enough.
+        max_batch: samples over all ranks from which on BatchNorm is always local. Default None: no
+            batch is that large.
         criterion: says when training has converged. Default ``Plateau()``.
-        every: steps whose mean loss is one value of the metric, at least 1. Default 100. Where
+        every: steps whose mean loss is one value of the metric, at least 1. Default 100. If
             `measured` is called, its values are the metric instead.
 
     Attributes:
-        is_converged: what the criterion has said last.
+        is_converged: the last result of the criterion.
         now: "exact" or "local", as chosen for the last step.
 
     Raises:
@@ -136,7 +136,7 @@ class Adaptive:
         self._by_hand = False
 
     def choose(self, batch_size: int) -> None:
-        """Choose for the next step; the engine calls it.
+        """Choose the mode of the next step; the engine calls this.
 
         Args:
             batch_size: samples over all ranks.
@@ -145,10 +145,10 @@ class Adaptive:
         self.now = "exact" if self.is_converged and small else "local"
 
     def step(self, loss: Any) -> None:
-        """Take in the loss of a step; the engine calls it.
+        """Take in the loss of a step; the engine calls this.
 
         Args:
-            loss: over all ranks, a number or a 0-dim tensor.
+            loss: the loss over all ranks, a number or a 0-dim tensor.
         """
         if self._by_hand or self.is_converged:
             return
@@ -162,13 +162,13 @@ class Adaptive:
         """Take in a metric that falls, such as the validation loss.
 
         Args:
-            value: the same on all ranks.
+            value: value of the metric, the same on all ranks.
         """
         self._by_hand = True
         self.is_converged = self.is_converged or self.criterion.converged(value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that a resumed training needs, in plain values."""
+        """Return the state that a resumed training needs, in plain values."""
         return {
             "is_converged": self.is_converged,
             "losses": list(self._losses),
@@ -177,10 +177,10 @@ class Adaptive:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+        """Continue from a saved state.
 
         Args:
-            state: what `state_dict` returned.
+            state: the result of `state_dict`.
         """
         self.is_converged, self._by_hand = state["is_converged"], state["by_hand"]
         self._losses = list(state["losses"])

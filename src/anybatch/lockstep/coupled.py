@@ -39,27 +39,27 @@ from anybatch.memory.fakes import is_fake
 
 
 def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Compute a loss in which samples meet over the full batch, inside a model.
+    """Compute a loss that couples samples over the full batch, inside a model.
 
     Call it in ``forward``, or in Lightning's ``training_step``. Inside a step of an `Engine` the
-    batch is that of all micro-batches and all ranks; anywhere else, and where the batch is not
-    divided, it is what is given. Outside of the model, as `loss_fn`, nothing has to be marked.
+    batch is that of all micro-batches and all ranks. Anywhere else, and where the batch is not
+    divided, the batch is the rows passed. A `loss_fn` outside the model needs no mark.
 
     Args:
-        fn: returns a 0-dim tensor. It computes from its arguments, any trees: tensors of shape
-            [n, ...] hold rows, which come as those of the whole batch, in its order; a 0-dim tensor
-            (a learned scale) belongs to no sample. It draws nothing at random. What its closure or
-            an attribute holds must be constants, made of no sample.
+        fn: returns a 0-dim tensor, computed from its arguments, which are any trees. Tensors of
+            shape [n, ...] hold rows; `fn` gets those of the full batch, in its order. A 0-dim
+            tensor (a learned scale) belongs to no sample. `fn` draws no random numbers. Values in
+            its closure or an attribute must be constants that do not come from samples.
 
     Returns:
-        The function, to be called with the rows that are there. Its value is a term of the loss:
-        it can be scaled and added to others.
+        The function, to be called with the rows of the micro-batch. Its value is a term of the
+        loss: it can be scaled and added to others.
 
     Raises:
-        LossError: `fn` is no function, trains what it was not given, is given what is neither rows
-            nor the same for all, writes to it, reads samples that it was not given, or returns no
-            single number.
-        LockstepError: other micro-batches call something else, or with other shapes of a row.
+        LossError: `fn` is not a function, trains a tensor or reads samples that are not among its
+            arguments, has an argument that is neither rows nor equal for all, writes to an
+            argument, or does not return a single number.
+        LockstepError: other micro-batches call another function, or pass rows of other shapes.
 
     Example:
         >>> @anybatch.coupled

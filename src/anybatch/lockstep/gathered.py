@@ -43,16 +43,16 @@ def gather_batch(rows: Tensor) -> tuple[Tensor, int]:
     """Return the rows of the full batch, and the position at which these begin among them.
 
     Inside a step of an `Engine` the batch is that of all micro-batches and all ranks. Anywhere
-    else, and where the batch is not divided, it is what is given.
+    else, and where the batch is not divided, the batch is the rows passed.
 
     Args:
-        rows: [n, ...], one row a sample; all but n must be the same everywhere.
+        rows: [n, ...], one row a sample; all dimensions but n must be the same everywhere.
 
     Returns:
-        [N, ...] and b: ``whole[b : b + n]`` are the rows. Gradients flow back to all of them.
+        [N, ...] and b: ``whole[b : b + n]`` are the rows. Gradients flow back to all rows.
 
     Raises:
-        LockstepError: other micro-batches gather something else, or nothing.
+        LockstepError: other micro-batches gather other rows, or none.
 
     Example:
         >>> class Contrastive(nn.Module):

@@ -128,14 +128,14 @@ class GlobalBatchNorm(_BatchNorm):
 def global_batchnorm(model: nn.Module, *, group: Any = None) -> nn.Module:
     """Make every BatchNorm of a model normalise by the rows of all ranks.
 
-    Forward and backward are then those of one process with all rows; gradients of parameters are
-    those of this rank's rows, as in any data-parallel loop. Inside `Engine` nothing needs to be
-    replaced: there BatchNorm is that of all micro-batches and all ranks anyway. In evaluation mode
-    a rank normalises by itself, as in ``SyncBatchNorm``.
+    Forward and backward are then those of one process with all rows. Gradients of parameters are
+    those of the rows of this rank, as in any data-parallel loop. An `Engine` needs no replacement:
+    its BatchNorm covers all micro-batches and all ranks anyway. In evaluation mode each rank
+    normalises by itself, as in ``SyncBatchNorm``.
 
     Args:
-        model: its ``BatchNorm1d``, ``2d``, ``3d`` and ``SyncBatchNorm`` layers become others in
-            place, so under every name that they have; parameters and buffers stay as they are.
+        model: its ``BatchNorm1d``, ``2d``, ``3d`` and ``SyncBatchNorm`` layers are replaced in
+            place, under every name that they have; parameters and buffers do not change.
         group: a process group of ``torch.distributed``, on gloo or NCCL. Default all ranks.
 
     Returns:

@@ -39,28 +39,28 @@ Gather = Callable[[Tensor], Tensor]
 def contrastive(
     *, temperature: float | None = None, symmetric: bool = False, within: bool = False
 ) -> Loss:
-    """Make a contrastive loss, in which every sample is to find its partner in the full batch.
+    """Make a contrastive loss, in which every sample must find its partner in the full batch.
 
-    The model returns embeddings, as they are to be compared (normalise them there): two or more
+    The model returns embeddings, ready to be compared (normalise them in the model): two or more
     tensors of shape [n, d] in a tuple, list or mapping, or one of shape [n, k, d]. The second
     belongs to the first; further ones are more negatives. A 0-dim tensor beside them is a learnable
     scale, which multiplies the similarities (``logit_scale.exp()`` of CLIP). Half precision is
     computed in float32.
 
     Args:
-        temperature: divides the similarities, above 0. None (default) is 1, or what the model
-            returns as a scale.
+        temperature: divides the similarities, above 0. None (default) is 1, or the scale that the
+            model returns.
         symmetric: the second also finds the first, and the loss is the mean of both directions
             (CLIP). Default False: the first finds the second (InfoNCE).
-        within: who searches is also compared with all others of its own kind, which are negatives.
-            Default False. With `symmetric` it is NT-Xent (SimCLR).
+        within: a searching sample is also compared with all of its own kind, as negatives.
+            Default False. With `symmetric` the loss is NT-Xent (SimCLR).
 
     Returns:
-        The loss. Memory beside the embeddings and their gradients is that of a few tiles.
+        The loss. Beside the embeddings and their gradients it needs memory for a few tiles.
 
     Raises:
         ValueError: `temperature` is not above 0, or is a tensor.
-        LossError: at the first step, where the model returns something else, or there are targets.
+        LossError: at the first step, the model returns other outputs, or there are targets.
 
     Example:
         >>> model = anybatch.Encoders({"image": vision, "text": language}, scale=1 / 0.07)

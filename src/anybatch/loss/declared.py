@@ -86,11 +86,11 @@ class Part:
 
 
 class Loss(ABC):
-    """A loss that says how it divides.
+    """A loss that declares how it divides over micro-batches.
 
     torch's own losses need no declaration, nor does a sum of them. Declare a loss of your own with
-    `per_sample`, `ratio` or `inside`; an undeclared one is exact too, at the price of a second
-    forward pass.
+    `per_sample`, `ratio` or `inside`; an undeclared one is exact too, but costs a second forward
+    pass.
 
     Example:
         >>> loss = anybatch.Loss.per_sample(lambda out, y: (out - y).square().sum(-1))
@@ -122,8 +122,8 @@ class Loss(ABC):
             The loss ``mean(fn(outputs, targets))``.
 
         Raises:
-            LossError: at the first step, where `fn` does not return shape [n].
-            NotExactError: there, where samples meet in `fn`, or their number counts.
+            LossError: at the first step, `fn` does not return shape [n].
+            NotExactError: at the first step, `fn` couples samples, or depends on their number.
         """
         return PerSample(fn)
 
@@ -132,14 +132,14 @@ class Loss(ABC):
         """Declare a sum over samples divided by a number that the targets decide.
 
         Args:
-            num: ``num(outputs, targets)`` -> 0-dim tensor, a sum over the samples it is given.
+            num: ``num(outputs, targets)`` -> 0-dim tensor, a sum over the samples passed to it.
             den: ``den(targets)`` -> number or 0-dim tensor, which adds up over samples.
 
         Returns:
             The loss ``sum num / den(all targets)``.
 
         Raises:
-            NotExactError: at the first step, where samples meet in `num`, or their number counts.
+            NotExactError: at the first step, `num` couples samples, or depends on their number.
         """
         return Ratio(num, den)
 
@@ -147,20 +147,20 @@ class Loss(ABC):
     def inside(*, count: Callable[[Any, Any], Number] | None) -> Loss:
         """Declare the denominator of a loss that the model computes, where it cannot be traced.
 
-        ``Engine(model)`` traces it, and most models need no declaration. Where a count contradicts
-        what is traced, it is refused with both numbers; where nothing can be traced it is believed.
+        ``Engine(model)`` traces it, and most models need no declaration. A count that contradicts
+        the traced denominator is refused with both numbers; without a trace it is not checked.
 
         Args:
-            count: ``count(inputs, targets)`` -> the denominator of the mean that the model takes;
-                it adds up over samples. Count what the model counts: one that shifts its labels
-                divides by those that are left. None: the loss is a plain sum, divided by nothing.
+            count: ``count(inputs, targets)`` -> the denominator of the mean that the model takes,
+                which adds up over samples. Count as the model does: a model that shifts its labels
+                divides by the number of the rest. None: the loss is a plain sum without division.
 
         Returns:
             The loss that the model returns: a 0-dim tensor, an object with ``.loss``, a mapping
             with ``"loss"``, or a tuple that begins with it.
 
         Raises:
-            LossError: at a step, where `count` contradicts what the model divides by.
+            LossError: at a step, `count` contradicts the denominator of the model.
         """
         return InsideLoss(count)
 
@@ -168,8 +168,8 @@ class Loss(ABC):
     def algorithm1(fn: Callable[..., Tensor]) -> Loss:
         """Take the paper's loss normalization to the letter: micro-batch loss / N_S.
 
-        It is the gradient of the whole batch only where all micro-batches are equal (Eq. 17), and
-        is here to reproduce the paper.
+        It gives the gradient of the full batch only if all micro-batches are equal (Eq. 17). Its
+        purpose is to reproduce the paper.
 
         Args:
             fn: ``fn(outputs, targets)`` -> 0-dim tensor, a mean over the micro-batch.

@@ -74,19 +74,19 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class StepTimeline:
-    """A planned step as it passes.
+    """Timeline of a planned step: live bytes, kernels and copies.
 
     Attributes:
-        title: what step it is, in words.
+        title: name of the step, in words.
         ledger: live bytes by owner after each event.
-        budget: bytes that it may hold.
-        phases: its parts, in order; the first begins at event 0.
-        seconds: of each event, when it was, never before the one before it; None where only the
+        budget: bytes that the step may hold.
+        phases: parts of the step, in order; the first begins at event 0.
+        seconds: time of each event, never before that of the previous one; None where only the
             order is known.
-        end: seconds of the whole step; 0 where they are not known.
-        runs: when kernels ran: ``begin`` and ``end`` in seconds, in order.
-        moves: what left and returned: ``name`` and ``size`` in bytes of a storage, whether it comes
-            ``back``, and ``begin`` and ``end`` of its copy, in the order in which they began.
+        end: seconds of the whole step; 0 where times are not known.
+        runs: times of kernels: ``begin`` and ``end`` in seconds, in order.
+        moves: copies of storages: ``name``, ``size`` in bytes, ``back`` (True: to the device),
+            ``begin`` and ``end``, in the order in which they began.
 
     Example:
         >>> print(engine.timeline())
@@ -126,7 +126,7 @@ class StepTimeline:
         """Return the copies out, or those back.
 
         Args:
-            back: what came back; else what left.
+            back: True for copies back; False for copies out.
         """
         return tuple(move for move in self.moves if move.back is back)
 
@@ -137,9 +137,9 @@ class StepTimeline:
             count: at least 1.
 
         Returns:
-            Of each stretch the bytes of every owner (``owners``) at the moment when the most were
-            live, and the shares of it in which kernels ran, copies went out and copies came back
-            (``busy``). The peak is in one of them.
+            For each stretch, the bytes of every owner (``owners``) at its peak, and the shares of
+            its time in which kernels ran, copies went out and copies came back (``busy``). The
+            peak of the step is in one of the stretches.
         """
         edges = self.edges
         if len(edges) < 2:

@@ -38,14 +38,14 @@ class OffloadReport:
     """Report of one step under `offload`.
 
     Attributes:
-        mode: "recorded", "planned", or "on demand" where it was like none that was recorded, or
-            fits only with everything offloaded.
-        predicted_bytes: the most bytes it was to hold; of a recorded step, those it held. None
-            where nothing is known of such a step.
-        out_bytes: bytes that have left.
-        back_bytes: bytes that have returned.
+        mode: "recorded", "planned", or "on demand": the step was like no recorded one, or fits only
+            with everything offloaded.
+        predicted_bytes: forecast of the peak; of a recorded step, its peak. None where there is no
+            forecast for such a step.
+        out_bytes: bytes that were offloaded.
+        back_bytes: bytes that were copied back.
         waited: seconds in which the step waited for copies.
-        remade_bytes: bytes that were dropped, and computed again from what else was saved.
+        remade_bytes: bytes that were dropped, and recomputed from other saved tensors.
     """
 
     mode: str
@@ -62,12 +62,12 @@ class Offload:
     Args:
         memory: bytes of the budget.
         make: returns a store.
-        device: whose tensors leave.
-        recompute: cheap results may be computed again.
+        device: device of the tensors that are offloaded.
+        recompute: cheap results may be recomputed.
 
     Attributes:
         memory: bytes of the budget.
-        last: what the last step has done; None before the first has ended.
+        last: report of the last step; None before the first has ended.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class Offload:
     def timeline(self) -> StepTimeline:
         """Return the timeline of the last planned step: bytes by owner, and copies, over time.
 
-        Each storage that leaves and returns, and when kernels and both ways of the link are busy:
-        as planned, from the seconds of the recorded step and the speed at which storages have
-        moved. After a recorded step it is the plan for the next one like it.
+        It has each storage that is offloaded, and the times in which kernels and both directions of
+        the link are busy: as planned, from the seconds of the recorded step and the measured speed
+        of copies. After a recorded step it is the plan for the next step like it.
 
         Returns:
-            The step; it prints as a chart, and its peak is what the plan predicts.
+            The timeline; it prints as a chart, and its peak is the forecast of the plan.
 
         Raises:
             RuntimeError: no step has been recorded yet.
@@ -208,37 +208,37 @@ def offload(
     check: bool = False,
     recompute: bool = True,
 ) -> Offload:
-    """Keep a person's own forward and backward within a byte budget by offloading saved tensors.
+    """Keep your own forward and backward within a byte budget by offloading saved tensors.
 
-    Autograd saves tensors in forward for backward, and holds them meanwhile. The first step under
-    one `offload` is recorded; from then on as much leaves as the budget asks for, what is asked for
-    last first, and returns before it is asked for. What is cheap to compute again from what is
-    saved anyway (normalisation, activations, sums) may be dropped instead, where the plan finds
-    that faster. Gradients are bit for bit those without it.
-    Weights stay, as do buffers, inputs and everything else that was there before the step.
+    Saved tensors are those that autograd saves in forward for backward. The first step under one
+    `offload` is recorded. Later steps offload as many saved tensors as the budget requires, the
+    ones needed last first, and prefetch each before its use. A saved tensor that is cheap to
+    recompute from others (normalisation, activations, sums) may be dropped instead, where the plan
+    finds that faster. Gradients are bit for bit those without it. Weights, buffers, inputs and all
+    other tensors from before the step are resident.
 
     Args:
-        memory: the most bytes that a step may hold, such as "4GiB": what it makes, and what was
-            there before and is used in it (parameters, buffers, inputs, gradients); on CUDA all
-            that the process has allocated. The first step is recorded with everything away.
-        store: where tensors go: "host" memory (pinned), a "file" in the system's folder for
-            temporary files, or a folder for that file. Default None: "host" from CUDA, "file" on
-            the CPU. The file has no name, and is gone when the process is.
-        device: whose tensors leave. Default None: CUDA if there is one, else the CPU.
-        check: for debugging, keep a checksum of every block that leaves, and compare it when the
-            block returns. Default False: what a disk or another program has changed is not seen.
-        recompute: cheap results may be computed again. Only those are that came out bit for bit
-            when that was tried, in the recorded step.
+        memory: the most bytes that a step may hold, such as "4GiB": the tensors that it makes, and
+            earlier ones that it uses (parameters, buffers, inputs, gradients); on CUDA all that
+            the process has allocated. The first step is recorded with everything offloaded.
+        store: place of offloaded tensors: "host" memory (pinned), a "file" in the system's folder
+            for temporary files, or a folder for that file. Default None: "host" from CUDA, "file"
+            on the CPU. The file has no name, and disappears with the process.
+        device: device of the tensors. Default None: CUDA if there is one, else the CPU.
+        check: for debugging, store a checksum of every offloaded block, and compare it when the
+            block returns. Default False: changes by a disk or another program are not detected.
+        recompute: cheap results may be recomputed, but only those for which a trial in the recorded
+            step was equal bit for bit.
 
     Returns:
         A context manager to enter around forward and backward of every step, one at a time.
 
     Raises:
-        ValueError: `memory` or `store` means nothing here.
-        BudgetError: on leaving a recorded step: with everything away it has held more. Its
-            gradients are right.
-        StoreError: in a step, or on entering it: there is no room, a write or a read has failed,
-            or what returns is not what had left (`check`).
+        ValueError: `memory` or `store` is not valid here.
+        BudgetError: on leaving a recorded step: with everything offloaded it held more than
+            `memory`. Its gradients are right.
+        StoreError: in a step, or on entering it: the store is full, a write or a read has failed,
+            or a block returned with another checksum (`check`).
 
     Example:
         >>> off = anybatch.offload(memory="4GiB")

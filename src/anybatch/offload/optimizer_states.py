@@ -44,11 +44,11 @@ class StatesReport:
     """Report of one step of an optimizer with offloaded state.
 
     Attributes:
-        parts: how many the step was made in.
+        parts: number of parts of the step.
         offloaded_bytes: bytes of state that are offloaded after it.
-        most_bytes: the most bytes of them that were in memory at a time; in the first step a bound.
-        out_bytes: bytes that have left.
-        back_bytes: bytes that have come back.
+        most_bytes: the most bytes of state resident at a time; in the first step a bound.
+        out_bytes: bytes that were offloaded.
+        back_bytes: bytes that were read back.
         waited: seconds in which the step waited for copies.
     """
 
@@ -64,14 +64,14 @@ class OffloadedStates:
     """Result of `offload_states`: an optimizer's state, offloaded until `back` or `close`.
 
     Args:
-        optimizer: whose state it is.
-        resident_bytes: bytes of it that may be in memory at a time.
+        optimizer: owner of the state.
+        resident_bytes: bytes of the state that may be resident at a time.
         make: returns a store.
-        device: of the state.
+        device: device of the state.
         paged: the model whose parameters and gradients are offloaded too, or None.
 
     Attributes:
-        last: what the last step has done; None before the first.
+        last: report of the last step; None before the first.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class OffloadedStates:
 
     @property
     def memory(self) -> int:
-        """Bytes of state that may be in memory at a time; with a model of parameters, too."""
+        """Bytes of state that may be resident at a time; with a model, of parameters, too."""
         return self._memory
 
     @memory.setter
@@ -136,7 +136,7 @@ class OffloadedStates:
         """Make all state resident, and restore the optimizer as it was without `offload_states`.
 
         Raises:
-            StoreError: it cannot be read; what was not read is still offloaded.
+            StoreError: the state cannot be read; the part that was not read is still offloaded.
         """
         states = self._optimizer.state.values()
         with uninterrupted(once=True):
@@ -152,7 +152,7 @@ class OffloadedStates:
     def close(self) -> None:
         """Give up the file or the host memory, and the optimizer's state that is in it.
 
-        Where some was offloaded the optimizer needs another before it can step or be saved.
+        If state was offloaded, the optimizer needs a new one before it can step or be saved.
         Parameters and gradients are made resident.
         """
         with uninterrupted():
@@ -221,49 +221,49 @@ def offload_states(
 ) -> OffloadedStates:
     """Keep the state of an optimizer offloaded, except for the part that its step is using.
 
-    ``optimizer.step()`` stays what it is in a person's loop, and gives the same parameters and the
-    same state bit for bit; it is made of several steps of a few parameters each, while the state of
-    the next ones is read and that of the last ones written. Hooks, closures, learning rate
+    ``optimizer.step()`` is called as before, and gives the same parameters and the same state bit
+    for bit. It becomes several steps of a few parameters each; meanwhile the state of the next
+    parameters is read, and that of the last ones is written. Hooks, closures, learning rate
     schedules and `torch.amp.GradScaler` see one step. ``state_dict()``, copies and pickles of the
     optimizer have real tensors, all in memory; ``load_state_dict()`` takes them.
 
-    In ``optimizer.state`` an offloaded tensor is a tensor on the meta device: it shows its shape,
-    and whoever asks it for a value gets torch's error. Tensors below a block of the file (4 KiB)
-    stay in memory.
+    In ``optimizer.state`` an offloaded tensor is a tensor on the meta device: it has a shape, and
+    code that reads its values gets torch's error. Tensors below a block of the file (4 KiB) are
+    always resident.
 
-    With `model` its parameters and gradients leave too, inside ``with states:``, which then goes
-    around a whole training. There every kernel of this thread is seen before it runs, and what it
-    reads is brought in; in the order of the step before, others are read ahead and written behind.
-    Tied weights, weights used outside their module, recomputation and gradient clipping are what
-    they are without it, and so are all bits. Inside, no other thread may read a parameter (its
-    memory is not there), whoever asks a tensor for its address (``numpy()``, pickling) makes it
-    stay, and what is compiled runs eagerly. Outside, everything is in memory.
+    With `model` its parameters and gradients are offloaded too, inside ``with states:``, which then
+    encloses the entire training. There every kernel of this thread is intercepted, and the tensors
+    that it reads are paged in before; others are read ahead and written behind, in the order of the
+    step before. Tied weights, weights used outside their module, recomputation and gradient
+    clipping work as without it, and all bits are the same. Inside, no other thread may read a
+    parameter (its memory is not there), a tensor whose address is read (``numpy()``, pickling)
+    becomes resident, and compiled code runs eagerly. Outside, everything is resident.
 
     Args:
         optimizer: one of torch's that update each parameter by itself (AdamW, Adam, SGD, RMSprop,
-            Adagrad and so on). Its state, if it has any, leaves at once.
-        model: whose parameters and gradients leave too. Default None: they stay.
-        memory: the most bytes of state in memory at a time, such as "256MiB"; with `model` of
-            parameters, gradients and state together, of which a kernel's results (a new gradient,
-            an update's own tensors) are none yet. Default None: 64 MiB, or three times what the
-            largest parameter's state needs; with `model` twice that.
-        store: where it goes: "host" memory (pinned), a "file" in the system's folder for temporary
-            files, or a folder for that file. Default None: "host" from CUDA, "file" on the CPU. The
-            file has no name, and is gone when the process is.
+            Adagrad and so on). Its state, if there is any, is offloaded at once.
+        model: its parameters and gradients are offloaded too. Default None: they are resident.
+        memory: the most bytes of state resident at a time, such as "256MiB"; with `model`, of
+            parameters, gradients and state together, where results of a running kernel (a new
+            gradient, an update's own tensors) do not count yet. Default None: 64 MiB, or three
+            times the state of the largest parameter if that is more; with `model` twice that.
+        store: place of the state: "host" memory (pinned), a "file" in the system's folder for
+            temporary files, or a folder for that file. Default None: "host" from CUDA, "file" on
+            the CPU. The file has no name, and disappears with the process.
 
     Returns:
-        What has ``back()``, after which all is in memory again, as after ``with states:``; and
-        ``close()``, after which the optimizer's state that was offloaded is lost.
+        An object with ``back()``, which makes everything resident again, as leaving
+        ``with states:`` does, and ``close()``, which drops the offloaded state of the optimizer.
 
     Raises:
-        NotExactError: parts of this optimizer's step would not be its step; its ``step`` was
+        NotExactError: the step of this optimizer cannot be divided into parts; its ``step`` was
             replaced; its parameters are on several devices.
         BudgetError: in a step: the state of a single parameter is more than `memory` (half of it
             with `model`), or a kernel reads more parameters and gradients at once.
-        StoreError: there is no room for the state, or a write or a read has failed; in a step the
-            parameters of earlier parts are stepped then, and no state is lost. What cannot be read
-            on leaving ``with`` is NaN.
-        ValueError: `memory` or `store` means nothing here.
+        StoreError: the store is full, or a write or a read has failed; in a step, the parameters of
+            earlier parts are then updated, and no state is lost. Tensors that cannot be read at
+            the end of ``with`` are NaN.
+        ValueError: `memory` or `store` is not valid here.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters())

@@ -56,19 +56,19 @@ def check(
 
     Args:
         model: any module; it is copied and not changed.
-        loss_fn: as for `Engine`; a function that reads the model is made to read the copy.
+        loss_fn: as for `Engine`; a function that reads the model reads the copy here.
         batch: ``(inputs, targets)`` as for `Engine.backward`, copied too; a few samples are enough,
-            more than one is needed. Or the inputs, where `targets` are given.
+            more than one is needed. Or the inputs, if `targets` are passed.
         targets: as for `Engine.backward`. Default None: `batch` holds both.
         micro_batch: the size to check. None (default) checks 1, an even and a ragged split.
-        rng: as for `Engine`. With "batch" every split draws what the whole batch draws, so a model
-            that draws can be exact, and dropout stays on; by default each split draws its own.
+        rng: as for `Engine`. With "batch" every split draws the numbers of the undivided batch, so
+            a model with dropout can be exact, and dropout is on; by default each draws its own.
 
     Returns:
         A `Report`; print it.
 
     Raises:
-        BatchError: the batch holds one sample, cannot be split, or is no pair.
+        BatchError: the batch holds one sample, cannot be split, or is not a pair.
         LossError: `loss_fn` is None, and the model returns no loss.
         NotYetError: there are several ranks.
         AnybatchError: the model or the loss cannot be copied.

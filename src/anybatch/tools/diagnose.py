@@ -68,9 +68,9 @@ class Report:
         exact: every split gives the gradient of the undivided batch, and that is finite.
         samples: size of the batch.
         dtype: the precision of the comparison.
-        bound: what errors must not exceed (Law 1).
+        bound: the largest error that counts as exact (Law 1).
         splits: one entry a micro-batch size.
-        findings: what differs or costs, why, and what to do.
+        findings: differences and costs, each with its reason and a remedy.
     """
 
     exact: bool

@@ -62,70 +62,70 @@ def plan(
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
-    The memory is foreseen by rehearsals on tensors without data, checked against one real step of
-    two samples; the sizes that fit are timed on the device, a few micro-batches each. A model that
-    FSDP has sharded is gathered for it, so there all ranks must call it.
+    Dry runs (steps on fake tensors, which have no data) forecast the memory, and one real step of
+    two samples checks the forecast. The sizes that fit are timed on the device, a few micro-batches
+    each. A model sharded by FSDP is gathered for this, so all ranks must call it.
 
     Args:
         model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer`, `micro_batch`,
             `batchnorm` and `rng`.
         loss_fn: the loss.
         batch: ``(inputs, targets)`` as for `Engine.backward`, or a `LazyBatch`.
-        memory: bytes, or a text such as "6GiB"; None (default) is what is left on the device.
-        optimizer: its state is counted as it will be after its first step.
+        memory: bytes, or a text such as "6GiB"; None (default) is the free memory of the device.
+        optimizer: its state counts with its size after the first step.
         micro_batch: samples; None (default) chooses.
         batchnorm: as in `Engine`.
         rng: "micro_batch" (default) or "batch".
         timed: time the sizes that fit. Default True; if False the plan takes the largest that
             fits.
-        offload: "auto" (default) lets saved tensors leave the device where a micro-batch of one
-            sample does not fit with them, and where larger micro-batches or lanes, or the
-            undivided batch instead of lanes, have been timed to be faster so; "host" (from a GPU)
-            or "file" in any case; "off" never. Without timing, the size is then the
-            one of which the least leaves.
-        states: where the optimizer's state waits between its steps, as `offload_states` does it:
-            "host" memory from CUDA, a "file" on the CPU. Where a step does not fit with that, the
-            parameters and gradients of the model leave too, and the plan says how many bytes of all
-            of them are in memory; such a plan is obeyed inside ``with engine.states:``. "auto"
-            lets them leave where nothing fits otherwise. Default None: they stay on the device.
-        spill: folder of these files, which have no name and are gone with the process. Default
+        offload: "auto" (default) offloads saved tensors if a micro-batch of one sample does not
+            fit with them, and if timing shows that a step is faster so: with larger micro-batches
+            or lanes (micro-batches in lockstep), or with the undivided batch instead of lanes.
+            "host" (from a GPU) or "file": always; "off": never. Without timing, the size is then
+            the one that offloads least.
+        states: store of the optimizer's state between its steps, as in `offload_states`: "host"
+            memory from CUDA, a "file" on the CPU. If a step does not fit with that, the model's
+            parameters and gradients are offloaded too, and the plan says how many bytes of all of
+            them are resident; such a plan needs ``with engine.states:`` around its steps. "auto"
+            offloads if nothing fits otherwise. Default None: the state is on the device.
+        spill: folder of these files, which have no name and disappear with the process. Default
             None: the system's folder for temporary files.
-        workspace: as in `Engine`: what one convolution may allocate so that it is faster. It
-            counts; the plan says how each is divided, and one that is obeyed measures nothing.
-            "auto" shares the budget with them where a step is faster so
+        workspace: as in `Engine`: the memory that one convolution may allocate to be faster. It
+            counts in the budget. The plan says how each convolution is divided, and its execution
+            measures nothing. "auto" shares the budget with convolutions where a step is faster so
             (`anybatch.planner.sharing`).
-        loader: of the training's mini-batches; a few steps of the loop with it are measured as
-            `anybatch.profile` does it, and the plan tells the seconds of a step and of an epoch,
-            unless the optimizer's state is to wait elsewhere, which it says. It needs `optimizer`.
-            Default None: the plan tells those of candidates only. With it the plan also tells what
-            more GPUs would bring, at the same mini-batch.
-        split: what takes its mini-batches apart, as in `anybatch.profile`. Default: pairs.
-        gpus: how many of them are wanted. Default None: the table alone.
-        speedup: how many times as fast as one GPU they are to be.
-        deadline: seconds that all `epochs` may take; the loader must know its length.
+        loader: mini-batches of the training. A few steps of the loop are measured as in
+            `anybatch.profile`: the plan has the seconds of a step and of an epoch, and the effect
+            of more GPUs, at the same mini-batch. If the plan offloads the optimizer's state, it
+            says that they are not measured. `loader` needs `optimizer`. Default None: the plan
+            has the seconds of candidates only.
+        split: splits its mini-batches, as in `anybatch.profile`. Default: pairs.
+        gpus: a goal: the number of GPUs. Default None: the table alone.
+        speedup: a goal: how many times as fast as one GPU.
+        deadline: a goal: seconds for all `epochs`; the loader must know its length.
         epochs: Default 1.
-        network: what carries gradients between GPUs, in bits a second: "10Gbit". Default None:
-            summing them is taken to cost nothing, and the plan says so.
+        network: bandwidth for gradients between GPUs, in bits a second: "10Gbit". Default None:
+            the sum of gradients is assumed to cost nothing, and the plan says so.
         servers: parameter servers for `gpus` workers that do not wait for each other: the plan says
             which part of a round they compute, and how many servers hide all traffic (Lemma 3.2 of
             the guide); "auto" is that number. It needs `gpus` and `network`. Default None.
-        device: a CUDA device that is not there, by the size of its memory: "cuda:24GiB". The model
-            and the batch stay on the host; the dry run counts what that device would, under CUDA's
-            autocast where it is on; nothing is timed, and the plan says what was assumed and what
-            was not measured. Default None: the device that the model is on.
+        device: an absent CUDA device, by the size of its memory: "cuda:24GiB". The model and the
+            batch are on the host; the dry run counts as that device would, under CUDA's autocast
+            where it is on. Nothing is timed, and the plan lists its assumptions and the figures
+            that are not measured. Default None: the device of the model.
 
     Returns:
-        The plan; give it to ``Engine(plan=...)`` to have it obeyed.
+        The plan; pass it to ``Engine(plan=...)`` to execute it.
 
     Raises:
-        BudgetError: a micro-batch of one sample does not fit, whatever leaves.
-        StoreError: what leaves does not fit where it goes.
+        BudgetError: a micro-batch of one sample does not fit, even with offloading.
+        StoreError: the offloaded tensors do not fit in their store.
         NotYetError: `workspace="auto"` with a `LazyBatch` or over ranks; a goal over ranks.
-        AnybatchError: what `Engine.backward` would refuse.
+        AnybatchError: `Engine.backward` would raise it.
         ValueError: `batch` is neither a pair nor a `LazyBatch`; there is a `loader` and no
             `optimizer`; there is a goal and no loader, or several goals; `offload`, `states` or
-            `spill` is nothing here, or there is no optimizer whose state could leave; `device` is
-            no such text, or comes with what only a device can measure; or as for `Engine`.
+            `spill` is not valid here, or there is no optimizer with a state to offload; `device` is
+            no such text, or needs figures that only a device can measure; or as for `Engine`.
 
     Example:
         >>> print(anybatch.plan(model, loss_fn, (inputs, targets), memory="6GiB"))

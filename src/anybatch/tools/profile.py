@@ -51,34 +51,33 @@ def profile(
 ) -> Profile:
     """Run a few steps of a training loop, and return where the time goes; nothing is trained.
 
-    Parameters, gradients, buffers, the optimizer's state and RNG states are as before when it
-    returns; copies wait in memory of the host, those of buffers and gradients that are there on the
-    device. The engine keeps the plan that it made. Over
-    ranks all must call it. Each part is waited for before the next begins, so what a GPU would have
-    overlapped with the optimizer or the loader in Python is told as if it had not.
+    Afterwards parameters, gradients, buffers, the optimizer's state and RNG states are as before.
+    Copies are in host memory; copies of buffers, and of gradients that exist, are on the device.
+    The engine keeps its new plan. Over ranks, all must call `profile`. Each stage ends before the
+    next begins, so times do not show a GPU's overlap with the optimizer or the loader in Python.
 
     Args:
-        loader: yields mini-batches; started again when it ends. One of its workers reads
-            some more, to see what they do.
+        loader: yields mini-batches; started again when it ends. If it has workers, one more reads
+            some mini-batches, to measure their seconds.
         engine: runs them.
         optimizer: steps after each.
-        steps: that are measured, after two that are not. Default 20.
-        enough: seconds after which no further step is begun; one is always measured, and over ranks
-            it must be infinite, as by default.
+        steps: number of measured steps, after two that are not measured. Default 20.
+        enough: seconds after which no further step begins; one is always measured. Over ranks it
+            must be infinite, which is the default.
         split: mini-batch -> ``(inputs, targets)`` of `Engine.backward`. Default: a pair is these,
-            anything else is inputs without targets.
-        progress: called with the steps done and all of them. Default None.
+            any other mini-batch is inputs without targets.
+        progress: called with the number of steps done and of all steps. Default None.
         clock: seconds. Default: the system's.
 
     Returns:
-        What each of the seven steps takes and shows, R_O with its interval, and remedies.
+        Seconds that each of the seven stages takes and shows, R_O with its interval, and remedies.
 
     Raises:
         ValueError: `steps` is less than 1, `enough` is finite over ranks, or `loader` yields
             nothing.
-        NotYetError: the optimizer's state waits elsewhere, it steps with a closure, or a parameter
+        NotYetError: the optimizer's state is offloaded, it steps with a closure, or a parameter
             is lazy.
-        AnybatchError: what `Engine.backward` would refuse.
+        AnybatchError: `Engine.backward` would raise it.
 
     Example:
         >>> print(anybatch.profile(loader, engine, optimizer))

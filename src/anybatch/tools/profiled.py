@@ -53,15 +53,15 @@ class Profile:
     """Profile of a training loop: seconds by stage, overhead and remedies.
 
     Attributes:
-        stages: the seven steps in order.
-        steps: that were measured.
-        samples: of a mini-batch, median.
-        seconds: of a step, mean.
-        spread: interval of that mean, as below.
-        overhead: R_O, what shows and is not computing, to computing.
-        interval: of R_O, 95 %, by resampling the steps; of few steps it is too narrow.
+        stages: the seven stages in order.
+        steps: number of measured steps.
+        samples: samples of a mini-batch, median.
+        seconds: seconds of a step, mean.
+        spread: interval of that mean, computed like `interval`.
+        overhead: R_O: seconds that the loop waits for all but computing, over those of computing.
+        interval: interval of R_O, 95 %, by resampling the steps; of few steps it is too narrow.
         workers: processes that load while the step computes; 0 for none.
-        remedies: what would make it less, the largest gain first.
+        remedies: changes that would lower the overhead, the largest gain first.
     """
 
     stages: tuple[LoopStage, ...]
@@ -76,17 +76,17 @@ class Profile:
 
     @property
     def bottleneck(self) -> LoopStage:
-        """The stage that shows most."""
+        """The stage with the largest share of the loop's time."""
         return max(self.stages, key=lambda one: one.share)
 
     def stage(self, name: str) -> LoopStage:
         """Return one of the stages.
 
         Args:
-            name: of it, as the guide has it: "data loading", "computing" ...
+            name: name of the stage, as in the guide: "data loading", "computing" ...
 
         Raises:
-            ValueError: there is none of that name.
+            ValueError: no stage has that name.
         """
         for one in self.stages:
             if one.name == name:
