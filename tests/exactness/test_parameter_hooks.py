@@ -592,7 +592,7 @@ def two_steps(rank: int, _size: int, mechanism: str, hooks: str) -> dict[str, Te
     return found(model, engine.backward(x, y), log)
 
 
-@pytest.mark.parametrize("mechanism", ["streaming", "two passes", "lockstep"])
+@pytest.mark.parametrize("mechanism", ["streaming", "two passes", "lanes"])
 @pytest.mark.parametrize("hooks", ["clip", "post sign", "several", "at once"])
 def test_hooks_get_the_gradient_of_all_ranks_on_each(
     workers: Pool, hooks: str, mechanism: str

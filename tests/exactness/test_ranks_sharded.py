@@ -203,7 +203,7 @@ def test_gradients_are_those_of_all_ranks(pool: tuple[int, Pool], variant: str) 
         assert_exact(got, want)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_process")
 @pytest.mark.parametrize("variant", ["blocks", "batchnorm dice"])
 def test_one_rank_is_a_batch_of_its_own(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
     monkeypatch.setitem(SHARDS, 1, (N,))
@@ -522,7 +522,7 @@ def test_parameters_that_are_offloaded_are_refused() -> None:
         refuse_unknown("head.weight", Elsewhere(), None)
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_process")
 def test_a_torch_that_hides_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(fully_shard(nn.Linear(2, 2), mesh=mesh_of("", 1)), nn.MSELoss(), micro_batch=1)
     monkeypatch.delattr(FSDPModule, "_get_fsdp_state")
@@ -531,7 +531,7 @@ def test_a_torch_that_hides_the_precision_is_refused(monkeypatch: pytest.MonkeyP
         engine.backward(torch.ones(2, 2), torch.ones(2, 2))
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("single_process")
 def test_an_interrupt_at_the_wrong_instruction_is_mended_by_the_next_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
