@@ -171,6 +171,11 @@ class Plan:
     scale: Scale | None = None
     device: AbsentDevice | None = None
 
+    def __post_init__(self) -> None:
+        # Any other word would run as streaming (test_a_plan_of_another_mechanism_is_refused).
+        if self.mechanism not in _WHY:
+            raise ValueError(f"mechanism must be one of {[*_WHY]}, and it is {self.mechanism!r}")
+
     def _rows(self) -> dict[str, str]:
         rows = {
             "micro-batch": f"{self.micro_batch} samples",
@@ -285,8 +290,10 @@ def _pair(found: Any) -> tuple[int, int]:
 
 def decide(facts: Facts, memory: Memory | None = None, offload: OffloadPlan | None = None) -> Plan:
     """Return the plan for `facts`, a memory section and an offload section."""
-    lanes = _mechanism(facts) == "lockstep"
-    reasons = [_WHY[_mechanism(facts)], *_of_offload(memory, offload, lanes=lanes)]
+    mechanism = "lockstep" if facts.lanes else "two-pass" if facts.coupled else "streaming"
+    mechanism = mechanism if facts.divided else "undivided"
+    waits = mechanism == "lockstep"
+    reasons = [_WHY[mechanism], *_of_offload(memory, offload, lanes=waits)]
     if facts.late:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")
     if facts.half and facts.divided:
@@ -313,7 +320,7 @@ def decide(facts: Facts, memory: Memory | None = None, offload: OffloadPlan | No
     separate_sums = facts.separate_sums or (facts.half and facts.divided) or facts.before
     return Plan(
         micro_batch=facts.micro_batch,
-        mechanism=_mechanism(facts),
+        mechanism=mechanism,
         accumulate="accumulator" if separate_sums else "in place",
         loss=facts.loss,
         exact=_evidence(facts, literal=literal),
@@ -362,14 +369,6 @@ def _of_offload(memory: Memory | None, offload: OffloadPlan | None, *, lanes: bo
             f"{here[1]} without"
         )
     return reasons
-
-
-def _mechanism(facts: Facts) -> str:
-    if not facts.divided:
-        return "undivided"
-    if facts.lanes:
-        return "lockstep"
-    return "two-pass" if facts.coupled else "streaming"
 
 
 _WHY = {

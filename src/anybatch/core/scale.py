@@ -89,7 +89,7 @@ class Scale:
         worth: GPUs after which no more of them gain 5 % of speed each.
         fastest: GPUs with which a step is fastest.
         assumed: what was not measured, a sentence each.
-        servers: of as many workers as there are GPUs; None (default) where nobody asked.
+        servers: of as many workers as there are GPUs; None (default): not requested.
     """
 
     rows: tuple[ScaleRow, ...]
@@ -119,7 +119,7 @@ class Scale:
     def from_json(cls, found: Mapping[str, Any]) -> Scale:
         """Return the forecast from JSON, where tuples are lists."""
         rows = tuple(ScaleRow(**row) for row in found["rows"])
-        servers = found["servers"] and ParameterServers(**found["servers"])
-        return cls(
-            **{**found, "rows": rows, "assumed": tuple(found["assumed"]), "servers": servers}
-        )
+        more: dict[str, Any] = {"rows": rows, "assumed": tuple(found["assumed"])}
+        if found.get("servers") is not None:
+            more["servers"] = ParameterServers(**found["servers"])
+        return cls(**{**found, **more})

@@ -77,6 +77,18 @@ def test_a_plan_of_before_there_were_budgets_loads() -> None:
     assert Plan.from_json(json.dumps(old)) == plan
 
 
+@pytest.mark.parametrize("mechanism", ["gathering", "lanes", "two passes", "Streaming", "", None])
+def test_a_plan_of_another_mechanism_is_refused(mechanism: str | None) -> None:
+    """Earlier versions had two of these words, and their plans ran as if they were streaming."""
+    plan = decide(FACTS)
+    told = r"mechanism must be one of \['undivided', 'lockstep', 'two-pass', 'streaming'\]"
+    with pytest.raises(ValueError, match=told):
+        replace(plan, mechanism=mechanism)
+    written = json.dumps(json.loads(plan.to_json()) | {"mechanism": mechanism})
+    with pytest.raises(ValueError, match="a plan must hold what to_json writes, and " + told):
+        Plan.from_json(written)
+
+
 def test_what_is_no_plan_is_refused() -> None:
     with pytest.raises(ValueError, match="a plan must be JSON"):
         Plan.from_json("{")
