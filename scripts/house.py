@@ -37,7 +37,7 @@ BANNED = frozenset(
     "nobody whatever".split()
 )
 """Words of this project's own; house style has one term of the field for each."""
-DICE_LOSS = re.compile(r"\bDice (loss|coefficient)\b|^(bce_)?dice_?(coefficient|per_image|$)")
+DICE_LOSS = re.compile(r"\bDice (loss|coefficient)\b|^(bce_dice(_per_image)?|dice_coefficient)$")
 """The field's name of a loss, in words and in names, beside dice that are no RNG state any more."""
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
+import io
 import re
-from collections.abc import Iterator
+import tokenize
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "anybatch"
@@ -22,30 +25,41 @@ def test_a_reading_order_names_files_that_are_there(folder: Path) -> None:
     text = (folder / "__init__.py").read_text()
     assert text.startswith('"""')
     order = text.partition("\nRead ")[2]
+    assert order or folder.parent != SOURCE
     for name in re.findall(r"`([a-z_.]+)`", order):
         path = ROOT / "src" / name.replace(".", "/") if "." in name else folder / name
         assert path.with_suffix(".py").exists() or path.is_dir(), name
 
 
-def steps() -> Iterator[tuple[str, list[str]]]:
-    """Yield the modules of each row of the contributor's table, and the names that it has."""
-    for row in ROW.findall((ROOT / "CONTRIBUTING.md").read_text()):
-        names = re.findall(r"`([A-Za-z_.]+)`", row)
-        yield row, names
+ROWS = ROW.findall((ROOT / "CONTRIBUTING.md").read_text())
 
 
-@pytest.mark.parametrize(("row", "names"), list(steps()))
-def test_the_way_of_a_step_names_what_is_there(row: str, names: list[str]) -> None:
+@pytest.mark.parametrize("row", ROWS, ids=[row.partition(" (")[0] for row in ROWS])
+def test_the_way_of_a_step_names_what_is_there(row: str) -> None:
     modules = [importlib.import_module(link.replace("/", ".")) for link in LINK.findall(row)]
-    assert names
     owner: object = None
-    for name in names:
+    for name in re.findall(r"`([A-Za-z_.]+)`", row):
         first, _, rest = name.partition(".")
-        found = [getattr(module, first) for module in modules if hasattr(module, first)]
-        found += [getattr(owner, first)] if hasattr(owner, first) else []
+        found = [getattr(one, first) for one in (*modules, owner) if hasattr(one, first)]
         assert found, name
         owner = found[0]
         assert not rest or hasattr(owner, rest), name
+
+
+def test_what_docstrings_name_is_there() -> None:
+    """Names in backticks; those of torch and Python, too."""
+    files = [path for top in ("src", "tests", "benchmarks") for path in ROOT.glob(f"{top}/**/*.py")]
+    there = {*dir(torch), *dir(builtins), *(part for p in files for part in (p.stem, *p.parts))}
+    for path in files:
+        tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+        there |= {token.string for token in tokens if token.type == tokenize.NAME}
+    named = {
+        (path.name, name)
+        for path in SOURCE.rglob("*.py")
+        for name in re.findall(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)", path.read_text())
+    }
+    assert named
+    assert {(file, name) for file, name in named if set(name.split(".")) - there} == set()
 
 
 def test_a_comment_names_a_test_that_is_there() -> None:

@@ -45,7 +45,7 @@ class GradientSums:
     Attributes:
         parameters: those of `sums`.
         kinds: what this rank has to say, a number for each parameter.
-        place: what is said where, for `Unison.gather`.
+        place: key of the exchange, for `Coordinator.gather`.
         dense: places of those that some rank had dense, once `receive` has run.
     """
 

@@ -49,8 +49,8 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
     """Run the step in as many lanes as it has micro-batches.
 
     Args:
-        step: the mini-batch and the model; see `anybatch.execution.step`. Its `room` is what
-            waiting lanes may hold on the device.
+        step: the mini-batch and the model; see `anybatch.execution.step`. Waiting
+            lanes may hold its `lane_bytes` on the device.
         tracked: its running statistics.
 
     Returns:
