@@ -27,8 +27,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from anybatch.conv.divide import Configuration, KernelPart, front
+from anybatch.conv.divide import front
 from anybatch.conv.share import share
+from anybatch.core.divisions import Configuration, KernelPart
 from anybatch.core.units import show_bytes, show_samples
 from anybatch.errors import BudgetError
 from anybatch.tools.validation import positive_integer

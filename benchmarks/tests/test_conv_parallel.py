@@ -10,7 +10,7 @@ from benchmarks.ucudnn.parallel.rows import conv_parallel
 from benchmarks.ucudnn.parallel.run import compared, main
 from tests.unit.conv.problems import problem
 
-from anybatch.conv.divide import KernelPart
+from anybatch.core.divisions import KernelPart
 
 
 @pytest.mark.large(of="tiny runs of benchmarks", few=2)

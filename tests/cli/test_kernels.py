@@ -24,9 +24,9 @@ from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
 from anybatch.conv import costs
-from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.problem import KERNELS, Problem
 from anybatch.conv.warm import Warming, warm
+from anybatch.core.divisions import Configuration, KernelPart
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

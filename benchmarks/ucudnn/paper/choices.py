@@ -20,8 +20,8 @@ from time import perf_counter
 from anybatch.conv.chooser import certain, worthwhile
 from anybatch.conv.convolutions import Policy
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration
 from anybatch.conv.share import share
+from anybatch.core.divisions import Configuration
 from benchmarks.ucudnn.listen import RecordedKernel
 
 MIB = 1 << 20

@@ -11,8 +11,8 @@ import torch
 
 from anybatch.conv.chooser import divided
 from anybatch.conv.convolutions import Policy
-from anybatch.conv.divide import Configuration
 from anybatch.conv.problem import Problem
+from anybatch.core.divisions import Configuration
 from benchmarks.ucudnn.paper.choices import (
     ALL,
     MIB,

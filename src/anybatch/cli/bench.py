@@ -54,9 +54,9 @@ from anybatch.cli.settings import Settings, parse_image_size
 from anybatch.cli.team import Team
 from anybatch.conv.convolutions import WORKSPACE, cache_file
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import KernelPart
 from anybatch.conv.network import Key
 from anybatch.conv.warm import Warming, warm
+from anybatch.core.divisions import KernelPart
 from anybatch.core.units import parse_bytes
 
 

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from anybatch.cli.faults import SettingsError
 from anybatch.conv.chooser import certain, divided, own_of, worthwhile
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.network import Key
 from anybatch.conv.recorder import KernelRecorder
 from anybatch.conv.share import share
+from anybatch.core.divisions import Configuration, KernelPart
 from anybatch.core.tree import tensors
 from anybatch.core.units import show_bytes
 

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from anybatch.conv.algorithms import NATIVE
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, KernelPart, front
+from anybatch.conv.divide import front
 from anybatch.conv.execute import run
 from anybatch.conv.intercept import Strides, untouched
 from anybatch.conv.network import Key, Network
 from anybatch.conv.problem import Problem
 from anybatch.core import accelerator
+from anybatch.core.divisions import Configuration, KernelPart
 from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.units import show_bytes
 from anybatch.memory.meter import within_kernel

@@ -21,10 +21,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Protocol
 
-from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.measuring import duel, held, machine, measure
 from anybatch.conv.problem import Problem
 from anybatch.conv.search import Search
+from anybatch.core.divisions import Configuration, KernelPart
 from anybatch.errors import StoreError
 
 

@@ -23,65 +23,13 @@ Source: u-cuDNN, sections III-B (WR) and III-C1 (desirable configurations).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import combinations, groupby
+from itertools import combinations
 
 import numpy as np
 
+from anybatch.core.divisions import Configuration, KernelPart, setups
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
-
-
-@dataclass(frozen=True)
-class KernelPart:
-    """A convolution kernel on some samples, as it was measured: a micro-configuration.
-
-    Attributes:
-        size: samples.
-        algorithm: its name.
-        seconds: it takes.
-        workspace: bytes that it allocates beside its operands and its result.
-        setup: seconds that its algorithm takes once for all its parts in a configuration; the same
-            for every part of an algorithm. Default 0.
-    """
-
-    size: int
-    algorithm: str
-    seconds: float
-    workspace: int
-    setup: float = 0.0
-
-
-@dataclass(frozen=True)
-class Configuration:
-    """Parts that run one after another; together they are a kernel on all samples.
-
-    Attributes:
-        parts: in the order in which they run.
-    """
-
-    parts: tuple[KernelPart, ...]
-
-    @property
-    def size(self) -> int:
-        """N, the samples of all parts."""
-        return sum(part.size for part in self.parts)
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all parts, and of one setup for each algorithm."""
-        return sum(part.seconds for part in self.parts) + sum(_setups(self.parts).values())
-
-    @property
-    def workspace(self) -> int:
-        """Bytes of the largest workspace among the parts: they use the same one."""
-        return max((part.workspace for part in self.parts), default=0)
-
-    def __str__(self) -> str:
-        """Return for example ``fft@4 x 8, native@3``."""
-        runs = groupby(self.parts, key=lambda part: f"{part.algorithm}@{part.size}")
-        counted = ((name, sum(1 for _ in parts)) for name, parts in runs)
-        return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counted)
 
 
 def front(parts: Iterable[KernelPart], size: int, limit: int | None = None) -> list[Configuration]:
@@ -104,7 +52,7 @@ def front(parts: Iterable[KernelPart], size: int, limit: int | None = None) -> l
     """
     fits = [part for part in parts if limit is None or part.workspace <= limit]
     fits.sort(key=lambda part: (part.workspace, part.seconds))
-    prepared = _setups(fits)
+    prepared = setups(fits)
     found: list[Configuration] = []
     for count in range(len(prepared) + 1):
         for names in combinations(prepared, count):
@@ -116,11 +64,6 @@ def front(parts: Iterable[KernelPart], size: int, limit: int | None = None) -> l
         if not best or configuration.seconds < best[-1].seconds:
             best.append(configuration)
     return best
-
-
-def _setups(parts: Iterable[KernelPart]) -> dict[str, float]:
-    """Return algorithm -> seconds that it takes once, of those that take some."""
-    return {part.algorithm: part.setup for part in parts if part.setup > 0}
 
 
 def _front(parts: Sequence[KernelPart], size: int) -> list[Configuration]:

@@ -13,11 +13,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, astuple
 
 from anybatch.conv.chooser import Chooser, Chosen, Convolutions
-from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.intercept import inside, intercepted, retain
 from anybatch.conv.network import Key
 from anybatch.conv.problem import Problem
-from anybatch.core.divisions import Division, Divisions
+from anybatch.core.divisions import Configuration, Division, Divisions, KernelPart
 
 
 class Engaged:

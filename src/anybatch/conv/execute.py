@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from anybatch.conv.algorithms import ALGORITHMS
-from anybatch.conv.divide import Configuration, KernelPart
 from anybatch.conv.fourier import HALVES
 from anybatch.conv.problem import Problem
+from anybatch.core.divisions import Configuration, KernelPart
 
 
 def run(

@@ -24,13 +24,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from anybatch.conv.algorithms import ALGORITHMS, LAYOUTS, native
-from anybatch.conv.divide import Configuration
 from anybatch.conv.execute import run
 from anybatch.conv.fourier import HALVES
 from anybatch.conv.plans import NoPlanError
 from anybatch.conv.problem import Problem
 from anybatch.core import accelerator
 from anybatch.core.accelerators import kernel_switches
+from anybatch.core.divisions import Configuration
 from anybatch.memory.fakes import interrupted_between_functions
 from anybatch.memory.meter import Meter
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from anybatch.conv.divide import Configuration
 from anybatch.conv.problem import Problem
 from anybatch.conv.share import share
+from anybatch.core.divisions import Configuration
 
 Key = tuple[Problem, int]
 """A kernel, and its samples."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from time import perf_counter
 
 from anybatch.conv.algorithms import NATIVE, candidates
-from anybatch.conv.divide import KernelPart, sizes
+from anybatch.conv.divide import sizes
 from anybatch.conv.problem import Problem
+from anybatch.core.divisions import KernelPart
 
 HOPELESS = 4.0
 """Times what the best known takes for a sample, beyond which more samples are not tried."""

@@ -24,7 +24,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from anybatch.conv.divide import Configuration
+from anybatch.core.divisions import Configuration
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
 

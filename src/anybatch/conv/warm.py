@@ -22,8 +22,8 @@ from time import perf_counter
 import torch
 
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import KernelPart
 from anybatch.conv.network import Key
+from anybatch.core.divisions import KernelPart
 
 
 @dataclass(frozen=True)

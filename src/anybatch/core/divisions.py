@@ -6,11 +6,69 @@ divided otherwise. So the divisions are a part of the plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from anybatch.core.units import show_bytes
+
+
+@dataclass(frozen=True)
+class KernelPart:
+    """A convolution kernel on some samples, as it was measured: a micro-configuration.
+
+    Attributes:
+        size: samples.
+        algorithm: its name.
+        seconds: it takes.
+        workspace: bytes that it allocates beside its operands and its result.
+        setup: seconds that its algorithm takes once for all its parts in a configuration; the same
+            for every part of an algorithm. Default 0.
+    """
+
+    size: int
+    algorithm: str
+    seconds: float
+    workspace: int
+    setup: float = 0.0
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Parts that run one after another; together they are a kernel on all samples.
+
+    Attributes:
+        parts: in the order in which they run.
+    """
+
+    parts: tuple[KernelPart, ...]
+
+    @property
+    def size(self) -> int:
+        """N, the samples of all parts."""
+        return sum(part.size for part in self.parts)
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of all parts, and of one setup for each algorithm."""
+        return sum(part.seconds for part in self.parts) + sum(setups(self.parts).values())
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the largest workspace among the parts: they use the same one."""
+        return max((part.workspace for part in self.parts), default=0)
+
+    def __str__(self) -> str:
+        """Return for example ``fft@4 x 8, native@3``."""
+        runs = groupby(self.parts, key=lambda part: f"{part.algorithm}@{part.size}")
+        counted = ((name, sum(1 for _ in parts)) for name, parts in runs)
+        return ", ".join(name if count == 1 else f"{name} x {count}" for name, count in counted)
+
+
+def setups(parts: Iterable[KernelPart]) -> dict[str, float]:
+    """Return algorithm -> seconds that it takes once, of those that take some."""
+    return {part.algorithm: part.setup for part in parts if part.setup > 0}
 
 
 @dataclass(frozen=True)
@@ -65,7 +123,11 @@ class Divisions:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Divisions:
-        """Return the divisions from JSON, where tuples are lists."""
+        """Return the divisions from JSON.
+
+        Args:
+            found: the object in a plan's JSON, where tuples are lists.
+        """
         kernels = tuple(
             Division(
                 tuple((str(name), _tuples(value)) for name, value in one["kernel"]),

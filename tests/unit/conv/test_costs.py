@@ -18,11 +18,12 @@ from anybatch.conv import costs
 from anybatch.conv.algorithms import candidates, native
 from anybatch.conv.chooser import Chooser, Convolutions
 from anybatch.conv.costs import Costs
-from anybatch.conv.divide import Configuration, KernelPart, front
+from anybatch.conv.divide import front
 from anybatch.conv.execute import run
 from anybatch.conv.fourier import Fourier
 from anybatch.conv.measuring import allocated, duel, held, machine, measure
 from anybatch.conv.problem import KERNELS, Problem
+from anybatch.core.divisions import Configuration, KernelPart
 from anybatch.memory.meter import Meter
 
 LOTS = 1 << 40

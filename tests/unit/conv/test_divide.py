@@ -10,7 +10,8 @@ from functools import cache
 
 import pytest
 
-from anybatch.conv.divide import Configuration, KernelPart, fastest, front, sizes
+from anybatch.conv.divide import fastest, front, sizes
+from anybatch.core.divisions import Configuration, KernelPart
 from anybatch.errors import BudgetError
 
 ALGORITHMS = ("native", "im2col", "fft", "winograd")

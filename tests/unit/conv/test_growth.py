@@ -16,7 +16,7 @@ CHILD = """
 import json, os, resource, sys
 import torch
 from anybatch.conv.algorithms import native
-from anybatch.conv.divide import Configuration, KernelPart
+from anybatch.core.divisions import Configuration, KernelPart
 from anybatch.conv.execute import run
 from anybatch.conv.measuring import held
 from anybatch.conv.problem import Problem

@@ -10,8 +10,9 @@ import pytest
 from scipy.optimize import Bounds, LinearConstraint, milp
 from tests.unit.conv.test_divide import measured
 
-from anybatch.conv.divide import Configuration, KernelPart, front
+from anybatch.conv.divide import front
 from anybatch.conv.share import share
+from anybatch.core.divisions import Configuration, KernelPart
 from anybatch.errors import BudgetError
 
 Fronts = list[list[Configuration]]

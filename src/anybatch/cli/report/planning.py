@@ -11,8 +11,7 @@ from anybatch.cli.report.envelope import Envelope
 from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
 from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.words import drawn, figure_of, percent, seconds
-from anybatch.conv.divide import Configuration, KernelPart
-from anybatch.core.divisions import Division, Divisions
+from anybatch.core.divisions import Configuration, Division, Divisions, KernelPart
 from anybatch.core.memory import Memory, verdicts
 from anybatch.core.pace import Pace
 from anybatch.core.units import show_bytes
