@@ -419,7 +419,7 @@ def test_a_system_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch)
     def left(device: torch.device) -> None:
         raise ValueError("mine")
 
-    monkeypatch.setattr(planned, "left", left)
+    monkeypatch.setattr(planned, "available_memory", left)
     with pytest.raises(SettingsError, match=r"memory must be given where the system does not tell"):
         train(DIGITS)
     assert train(dataclasses.replace(DIGITS, memory="1GiB", epochs=1)).steps == 3

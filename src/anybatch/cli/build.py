@@ -26,9 +26,9 @@ from anybatch.cli.settings import Settings
 from anybatch.cli.summary import versions
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.views import Loader, Share, Views, make_views
-from anybatch.conv.convolutions import devices as divides_on
+from anybatch.conv.convolutions import kernel_devices
 from anybatch.core.absent import absent, type_of
-from anybatch.core.accelerators import forked
+from anybatch.core.accelerators import forked_rng
 from anybatch.memory.spill import takes
 from anybatch.tools.question import AUTO
 
@@ -70,9 +70,9 @@ def build(settings: Settings, team: Team = SINGLE_PROCESS) -> RunParts:
         raise SettingsError(
             f"states must be {permitted} on {type_of(device)}; got {settings.states}."
         )
-    if settings.workspace is not None and device.type not in divides_on():
+    if settings.workspace is not None and device.type not in kernel_devices():
         raise SettingsError(
-            f"workspace is for convolutions on {' and '.join(divides_on())}; the device is "
+            f"workspace is for convolutions on {' and '.join(kernel_devices())}; the device is "
             f"{device.type}. Leave it out."
         )
     if settings.workspace == AUTO and team.several:
@@ -163,7 +163,7 @@ def seeded(seed: int, threads: int | None) -> Iterator[None]:
     """
     before = torch.get_num_threads()
     python, numpy = random.getstate(), np.random.get_state()
-    with forked():
+    with forked_rng():
         torch.manual_seed(seed)
         random.seed(seed)
         np.random.seed(seed % 2**32)

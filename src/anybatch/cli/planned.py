@@ -37,7 +37,7 @@ from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.views import LoadedBatch
 from anybatch.core.absent import absent
 from anybatch.core.plan import States
-from anybatch.memory.limits import left
+from anybatch.memory.limits import available_memory
 from anybatch.memory.spill import spill_of
 from anybatch.offload.optimizer_states import OffloadedStates
 from anybatch.offload.states.planned import start_offload, states_of
@@ -257,7 +257,7 @@ def refuse_to_plan(settings: Settings, device: torch.device) -> None:
     if settings.memory is not None or target is not None:
         return
     try:
-        left(device)
+        available_memory(device)
     except ValueError as error:
         raise SettingsError(
             f"memory must be given where the system does not tell what is left on {device}; it "

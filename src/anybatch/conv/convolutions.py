@@ -109,7 +109,7 @@ def convolutions(
         shared=shared,
     )
     with ExitStack() as stack:
-        for device in devices():
+        for device in kernel_devices():
             stack.enter_context(intercepted(device, chooser))
         yield chooser.found
 
@@ -142,7 +142,7 @@ def chooser_of(
     return Chooser(found, costs, seconds)
 
 
-def devices() -> list[str]:
+def kernel_devices() -> list[str]:
     """Return the device types on which this library computes convolutions."""
     return with_plans()
 

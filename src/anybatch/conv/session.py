@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from anybatch.conv.convolutions import chooser_of, devices
+from anybatch.conv.convolutions import chooser_of, kernel_devices
 from anybatch.conv.engaged import Engaged, obeying
 from anybatch.core.plan import Plan
 from anybatch.core.units import parse_bytes
@@ -30,9 +30,9 @@ def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:
     if workspace is None:
         return Engaged(device.type)
     workspace_bytes = parse_bytes(workspace, "workspace")
-    if device.type not in devices():
+    if device.type not in kernel_devices():
         raise NotYetError(
-            f"convolutions are divided on {' and '.join(devices())} here, and the model is on "
-            f"{device}: leave workspace out"
+            f"convolutions are divided on {' and '.join(kernel_devices())} here, and the model is "
+            f"on {device}: leave workspace out"
         )
     return Engaged(device.type, chooser_of(workspace_bytes))

@@ -106,7 +106,7 @@ def with_plans() -> list[str]:
     return [HOST.type, *(one.type for one in recognised() if one.peaks and one.available)]
 
 
-def forked() -> AbstractContextManager[None]:
+def forked_rng() -> AbstractContextManager[None]:
     """Return a context after which torch's generators are as they were before."""
     for one in recognised():
         with suppress(NotYetError):

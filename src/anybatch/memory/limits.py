@@ -29,7 +29,7 @@ SHARE_CPU = 0.8
 SHARE_THERE = 0.95
 
 
-def left(device: torch.device) -> tuple[int, str]:
+def available_memory(device: torch.device) -> tuple[int, str]:
     """Return the bytes that a step may still allocate on `device`, and the limit's name.
 
     Returns:

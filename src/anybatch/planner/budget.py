@@ -18,7 +18,7 @@ from anybatch.core.rounding import rounded
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
 from anybatch.execution.case import Case
-from anybatch.memory.limits import left
+from anybatch.memory.limits import available_memory
 from anybatch.memory.meter import storages
 from anybatch.memory.paged import paged
 from anybatch.planner.forecast import LOSS, WORKSPACE, Forecast
@@ -144,7 +144,7 @@ def default_budget(case: Case, optimizer: torch.optim.Optimizer | None) -> tuple
     device = absent()
     if device is not None:
         return device.budget(None)
-    free, words = left(case.device)
+    free, words = available_memory(case.device)
     return free + _bytes_of_states(case) + state_bytes(optimizer), words
 
 

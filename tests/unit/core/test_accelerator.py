@@ -28,7 +28,7 @@ from anybatch.execution.device import HostLink, StreamLink, link_to
 from anybatch.lockstep.surroundings import Surroundings
 from anybatch.lockstep.turns import LaneTurns
 from anybatch.memory.copier import Copier
-from anybatch.memory.limits import SHARE_THERE, left
+from anybatch.memory.limits import SHARE_THERE, available_memory
 from anybatch.memory.segments import HostSegments, segments_of
 from anybatch.memory.spill import maker, takes
 from anybatch.memory.stores import FileStore, HostStore, StagedStore, store_on
@@ -197,16 +197,16 @@ def test_the_page_says_what_becomes_of_each_verb(modules: dict[str, SimpleNamesp
 
 
 def test_memory_is_that_of_the_device(modules: dict[str, SimpleNamespace]) -> None:
-    free, words = left(torch.device("xpu"))
+    free, words = available_memory(torch.device("xpu"))
     assert free == int(SHARE_THERE * (96 + 7 - 3) * MIB)
     assert words == "free on xpu, less 5 %"
-    assert left(torch.device("mps"))[0] == int(SHARE_THERE * (100 - 3) * MIB)
+    assert available_memory(torch.device("mps"))[0] == int(SHARE_THERE * (100 - 3) * MIB)
     modules["xpu"].__dict__.update(vars(xpu(tells=False)))
     for device_type in ("xpu", "hpu"):
         with pytest.raises(
             NotYetError, match=rf"memory= must be given .* on {device_type}: give memory"
         ):
-            left(torch.device(device_type))
+            available_memory(torch.device(device_type))
 
 
 def test_what_a_module_has_not_is_refused_by_name(modules: dict[str, SimpleNamespace]) -> None:

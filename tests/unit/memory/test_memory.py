@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.memory import limits as memory
-from anybatch.memory.limits import _host_limits, _shared, left
+from anybatch.memory.limits import _host_limits, _shared, available_memory
 
 GIB = 1 << 30
 
@@ -105,15 +105,15 @@ def test_the_limits_of_the_process_count(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_fifth_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(100, "b"), (50, "a"), (70, "c")]))
-    assert left(torch.device("cpu")) == (40, "a, less 20 %")
+    assert available_memory(torch.device("cpu")) == (40, "a, less 20 %")
     monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(-5, "a")]))
-    assert left(torch.device("cpu")) == (0, "a, less 20 %")
+    assert available_memory(torch.device("cpu")) == (0, "a, less 20 %")
 
 
 def test_a_system_that_tells_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_host_limits", lambda _: iter(()))
     with pytest.raises(ValueError, match=r"memory= must be given where.*it is None on cpu"):
-        left(torch.device("cpu"))
+        available_memory(torch.device("cpu"))
 
 
 def test_with_nothing_passed_what_is_left_is_planned_for_and_named(
