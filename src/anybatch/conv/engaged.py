@@ -14,9 +14,8 @@ from dataclasses import asdict, astuple
 
 from anybatch.conv.chooser import Chooser, Chosen, Convolutions
 from anybatch.conv.intercept import inside, intercepted, retain
-from anybatch.conv.network import Key
-from anybatch.conv.problem import Problem
-from anybatch.core.divisions import Configuration, Division, Divisions, KernelPart
+from anybatch.conv.network import Key, keys_of
+from anybatch.core.divisions import Division, Divisions
 
 
 class Engaged:
@@ -86,10 +85,8 @@ class Engaged:
 def obeying(divisions: Divisions) -> Chooser:
     """Return a chooser that computes kernels as a plan specifies, and the others with torch."""
     found = Convolutions(divisions.workspace, divisions.policy)
-    for one in divisions.kernels:
-        parts = tuple(KernelPart(*part) for part in one.parts)
-        key = Problem(**dict(one.kernel)), one.samples
-        found.chosen[key] = Chosen((Configuration(parts),), one.seconds)
+    for key, one in zip(keys_of(divisions), divisions.kernels, strict=True):
+        found.chosen[key] = Chosen((one.configuration,), one.seconds)
     return Chooser(found, None, 0.0)
 
 

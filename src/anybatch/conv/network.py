@@ -19,10 +19,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from anybatch.conv.problem import Problem
 from anybatch.conv.share import share
-from anybatch.core.divisions import Configuration
+from anybatch.core.divisions import Configuration, Divisions
 
 Key = tuple[Problem, int]
 """A kernel, and its samples."""
+
+
+def keys_of(divisions: Divisions) -> list[Key]:
+    """Return the kernels of a plan, each with its samples.
+
+    Args:
+        divisions: the plan's section on convolutions.
+    """
+    return [(Problem(**dict(one.kernel)), one.samples) for one in divisions.kernels]
+
 
 Fronts = Callable[[Iterable[Key]], Mapping[Key, Sequence[Configuration]]]
 """Kernels -> the configurations of each, the one with the least workspace first."""

@@ -13,14 +13,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.conv.calls import kernels_of
 from anybatch.conv.network import Key
 from anybatch.conv.problem import Problem
+from anybatch.core.tree import tensors
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+ROWS = 2
+"""Samples with which a model's kernels are recorded: one may be laid out in another way."""
 
 
 class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -28,6 +33,7 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         model: its layers are noted by their names, too. Default None.
+        samples: of the batch that is run inside. Default 1.
 
     Attributes:
         keys: kernels and their samples, how often each was called.
@@ -35,15 +41,27 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, samples: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.keys: dict[Key, int] = {}
         self._layers: dict[Problem, dict[str, None]] = {}
-        self._model, self._now = model, ""
+        self._model, self._samples, self._now = model, samples, ""
         self._hooks: list[Any] = []
 
+    def scaled(self, samples: int) -> list[Key]:
+        """Return the recorded kernels as a batch of another size calls them.
+
+        Args:
+            samples: of that batch.
+        """
+        return [(problem, max(1, n * samples // self._samples)) for problem, n in self.keys]
+
     def layers(self, problem: Problem) -> list[str]:
-        """Return the names of the layers that have a kernel."""
+        """Return the names of the layers that have a kernel.
+
+        Args:
+            problem: the kernel.
+        """
         return list(self._layers.get(_layer(problem), ()))
 
     def __enter__(self) -> KernelRecorder:
@@ -89,6 +107,29 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _layer(problem: Problem) -> Problem:
     """Return the common description of all three kernels of a layer."""
     return replace(problem, kernel="forward")
+
+
+def record_kernels(model: nn.Module, inputs: Tensor) -> KernelRecorder:
+    """Record the kernels of a forward and a backward on a few samples; restore all state.
+
+    Args:
+        model: in the mode in which it is trained.
+        inputs: [N, ...], of which the first two samples are taken, to the model's device.
+
+    Returns:
+        The record; its ``scaled`` has the kernels of a larger batch.
+    """
+    x = inputs[:ROWS].to(next(model.parameters()).device)
+    buffers = [buffer.clone() for buffer in model.buffers()]
+    gradients = [p.grad for p in model.parameters()]
+    with torch.random.fork_rng(), KernelRecorder(model, len(x)) as recorder:
+        torch.stack([t.sum() for _, t in tensors(model(x))]).sum().backward()  # type: ignore[no-untyped-call]
+    with torch.no_grad():
+        for buffer, before in zip(model.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        parameter.grad = gradient
+    return recorder
 
 
 def sizes_of(size: int, micro_batch: int) -> list[int]:

@@ -63,7 +63,11 @@ class AbsentDevice:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> AbsentDevice:
-        """Return the device that a plan's JSON object has."""
+        """Return the device from JSON.
+
+        Args:
+            found: the object in a plan's JSON.
+        """
         return cls(**{**found, "not_measured": tuple(map(str, found["not_measured"]))})
 
     @property
@@ -105,6 +109,9 @@ class AbsentDevice:
 def parse_device(text: str) -> AbsentDevice | None:
     """Return the device that a text such as "cuda:24GiB" describes; None where it names one.
 
+    Args:
+        text: the type of a device, a colon and the size of its memory; or the name of a device.
+
     Raises:
         ValueError: there is a size that means nothing, or that of another type of device.
     """
@@ -132,7 +139,11 @@ _PLANNED: ContextVar[AbsentDevice | None] = ContextVar("planned", default=None)
 
 @contextmanager
 def planned_for(device: AbsentDevice | None) -> Iterator[None]:
-    """Count in the body as a device that is not there would; None changes nothing."""
+    """Count in the body as a device that is not there would.
+
+    Args:
+        device: as `parse_device` returns it; None changes nothing.
+    """
     token = _PLANNED.set(device)
     try:
         yield

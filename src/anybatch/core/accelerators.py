@@ -101,6 +101,61 @@ def default_device() -> torch.device:
     return torch.device(DEFAULT if of(DEFAULT).available else HOST.type)
 
 
+def usable_device(name: str) -> torch.device:
+    """Return the device of a name, such as "cuda:1", if torch can use it here.
+
+    Args:
+        name: of a device or of its type.
+
+    Raises:
+        ValueError: it cannot; the message is the reason in a few words.
+    """
+    try:
+        device = torch.device(name)
+        dataless = torch.empty(0, device=device).is_meta
+        there = of(device)
+        missing = not there.host and (device.index or 0) >= there.count
+    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
+        said = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise ValueError(said[0].split(". ")[0].rstrip(".")) from error
+    if dataless:
+        raise ValueError("its tensors have no data")
+    if missing:
+        raise ValueError(f"of type {there.type} there are {there.count}, counted from 0")
+    return device
+
+
+def rank_device(name: str | None, local_rank: int) -> str | None:
+    """Return the name of the device of one of several ranks on a machine.
+
+    Args:
+        name: as it is given to all of them: a type of device, or None for the default.
+        local_rank: of this process among those of the machine.
+
+    Returns:
+        With accelerators of which each rank has its own, that of this rank; else `name`.
+
+    Raises:
+        ValueError: one such accelerator is named for all.
+    """
+    there = of(default_device() if name is None else name)
+    if not there.facts.each:
+        return name
+    if name not in (None, there.type):
+        raise ValueError(
+            f"device must be {there.type} where several processes train, each on its own; got "
+            f"{name}. Leave the number out"
+        )
+    return f"{there.type}:{local_rank}"
+
+
+def choose_device(device: torch.device) -> str:
+    """Make a `device` the present one of this thread; return the backend of its collectives."""
+    there = of(device)
+    there.choose(device)
+    return there.backend
+
+
 def with_plans() -> list[str]:
     """Return the host, and the available device types with an allocator that reports peaks."""
     return [HOST.type, *(one.type for one in recognised() if one.peaks and one.available)]

@@ -59,6 +59,11 @@ class Configuration:
         """Bytes of the largest workspace among the parts: they use the same one."""
         return max((part.workspace for part in self.parts), default=0)
 
+    @property
+    def divided(self) -> bool:
+        """Whether it is not just torch's own kernel on all samples."""
+        return len(self.parts) > 1 or self.parts[0].algorithm != "native"
+
     def __str__(self) -> str:
         """Return for example ``fft@4 x 8, native@3``."""
         runs = groupby(self.parts, key=lambda part: f"{part.algorithm}@{part.size}")
@@ -88,6 +93,11 @@ class Division:
     parts: tuple[tuple[int, str, float, int, float], ...]
     seconds: float
 
+    @property
+    def configuration(self) -> Configuration:
+        """The parts as an object, with their seconds and workspace together."""
+        return Configuration(tuple(KernelPart(*part) for part in self.parts))
+
 
 @dataclass(frozen=True)
 class Divisions:
@@ -110,7 +120,7 @@ class Divisions:
     @property
     def other(self) -> int:
         """How many kernels are not torch's own on all samples at once."""
-        return sum(len(one.parts) > 1 or one.parts[0][1] != "native" for one in self.kernels)
+        return sum(one.configuration.divided for one in self.kernels)
 
     def __str__(self) -> str:
         """Return the plan's line on convolutions."""

@@ -42,6 +42,9 @@ class Evidence:
     def from_json(cls, found: Mapping[str, Any]) -> Evidence:
         """Return the evidence that was saved with a plan.
 
+        Args:
+            found: the object in the plan's JSON.
+
         Raises:
             ValueError: it is none.
         """

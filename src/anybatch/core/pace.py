@@ -33,12 +33,12 @@ class Pace:
     epoch: int | None = None
 
     def of(self, steps: int) -> tuple[float, float, float]:
-        """Return the seconds of so many steps, and the bounds of their interval."""
+        """Return the seconds of some `steps`, and the bounds of their interval."""
         low, high = self.interval
         return steps * self.seconds, steps * low, steps * high
 
     def in_words(self, steps: int) -> str:
-        """Return the seconds of so many steps in words, with their interval if there is one."""
+        """Return the seconds of some `steps` in words, with their interval if there is one."""
         found, low, high = map(show_seconds, self.of(steps))
         return f"{found} ({low} to {high})" if self.steps >= FEW else found
 

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from anybatch.core.absent import AbsentDevice
 from anybatch.core.divisions import Divisions
 from anybatch.core.evidence import FORESEEN, UNDIVIDED, Evidence
 from anybatch.core.html_cards import because, card, considered, memory_bar, table
-from anybatch.core.memory import Memory, check_count, explain, memory_of
+from anybatch.core.memory import (
+    Candidate,
+    Memory,
+    check_count,
+    explain,
+    memory_of,
+    verdicts,
+)
 from anybatch.core.pace import Pace
 from anybatch.core.scale import Scale
 from anybatch.core.units import show_bytes
+
+TRIED = "the budget was shared with convolutions in some ways"
+"""How the reason begins that a plan has which was found so."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +233,28 @@ class Plan:
             "" if memory is None else considered(memory, self.micro_batch, offloaded=offloaded),
             because([*(" ".join(line.split()) for line in more), *self.reasons]),
         )
+
+    def verdicts(self) -> list[tuple[Candidate, str]]:
+        """Return every micro-batch that was considered, and why it was chosen or lost, in words.
+
+        Returns:
+            Pairs, by samples; none where nothing was foreseen.
+        """
+        if self.memory is None:
+            return []
+        offloaded = self.offload is not None
+        return verdicts(self.memory, self.micro_batch, offloaded=offloaded)
+
+    def with_trials_of(self, before: Plan) -> Plan:
+        """Return this plan with the reason of an earlier one that lists its trials.
+
+        A budget is shared with convolutions by running steps; a plan made anew runs none of them.
+
+        Args:
+            before: an earlier plan of the same training.
+        """
+        tried = tuple(reason for reason in before.reasons if reason.startswith(TRIED))
+        return replace(self, reasons=(*self.reasons, *tried))
 
     def to_json(self) -> str:
         """Return the plan as a JSON object."""

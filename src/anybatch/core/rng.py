@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,14 @@ from anybatch.core.generators import memory
 
 
 class RNGState(NamedTuple):
-    """The state of torch's, Python's and numpy's global generators at one moment."""
+    """The state of torch's, Python's and numpy's global generators at one moment.
+
+    Args:
+        cpu: of torch's on the host.
+        devices: names of devices, and the states of theirs.
+        python: of the module ``random``.
+        numpy: of ``numpy.random``.
+    """
 
     cpu: Tensor
     devices: States
@@ -34,7 +42,7 @@ class RNGState(NamedTuple):
         return cls(torch.get_rng_state(), random_states(), *_host())
 
     def same_as(self, other: RNGState) -> bool:
-        """Say whether nothing was drawn between the two moments."""
+        """Return whether nothing was drawn between this moment and `other`."""
         return (
             torch.equal(self.cpu, other.cpu)
             and len(self.devices) == len(other.devices)
@@ -46,7 +54,7 @@ class RNGState(NamedTuple):
         )
 
     def others_as(self, other: RNGState) -> bool:
-        """Say whether nothing was drawn between the two moments but from torch."""
+        """Return whether nothing but torch has drawn between this moment and `other`."""
         mine, theirs = self.numpy, other.numpy
         python = self.python is other.python or self.python == other.python
         return python and (mine is theirs or _parts(mine) == _parts(theirs))
@@ -55,6 +63,36 @@ class RNGState(NamedTuple):
         """Make this state the present one."""
         self._put_host()
         put_random_states(self.devices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as tensors, numbers and texts, which ``torch.load`` reads safely."""
+        algorithm, keys, position, has_normal, normal = self.numpy
+        words = torch.from_numpy(np.asarray(keys, np.int64))
+        return {
+            "torch": self.cpu,
+            "devices": list(self.devices),
+            "python": self.python,
+            "numpy": (str(algorithm), words, int(position), int(has_normal), float(normal)),
+        }
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> RNGState:
+        """Return the state that `to_dict` wrote, maybe on another machine.
+
+        Args:
+            state: what it returned; accelerators of a type are left out where there are more of
+                them here, or fewer.
+        """
+        states = [(name, found) for name, found in state["devices"]]
+        number = Counter(of(name).type for name, _ in states)
+        version, words, normal = state["python"]
+        algorithm, keys, *rest = state["numpy"]
+        return cls(
+            cpu=state["torch"],
+            devices=tuple(one for one in states if number[of(one[0]).type] == of(one[0]).count),
+            python=(version, tuple(words), normal),
+            numpy=(algorithm, keys.numpy().astype(np.uint32), *rest),
+        )
 
     @classmethod
     def on(cls, devices: Sequence[torch.device]) -> RNGState:

@@ -117,7 +117,11 @@ class Scale:
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Scale:
-        """Return the forecast from JSON, where tuples are lists."""
+        """Return the forecast from JSON.
+
+        Args:
+            found: the object in a plan's JSON, where tuples are lists.
+        """
         rows = tuple(ScaleRow(**row) for row in found["rows"])
         more: dict[str, Any] = {"rows": rows, "assumed": tuple(found["assumed"])}
         if found.get("servers") is not None:

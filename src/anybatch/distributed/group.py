@@ -76,7 +76,11 @@ class Group:
         return self._handle()
 
     def number(self, who: Any) -> None:
-        """Assign a number to an engine that has made its first step, the same on all ranks."""
+        """Assign a number, the same on all ranks, to an engine that has made its first step.
+
+        Args:
+            who: the engine.
+        """
         self.orders[who] = next(self._numbers)
 
     def begin(self) -> None:
@@ -93,7 +97,7 @@ class Group:
         self._incident += 1
 
     def gather(self, part: Tensor) -> list[Tensor]:
-        """Return the parts of all ranks, in order; all have one shape and dtype."""
+        """Return the tensor `part` of each rank, in order; all have one shape and dtype."""
         part = part.to(self.device).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
         self.wait(self._started(dist.all_gather, parts, part))
@@ -106,7 +110,7 @@ class Group:
         return part
 
     def start_sum(self, part: Tensor) -> Any:
-        """Begin to sum a contiguous tensor in place; return the work for `wait`."""
+        """Begin to sum `part`, a contiguous tensor, in place; return the work for `wait`."""
         return self._started(dist.all_reduce, part)
 
     def start_gather(self, gathered: Tensor, part: Tensor, handle: Any) -> Any:
@@ -125,11 +129,11 @@ class Group:
         return tensor
 
     def objects(self, one: Any) -> list[Any]:
-        """Return one picklable object of each rank, in order."""
+        """Return `one`, a picklable object, of each rank, in order."""
         return self.unpacked(packed(one))
 
     def unpacked(self, data: Tensor) -> list[Any]:
-        """Return the object of each rank, in order, from its `packed` bytes."""
+        """Return the object of each rank, in order, from `data`, its bytes as `packed` has them."""
         sizes = [int(size) for size in self.gather(torch.tensor([len(data)]))]
         padded = torch.zeros(max(sizes), dtype=torch.uint8)
         padded[: len(data)] = data
@@ -140,7 +144,7 @@ class Group:
         ]
 
     def broadcast_object(self, one: Any, source: int) -> Any:
-        """Return the picklable object of the rank `source`; the others' does not matter."""
+        """Return `one`, a picklable object, of the rank `source`; the others' does not matter."""
         data = torch.frombuffer(bytearray(pickle.dumps(one)), dtype=torch.uint8)
         size = int(self.gather(torch.tensor([len(data)]))[source])
         there = data if self.rank == source else torch.empty(size, dtype=torch.uint8)
@@ -149,6 +153,9 @@ class Group:
 
     def wait(self, work: Any) -> None:
         """Wait for a collective.
+
+        Args:
+            work: as `start_sum` or `start_gather` returns it.
 
         Raises:
             RankError: a rank is gone.
@@ -220,7 +227,11 @@ _GROUPS: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
 
 
 def group_of(handle: Any = None) -> Group:
-    """Return the ranks of a process group; None (default) is the one of all ranks."""
+    """Return the ranks of a process group.
+
+    Args:
+        handle: of ``torch.distributed``. Default None: the group of all ranks.
+    """
     found = dist.group.WORLD if handle is None else handle
     if found not in _GROUPS:
         _GROUPS[found] = Group(found)

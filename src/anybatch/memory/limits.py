@@ -33,7 +33,10 @@ def available_memory(device: torch.device) -> tuple[int, str]:
     """Return the bytes that a step may still allocate on `device`, and the limit's name.
 
     Returns:
-        ``(bytes, words)``; the share that is left alone is taken off.
+        ``(bytes, words)``, less a share for all else: a fifth on the host, else a twentieth.
+
+    Raises:
+        ValueError: the system does not tell.
     """
     there = accelerator.of(device)
     if not there.host:
@@ -46,6 +49,53 @@ def available_memory(device: torch.device) -> tuple[int, str]:
         )
     free, words = limits[0]
     return int(SHARE_CPU * max(0, free)), f"{words}, less 20 %"
+
+
+class MemoryLimit:
+    """Limit of the memory that this process may take in addition, enforced by the system.
+
+    An accelerator's allocator has it from now on; the host has it inside ``with limit:`` only.
+
+    Args:
+        device: whose memory.
+        nbytes: bytes, in addition to those that it has when the limit is made.
+
+    Raises:
+        ValueError: the system has no such limit for the device.
+
+    Example:
+        >>> limit = MemoryLimit(torch.device("cpu"), 2**30)
+        >>> with limit:
+        ...     loss_fn(model(x), y).backward()
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        there = accelerator.of(device)
+        self._most: int | None = None
+        if not self.possible(device):
+            raise ValueError(
+                "a limit needs a device whose memory the system can limit, cuda, or cpu on Linux, "
+                f"and it is {device} on {sys.platform}: leave the limit out"
+            )
+        if there.facts.limits:
+            there.limit(nbytes, device)
+        else:
+            self._most = 1024 * _fields(Path("/proc/self/status"))["VmData"] + nbytes
+
+    @staticmethod
+    def possible(device: torch.device) -> bool:
+        """Say whether the system can limit the memory of a `device`."""
+        there = accelerator.of(device)
+        return there.facts.limits or (there.host and sys.platform == "linux")
+
+    def __enter__(self) -> None:
+        if self._most is not None:
+            self._before = resource.getrlimit(resource.RLIMIT_DATA)
+            resource.setrlimit(resource.RLIMIT_DATA, (self._most, self._before[1]))
+
+    def __exit__(self, *error: object) -> None:
+        if self._most is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, self._before)
 
 
 def _shared(limits: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:

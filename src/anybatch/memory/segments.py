@@ -40,7 +40,16 @@ class Segments(Protocol):
 
 
 def segments_of(device: torch.device) -> Segments:
-    """Return the memory segments of a device."""
+    """Return the memory segments of a device.
+
+    Args:
+        device: of CUDA; any other has nothing to ask for.
+
+    Returns:
+        An object with ``ask()``, which requests expandable segments for this process, unless a
+        person has set them or it is too late, and returns the resulting state in words; and with
+        ``in_words()``, the words that a plan has on it.
+    """
     return (
         CudaSegments(device)
         if accelerator.of(device).has("get_allocator_backend")

@@ -43,7 +43,7 @@ class Spill:
     folder: str | None = None
 
     def refuse_on(self, device: torch.device) -> None:
-        """Refuse a store that a device does not support.
+        """Refuse a store that a `device` does not support.
 
         Raises:
             ValueError: naming it.
@@ -61,11 +61,11 @@ class Spill:
             )
 
     def store(self, device: torch.device) -> str:
-        """Return "host" or "file": where the tensors of a device go."""
+        """Return "host" or "file": where the tensors of a `device` go."""
         return "file" if self.way == "file" else store_of(device)
 
     def where(self, device: torch.device) -> str:
-        """Return the same, or the folder of the file."""
+        """Return the store of a `device`, or the folder of its file."""
         return self.folder or self.store(device)
 
 
@@ -74,6 +74,10 @@ WORDS = {"host": "page-locked memory of the host", "file": "a file"}
 
 def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
     """Return the choice from a user's arguments.
+
+    Args:
+        offload: as in `anybatch.plan`.
+        spill: the same.
 
     Raises:
         ValueError: `offload` is none of the four, or `spill` is no folder that can be written to.
@@ -98,6 +102,23 @@ def spill_of(offload: Any, spill: str | PathLike[str] | None) -> Spill:
             "Name another one, or leave spill out for the system's folder for temporary files"
         )
     return Spill(offload, str(folder))
+
+
+def require_states(states: str | None, device: torch.device) -> None:
+    """Require that an optimizer's state can be offloaded from its device as it was requested.
+
+    Args:
+        states: as in `anybatch.plan`.
+        device: of the optimizer's parameters.
+
+    Raises:
+        ValueError: this store does not take tensors of the device.
+    """
+    every = (*takes(device), "auto")
+    if states is not None and states not in every:
+        raise ValueError(
+            f"states must be {' or '.join(every)} on {type_of(device)}, and it is {states!r}"
+        )
 
 
 def store_of(device: torch.device) -> str:

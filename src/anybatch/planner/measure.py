@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -48,6 +48,27 @@ def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[
 
 
 @contextmanager
+def live_peak(
+    device: torch.device, existing: Mapping[str, Iterable[Tensor]]
+) -> Iterator[Callable[[], int]]:
+    """Count the most bytes of tensors that are live on a device in the body.
+
+    Args:
+        device: its allocator counts where it reports a peak; elsewhere every kernel is intercepted.
+        existing: owner -> tensors that are live before and count.
+
+    Yields:
+        A function that returns the bytes so far; it may be called after the body.
+    """
+    if accelerator.of(device).peaks:
+        with read_peak(device, anew=True) as peak:
+            yield lambda: peak() or 0
+        return
+    with Meter(device, existing) as meter:
+        yield lambda: int(meter.peak)
+
+
+@contextmanager
 def measured(
     device: torch.device,
     modules: Modules,
@@ -69,8 +90,8 @@ def measured(
         What returns the bytes once the body is done.
     """
     if accelerator.of(device).peaks:
-        with read_peak(device, anew=True) as peak:
-            yield lambda: peak() or 0
+        with live_peak(device, {}) as peak:
+            yield peak
         return
     every = [module for _, module in modules]
     pages = paged()

@@ -9,7 +9,7 @@ something has to leave first, several are made, each by an engine of its own, un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,10 +31,15 @@ from anybatch.memory.spill import takes
 from anybatch.offload.states.planned import plan_offloaded, states_of
 from anybatch.planner.autocast import autocast_of_absent
 from anybatch.planner.sharing import shared
-from anybatch.tools.profile import step_seconds
+from anybatch.tools.goals import scale_of
+from anybatch.tools.profile import pace_of, step_seconds
+from anybatch.tools.profiled import Profile
+from anybatch.tools.scaled import Goal
 
 AUTO = "auto"
 """What has a workspace, or where states wait, found out."""
+
+NOT_MEASURED = "whole steps were not measured, since the optimizer's state waits elsewhere"
 
 
 @contextmanager
@@ -140,8 +145,37 @@ class Question:
         unknown = (*device.not_measured, *autocast.not_measured())
         return replace(found, device=replace(device, not_measured=unknown))
 
+    def with_steps(
+        self,
+        plan: Plan,
+        steps: Profile | None,
+        loader: Iterable[Any] = (),
+        goal: Goal | None = None,
+        network: str | None = None,
+    ) -> Plan:
+        """Return a plan with the seconds of steps of a loop, and with the effect of more GPUs.
+
+        Args:
+            plan: an answer.
+            steps: of its loop, as `anybatch.profile` returns them. None where the optimizer's state
+                is offloaded: the plan says that they were not measured.
+            loader: of the loop.
+            goal: for more GPUs, as `goal_of` returns it. Default None: no effect is foreseen.
+            network: bandwidth for gradients, as in `anybatch.plan`. Default None: free.
+
+        Raises:
+            ValueError: a mini-batch has fewer samples than the goal has GPUs.
+        """
+        if steps is None:
+            return replace(plan, reasons=(*plan.reasons, NOT_MEASURED))
+        scale = None
+        if goal is not None:
+            assert self.optimizer is not None
+            scale = scale_of(plan, steps, self.optimizer, goal, network, self.size)
+        return replace(plan, pace=pace_of(steps, loader), scale=scale)
+
     def engine_of(self, plan: Plan) -> Engine:
-        """Return the engine that has foreseen a plan that was an answer."""
+        """Return the engine that has foreseen a `plan` that was an answer."""
         return next(
             engine
             for found, engine in reversed(self._made)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pickle
 import random
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -121,3 +122,18 @@ def test_a_checksum_distinguishes_states(move: Any) -> None:
     rng_state = RNGState.now()
     move()
     assert RNGState.now().checksum() != rng_state.checksum()
+
+
+def test_a_state_is_saved_as_plain_data(tmp_path: Path) -> None:
+    rng_state = RNGState.now()
+    torch.save(rng_state.to_dict(), tmp_path / "state")
+    first = draw()
+    RNGState.from_dict(torch.load(tmp_path / "state", weights_only=True)).put_back()
+    assert RNGState.now().same_as(rng_state)
+    assert draw() == first
+
+
+def test_accelerators_that_are_not_all_here_are_left_out() -> None:
+    other = RNGState.now()._replace(devices=(("cuda:0", torch.zeros(1)), ("cuda:1", torch.ones(1))))
+    found = RNGState.from_dict(other.to_dict())
+    assert len(found.devices) in (0, 2 * (torch.cuda.device_count() == 2))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.memory import limits as memory
-from anybatch.memory.limits import _host_limits, _shared, available_memory
+from anybatch.memory.limits import MemoryLimit, _host_limits, _shared, available_memory
 
 GIB = 1 << 30
 
@@ -137,3 +138,20 @@ def test_the_ranks_of_a_machine_share_what_it_has_left(monkeypatch: pytest.Monke
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     shared = (3 * GIB, "memory available, for each of 3 ranks")
     assert list(_shared(limits)) == [shared, limits[1]]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA is Linux's")
+def test_a_limit_of_the_host_holds_inside_and_nowhere_else() -> None:
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = MemoryLimit(torch.device("cpu"), GIB)
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), limit:
+            assert GIB < resource.getrlimit(resource.RLIMIT_DATA)[0] < 1 << 50
+            raise ZeroDivisionError
+        assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert MemoryLimit.possible(torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"memory the system can limit.* it is mps"):
+        MemoryLimit(torch.device("mps"), GIB)
