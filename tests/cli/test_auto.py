@@ -29,10 +29,10 @@ from anybatch.cli.summary import Interrupted
 from anybatch.cli.team import Team
 from anybatch.cli.train import resume, train
 from anybatch.conv import costs
+from anybatch.core.plan import TRIED
 from anybatch.execution.signature import Signature
 from anybatch.offload.states.paging import PagedModel
 from anybatch.planner.planner import Planner
-from anybatch.planner.sharing import TRIED
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -19,14 +19,14 @@ from typer.testing import Result
 
 from anybatch import Plan
 from anybatch.cli.fronts import COLORS, draw_fronts
-from anybatch.cli.kernels import Row, at_size, kernels_of, rows_of, summary_of, table_of
+from anybatch.cli.kernels import name_of, summary_of, table_of
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
 from anybatch.conv import costs
 from anybatch.conv.problem import KERNELS, Problem
-from anybatch.conv.warm import Warming, warm
 from anybatch.core.divisions import Configuration, KernelPart
+from anybatch.kernels import KernelBenchmark, MeasuredKernel, record_kernels
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -165,12 +165,12 @@ def test_kernels_are_recorded_without_a_trace() -> None:
     model = nn.Sequential(nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2), nn.Dropout())
     x, rng_state = torch.randn(9, 1, 8), torch.get_rng_state()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    recorder = kernels_of(model, x)
+    recorder = record_kernels(model, x)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert torch.equal(rng_state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
     assert [size for _, size in recorder.keys] == [2, 2]
-    assert [size for _, size in at_size(recorder, 2, 33)] == [33, 33]
+    assert [size for _, size in recorder.scaled(33)] == [33, 33]
 
 
 def test_a_table_of_nothing_and_of_layers_that_are_alike() -> None:
@@ -178,23 +178,25 @@ def test_a_table_of_nothing_and_of_layers_that_are_alike() -> None:
     own = Configuration((KernelPart(8, "native", 1.0, 0),))
     fast = Configuration((KernelPart(4, "fft", 0.1, 5 * MIB),) * 2)
     key = problem("filter", 2, "plain"), 8
-    rows = [Row(("a", "b", "c"), key, 1.0, (own, fast), fast), Row((), key, 1.0, (own,), own)]
-    assert [row.name for row in rows] == ["a and 2 more", "-"]
+    rows = [
+        MeasuredKernel(("a", "b", "c"), key, 1.0, (own, fast), fast),
+        MeasuredKernel((), key, 1.0, (own,), own),
+    ]
+    assert [name_of(row) for row in rows] == ["a and 2 more", "-"]
     assert len(list(table_of(rows).rows)) == 2
     assert "2 s become 1.2 s (1.7 times as fast) with 5.0 MiB" in summary_of(rows)
     assert opened(draw_fronts(rows)).width > 500
     assert opened(draw_fronts([])).width > 500
-    recorder = kernels_of(nn.Linear(2, 2), torch.randn(3, 2))
-    assert rows_of({}, recorder, costs.Costs(), MIB) == []
+    recorder = record_kernels(nn.Linear(2, 2), torch.randn(3, 2))
+    assert KernelBenchmark(MIB, cache=False).choose(recorder, recorder.scaled(8)) == []
 
 
 def test_several_processes_measure_into_one_file(tmp_path: Path) -> None:
     keys = [(problem(kernel, 1, "plain"), 2) for kernel in KERNELS]
-    how = Warming(tmp_path / "costs.sqlite", "powerOfTwo", MIB, 60.0, 2)
-    found = dict(warm(keys, how))
-    assert set(found) == set(keys)
-    single = Warming(how.path, how.policy, how.limit, how.seconds)
-    assert dict(warm(keys, single)) == found  # nothing was measured again
+    several, single = (KernelBenchmark(MIB, cache=tmp_path / "costs.sqlite") for _ in range(2))
+    assert set(several.measure(keys, seconds=60.0, processes=2)) == set(keys)
+    assert list(single.measure(keys, seconds=60.0)) == keys
+    assert single._parts == several._parts  # nothing was measured again
 
 
 def test_an_interrupt_keeps_what_was_measured(

@@ -76,7 +76,7 @@ def test_a_plan_counts_what_is_in_memory_at_a_time(command: Command, tmp_path: P
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--states", "host"), "error: states must be file or auto on cpu; got host."),
+        (("--states", "host"), "error: states must be file or auto on cpu, and it is 'host'."),
         (("--states", "disk"), "'disk' is not one of 'host', 'file', 'auto'"),
         (("--states", "file", "--spill", "nowhere"), "spill must be a folder that can be wri"),
     ],

@@ -22,7 +22,8 @@ from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.timeline import colored, write_picture
 from anybatch.core.links import Link
 from anybatch.core.units import show_bytes
-from anybatch.memory.step_timeline import Phase, chart, facts
+from anybatch.memory.lockstep_budget import WAITING
+from anybatch.memory.step_timeline import Phase
 from anybatch.memory.timeline import Timeline
 from anybatch.offload.course import set_course
 from anybatch.offload.unroll import OWNERS, of_course
@@ -70,14 +71,15 @@ def test_every_owner_has_a_colour_of_its_own_in_the_picture() -> None:
     shown = [name for name, most in zip(OWNERS, timed().ledger.live.max(0), strict=True) if most]
     assert len(shown) >= 5
     assert {style_of(name) for name in shown} <= there
+    assert all(map(style_of, (*OWNERS, WAITING)))
     assert len({style_of(name) for name in OWNERS}) == len(OWNERS)
 
 
 def test_colours_of_the_terminal_change_no_letter() -> None:
     for step in (ordered(), timed()):
         text = colored(step).plain
-        assert text.splitlines()[:-1] == chart(step)
-        assert facts(step) in text
+        assert text.splitlines()[:-1] == str(step).splitlines()
+        assert step.facts in text
         for owner, size in step.ledger.at_peak().items():
             assert f"{owner} {show_bytes(size)}" in text.splitlines()[-1]
 

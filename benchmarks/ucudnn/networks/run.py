@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.conv.chooser import divided
 from benchmarks.environment import environment
 from benchmarks.modes import in_both_modes
 from benchmarks.results import console, write
@@ -98,7 +97,7 @@ def compared(step: Step, cache: Path, rounds: int) -> Found:
         "choosing": choosing,
         "error": (gap / norm) ** 0.5,
         "kernels": len(found.chosen),
-        "divided": sum(map(divided, found.configurations)),
+        "divided": sum(one.divided for one in found.configurations),
     }
 
 

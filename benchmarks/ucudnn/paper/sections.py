@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from anybatch.conv.chooser import divided
 from anybatch.conv.convolutions import Policy
 from anybatch.conv.problem import Problem
 from anybatch.core.divisions import Configuration
@@ -44,7 +43,7 @@ def one(configuration: Configuration) -> Found:
 def summed(chosen: Sequence[Configuration]) -> Found:
     """Return what several configurations take together."""
     result: Found = {"seconds": seconds_of(chosen), "workspace": bytes_of(chosen)}
-    return result | {"divided": sum(map(divided, chosen)), "kernels": len(chosen)}
+    return result | {"divided": sum(one.divided for one in chosen), "kernels": len(chosen)}
 
 
 def policies(kernels: Sequence[Kernel], workspace: int) -> list[Policy]:

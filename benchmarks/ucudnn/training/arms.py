@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.conv.chooser import divided
 from benchmarks.agbn.learns.arms import MEASURES, Weights, difference
 from benchmarks.mbs.real_limit.compare import DOUBLE
 from benchmarks.ucudnn.training.tasks import Task
@@ -99,7 +98,7 @@ def not_torchs(convolutions: anybatch.reports.Convolutions | None) -> int:
     """Return how many kernels are not torch's own on all samples."""
     if convolutions is None:
         return 0
-    return sum(map(divided, convolutions.configurations))
+    return sum(one.divided for one in convolutions.configurations)
 
 
 def first_steps(

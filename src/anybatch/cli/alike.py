@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.cli.faults import TrainingError
-from anybatch.distributed.group import group_of
+from anybatch.devices import group_of
 
 
 def refuse_unequal(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ machines like this one.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 
 import typer
 from rich.console import Console
@@ -16,12 +17,8 @@ from anybatch.cli.build import seeded
 from anybatch.cli.explain import first_batch
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.kernels import (
-    ROWS,
-    at_size,
     console_of,
-    kernels_of,
     refuse_without_rows,
-    rows_of,
     summary_of,
     table_of,
 )
@@ -52,12 +49,7 @@ from anybatch.cli.outcome import INTERRUPTED, ending
 from anybatch.cli.process import allocate
 from anybatch.cli.settings import Settings, parse_image_size
 from anybatch.cli.team import Team
-from anybatch.conv.convolutions import WORKSPACE, cache_file
-from anybatch.conv.costs import Costs
-from anybatch.conv.network import Key
-from anybatch.conv.warm import Warming, warm
-from anybatch.core.divisions import KernelPart
-from anybatch.core.units import parse_bytes
+from anybatch.kernels import KernelBenchmark, record_kernels
 
 
 def bench(
@@ -69,7 +61,7 @@ def bench(
     model: ModelOption = None,
     batch_size: BatchSizeOption = 1024,
     micro_batch: MicroBatchOption = None,
-    workspace: WorkspaceOption = WORKSPACE,
+    workspace: WorkspaceOption = KernelBenchmark.WORKSPACE,
     policy: PolicyOption = "powerOfTwo",
     cache: CacheOption = None,
     seconds: SecondsOption = 600.0,
@@ -117,25 +109,23 @@ def bench(
         with seeded(seed, threads):
             parts, batch = first_batch(settings)
             refuse_without_rows(batch.inputs)
-            recorder = kernels_of(parts.model, batch.inputs)
-            recorded_samples = min(ROWS, len(batch.inputs))
-            keys = at_size(recorder, recorded_samples, min(micro_batch or batch_size, batch_size))
-            path = cache_file(True if cache is None else cache)
-            assert path is not None
-            costs = Costs(path)  # refuses a file that cannot be written, before all else
-            limit = parse_bytes(workspace or WORKSPACE, "workspace")
-            how = Warming(path, policy, limit, seconds, processes)
+            recorder = record_kernels(parts.model, batch.inputs)
+            keys = recorder.scaled(min(micro_batch or batch_size, batch_size))
+            space = workspace or KernelBenchmark.WORKSPACE
+            benchmark = KernelBenchmark(space, policy=policy, cache=cache or True)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                found = _measured(keys, how, errors)
-                rows = rows_of({key: found[key] for key in keys}, recorder, costs, limit)
+                times = benchmark.measure(keys, seconds=seconds, processes=processes)
+                _watch(times, len(keys), f"and are kept in {benchmark.path}", errors)
+                rows = benchmark.choose(recorder, keys)
         console.print(table_of(rows))
         console.print(summary_of(rows), highlight=False, soft_wrap=True)
-        notes = [str(one.message) for one in caught] or [f"Measurements are kept in {path}"]
+        note = f"Measurements are kept in {benchmark.path}"
+        notes = [str(one.message) for one in caught] or [note]
         console.print(f"{notes[0]}.", highlight=False, markup=False, soft_wrap=True)
 
 
-def _measured(keys: list[Key], how: Warming, errors: Console) -> dict[Key, list[KernelPart]]:
+def _watch(times: Iterator[tuple[object, int]], total: int, note: str, errors: Console) -> None:
     """Measure kernels, and move a bar."""
     columns = (
         TextColumn("measuring convolutions"),
@@ -144,20 +134,17 @@ def _measured(keys: list[Key], how: Warming, errors: Console) -> dict[Key, list[
         TimeElapsedColumn(),
         TextColumn("{task.fields[last]}"),
     )
-    found = {}
+    done = 0
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("", total=len(keys), last="")
+        task = bar.add_task("", total=total, last="")
         try:
-            for key, parts in warm(keys, how):
-                found[key] = parts
-                bar.update(task, advance=1, last=str(key[0]))
+            for done, (problem, _) in enumerate(times, 1):
+                bar.update(task, completed=done, last=str(problem))
         except KeyboardInterrupt:
             bar.stop()
-            done = f"{len(found)} of {len(keys)} kernels were measured"
-            text = f"interrupted: {done}, and are kept in {how.path}"
+            text = f"interrupted: {done} of {total} kernels were measured, {note}"
             errors.print(text, highlight=False, markup=False, soft_wrap=True)
             raise typer.Exit(INTERRUPTED) from None
-    return found
 
 
 def _refuse(*, convolutions: bool, seconds: float, processes: int) -> None:

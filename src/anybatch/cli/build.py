@@ -22,15 +22,13 @@ from anybatch.cli.faults import SettingsError
 from anybatch.cli.losses import make_loss
 from anybatch.cli.models.find import find_model
 from anybatch.cli.recipes import TrainingRecipe, choose, chosen_image_size
-from anybatch.cli.settings import Settings
+from anybatch.cli.settings import AUTO, Settings
 from anybatch.cli.summary import versions
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.views import Loader, Share, Views, make_views
-from anybatch.conv.convolutions import kernel_devices
-from anybatch.core.absent import absent, type_of
-from anybatch.core.accelerators import forked_rng
-from anybatch.memory.spill import takes
-from anybatch.tools.question import AUTO
+from anybatch.devices import absent, forked_rng
+from anybatch.kernels import kernel_devices
+from anybatch.planning import require_states
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,11 +63,10 @@ def build(settings: Settings, team: Team = SINGLE_PROCESS) -> RunParts:
     """
     settings.checked()
     device = find_device(team.device(settings.device))
-    if settings.states not in (None, AUTO, *takes(device)):
-        permitted = " or ".join([*takes(device), AUTO])
-        raise SettingsError(
-            f"states must be {permitted} on {type_of(device)}; got {settings.states}."
-        )
+    try:
+        require_states(settings.states, device)
+    except ValueError as error:
+        raise SettingsError(f"{error}.") from error
     if settings.workspace is not None and device.type not in kernel_devices():
         raise SettingsError(
             f"workspace is for convolutions on {' and '.join(kernel_devices())}; the device is "

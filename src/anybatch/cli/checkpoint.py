@@ -15,12 +15,10 @@ every time such a time: a step that does not come to its end leaves nothing behi
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
@@ -28,8 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from anybatch.cli.faults import RunFolderError
 from anybatch.cli.interrupts import unbroken
 from anybatch.cli.metrics import Metric
-from anybatch.core import accelerator
-from anybatch.core.rng import RNGState
+from anybatch.devices import RNGState
 
 FORMAT = 3  # raised when what a checkpoint holds changes its meaning
 
@@ -137,38 +134,6 @@ def checked(state: State) -> State:
             "again with --overwrite."
         )
     return state
-
-
-def rng_state() -> State:
-    """Return the states of every generator that a model or a loss may draw from."""
-    now = RNGState.now()
-    algorithm, keys, position, has_normal, normal = now.numpy
-    words = torch.from_numpy(np.asarray(keys, np.int64))
-    return {
-        "torch": now.cpu,
-        "devices": list(now.devices),
-        "python": now.python,
-        "numpy": (str(algorithm), words, int(position), int(has_normal), float(normal)),
-    }
-
-
-def restore_rng(state: State) -> None:
-    """Restore the RNG state; that of accelerators only where there are as many of them."""
-    states = [(name, found) for name, found in state["devices"]]
-    number = Counter(accelerator.of(name).type for name, _ in states)
-    version, words, normal = state["python"]
-    algorithm, keys, *rest = state["numpy"]
-    RNGState(
-        cpu=state["torch"],
-        devices=tuple(one for one in states if _as_many(one[0], number)),
-        python=(version, tuple(words), normal),
-        numpy=(algorithm, keys.numpy().astype(np.uint32), *rest),
-    ).put_back()
-
-
-def _as_many(name: str, number: Counter[str]) -> bool:
-    there = accelerator.of(name)
-    return number[there.type] == there.count
 
 
 class AtomicStep:

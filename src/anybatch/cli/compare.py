@@ -23,8 +23,8 @@ from anybatch.cli.build import build, seeded
 from anybatch.cli.faults import SettingsError, TrainingError
 from anybatch.cli.limited import READY, Ended, allowance
 from anybatch.cli.settings import Settings
-from anybatch.core import accelerator
-from anybatch.core.units import parse_bytes, show_bytes
+from anybatch.devices import MemoryLimit
+from anybatch.units import parse_bytes, show_bytes
 
 PLAIN, OURS = "plain loop", "anybatch"
 
@@ -110,8 +110,7 @@ def table(rows: Mapping[str, Ended], batch: int, budget: int) -> Table:
 
 
 def _refuse_device(device: torch.device) -> None:
-    there = accelerator.of(device)
-    if there.facts.limits or (there.host and sys.platform == "linux"):
+    if MemoryLimit.possible(device):
         return
     raise SettingsError(
         f"compare needs a device whose memory the system can limit: cuda, or cpu on Linux; got "

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 from anybatch.cli.faults import SettingsError
-from anybatch.core.absent import AbsentDevice, absent, parse_device
-from anybatch.core.accelerator import of
-from anybatch.core.accelerators import default_device
+from anybatch.devices import AbsentDevice, absent, default_device, parse_device, usable_device
 
 
 def find_device(name: str | None) -> torch.device:
@@ -28,24 +26,12 @@ def find_device(name: str | None) -> torch.device:
     if name is None:
         return default_device()
     try:
-        device = torch.device(name)
-        dataless = torch.empty(0, device=device).is_meta
-        there = of(device)
-        missing = not there.host and (device.index or 0) >= there.count
-    except (RuntimeError, AssertionError, ImportError, AttributeError) as error:
-        raise _unusable(name, _first_sentence(error)) from error
-    if dataless:
-        raise _unusable(name, "its tensors have no data")
-    if missing:
-        raise _unusable(name, f"of type {there.type} there are {there.count}, counted from 0")
-    return device
-
-
-def _unusable(name: str, reason: str) -> SettingsError:
-    return SettingsError(
-        f"device must be one that torch can use here; got {name!r} ({reason}). "
-        "Leave --device out to have it chosen."
-    )
+        return usable_device(name)
+    except ValueError as error:
+        raise SettingsError(
+            f"device must be one that torch can use here; got {name!r} ({error}). "
+            "Leave --device out to have it chosen."
+        ) from error
 
 
 def absent_device(name: str | None) -> AbsentDevice | None:
@@ -73,8 +59,3 @@ def refuse_measured(device: AbsentDevice | None, *, measure: bool, workspace: bo
             f"{' and '.join(found)} must be measured on the device; a CUDA device of {device.size} "
             "is not there. Leave them out."
         )
-
-
-def _first_sentence(error: BaseException) -> str:
-    said = str(error).strip().splitlines()[:1] or [type(error).__name__]
-    return said[0].split(". ")[0].rstrip(".")

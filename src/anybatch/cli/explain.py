@@ -6,7 +6,6 @@ picture of `--timeline FILE.png` and the page of `--html FILE.html`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -74,9 +73,8 @@ from anybatch.cli.team import Team
 from anybatch.cli.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.cli.views import LoadedBatch
 from anybatch.cli.wanted import Wanted
-from anybatch.core.absent import planned_for
+from anybatch.devices import planned_for
 from anybatch.reports import StepTimeline
-from anybatch.tools.planning import NOT_MEASURED
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
 TIMED = "Nothing was trained: some micro-batches of each size were timed, and all was put back."
@@ -181,10 +179,8 @@ def plan(
             with explained.context():
                 found = question.answer(explained.share, states, timed=measure)
             step, config = question.engine_of(found).timeline(), describe(settings, parts)
-            if measure and found.states is None:
-                found = wanted.measured(found, settings, parts, question.make(plan=found), stepped)
-            elif measure:
-                found = replace(found, reasons=(*found.reasons, NOT_MEASURED))
+            if measure:
+                found = wanted.measured(question, found, settings, parts, stepped)
             rows = explained.rows(found, parts, batch)
         lines = [
             allocated,

@@ -17,21 +17,16 @@ from anybatch.cli.build import RunParts
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.fronts import draw_fronts
 from anybatch.cli.kernels import (
-    Row,
     console_of,
-    kernels_of,
     refuse_without_rows,
-    rows_of,
     summary_of,
     table_of,
 )
+from anybatch.cli.settings import AUTO
 from anybatch.cli.timeline import write
 from anybatch.cli.views import LoadedBatch
-from anybatch.conv.convolutions import WORKSPACE, cache_file
-from anybatch.conv.costs import Costs
-from anybatch.conv.problem import Problem
-from anybatch.core.units import parse_bytes
-from anybatch.tools.question import AUTO
+from anybatch.kernels import KernelBenchmark, MeasuredKernel, keys_of, record_kernels
+from anybatch.units import parse_bytes
 
 UNTAKEN = "Convolutions are torch's own: no share of the budget was worth it as their workspace."
 
@@ -102,23 +97,21 @@ class Explained:
         if self.workspace is None or self.workspace == AUTO:
             yield
             return
-        with divided(self.workspace, cache=True if self.cache is None else self.cache):
+        with divided(self.workspace, cache=self.cache or True):
             yield
 
-    def rows(self, plan: Plan, parts: RunParts, batch: LoadedBatch) -> list[Row]:
+    def rows(self, plan: Plan, parts: RunParts, batch: LoadedBatch) -> list[MeasuredKernel]:
         """Return the kernels of a plan; none where no table is requested."""
         if not self.wanted or plan.convolutions is None:
             return []
         refuse_without_rows(batch.inputs)
         parts.model.train()
-        recorder = kernels_of(parts.model, batch.inputs)
-        limit = plan.convolutions.workspace
-        costs = Costs(cache_file(True if self.cache is None else self.cache), seconds=0)
-        keys = [(Problem(**dict(one.kernel)), one.samples) for one in plan.convolutions.kernels]
-        found = {key: costs.parts(*key, plan.convolutions.policy, limit) for key in keys}
-        return rows_of(found, recorder, costs, limit, self.total)
+        found = plan.convolutions
+        recorder = record_kernels(parts.model, batch.inputs)
+        benchmark = KernelBenchmark(found.workspace, policy=found.policy, cache=self.cache or True)
+        return benchmark.choose(recorder, keys_of(found), self.total)
 
-    def show(self, rows: list[Row], picture: Path | None) -> None:
+    def show(self, rows: list[MeasuredKernel], picture: Path | None) -> None:
         """Print the table, and draw the picture if a file was named."""
         if not self.wanted:
             return
@@ -136,5 +129,5 @@ class Explained:
 
 def _default(memory: str | None) -> int:
     """Return the default workspace: no more than a quarter of the budget."""
-    usual = parse_bytes(WORKSPACE)
+    usual = parse_bytes(KernelBenchmark.WORKSPACE)
     return usual if memory is None else min(usual, max(1, parse_bytes(memory) // 4))

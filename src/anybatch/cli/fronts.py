@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import Any
 
-from anybatch.cli.kernels import Row
+from anybatch.cli.kernels import name_of
 from anybatch.cli.picture import refuse_without_matplotlib
-from anybatch.conv.chooser import divided
+from anybatch.kernels import MeasuredKernel
 
 MIB = 1 << 20
 MOST = 24
@@ -24,7 +24,7 @@ COLORS = {"forward": "#0072b2", "data": "#e69f00", "filter": "#009e73"}
 """Kernel -> colour, of Okabe and Ito's, which a colour-blind person can tell apart."""
 
 
-def draw_fronts(rows: Sequence[Row]) -> bytes:
+def draw_fronts(rows: Sequence[MeasuredKernel]) -> bytes:
     """Return the picture of kernels, a PNG file.
 
     Raises:
@@ -34,7 +34,7 @@ def draw_fronts(rows: Sequence[Row]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    ours = sorted((r for r in rows if divided(r.chosen)), key=lambda r: -r.chosen.workspace)[:MOST]
+    ours = sorted((r for r in rows if r.chosen.divided), key=lambda r: -r.chosen.workspace)[:MOST]
     figure = Figure(figsize=(11, 1.8 + max(3.0, 0.24 * len(ours))), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -46,7 +46,7 @@ def draw_fronts(rows: Sequence[Row]) -> bytes:
     return png.getvalue()
 
 
-def _front(axes: Any, row: Row) -> None:
+def _front(axes: Any, row: MeasuredKernel) -> None:
     """Draw the seconds of a kernel against its workspace."""
     problem, size = row.key
     spaces = [c.workspace / MIB for c in row.front]
@@ -58,13 +58,13 @@ def _front(axes: Any, row: Row) -> None:
     axes.annotate(
         str(row.chosen), at, textcoords="offset points", xytext=(6, 8), fontsize="x-small"
     )
-    axes.set_title(f"{row.name}: {problem}\n{size} samples", fontsize="x-small", loc="left")
+    axes.set_title(f"{name_of(row)}: {problem}\n{size} samples", fontsize="x-small", loc="left")
     axes.set(xlabel="workspace, MiB", ylabel="milliseconds")
     axes.set_yscale("log")
     axes.grid(visible=True, alpha=0.3)
 
 
-def _shares(axes: Any, rows: Sequence[Row]) -> None:
+def _shares(axes: Any, rows: Sequence[MeasuredKernel]) -> None:
     """Draw the workspace of every kernel."""
     axes.set_title("workspace of kernels that are not torch's own", fontsize="x-small", loc="left")
     if not rows:
@@ -75,7 +75,7 @@ def _shares(axes: Any, rows: Sequence[Row]) -> None:
     sizes = [row.chosen.workspace / MIB for row in rows]
     colors = [COLORS[row.key[0].kernel] for row in rows]
     axes.barh(places, sizes, color=colors)
-    labels = [f"{row.name} {row.key[0].kernel}: {row.chosen}" for row in rows]
+    labels = [f"{name_of(row)} {row.key[0].kernel}: {row.chosen}" for row in rows]
     axes.set_yticks(places, labels, fontsize="x-small")
     axes.invert_yaxis()
     axes.set_xlabel("MiB")

@@ -30,20 +30,15 @@ from torch import Tensor
 from anybatch import Engine, Plan
 from anybatch import plan as foresee
 from anybatch.cli.build import RunParts, build, seeded
-from anybatch.cli.checkpoint import restore_rng, rng_state
 from anybatch.cli.losses import plain_loss
 from anybatch.cli.progress import Silent
 from anybatch.cli.reading import Reading
 from anybatch.cli.recipes import make_optimizer, make_schedule
 from anybatch.cli.settings import Settings
 from anybatch.cli.views import LoadedBatch
-from anybatch.core import accelerator
-from anybatch.core.units import parse_bytes
+from anybatch.devices import MemoryLimit, RNGState, live_peak
 from anybatch.errors import AnybatchError
-from anybatch.memory.meter import Meter
-
-if sys.platform != "win32":
-    import resource
+from anybatch.units import parse_bytes
 
 READY = "ready"
 SHARE, OFFSET = 0.15, 50 * 10**6  # of the budget, and bytes
@@ -130,7 +125,7 @@ def _plan(settings: Settings, parts: RunParts, batch: LoadedBatch) -> Plan | Any
     The plain training makes it too, and makes nothing of it: so both begin alike, with kernels
     and modules loaded.
     """
-    state = rng_state()
+    state = RNGState.now()
     parts.model.train()
     try:
         return foresee(
@@ -146,25 +141,27 @@ def _plan(settings: Settings, parts: RunParts, batch: LoadedBatch) -> Plan | Any
     except AnybatchError as error:
         return error.with_traceback(None)
     finally:
-        restore_rng(state)
+        state.put_back()
 
 
 def _plain(settings: Settings, parts: RunParts) -> Step:
     """Return the step of a loop without the engine: the full batch at once."""
     model, loss_fn = parts.model, plain_loss(parts.recipe.loss)
     update = _update(settings, parts, make_optimizer(parts.recipe, model.parameters()))
-    meter = Meter(parts.device, {"parameters": model.parameters(), "buffers": model.buffers()})
-    counts = [contextlib.nullcontext() if accelerator.of(parts.device).peaks else meter]
+    there = {"parameters": model.parameters(), "buffers": model.buffers()}
+    peaks: list[Callable[[], int]] = []
 
     def take(batch: LoadedBatch) -> Tensor:
-        with counts.pop() if counts else contextlib.nullcontext():
+        with contextlib.ExitStack() as first:
+            if not peaks:
+                peaks.append(first.enter_context(live_peak(parts.device, there)))
             inputs, targets = batch.inputs.to(parts.device), batch.targets.to(parts.device)
             loss: Tensor = loss_fn(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
         update()
         return loss.detach()
 
-    return take, lambda: _most_there(parts.device) or meter.peak
+    return take, lambda: next((peak() for peak in peaks), None)
 
 
 def _streamed(settings: Settings, parts: RunParts, plan: Plan) -> Step:
@@ -183,7 +180,7 @@ def _streamed(settings: Settings, parts: RunParts, plan: Plan) -> Step:
         update()
         return loss
 
-    return take, lambda: _most_there(parts.device) or next(iter(peaks), None)
+    return take, lambda: next(iter(peaks), None)
 
 
 def _update(
@@ -214,23 +211,8 @@ def _batches(settings: Settings, parts: RunParts, steps: int) -> Iterator[Loaded
 
 def _limit(device: torch.device, budget: int) -> Limited:
     """Return a factory of contexts with limited memory, counted from the bytes in use now."""
-    more = budget + allowance(budget)
-    there = accelerator.of(device)
-    if there.facts.limits:
-        there.limit(more, device)
-        return contextlib.nullcontext
-    most = _status("VmData") + more
-
-    @contextlib.contextmanager
-    def limited() -> Iterator[None]:
-        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-    return limited
+    limit = MemoryLimit(device, budget + allowance(budget))
+    return lambda: limit
 
 
 def _resident() -> int | None:
@@ -247,14 +229,9 @@ def _grown(before: int | None) -> int | None:
 
 
 def _status(name: str) -> int:
-    """Return a figure of /proc/self/status, such as VmData, in bytes."""
+    """Return a figure of /proc/self/status, such as VmRSS, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{name}:")))
-
-
-def _most_there(device: torch.device) -> int:
-    there = accelerator.of(device)
-    return there.peak(device) if there.peaks else 0
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,25 +18,26 @@ from typing import Any
 import numpy as np
 
 from anybatch.cli.faults import MissingExtraError
-from anybatch.core.units import show_bytes
-from anybatch.memory.lockstep_budget import WAITING
-from anybatch.memory.step_timeline import ABOVE, Move, StepTimeline, facts
-from anybatch.offload.unroll import COPIED, LEAVING, REST, RETURNING, SAVED, THERE
+from anybatch.reports import Move, StepTimeline
+from anybatch.units import show_bytes
+
+LEAVING, RETURNING = "on its way out", "on its way back"
+"""Owners of bytes that are being copied."""
 
 STYLES = {
-    THERE: ("#5c5c5c", ""),
+    "weights, inputs, gradients": ("#5c5c5c", ""),
     "parameters": ("#5c5c5c", ""),
     "buffers": ("#9b9b9b", ""),
     "optimizer": ("#0072b2", ""),
     "gradients": ("#56b4e9", ""),
     "inputs": ("#009e73", ""),
     "activations": ("#e69f00", ""),
-    SAVED: ("#e69f00", ""),
-    REST: ("#f0e442", ""),
+    "saved": ("#e69f00", ""),
+    "kernels, new gradients": ("#f0e442", ""),
     LEAVING: ("#d55e00", "////"),
-    COPIED: ("#f2c3a5", "...."),
+    "copied, not given up": ("#f2c3a5", "...."),
     RETURNING: ("#cc79a7", "\\\\\\\\"),
-    WAITING: ("#f7d9a0", "...."),
+    "waiting, at most": ("#f7d9a0", "...."),
 }
 """Owner -> colour and hatching, in the order in which they are stacked, from below."""
 
@@ -78,7 +79,7 @@ def draw_step(step: StepTimeline) -> bytes:
     FigureCanvasAgg(figure)
     grid = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)
     axes = list(grid[:, 0])
-    title = f"{step.title}\n{facts(step)}"
+    title = f"{step.title}\n{step.facts}"
     axes[0].set_title(title, fontsize="small", loc="left")
     _bytes(axes[0], step)
     if moves:
@@ -150,7 +151,7 @@ def _mark_peak(axes: Any, step: StepTimeline, unit: int) -> None:
 
 def _mark_budget(axes: Any, step: StepTimeline, unit: int) -> float:
     """Draw the budget, or say that it is far above; return the top of the axis."""
-    if step.budget > ABOVE * step.peak:
+    if step.budget > step.FAR * step.peak:
         text = f"budget {show_bytes(step.budget)}: far above"
         axes.annotate(
             text,

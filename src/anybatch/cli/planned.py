@@ -28,22 +28,16 @@ from typing import Any, Self
 
 import torch
 
-from anybatch import Engine, Plan
+from anybatch import Engine, Plan, offload_states
 from anybatch.cli.build import RunParts
 from anybatch.cli.faults import RunFolderError, SettingsError
 from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.settings import Settings
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.views import LoadedBatch
-from anybatch.core.absent import absent
-from anybatch.core.plan import States
-from anybatch.memory.limits import available_memory
-from anybatch.memory.spill import spill_of
-from anybatch.offload.optimizer_states import OffloadedStates
-from anybatch.offload.states.planned import start_offload, states_of
-from anybatch.planner.sharing import TRIED
-from anybatch.reports import StepTimeline
-from anybatch.tools.question import Question
+from anybatch.devices import absent, available_memory
+from anybatch.planning import Question, spill_of
+from anybatch.reports import OffloadedStates, States, StepTimeline
 
 
 class PlannedEngine:
@@ -78,8 +72,7 @@ class PlannedEngine:
         self._step: StepTimeline | None = None
         self._obey(micro_batch=self._settings.micro_batch)
         if self._settings.states is not None and not self.waits:
-            self._states = where = self._where()
-            self._offloaded = start_offload(where, self._optimizer)
+            self._offload(self._settings.states, self._settings.spill)
 
     def __enter__(self) -> Self:
         self._entered = True
@@ -181,11 +174,11 @@ class PlannedEngine:
         if self._entered and self._offloaded is not None:
             self._offloaded.__enter__()
 
-    def _where(self) -> States:
-        """Return where the optimizer's state waits that nothing was planned for."""
-        settings = self._settings
-        assert settings.states is not None
-        return states_of(settings.states, settings.spill, self._optimizer, settings.memory)
+    def _offload(self, store: str, folder: str | None) -> None:
+        """Offload the optimizer's state of a run that nothing is planned for."""
+        place = folder if store == "file" and folder else store
+        self._offloaded = offload_states(self._optimizer, store=place)
+        self._states = States(store, folder, self._offloaded.memory)
 
     def follow(self, batch: LoadedBatch) -> bool:
         """Update the plan from a finished step, and return whether it has changed.
@@ -209,9 +202,8 @@ class PlannedEngine:
         """Return an engine's plan with the run's own facts: place of states, and shares tried."""
         if plan is None:
             return None
-        reasons = self.plan.reasons if self.plan is not None else ()
-        tried = tuple(one for one in reasons if one.startswith(TRIED))
-        return replace(plan, states=self._states, reasons=(*plan.reasons, *tried))
+        plan = plan if self.plan is None else plan.with_trials_of(self.plan)
+        return replace(plan, states=self._states)
 
 
 def maker_of(

@@ -1,7 +1,7 @@
 """The command's own process: it may start itself again, with another host allocator.
 
-A GPU's memory it asks to be kept in expandable segments (`anybatch.memory.segments`); for that it
-need not start again.
+A GPU's memory it asks to be kept in expandable segments (`anybatch.devices.segments_of`); for that
+it need not start again.
 
 What glibc does with freed memory is fixed when a process begins (`allocator`). Only a process that
 is nothing but the command may be replaced; a program or a test that calls it is left as it is.
@@ -17,7 +17,7 @@ import typer
 
 from anybatch.cli import allocator
 from anybatch.cli.devices import find_device
-from anybatch.memory.segments import segments_of
+from anybatch.devices import segments_of
 
 ENTRY = object()
 """Given to the command as its `obj` by the command's own process, and by nobody else."""

@@ -50,10 +50,9 @@ from anybatch.cli.outcome import ending
 from anybatch.cli.planned import refuse_to_plan
 from anybatch.cli.process import allocate
 from anybatch.cli.recipes import make_optimizer
-from anybatch.cli.settings import Settings, parse_image_size
+from anybatch.cli.settings import AUTO, Settings, parse_image_size
 from anybatch.cli.team import Team
 from anybatch.cli.views import LoadedBatch
-from anybatch.tools.question import AUTO
 
 StepsOption = Annotated[int, typer.Option(help="That are measured, after two that are not.")]
 ProfileJsonOption = Annotated[

@@ -43,6 +43,7 @@ from anybatch.cli.summary import Interrupted, Summary, epoch_line, figures
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.testing import tested
 from anybatch.cli.views import LoadedBatch
+from anybatch.devices import RNGState
 from anybatch.errors import AnybatchError
 from anybatch.reports import StepReport
 
@@ -108,7 +109,8 @@ class TrainingRun:
         self.rows = self.folder.reopen(self.counts.step, self.counts.epoch)
         if self.planned.plan is not None:
             self._write_plan()
-        checkpoint.restore_rng(state["rng"])  # of rank 0; the others draw anew in every step
+        # It is of rank 0; the others draw anew in every step.
+        RNGState.from_dict(state["rng"]).put_back()
 
     def to_its_end(self) -> Summary:
         """Train all epochs that remain; at any end, write checkpoint and summary first."""
@@ -278,7 +280,7 @@ class TrainingRun:
                 "step": self.counts.step,
                 "counts": {**dataclasses.asdict(self.counts), "seconds": seconds},
                 "part": part.state() if part is not None else None,
-                "rng": checkpoint.rng_state(),
+                "rng": RNGState.now().to_dict(),
                 "plan": self.planned.text(),
                 "norms": self.norms.state(),
                 "unreadable": sorted(self.reading.unreadable),

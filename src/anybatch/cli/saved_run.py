@@ -19,7 +19,7 @@ from typing import Any
 from anybatch.cli.faults import RunFolderError, SettingsError
 from anybatch.cli.settings import Settings
 from anybatch.cli.summary import Summary
-from anybatch.core.units import parse_bytes
+from anybatch.units import parse_bytes
 
 FREE = ("device", "threads", "workers", "checkpoint_minutes")
 PLANNED = ("memory", "micro_batch", "offload", "states", "spill", "workspace")

@@ -14,11 +14,12 @@ from typing import Literal, get_args
 
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.models.norm import NormName
-from anybatch.core.units import parse_bytes
-from anybatch.memory.spill import spill_of
-from anybatch.tools.question import AUTO
+from anybatch.planning import spill_of
+from anybatch.units import parse_bytes
 
 Task = Literal["classification", "segmentation"]
+AUTO = "auto"
+"""The workspace, or the place of the optimizer's state, that a plan chooses."""
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 BatchNormMode = Literal["exact", "local", "adaptive"]

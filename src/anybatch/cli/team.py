@@ -37,9 +37,7 @@ from anybatch.cli.devices import find_device
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.interrupts import Terminated, noted
 from anybatch.cli.metrics import Metric
-from anybatch.core import accelerator
-from anybatch.core.accelerators import default_device
-from anybatch.distributed.group import group_of
+from anybatch.devices import choose_device, group_of, rank_device
 from anybatch.errors import RankError
 
 OVER = "anybatch/train/over"
@@ -118,24 +116,18 @@ class Team:
         Raises:
             SettingsError: one GPU is named for all.
         """
-        there = accelerator.of(default_device() if name is None else name)
-        if not self.several or not there.facts.each:
+        if not self.several:
             return name
-        if name not in (None, there.type):
-            raise SettingsError(
-                f"device must be {there.type} where several processes train, each on its own; got "
-                f"{name}. Leave the number out."
-            )
-        return f"{there.type}:{os.environ.get('LOCAL_RANK', self.rank)}"
+        try:
+            return rank_device(name, int(os.environ.get("LOCAL_RANK", self.rank)))
+        except ValueError as error:
+            raise SettingsError(f"{error}.") from error
 
     def meet(self, device: str | None) -> None:
         """Make the process group, if there are others and there is none; `device` is for all."""
         if not self.several or dist.is_initialized():
             return
-        found = find_device(self.device(device))
-        there = accelerator.of(found)
-        there.choose(found)
-        dist.init_process_group(there.backend)
+        dist.init_process_group(choose_device(find_device(self.device(device))))
         self._made = True
 
     def __enter__(self) -> Team:
@@ -227,11 +219,9 @@ class Team:
         Raises:
             RankError: it failed there.
         """
-        box: list[Any] = [self.together(lambda: run() if self.leads else None)]
-        if self.several:
-            dist.broadcast_object_list(box, src=0, device=group_of().device)
-        found: T = box[0]
-        return found
+        found: Any = self.together(lambda: run() if self.leads else None)
+        shared: T = group_of().broadcast_object(found, 0) if self.several else found
+        return shared
 
     @contextlib.contextmanager
     def calm(self) -> Iterator[None]:

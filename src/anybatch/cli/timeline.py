@@ -13,9 +13,8 @@ from rich.text import Text
 
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.picture import draw_step, refuse_without_matplotlib, style_of
-from anybatch.core.units import show_bytes
-from anybatch.memory.step_timeline import WIDTH, busy_lines, ceiling, facts, grid, labels
 from anybatch.reports import StepTimeline
+from anybatch.units import show_bytes
 
 NONE = "There is no timeline: nothing was foreseen for this plan."
 
@@ -89,19 +88,13 @@ def write(picture: bytes, path: Path) -> None:
         ) from error
 
 
-def colored(step: StepTimeline, width: int = WIDTH) -> Text:
+def colored(step: StepTimeline) -> Text:
     """Return a chart of a step, each owner in its colour, with a legend."""
-    shown = Text(f"{step.title}\n{facts(step)}\n")
-    for line in ceiling(step, width):
-        shown.append(f"{line}\n", "bold")
-    rows = grid(step, width)
-    for label, row in zip(labels(step, len(rows)), rows, strict=True):
-        shown.append(f"{label:>10} │")
-        for cell in row:
-            shown.append(cell.letter, style_of(cell.owner))
+    shown = Text()
+    for line in step.chart():
+        for text, owner in line:
+            shown.append(text, "bold" if owner == "budget" else style_of(owner))
         shown.append("\n")
-    for name, line in busy_lines(step, width):
-        shown.append(f"{name:>10} │{line}\n")
     shown.append("at the peak")
     for owner, size in sorted(step.ledger.at_peak().items(), key=lambda pair: -pair[1]):
         shown.append("  ").append("█", style_of(owner)).append(f" {owner} {show_bytes(size)}")

@@ -7,28 +7,28 @@ under torchrun.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import typer
 
-from anybatch import Engine, Plan
+from anybatch import Plan
 from anybatch import profile as profile_loop
 from anybatch.cli.build import RunParts
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.profiled import loader_of, moving, split_of
-from anybatch.cli.settings import Settings
-from anybatch.core.units import parse_bandwidth, parse_seconds
-from anybatch.tools.goals import goal_of, scale_of
-from anybatch.tools.planning import ENOUGH, STEPS
-from anybatch.tools.profile import pace_of
-from anybatch.tools.question import AUTO
+from anybatch.cli.settings import AUTO, Settings
+from anybatch.planning import Question, goal_of
+from anybatch.units import parse_bandwidth, parse_seconds
 
 ONLY_HERE = {
     *("gpus", "speedup", "deadline", "network", "servers", "measure", "timeline"),
     *("convolutions", "picture", "workspace_total", "cache", "json", "html"),
 }
 """What `plan` takes and `train` does not."""
+
+STEPS, ENOUGH = 20, 5.0
+"""Steps of a loop that are measured at most, and seconds after which no further one is begun."""
 
 
 @dataclass(frozen=True)
@@ -86,25 +86,26 @@ class Wanted:
 
     def measured(
         self,
+        question: Question,
         found: Plan,
         settings: Settings,
         parts: RunParts,
-        engine: Engine,
         optimizer: torch.optim.Optimizer,
     ) -> Plan:
         """Return the plan with its pace and the forecast for more GPUs; the steps are undone."""
+        if found.states is not None:
+            return question.with_steps(found, None)
         loader = loader_of(settings, parts)
         with moving(STEPS) as move:
             steps = profile_loop(
-                *(loader, engine, optimizer),
+                *(loader, question.make(plan=found), optimizer),
                 steps=STEPS,
                 enough=ENOUGH,
                 split=split_of(skip=settings.skip_corrupt),
                 progress=move,
             )
-        pace = replace(found, pace=pace_of(steps, loader))
         if not self.anything:
-            return pace
+            return question.with_steps(found, steps, loader)
         goal = goal_of(
             *(self.gpus, self.speedup, self.deadline),
             epochs=parts.recipe.epochs,
@@ -113,11 +114,9 @@ class Wanted:
             servers=self.servers,
         )
         try:
-            size = min(settings.batch_size, len(parts.train))
-            scale = scale_of(found, steps, optimizer, goal, self.network, size)
+            return question.with_steps(found, steps, loader, goal, self.network)
         except ValueError as error:
             raise SettingsError(f"{error}.") from error
-        return replace(pace, scale=scale)
 
     def lines(self, found: Plan, parts: RunParts, context: typer.Context) -> list[str]:
         """Return the duration of all epochs, and the command that runs them on several GPUs."""

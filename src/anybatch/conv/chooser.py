@@ -93,7 +93,7 @@ class Convolutions:
 
 
 def _gain(configuration: Configuration, own: float) -> str:
-    if not divided(configuration):
+    if not configuration.divided:
         return ""
     space = show_bytes(configuration.workspace)
     return f", {own / configuration.seconds:.1f} times as fast, {space}"
@@ -131,7 +131,7 @@ class Chooser:
     ) -> Tensor | None:
         """Compute a kernel, or return None to have torch compute it."""
         chosen = self._chosen((problem, len(operands[0])))
-        if chosen is None or not divided(chosen):
+        if chosen is None or not chosen.divided:
             return None
         first, size = operands[0], len(operands[0])
         own = prod(problem.result(size)) * first.element_size()
@@ -143,7 +143,7 @@ class Chooser:
         if self._network is not None:
             return False
         choice = self.found.chosen.get(key)
-        return self._costs is None if choice is None else not divided(choice.configurations[0])
+        return self._costs is None if choice is None else not choice.configurations[0].divided
 
     @property
     def measures(self) -> bool:
@@ -307,8 +307,3 @@ def certain(costs: Costs, problem: Problem, found: list[Configuration]) -> list[
     if best is own or best.seconds <= clear or costs.duel(problem, best) <= GAIN:
         return found
     return [own, *(c for c in found[1:] if c.seconds <= clear)]
-
-
-def divided(configuration: Configuration) -> bool:
-    """Say whether a kernel is not just torch's own on all samples."""
-    return len(configuration.parts) > 1 or configuration.parts[0].algorithm != NATIVE

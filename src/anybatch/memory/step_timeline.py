@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,27 @@ from anybatch.memory.timeline import Timeline
 Floats = npt.NDArray[np.float64]
 
 
+BLOCKS = " ▁▂▃▄▅▆▇█"
+"""Eighths of a letter's height."""
+
+WIDTH, HEIGHT = 72, 8
+"""Letters of a chart, beside its scale."""
+
+BUDGET = "budget"
+"""The owner of a chart's line at the budget."""
+
+
+class Cell(NamedTuple):
+    """One piece of a chart: its text, and the owner of the bytes that it shows; "" for no owner."""
+
+    text: str
+    owner: str = ""
+
+
 class Move(NamedTuple):
     """Copy of a storage from the device to its store, or back.
 
-    Attributes:
+    Args:
         name: of the storage.
         size: bytes.
         back: it returns; else it leaves.
@@ -92,6 +109,9 @@ class StepTimeline:
         >>> print(engine.timeline())
     """
 
+    FAR: ClassVar[int] = 3
+    """A budget of more than so many times the peak is not drawn to scale."""
+
     title: str
     ledger: Timeline
     budget: int
@@ -121,6 +141,17 @@ class StepTimeline:
         if self.seconds is None:
             return np.arange(len(self.ledger.events) + 1, dtype=np.float64)
         return np.array([*self.seconds, max([self.end, *self.seconds[-1:]])])
+
+    @property
+    def facts(self) -> str:
+        """One line on the peak and, where times are recorded, on the duration and the copies."""
+        parts = [f"peak {show_bytes(self.peak)} of {show_bytes(self.budget)}"]
+        if self.seconds is None:
+            return f"{parts[0]}; {len(self.ledger.events)} events"
+        out, back = (sum(move.size for move in self.moved(back=way)) for way in (False, True))
+        parts.append(f"{self.end:.3g} s, of which {self.stall:.3g} s wait for copies")
+        parts.append(f"{show_bytes(out)} out, {show_bytes(back)} back")
+        return "; ".join(parts)
 
     def moved(self, *, back: bool) -> tuple[Move, ...]:
         """Return the copies out, or those back.
@@ -175,32 +206,32 @@ class StepTimeline:
         width = borders[1] - borders[0]
         return covered / width if width else covered
 
+    def chart(self, width: int = WIDTH) -> list[list[Cell]]:
+        """Return the step as lines of text: live bytes below the budget, and busy times.
+
+        Args:
+            width: letters of a line beside its scale, at most. Default 72.
+
+        Returns:
+            Lines from the top, in pieces: each has its ``text``, and as ``owner`` the owner of the
+            bytes that it shows, "budget" for the line of the budget, or "".
+        """
+        rows = grid(self, width)
+        lines = [[Cell(self.title)], [Cell(self.facts)]]
+        lines += [[Cell(line, BUDGET)] for line in ceiling(self, width)]
+        for label, row in zip(labels(self, len(rows)), rows, strict=True):
+            lines.append([Cell(f"{label:>10} │"), *row])
+        return lines + [[Cell(f"{name:>10} │{line}")] for name, line in busy_lines(self, width)]
+
     def __str__(self) -> str:
-        """Return a chart in letters, as the command prints it."""
-        return "\n".join(chart(self))
-
-
-BLOCKS = " ▁▂▃▄▅▆▇█"
-"""Eighths of a letter's height."""
-
-WIDTH, HEIGHT = 72, 8
-"""Letters of a chart, beside its scale."""
-
-ABOVE = 3
-"""A budget of more than so many times the peak is not drawn to scale."""
-
-
-class Cell(NamedTuple):
-    """One letter of a chart: the letter, and the owner of its bytes; "" for no owner."""
-
-    letter: str
-    owner: str
+        """Return the chart as the command prints it."""
+        return "\n".join("".join(cell.text for cell in line) for line in self.chart())
 
 
 def scale(step: StepTimeline) -> int:
     """Return the bytes at the top of a chart: the budget, or the peak where that is far below."""
     top = max(step.budget, step.peak)
-    return max(1, top if top <= ABOVE * step.peak else step.peak)
+    return max(1, top if top <= step.FAR * step.peak else step.peak)
 
 
 def grid(step: StepTimeline, width: int = WIDTH, height: int = HEIGHT) -> list[list[Cell]]:
@@ -231,33 +262,12 @@ def _cell(owners: dict[str, int], low: float, each: float) -> Cell:
         below += size
         if eighths and middle < below:
             return Cell(BLOCKS[eighths], owner)
-    return Cell(BLOCKS[eighths], "")
+    return Cell(BLOCKS[eighths])
 
 
 def sparkline(shares: Iterable[float]) -> str:
     """Return shares of 0 to 1 as letters; any share above 0 is visible."""
     return "".join(BLOCKS[max(round(8 * share), int(share > 0))] for share in shares)
-
-
-def chart(step: StepTimeline, width: int = WIDTH) -> list[str]:
-    """Return a step as lines of text: live bytes against the budget, and busy times."""
-    lines = [step.title, facts(step), *ceiling(step, width)]
-    rows = grid(step, width)
-    for label, row in zip(labels(step, len(rows)), rows, strict=True):
-        lines.append(f"{label:>10} │{''.join(cell.letter for cell in row)}")
-    lines += [f"{name:>10} │{line}" for name, line in busy_lines(step, width)]
-    return lines
-
-
-def facts(step: StepTimeline) -> str:
-    """Return one line on the peak of a step and, where it is recorded, its duration."""
-    parts = [f"peak {show_bytes(step.peak)} of {show_bytes(step.budget)}"]
-    if step.seconds is None:
-        return f"{parts[0]}; {len(step.ledger.events)} events"
-    out, back = (sum(move.size for move in step.moved(back=way)) for way in (False, True))
-    parts.append(f"{step.end:.3g} s, of which {step.stall:.3g} s wait for copies")
-    parts.append(f"{show_bytes(out)} out, {show_bytes(back)} back")
-    return "; ".join(parts)
 
 
 def ceiling(step: StepTimeline, width: int) -> list[str]:

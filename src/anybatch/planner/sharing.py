@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from anybatch.core.plan import Plan
+from anybatch.core.plan import TRIED, Plan
 from anybatch.core.units import show_bytes, show_seconds
 from anybatch.errors import BudgetError
 
@@ -30,9 +30,6 @@ LEAST = 1 << 20
 
 GAIN = 0.98
 """Of the seconds without workspace, from which on a share is worth it: steps scatter."""
-
-TRIED = "the budget was shared with convolutions in some ways"
-"""How the reason begins that a plan has which was found so."""
 
 
 def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], float]) -> Plan:

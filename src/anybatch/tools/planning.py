@@ -7,7 +7,6 @@ not take and why. Nothing is left behind: gradients, buffers and RNG states are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from math import inf
 from os import PathLike
@@ -25,12 +24,11 @@ from anybatch.engine.rank_session import several
 from anybatch.errors import NotYetError
 from anybatch.lockstep.adaptive import Adaptive
 from anybatch.loss.declared import Loss
-from anybatch.tools.goals import goal_of, scale_of
-from anybatch.tools.profile import pace_of, profile
+from anybatch.tools.goals import goal_of
+from anybatch.tools.profile import profile
 from anybatch.tools.question import AUTO, Question
 from anybatch.tools.scaled import Goal
 
-NOT_MEASURED = "whole steps were not measured, since the optimizer's state waits elsewhere"
 STEPS, ENOUGH = 20, 5.0
 """Steps of a loop that are measured at most, and seconds after which no further one is begun."""
 
@@ -164,14 +162,13 @@ def plan(
     if loader is None:
         return found
     if found.states is not None:
-        return replace(found, reasons=(*found.reasons, NOT_MEASURED))
+        return question.with_steps(found, None)
     assert optimizer is not None
     enough = inf if several() else ENOUGH  # whose clocks differ
     steps = profile(
         loader, question.make(plan=found), optimizer, steps=STEPS, enough=enough, split=split
     )
-    scale = None if several() else scale_of(found, steps, optimizer, wanted, network, question.size)
-    return replace(found, pace=pace_of(steps, loader), scale=scale)
+    return question.with_steps(found, steps, loader, None if several() else wanted, network)
 
 
 def _absent_device(device: str, loader: Iterable[Any] | None) -> AbsentDevice:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from anybatch.core.links import Interval
-from anybatch.memory.step_timeline import BLOCKS, Move, StepTimeline, chart, grid, sparkline
+from anybatch.memory.step_timeline import BLOCKS, Move, StepTimeline, grid, sparkline
 from anybatch.memory.timeline import Timeline
 
 OWNERS = ("weights", "saved")
@@ -56,7 +56,7 @@ def test_busy_shares_add_up_to_the_seconds_of_runs_and_copies() -> None:
 def test_letters_stand_for_bytes_and_their_owner() -> None:
     live = np.array([[4, 0], [5, 3], [8, 8], [0, 1], [0, 0]])
     one = StepTimeline("five", Timeline(OWNERS, tuple("abcde"), live), 16)
-    rows = ["".join(cell.letter for cell in row) for row in grid(one, height=2)]
+    rows = ["".join(cell.text for cell in row) for row in grid(one, height=2)]
     assert rows == ["  █  ", "▄██▁ "]
     owners = [[cell.owner for cell in row] for row in grid(one, height=2)]
     assert owners[0][2] == "saved"
@@ -66,13 +66,13 @@ def test_letters_stand_for_bytes_and_their_owner() -> None:
 
 def test_a_chart_tells_peak_budget_and_what_was_busy() -> None:
     assert str(step()).startswith("a step\npeak 1.6 KiB of 2.0 KiB; 50 events\n")
-    lines = chart(step(timed=True), 30)
+    lines = ["".join(cell.text for cell in line) for line in step(timed=True).chart(30)]
     assert lines[1].endswith("5 s, of which 1.5 s wait for copies; 7 B out, 7 B back")
     assert [line.split("│")[0].strip() for line in lines[-3:]] == ["kernels", "out", "back"]
     assert lines[2] == f"   2.0 KiB ┌{'╌' * 30} budget"
     assert {len(line) for line in lines[3:]} == {12 + 30}
     assert [line[:10].strip() for line in lines[3:6]] == ["", "", "1.5 KiB"]
-    far = chart(step(budget=10**6))
+    far = str(step(budget=10**6)).splitlines()
     assert far[2].strip().startswith("1.6 KiB")  # to scale with the peak
 
 
@@ -80,4 +80,4 @@ def test_a_step_without_events_is_an_empty_chart() -> None:
     none = StepTimeline("none", Timeline((), (), np.zeros((0, 0), np.int64)), 10)
     assert none.peak == 0
     assert none.columns(5) == []
-    assert chart(none)[1] == "peak 0 B of 10 B; 0 events"
+    assert str(none).splitlines()[1] == "peak 0 B of 10 B; 0 events"

@@ -17,7 +17,7 @@ import numpy as np
 
 from anybatch.cli.report.envelope import Envelope
 from anybatch.cli.report.svg import GRID, INK, LIMIT, MUTED, band_color, inlined, line_color
-from anybatch.memory.step_timeline import ABOVE
+from anybatch.reports import StepTimeline
 
 WIDTH, HEIGHT = 420.0, 270.0
 """Of a figure, in units that are pixels of a telephone's screen, or somewhat more or less."""
@@ -138,7 +138,7 @@ def _mark_phases(axes: Any, step: Envelope, top: float) -> None:
 
 def is_near(step: Envelope) -> bool:
     """Return whether a step's budget is so near its peak that both can be drawn to scale."""
-    return step.budget <= ABOVE * step.peak
+    return step.budget <= StepTimeline.FAR * step.peak
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from typing import Any
 
 from anybatch.cli.picture import STYLES, stacked, style_of
 from anybatch.cli.report.history import spans
-from anybatch.memory.step_timeline import facts
 from anybatch.reports import StepTimeline
 
 MOST = 200
@@ -59,7 +58,7 @@ class Envelope:
         width = (float(edges[-1]) - float(edges[0])) / max(1, count)
         return cls(
             title=step.title,
-            facts=facts(step),
+            facts=step.facts,
             budget=step.budget,
             peak=step.peak,
             timed=step.seconds is not None,

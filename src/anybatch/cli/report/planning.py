@@ -11,10 +11,8 @@ from anybatch.cli.report.envelope import Envelope
 from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
 from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.words import drawn, figure_of, percent, seconds
-from anybatch.core.divisions import Configuration, Division, Divisions, KernelPart
-from anybatch.core.memory import Memory, verdicts
-from anybatch.core.pace import Pace
-from anybatch.core.units import show_bytes
+from anybatch.reports import Division, Divisions, Memory, Pace
+from anybatch.units import show_bytes
 
 STRETCHES = 48
 """Rows of the table of a step."""
@@ -151,9 +149,9 @@ _EXACT = {
 
 
 def _candidates(plan: Plan) -> tuple[Table, ...]:
-    if plan.memory is None or not plan.memory.candidates:
+    every = plan.verdicts()
+    if not every:
         return ()
-    every = verdicts(plan.memory, plan.micro_batch, offloaded=plan.offload is not None)
     both = len({one.offloaded for one, _ in every}) > 1
     rows = tuple(
         (
@@ -202,7 +200,7 @@ def _workspace(found: Divisions) -> tuple[Fact, ...]:
 
 def _kernel(one: Division) -> tuple[str, ...]:
     kernel: Mapping[str, Any] = dict(one.kernel)
-    chosen = Configuration(tuple(KernelPart(*part) for part in one.parts))
+    chosen = one.configuration
     return (
         *(str(kernel.get("kernel", "-")), str(one.samples)),
         f"{kernel.get('channels', '-')} to {kernel.get('filters', '-')}",

@@ -13,9 +13,9 @@ from anybatch.cli.report.overhead import Overhead
 from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
 from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.words import counted, drawn, figure_of, number, percent
-from anybatch.core.scale import Scale
-from anybatch.core.units import show_seconds
-from anybatch.tools.gpus import efficiency, speedup, speedup_limit
+from anybatch.planning import efficiency, speedup, speedup_limit
+from anybatch.reports import Scale
+from anybatch.units import show_seconds
 
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
 """GPUs of the table by the lemma, as far as there are samples for them."""

@@ -10,7 +10,7 @@ from anybatch.cli.report.history import RunHistory, bins, quartiles, thinned
 from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
 from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.words import counted, drawn, figure_of, number, percent, rounded, seconds
-from anybatch.core.units import show_bytes
+from anybatch.units import show_bytes
 
 POINTS, ROWS = 240, 60
 """Places of a curve, and rows of a table, at most."""

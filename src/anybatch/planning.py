@@ -1,0 +1,20 @@
+"""The parts of `anybatch.plan`, for programs that check its arguments or need its engine.
+
+Most code calls `anybatch.plan`. The command checks the options of a plan before it opens any data,
+makes the plan by a `Question`, and trains with the engine that has foreseen it.
+"""
+
+from anybatch.memory.spill import require_states, spill_of
+from anybatch.tools.goals import goal_of
+from anybatch.tools.gpus import efficiency, speedup, speedup_limit
+from anybatch.tools.question import Question
+
+__all__ = [
+    "Question",
+    "efficiency",
+    "goal_of",
+    "require_states",
+    "speedup",
+    "speedup_limit",
+    "spill_of",
+]
