@@ -2,7 +2,7 @@
 
 A documentation builder would bring a theme, a server and a dozen packages for one page of plain
 text. The docstrings already have fixed sections (Args, Returns, Raises ...), so a page is a walk
-over ``anybatch.__all__`` that turns a section into a list.
+over ``anybatch.__all__`` and the public modules that turns a section into a list.
 """
 
 import dataclasses
@@ -14,11 +14,14 @@ from types import ModuleType
 from typing import Any
 
 import anybatch
+from anybatch import devices, errors, kernels, planning, reports, units
 
 HEAD = """# API
 
 Written from the docstrings by `make docs`: do not edit. The [guide](guide.md) shows these names at
 work."""
+MODULES = (units, devices, planning, kernels, reports, errors)
+"""Public modules, in the order of the page; what is in `anybatch` itself comes before them."""
 SECTIONS = "Args|Attributes|Returns|Raises|Example|Source"
 LISTS = {"Args", "Attributes", "Raises"}
 WIDTH = 100
@@ -109,46 +112,57 @@ def is_error(value: Any) -> bool:
 
 
 def public() -> dict[str, Any]:
-    """Return the public names and what they stand for; those of `errors` and `reports` are last."""
+    """Return the public names and what they stand for; those of other modules are last."""
     found = {name: getattr(anybatch, name) for name in anybatch.__all__}
-    modules = [value for value in found.values() if inspect.ismodule(value)]
-    names = {name: value for name, value in found.items() if value not in modules}
-    return names | dict(sorted(one for module in modules for one in _classes(module)))
+    names = {name: value for name, value in found.items() if not inspect.ismodule(value)}
+    return names | dict(sorted(one for module in MODULES for one in _names(module)))
 
 
 def reference() -> str:
     """Return docs/api.md."""
-    parts, reports, errors = [HEAD], list[str](), list[str]()
+    parts = {module: [_title(module)] for module in (anybatch, *MODULES)}
     for name, value in public().items():
+        into = parts[_home(name, value)]
         if is_error(value):
             bases = " and ".join(f"`{base.__name__}`" for base in value.__bases__)
-            errors.append(f"### {name}\n\n{prose(_doc(value))}\n\nCaught as {bases} too.")
+            into.append(f"### {name}\n\n{prose(_doc(value))}\n\nCaught as {bases} too.")
             continue
-        into = reports if getattr(anybatch.reports, name, None) is value else parts
         into += [f"## {name}", *_head(name, value), prose(_doc(value))]
         if isinstance(value, type):
             into += _members(name, value)
-    reports = [f"# Reports\n\n{_doc(anybatch.reports)} `anybatch.reports` has them.", *reports]
-    errors = [f"# Errors\n\n{_doc(anybatch.errors)} `anybatch.errors` has them.", *errors]
-    return "\n\n".join([*parts, *reports, *errors]) + "\n"
+    return "\n\n".join(part for module in parts.values() for part in module) + "\n"
 
 
-def _classes(module: ModuleType) -> list[tuple[str, type]]:
-    """Return the public classes of a module, by name."""
+def _title(module: ModuleType) -> str:
+    """Return the heading of a module's names."""
+    if module is anybatch:
+        return HEAD
+    name = module.__name__.rpartition(".")[2]
+    return f"# {name.title()}\n\n{_doc(module)} `anybatch.{name}` has them."
+
+
+def _home(name: str, value: Any) -> ModuleType:
+    """Return the module that a public name is imported from."""
+    return next((one for one in MODULES if getattr(one, name, None) is value), anybatch)
+
+
+def _names(module: ModuleType) -> list[tuple[str, Any]]:
+    """Return the public names of a module and what they stand for."""
     own = [k for k, v in vars(module).items() if getattr(v, "__module__", "") == module.__name__]
     return [(name, getattr(module, name)) for name in getattr(module, "__all__", own)]
 
 
 def _head(name: str, value: Any) -> list[str]:
     made_by_us = dataclasses.is_dataclass(value) or inspect.isabstract(value)
-    reported = getattr(anybatch.reports, name, None) is value
-    return [] if made_by_us or reported else [signature(f"anybatch.{name}", value)]
+    home = _home(name, value)
+    return [] if made_by_us or home is reports else [signature(f"{home.__name__}.{name}", value)]
 
 
 def _members(owner: str, cls: type) -> Iterator[str]:
     for name, (role, function) in members(cls).items():
         yield f"### {owner}.{name}"
-        before = f"anybatch.{owner}" if role == "constructor" else owner.lower()
+        constructs = role == "constructor"
+        before = f"{_home(owner, cls).__name__}.{owner}" if constructs else owner.lower()
         if role == "property":
             yield f"```text\n{before}.{name}{_type(inspect.signature(function))}\n```"
         else:
@@ -174,4 +188,5 @@ def _argument(parameter: inspect.Parameter) -> str:
 
 
 def _words(annotation: Any) -> str:
+    annotation = getattr(annotation, "__forward_arg__", annotation)  # that of a named tuple
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)

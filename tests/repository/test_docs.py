@@ -160,7 +160,8 @@ def untold(value: Callable[..., Any]) -> Iterator[str]:
     parts = dict(reference.sections(doc))
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) else []
     listed = dict(reference.entries(parts.get("Attributes", "")))
-    yield from (f"field {field.name}" for field in fields if field.name not in listed)
+    told = [field.name for field in fields if not field.name.startswith("_")]
+    yield from (f"field {name}" for name in told if name not in listed)
     if isinstance(value, type) and (fields or issubclass(value, Exception)):
         return
     found = inspect.signature(value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from anybatch.__main__ import app
 
 HERE = Path(__file__).parent
 PINNED = HERE / "pinned.json"
+FORWARD = re.compile(r"ForwardRef\('(.*?)'\)")
 VERSION = torch.__version__.partition("+")[0]
 
 
@@ -71,7 +73,7 @@ def of_readme() -> list[str]:
 
 def signature(of: Any) -> str:
     try:
-        return str(inspect.signature(of))
+        return FORWARD.sub(r"\1", str(inspect.signature(of)))
     except ValueError:
         return ""
 

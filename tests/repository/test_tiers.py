@@ -1,6 +1,7 @@
 """A folder is a tier: every module is in one, and imports go down.
 
-An import that goes up, in a circle, or hides in a function fails this test.
+An import that goes up, in a circle, or hides in a function fails this test. So does an import by
+which the command reaches what is not public.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ FRONT = "anybatch"
 # Lowest first: what lies in a folder may import its own folder and those before it.
 FOLDERS = house.FOLDERS
 BELOW_FRONT = FOLDERS.index("integrations") - 0.5
-AT_ROOT = {"errors": -1, "reports": BELOW_FRONT, "": BELOW_FRONT, "__main__": len(FOLDERS)}
+PUBLIC = ("devices", "errors", "kernels", "planning", "reports", "units")
+"""Modules beside the folders that people import from, as they do from the package itself."""
+AT_ROOT = dict.fromkeys((*PUBLIC, ""), BELOW_FRONT) | {"errors": -1, "__main__": len(FOLDERS)}
 """Files beside the folders, and the package itself with the public names."""
+COMMAND = (f"{FRONT}.cli", f"{FRONT}.__main__")
 WITHOUT_TORCH = set(
     (
         "conv.circles conv.convolutions conv.divide conv.network conv.problem conv.rough "
@@ -35,7 +39,7 @@ WITHOUT_TORCH = set(
         "offload.hiding offload.recording offload.schedule offload.simulate offload.trace "
         "offload.unroll offload.window planner.above planner.choice planner.duel planner.sharing "
         "tools.costs tools.validation tools.gpus tools.loop tools.profiled "
-        "tools.remedies tools.scaled tools.servers tools.stages "
+        "tools.remedies tools.scaled tools.servers tools.stages units "
     ).split()
 )
 OF_INTEGRATIONS = ("transformers", "accelerate", "lightning")
@@ -131,6 +135,9 @@ def edge_fault(module: str, found: Import) -> str | None:
         return None
     if there is None or here is None:
         return "is of no known module"
+    public = found.name in (FRONT, *(f"{FRONT}.{name}" for name in PUBLIC))
+    if within(module, COMMAND) and not public and not within(found.name, COMMAND):
+        return "is no public name: the command uses nothing else"
     return "goes up" if there > here else None
 
 
@@ -183,6 +190,10 @@ PLANTED = [
     ("engine/engine.py", "import anybatch.cli.cli", "the import of anybatch.cli.cli goes up"),
     ("core/tree.py", "from anybatch.core import batch", "a circle: "),
     ("cli/faults.py", "import anybatch.cli.train", "a circle: "),
+    ("cli/faults.py", "from anybatch.core import units", "anybatch.core.units is no public name"),
+    ("cli/faults.py", "from anybatch import core", "anybatch.core is no public name"),
+    ("__main__.py", "import anybatch.engine.engine", "engine.engine is no public name"),
+    ("core/rng.py", "from anybatch.units import show_bytes", "import of anybatch.units goes up"),
     ("core/plan.py", "from torch import Tensor", "import of torch brings torch into a module"),
     ("execution/step.py", "def f():\n    import math", "import of math is inside a function"),
     ("core/rng.py", "def f():\n    from anybatch.core import tree", "tree is inside a function"),
