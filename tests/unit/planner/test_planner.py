@@ -199,3 +199,25 @@ def test_batchnorm_is_not_divided_for_a_bound_alone() -> None:
         model.zero_grad()
     assert engine.last is not None
     assert engine.last.micro_batches == 1
+
+
+class ReadsANumber(nn.Embedding):
+    """Has to be measured on real rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * (1 + 0 * float(self.weight.detach().sum()))).mT
+
+
+def test_a_loss_that_counts_over_all_targets_has_room_for_them_at_other_lengths() -> None:
+    model, n = ReadsANumber(5, 5), 600
+    engine = Engine(model, F.cross_entropy, memory="1GiB", micro_batch=2)
+    for length in (4, 12):
+        x = torch.randint(5, (n, length))
+        y = x.clone()
+        y[0, 0] = -100
+        engine.backward(x, y)
+        model.zero_grad()
+        assert engine.last is not None
+        assert engine.last.peak_bytes is not None
+        assert engine.last.predicted_bytes is not None
+        assert engine.last.peak_bytes <= engine.last.predicted_bytes
