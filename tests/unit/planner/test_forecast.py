@@ -240,6 +240,19 @@ def stepped(
     return state_after(model, run), engines[0]
 
 
+def test_larger_real_steps_tell_what_two_small_ones_do_not() -> None:
+    """A line through these, which may round much up, is a fifth too steep."""
+    model, (x, y) = Decides().double(), rows(100)
+    engine = Engine(model, F.cross_entropy, memory="1GiB")
+    plan = engine.foresee(x, y, timed=False)
+    engine.backward(x, y)
+    assert plan.memory is not None
+    assert plan.memory.how == REAL
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.peak_bytes <= plan.memory.predicted <= 1.1 * engine.last.peak_bytes
+
+
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
