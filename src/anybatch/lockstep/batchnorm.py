@@ -325,7 +325,9 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd may run it in another thread than forward, and a mode would intercept every line.
+        # Outside of an engine the barrier of forward is over by now
+        # (test_it_is_the_layer_of_one_process_with_all_rows), and a mode would intercept every line
+        # (test_the_lines_of_its_backward_are_not_heard).
         with meeting_in(ctx.meeting):
             x, weight = ctx.saved_tensors  # a checkpoint computes them anew, with all modes on
             with torch._C.DisableTorchFunction():
