@@ -136,7 +136,7 @@ class MeetingNorms(Norms):
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Leave, beneath the same modes."""
+        """Exit beneath the same modes."""
         stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         above = next((k for k, mode in enumerate(reversed(stack)) if mode is self), 0)
         with _aside(above):
