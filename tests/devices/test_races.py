@@ -173,3 +173,17 @@ def test_lanes_follow_a_stream_of_a_device_that_is_not_the_present_one(stand_in:
         assert torch.cuda.current_device() == 0
     torch.cuda.synchronize(1)
     assert stand_in.faults() == []
+
+
+def test_what_a_lane_copies_before_and_after_its_work_is_on_the_callers_stream() -> None:
+    model = net(lambda: nn.BatchNorm2d(8)).cuda()
+    x, y = torch.randn(N, 3, 12, 12), torch.randint(5, (N,))
+    memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="4GiB", timed=False).memory
+    assert memory is not None
+    with on(True):
+        engine = Engine(model, F.cross_entropy, memory=(3 * memory.floor + memory.undivided) // 4)
+        for _ in range(2):
+            engine.backward(x, y)
+    assert engine.last is not None
+    assert engine.last.moved_bytes > 0
+    torch.cuda.synchronize()

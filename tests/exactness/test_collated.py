@@ -243,6 +243,12 @@ class Scaling:
         return x * (self.by if self.calls < 3 else 2.0), y
 
 
+class Installed(Scaling):
+    """The same in an installed package."""
+
+    __module__ = "torch.utils.data"
+
+
 @pytest.mark.parametrize(
     ("collate", "micro_batch"),
     [(above, 2), (above, 5), (rolled, 2), (rolled, 5), (of_one, 1), (of_one, 3)],
@@ -265,6 +271,7 @@ def test_what_couples_items_only_at_the_sizes_of_the_step_is_refused(
         (lambda items: stacked(items), spread),
         (later, later),
         (Scaling(), Scaling(spreads=True)),
+        (Installed(), Installed(spreads=True)),
     ],
 )
 def test_another_function_in_a_later_step_is_refused(first: Any, second: Any) -> None:

@@ -536,3 +536,23 @@ def test_timing_a_micro_batch_holds_one_graph() -> None:
     with Meter(torch.device("cpu"), {"parameters": list(model.parameters())}) as meter:
         assert probe.seconds(case, observed, 64) is not None
     assert graph < meter.peak < 2 * graph
+
+
+class Masked(nn.Linear):
+    """Masks other classes in each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return out.masked_fill(torch.rand(out.shape, generator=OWN) < 0.3, -torch.inf)
+
+
+OWN = torch.Generator()
+
+
+def test_infinities_in_other_places_are_other_outputs() -> None:
+    """What is finite in both passes is equal."""
+    OWN.manual_seed(0)
+    model, x = Masked(5, 4).double(), torch.randn(9, 5).double()
+    engine = Engine(model, lambda out, _y: out.logsumexp((0, 1)), micro_batch=2)
+    with pytest.raises(NotReproducibleError, match="both passes must give the same outputs"):
+        engine.backward(x, torch.zeros(9))

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 from tests.busy import busy
-from tests.oracle import assert_exact, state_after, undivided
+from tests.oracle import assert_exact, state_after, state_of, undivided
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine
@@ -250,6 +251,26 @@ def test_a_mistake_in_backward_leaves_no_thread_and_no_gradient() -> None:
         Engine(model, F.cross_entropy, micro_batch=10).backward(x, y)
     assert busy() == before
     assert all(p.grad is None for p in model.parameters())
+
+
+class Doubled(TorchFunctionMode):
+    """Doubles what a batch normalisation returns."""
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func in (F.batch_norm, torch.batch_norm) else found
+
+
+@pytest.mark.parametrize("micro_batch", [1, 10])
+def test_function_modes_of_a_person_hear_what_the_model_calls(micro_batch: int) -> None:
+    """One around the step heard the kernels of a lane instead: its gradients were half of them."""
+    model, (x, y) = Net(lambda net, x: net.head(net.two(net.one(net.first(x))))).double(), batch()
+    with Doubled():
+        want = undivided(model, F.cross_entropy, x, y)
+        engine = Engine(model, F.cross_entropy, micro_batch=micro_batch)
+        assert_exact(state_of(model, engine.backward(x, y)), want)
 
 
 @pytest.mark.xfail(strict=True, raises=AssertionError, reason="lanes are threads of their own")

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, state_after
+from tests.oracle import assert_exact, state_after, state_of
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
-from anybatch import Engine, LazyBatch
+from anybatch import Engine, LazyBatch, coupled
 from anybatch.distributed.pieces import SMALL
 from anybatch.errors import LockstepError
 
@@ -177,3 +177,84 @@ def test_a_rank_without_samples_must_receive_what_the_loss_holds(pool: tuple[int
         assert "every rank must know the same parameters, and rank 0 is at the sum of 3" in said
     for want, got in pool[1].run(scaled, True):
         assert_exact(got, want)
+
+
+class Scaled(nn.Module):
+    """Divides by a number of each row, which is 0 in rows that are made up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 5] -> [n, 3]."""
+        out: Tensor = self.inner(x)
+        return out + spread(out) / x.norm(dim=1, keepdim=True)
+
+
+@coupled
+def spread(out: Tensor) -> Tensor:
+    return out.std(0).sum()
+
+
+TEMPERATURE = "temperature"
+
+
+def total(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y, reduction="sum")
+
+
+def of_loss(rank: int, size: int, variant: str, without: int | None) -> Any:
+    """Train on a rank, of which one may be without samples; on one of one it is torch."""
+    torch.manual_seed(4)
+    x, y = torch.randn(N, 5).double(), torch.randint(3, (N,))
+    temperature = nn.Parameter(torch.tensor(2.0).double())
+
+    def contrast(out: Tensor, _y: Tensor) -> Tensor:
+        return F.cross_entropy(temperature * out @ out.T, torch.arange(len(out)))
+
+    losses = {"coupled": F.cross_entropy, "a sum": total, TEMPERATURE: contrast}
+    loss, model = losses[variant], (Scaled() if variant == "coupled" else nn.Linear(5, 3)).double()
+    optimizer = torch.optim.SGD([*model.parameters(), temperature])
+    if size == 1:
+        value = loss(model(x), y)
+        value.backward()
+    else:
+        shares = [k + 1 for k in range(size)]
+        if without is not None:
+            shares[without] = 0
+        sizes = [N * sum(shares[:k]) // sum(shares) for k in range(size + 1)]
+        rows = slice(sizes[rank], sizes[rank + 1])
+        engine = Engine(model, loss, micro_batch=2, optimizer=optimizer)
+        value = engine.backward(x[rows], y[rows])
+    found = state_of(model, value)
+    if temperature.grad is not None:
+        found[TEMPERATURE] = temperature.grad
+    return found
+
+
+@pytest.mark.parametrize("without", [None, 0, -1])
+@pytest.mark.parametrize("variant", ["coupled", "a sum", TEMPERATURE])
+def test_what_belongs_to_no_rank_counts_once(
+    pool: tuple[int, Pool], variant: str, without: int | None
+) -> None:
+    want = of_loss(0, 1, variant, None)
+    for got in pool[1].run(of_loss, variant, without):
+        assert_exact(got, want)
+
+
+def cancelling(rank: int, size: int) -> Tensor:
+    """Train on rows whose gradients nearly cancel over ranks, in every order of them."""
+    own = [256.0, 1.0, -256.0, 1.0]
+    orders = [(0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)]
+    here = range(rank, len(own), size)
+    x = torch.tensor([[own[order[at]] for order in orders] for at in here]).bfloat16()
+    model = nn.Linear(3, 1, bias=False).bfloat16()
+    Engine(model, lambda out, _y: out.sum(), micro_batch=1).backward(x, torch.zeros(len(x)))
+    assert model.weight.grad is not None
+    return model.weight.grad
+
+
+def test_half_precision_that_cancels_over_ranks_loses_nothing(pool: tuple[int, Pool]) -> None:
+    for found in pool[1].run(cancelling):
+        assert found.tolist() == [[2.0, 2.0, 2.0]]

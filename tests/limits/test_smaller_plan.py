@@ -160,6 +160,19 @@ def test_the_plan_is_that_of_the_divided_step(loss: Any, mechanism: str) -> None
     exact(net, loss)
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.Identity], ids=["lanes", "streaming"])
+def test_the_first_step_of_the_smaller_plan_is_measured(norm: Callable[[int], nn.Module]) -> None:
+    net = network(norm)
+    engine = Engine(net, F.cross_entropy, memory="1GiB")
+    engine.foresee(*batch(12), timed=False)
+    engine.backward(*batch(12))
+    net.limited.most = SIZE // 2
+    engine.backward(*batch(12))
+    assert engine.last is not None
+    assert engine.last.retries == 1
+    assert engine.last.peak_bytes is not None
+
+
 def test_a_plan_that_was_passed_is_obeyed_until_then() -> None:
     net, inputs = network(), batch()
     budget = 2 * undivided(net)

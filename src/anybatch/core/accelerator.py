@@ -87,7 +87,8 @@ FACTS = {
         foreach=True,
         limits=True,
     ),
-    # Metal rounds as it likes (heapBufferSizeAndAlign): a page of 16 KiB is assumed as its bound.
+    # Metal rounds as it likes (heapBufferSizeAndAlign): a page of 16 KiB is assumed as its bound
+    # (test_a_tensor_on_metal_takes_a_page).
     "mps": DeviceFacts(rounding=1 << 14, float64=False, collectives="gloo"),
 }
 """Types of accelerators, in the order in which one is looked for."""

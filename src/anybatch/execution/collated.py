@@ -117,7 +117,8 @@ def traits_of(collate_fn: Any) -> tuple[Any, ...]:
     holder.register_forward_hook(collate_fn)
     named = [("collate_fn", holder)]
     held = getattr(getattr(collate_fn, "__self__", collate_fn), "__dict__", {})
-    # Of an installed class, too: any attribute may set what has no gradient.
+    # Of an installed class, too: any attribute may set what has no gradient
+    # (test_another_function_in_a_later_step_is_refused).
     attributes = {name: plain(value) for name, value in held.items()}
     return type(collate_fn), parts(named), every_number(named), attributes
 

@@ -77,7 +77,8 @@ def _fed_ahead(micro_batches: Iterable[MicroBatch], link: DeviceLink) -> Iterato
 
 def _settled(fed: Iterator[MicroBatch], link: StreamLink) -> Iterator[MicroBatch]:
     # Not on the host, where nothing is to be done: an interrupt in here, while the generator of an
-    # unfinished loop is freed, would be lost.
+    # unfinished loop is freed, would be lost
+    # (test_an_interrupt_while_an_unfinished_loop_is_freed_is_not_lost).
     try:
         for micro_batch in fed:  # noqa: UP028, it would free what is on its way before `settle`
             yield micro_batch

@@ -61,7 +61,8 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
     Args:
         modules: paths and modules.
     """
-    # Classes, not ids: a new module may have the id of one that was freed.
+    # Classes, not ids: a new class may have the id of one that was freed
+    # (test_a_class_that_takes_the_address_of_another_is_another).
     found: list[Any] = []
     for path, module in modules:
         cls, held = type(module), module.__dict__

@@ -15,12 +15,14 @@ Source: AGBN, Algorithms 1-3.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
 from anybatch.core.accelerator import of
 from anybatch.core.meeting import here, meeting_in, reduce
@@ -125,6 +127,21 @@ class MeetingNorms(Norms):
         self._mine: dict[int, int] = {}
         self._moved: dict[int, int] = {}
 
+    def __enter__(self) -> MeetingNorms:
+        """Intercept beneath the function modes that are on: theirs is the call of the model."""
+        # A mode that heard the kernels of a normalisation instead would change its value alone
+        # (test_function_modes_of_a_person_hear_what_the_model_calls).
+        with _aside(len(_get_current_function_mode_stack())):  # type: ignore[no-untyped-call]
+            super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Exit beneath the same modes."""
+        stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        above = next((k for k, mode in enumerate(reversed(stack)) if mode is self), 0)
+        with _aside(above):
+            super().__exit__(*exception)  # type: ignore[no-untyped-call]
+
     def normalise(
         self,
         x: Tensor,
@@ -197,6 +214,17 @@ class MeetingNorms(Norms):
             return False
         self._tracked.counted[id(counter)] = calls
         return True
+
+
+@contextmanager
+def _aside(count: int) -> Iterator[None]:
+    """Take the uppermost function modes of this thread off for the body."""
+    above = [_pop_mode() for _ in range(count)]  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        for mode in reversed(above):
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 class BatchPlace(NamedTuple):
@@ -297,7 +325,9 @@ class _Normalise(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        # Autograd may run it in another thread than forward, and a mode would intercept every line.
+        # Outside of an engine the barrier of forward is over by now
+        # (test_it_is_the_layer_of_one_process_with_all_rows), and a mode would intercept every line
+        # (test_the_lines_of_its_backward_are_not_heard).
         with meeting_in(ctx.meeting):
             x, weight = ctx.saved_tensors  # a checkpoint computes them anew, with all modes on
             with torch._C.DisableTorchFunction():

@@ -248,7 +248,8 @@ class Lanes:
         drain = torch.ones((), requires_grad=True).clone()  # before all that the lane will make
         try:
             if self._failure is None:
-                # The first and the last copies of a lane also run on the caller's stream.
+                # The first and the last copies of a lane also run on the caller's stream
+                # (test_what_a_lane_copies_before_and_after_its_work_is_on_the_callers_stream).
                 with self._entered(), meeting_in(self):
                     self._turns.begin(lane)
                     work(lane)

@@ -200,13 +200,15 @@ class CallableLoss(Loss):
         All is known so before the first backward.
         """
         if trace.reads and scope.batch is not None:
-            # A dry run, too, compares all rows, and not only its first few.
+            # A dry run, too, compares all rows, and not only its first few
+            # (test_a_list_that_makes_the_last_samples_others_is_planned_for).
             each = TensorBatch.micro_batches(scope.batch, scope.first.size)
             return all(self._is_part(trace, scope.outputs, micro) for micro in each)
         n = scope.first.size
         if all((trace.key, size) in self._held for size in (n, scope.size % n or n)):
             return True
-        # Two calls, tail or none: what a dry run counts must not depend on whether there is one.
+        # Two calls, tail or none: what a dry run counts must not depend on whether there is one
+        # (test_class_weights_that_a_loss_makes_are_rehearsed_without_data).
         held = [self._holds_anew(trace, size) for size in (n, scope.size % n or n)]
         return all(held)
 

@@ -215,7 +215,8 @@ class AffineTimeline:
             record([(o, 1, a, b) for o, _, a, b in one.spans], list(one.events), one.owners).live
             for one in (low, high)
         ]
-        # Bytes that were counted without an allocation, such as a constant, are rounded already.
+        # Bytes that were counted without an allocation, such as a constant, are rounded already
+        # (test_bytes_that_are_no_allocation_are_not_rounded_up).
         extra = np.maximum(more[0] - counts[0] * (low.grain - 1), 0)
         base += np.maximum(*counts) * (low.grain - 1) + extra
         lines = Lines.through(low, high, n, m, margin)

@@ -158,7 +158,8 @@ def _bytes_of_states(case: Case) -> int:
                 held[id(tensor)] = tensor
     states = list(held.values())
     states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
-    # Weights of a recurrent layer are views of one storage, which is rounded up once.
+    # Weights of a recurrent layer are views of one storage, which is rounded up once
+    # (test_a_storage_that_weights_share_counts_once).
     found = {s._cdata: s for t in states if not pages.holds(t) for s in storages(t)}
     here = sum(rounded(s.nbytes(), s.device) for s in found.values()) + pages.here
     return here + (case.sharded.bytes if case.sharded is not None else 0)

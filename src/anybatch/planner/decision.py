@@ -162,7 +162,8 @@ class Decision:
         try:
             fresh = foreseen is None or signature.most > 0
             found = choice(foreseen or self._foresee(rounded=True), fresh=fresh)
-            # Undivided, the batch may fit as it is, and lanes are only slower.
+            # Undivided, the batch may fit as it is, and lanes are only slower
+            # (test_batchnorm_is_not_divided_for_a_bound_alone).
             exact = signature.lanes and found.largest < signature.size
         except (BudgetError, NotExactError):
             if self._foreseen.knows(signature):

@@ -150,7 +150,8 @@ class Forecast:
             n -= 1 if n <= 8 else n // 8
         if n > 0:
             return n
-        # A line is a bound: a loss is compared on two rows, where there are two.
+        # A line is a bound: a loss is compared on two rows, where there are two
+        # (test_what_fits_as_it_is_is_not_refused_for_a_line_above_it).
         return next((few for few in (size, 1) if self._fits(few, size, budget)), 0)
 
     def _fits(self, n: int, size: int, budget: int) -> bool:

@@ -215,7 +215,8 @@ def _at(
         return found
     if found.inspection.coupled:  # what all outputs need was not seen
         return None
-    # The dry run counted a few targets of those over which a loss counts.
+    # The dry run counted a few targets of those over which a loss counts
+    # (test_a_loss_that_counts_over_all_targets_has_room_for_them_at_other_lengths).
     row = sum(bytes_of(t[:1]) for _, t in tensors(larger.rows.targets) if t.dim())
     return found.with_more("activations", row * signature.size)
 

@@ -144,7 +144,8 @@ def _on_rows(case: Case, state: State, available: int) -> Forecast:
     if one is not None and _held_at(one, case, SMALL + 1) > available:
         return one
     found = _on_real(case, state)
-    # Two small steps show little of what larger ones round up, and these have an accumulator, too.
+    # Two small steps show little of what larger ones round up, and these have an accumulator, too
+    # (test_larger_real_steps_tell_what_two_small_ones_do_not).
     far = next(
         (
             n

@@ -123,7 +123,8 @@ class Planner:
             request = PlanningRequest(signature, case, optimizer, refuse_division, time_step)
             found = self.workspaces.within(self._fixed_budget, partial(self._decide, request))
             found = self._settled_in(found, signature)
-            # Another plan was wrong, so the engine measures this one.
+            # Another plan was wrong, so the engine measures this one
+            # (test_the_first_step_of_the_smaller_plan_is_measured).
             self._precedent.decided += signature.most > 0
             self._planned[self._foreseen.plain(signature)] = found
         return found

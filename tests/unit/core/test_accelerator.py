@@ -209,6 +209,12 @@ def test_memory_is_that_of_the_device(modules: dict[str, SimpleNamespace]) -> No
             available_memory(torch.device(device_type))
 
 
+def test_a_tensor_on_metal_takes_a_page(modules: dict[str, SimpleNamespace]) -> None:
+    del modules
+    grains = {type_: of(type_).facts.rounding for type_ in ("cuda", "xpu", "mps", "hpu")}
+    assert grains == {"cuda": 512, "xpu": 512, "mps": 16 << 10, "hpu": 512}
+
+
 def test_what_a_module_has_not_is_refused_by_name(modules: dict[str, SimpleNamespace]) -> None:
     del modules
     with pytest.raises(

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import _thread
+from typing import Any
+
+import pytest
 import torch
 
 from anybatch.core.batch import MicroBatch, TensorBatch
@@ -63,3 +67,23 @@ def test_on_the_host_nothing_is_copied() -> None:
     assert isinstance(link, HostLink)
     parts = list(feed(TensorBatch.of({"x": x}, None).micro_batches(4), link))
     assert [part.inputs["x"].data_ptr() for part in parts] == [x.data_ptr(), x[4:].data_ptr()]
+
+
+class Interrupting:
+    """Is freed with Ctrl-C pressed: the handler runs at the next line of Python."""
+
+    __del__ = staticmethod(_thread.interrupt_main)
+
+
+def test_an_interrupt_while_an_unfinished_loop_is_freed_is_not_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Python would print it and go on, in a generator that has something to do at its end."""
+    monkeypatch.setattr(HostLink, "settle", lambda _link: None, raising=False)
+    fed = feed(map(micro, range(3)), link_to(torch.device("cpu")))
+    next(fed)
+    freed: list[Any] = [fed, Interrupting()]  # from the end on
+    del fed
+    with pytest.raises(KeyboardInterrupt):
+        del freed
+        sum(range(10))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.errors import NotExactError
-from anybatch.execution.outside import every_number
+from anybatch.execution.outside import every_number, parts
 
 WIDTH, LATE = 8, 9
 CALLS = 0
@@ -170,3 +171,15 @@ def test_what_does_not_move_leaves_a_step_exact() -> None:
     engine = Engine(model, F.mse_loss, micro_batch=5)
     assert_exact(state_of(model, engine.backward(x, y)), want)
     assert engine.plan.exact
+
+
+def test_a_class_that_takes_the_address_of_another_is_another() -> None:
+    """A class made anew in each step, as in a notebook, may lie where the last one lay."""
+
+    def one(scale: float) -> type[nn.Module]:
+        return type("Scaled", (nn.Identity,), {"scale": scale})
+
+    before = parts([("", one(1.0)())])
+    gc.collect()
+    others = [one(2.0) for _ in range(100)]  # one of them takes the place, where it is free
+    assert all(parts([("", other())]) != before for other in others)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine, Loss
 from anybatch.errors import NotExactError
+from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -180,3 +181,28 @@ def test_local_is_each_micro_batch_by_itself(loss: object) -> None:
     assert engine.plan is not None
     assert not engine.plan.exact
     assert "1 BatchNorm layers normalise each micro-batch by itself" in str(engine.plan)
+
+
+class Heard(MeetingNorms):
+    """Records the functions that it hears."""
+
+    def __init__(self) -> None:
+        super().__init__(Tracked([]))
+        self.names: list[str] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.names.append(func.__name__)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_the_lines_of_its_backward_are_not_heard() -> None:
+    """The mode is on in backward, for what checkpoints compute again, and would slow each line."""
+    x = torch.randn(4, 3, requires_grad=True)
+    with Heard() as norms:
+        total = F.batch_norm(x, None, None, training=True).square().sum()
+        norms.names.clear()
+        total.backward()  # type: ignore[no-untyped-call]
+    assert "backward" in norms.names
+    assert "addcmul_" not in norms.names

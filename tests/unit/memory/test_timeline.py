@@ -117,3 +117,15 @@ def test_allocations_become_the_bytes_after_each_event(
         for column, owner in enumerate(OWNERS):
             live = sum(s for o, s, first, end in spans if o == owner and first <= t < end)
             assert found.live[t, column] == live
+
+
+@given(st.integers(0, 9999), st.integers(2, 40))
+def test_bytes_that_are_no_allocation_are_not_rounded_up(constant: int, n: int) -> None:
+    def at(samples: int) -> Timeline:
+        spans = [("activations", 700 * samples, 0, 2), ("activations", 99, 1, 2)]
+        return record(spans, ["a", "b", "c"], OWNERS, grain=512).plus({"states": constant})
+
+    line = AffineTimeline.through(at(2), at(3), 2, 3)
+    assert (line.at(n).live >= at(n).live).all()
+    assert (line.at(n).live[:, 0] == constant).all()
+    assert (line.at(n).live[:, 1] <= at(n).live[:, 1] + 2 * 511).all()

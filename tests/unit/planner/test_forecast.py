@@ -240,6 +240,47 @@ def stepped(
     return state_after(model, run), engines[0]
 
 
+def test_larger_real_steps_tell_what_two_small_ones_do_not() -> None:
+    """A line through these, which may round much up, is a fifth too steep."""
+    model, (x, y) = Decides().double(), rows(100)
+    engine = Engine(model, F.cross_entropy, memory="1GiB")
+    plan = engine.foresee(x, y, timed=False)
+    engine.backward(x, y)
+    assert plan.memory is not None
+    assert plan.memory.how == REAL
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.peak_bytes <= plan.memory.predicted <= 1.1 * engine.last.peak_bytes
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.GRU(2, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.cells(x.unflatten(1, (4, 2)))[1][0]
+        return out
+
+
+def centred(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out - out.mean(0), y)
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "size"),
+    [(lambda: nn.Linear(8, 3), centred, 1), (Recurrent, F.cross_entropy, 8)],
+)
+def test_what_fits_as_it_is_is_not_refused_for_a_line_above_it(
+    make: Callable[[], nn.Module], loss: Any, size: int
+) -> None:
+    model, (x, y) = make().double(), rows(size)
+    free = anybatch.plan(model, loss, (x, y), memory="1GiB", micro_batch=1, timed=False).memory
+    assert free is not None
+    plan = anybatch.plan(model, loss, (x, y), memory=free.predicted, timed=False)
+    assert (plan.micro_batch, plan.offload) == (1, None)
+
+
 def test_batchnorm_is_undivided_where_that_fits_and_in_lanes_within_the_budget_where_not() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)).double()
     x, y = rows(64)

@@ -177,3 +177,47 @@ def test_a_division_that_needs_more_than_the_full_batch_is_neither_timed_nor_cho
     model.zero_grad()
     with pytest.raises(anybatch.errors.BudgetError, match="give micro_batch=9, or leave it out"):
         Engine(model, F.cross_entropy, memory=budget, micro_batch=4).backward(x, y)
+
+
+def test_batchnorm_is_not_divided_for_a_bound_alone() -> None:
+    """A bound of larger images did not fit undivided, and in lanes it did."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    exact, bound = (
+        anybatch.plan(model, F.cross_entropy, images(8, side), memory="1GiB", timed=False).memory
+        for side in (36, 64)
+    )
+    assert exact is not None
+    assert bound is not None
+    budget = max(exact.undivided, bound.floor) + 64
+    assert budget < bound.undivided
+    engine = Engine(model, F.cross_entropy, memory=budget)
+    for side in (8, 36):
+        x, y = images(8, side)
+        engine.backward(x, y % 4)
+        model.zero_grad()
+    assert engine.last is not None
+    assert engine.last.micro_batches == 1
+
+
+class ReadsANumber(nn.Embedding):
+    """Has to be measured on real rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) * (1 + 0 * float(self.weight.detach().sum()))).mT
+
+
+def test_a_loss_that_counts_over_all_targets_has_room_for_them_at_other_lengths() -> None:
+    model, n = ReadsANumber(5, 5), 600
+    engine = Engine(model, F.cross_entropy, memory="1GiB", micro_batch=2)
+    for length in (4, 12):
+        x = torch.randint(5, (n, length))
+        y = x.clone()
+        y[0, 0] = -100
+        engine.backward(x, y)
+        model.zero_grad()
+        assert engine.last is not None
+        assert engine.last.peak_bytes is not None
+        assert engine.last.predicted_bytes is not None
+        assert engine.last.peak_bytes <= engine.last.predicted_bytes

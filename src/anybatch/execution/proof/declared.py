@@ -74,7 +74,8 @@ class RowLoss(nn.Module):
         super().__init__()
         axes = iter(layout)
         self._own, self._layout = own, layout
-        # A view of no rows would hold all of them in memory while sizes are compared.
+        # A view of no rows would hold all of them in memory while sizes are compared
+        # (test_a_loss_that_is_remembered_holds_no_outputs).
         self._others = tree.map_tensors(
             lambda t: t if next(axes) is None else t[:0].clone(), outputs
         )

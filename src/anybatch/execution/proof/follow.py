@@ -567,7 +567,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _inspect_operands(self, call: Call, operands: list[Tensor]) -> None:
         """Record the findings that the operands show before the kernel runs."""
         if call.name in READS:
-            # The kernel may compare tensors, and reads all their numbers then.
+            # Of a comparison of tensors Python gets a flag, whatever they hold
+            # (test_numbers_that_python_reads_are_a_doubt).
             if call.masks and not (self.checks or ours()):
                 real = call.name == "_local_scalar_dense" and operands[0].is_floating_point()
                 self.notes.read.append((self.path, "number" if real else "count"))

@@ -120,7 +120,8 @@ def _alike(one: Any, other: Any) -> bool:
 def _close(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
-    # Half of the digits: a sum with one more zero may be rounded in another way.
+    # Half of the digits: a sum with one more zero may be rounded in another way
+    # (test_one_step_more_matters_where_it_is_no_rounding).
     bound = min(ROUNDING, torch.finfo(a.dtype).eps ** 0.5)
     largest = max(float(b.abs().max()) if b.numel() else 0.0, torch.finfo(a.dtype).tiny)
     return bool(torch.allclose(a, b, rtol=0.0, atol=bound * largest, equal_nan=True))

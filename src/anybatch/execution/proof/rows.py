@@ -120,7 +120,8 @@ class Reads(TorchFunctionMode):
         self._follow.checks |= func in CHECKS and _num_classes(*args[1:], **kwargs) > 0
         try:
             if func is Tensor.__deepcopy__ and not args[0].grad_fn and plain(args[0]):
-                # It copies bytes, which are no rows.
+                # It copies bytes, which are no rows
+                # (test_what_forward_does_between_meetings_stays_its_own).
                 found = args[0].detach().clone().requires_grad_(args[0].requires_grad)
                 args[1][id(args[0])] = found
                 return found

@@ -9,11 +9,13 @@ import pytest
 import torch
 from tests.oracle import assert_exact, state_after, undivided
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from anybatch import Engine, LazyBatch, Loss, coupled
 from anybatch.errors import NotExactError
+from anybatch.execution.proof.declared import RowLoss
 
 N, CLASSES = 16, 3
 SIZES = (1, 3, 4, 7)
@@ -348,3 +350,12 @@ def test_a_constant_that_is_cut_to_the_rows_is_refused(name: str, variant: str, 
         return
     assert engine.plan is not None
     assert not engine.plan.exact
+
+
+def test_a_loss_that_is_remembered_holds_no_outputs() -> None:
+    outputs = torch.randn(1000, 3)
+    bytes_of_outputs = StorageWeakRef(outputs.untyped_storage())  # type: ignore[no-untyped-call]
+    loss = RowLoss(lambda out, _micro: out.sum(1), outputs, [0])
+    del outputs
+    assert bytes_of_outputs.expired()  # type: ignore[no-untyped-call]
+    assert loss([torch.ones(2, 3)], None).tolist() == [3.0, 3.0]

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from anybatch import Engine
 from anybatch.errors import NotExactError
+from anybatch.execution.proof.longest import matters
 
 N, T, WIDE = 8, 9, 8
 Pool = Callable[["Sentences", Tensor, Tensor, Tensor], Tensor]
@@ -193,3 +194,24 @@ def test_a_loss_of_as_many_steps_as_the_longest_row_is_refused() -> None:
     lengths[1] = 2
     with pytest.raises(NotExactError, match=r"total_length=x.shape\[1\]"):
         Engine(Tokens(mean).double(), micro_batch=4).backward((x, lengths))
+
+
+OF_PADDED: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor], bool | None]] = {
+    "a sum in another order": (torch.float32, lambda h: h.sum(1), None),
+    "a little of a mean": (torch.float64, lambda h: h.sum(1) + 1e-2 * h.mean(1), True),
+    "a mean in half precision": (torch.bfloat16, lambda h: h.mean(1), True),
+}
+
+
+@pytest.mark.parametrize("name", OF_PADDED)
+def test_one_step_more_matters_where_it_is_no_rounding(name: str) -> None:
+    dtype, pool, want = OF_PADDED[name]
+    steps = 63  # kernels add 64 numbers in another order
+    x = torch.randn(3, steps, 2) + 300 * torch.tensor([1.0, -1.0]).repeat(32)[:steps, None]
+    packed = pack_padded_sequence(x.to(dtype), torch.full((3,), steps), batch_first=True)
+
+    def call() -> Tensor:
+        padded = pad_packed_sequence(packed, batch_first=True)[0]
+        return pool(padded.mT.contiguous().mT)
+
+    assert matters(call, call(), draws=False) is want

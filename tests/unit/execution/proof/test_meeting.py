@@ -269,6 +269,7 @@ def test_what_one_call_leaves_for_the_next_is_refused() -> None:
         (lambda h: h * (1.0 if bool((h > -99).all()) else 2.0), "reads a count of the samples"),
         (lambda h: h * (1 + 0 * float(h.mean())), "reads a number of the samples"),
         (lambda h: h + 0 * float(h.detach().numpy().mean()), "reads a tensor of the samples"),
+        (lambda h: h * (2.0 if torch.equal(h, h.relu()) else 1.0), "reads a count of the samples"),
         # of one sample alone: it may steer what is done with the others
         (lambda h: h * (1 + 0 * float(h[0, 0])), "reads a number of the samples"),
         (lambda h: h.relu() if int(h[-1, 0]) > 99 else h, "reads a number of the samples"),
