@@ -1,4 +1,4 @@
-"""`anybatch.coupled`: a loss in which samples meet, inside a model, is that of the whole batch."""
+"""`anybatch.coupled`: a loss in which samples meet, inside a model, is that of the full batch."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_weights_of_micro_batches_may_be_any(variant: str) -> None:
 @pytest.mark.large(few=6)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_budget_is_kept(seed: int) -> None:
-    """Also one in which the rows of the whole batch are a large part."""
+    """Also one in which the rows of the full batch are a large part."""
     draw = random.Random(seed)
     model, size = make(draw.choice(EVERY)).float(), draw.choice([30, 64, 150])
     rows = torch.randn(size, 6), torch.randint(CLASSES, (size,))

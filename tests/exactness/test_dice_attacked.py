@@ -1,4 +1,4 @@
-"""What was tried to make a micro-batch draw something else than the whole batch, and what came.
+"""What was tried to make a micro-batch draw something else than the full batch, and what came.
 
 Either the gradient is that of the undivided batch, or the step is refused and nothing has changed.
 """

@@ -175,7 +175,7 @@ def test_what_is_observed_is_gathered_for_metrics_once_for_each_row(pair: Pool) 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_accumulation_is_refused(later: bool, optimizer: bool) -> None:
-    """Its steps would be left out, and whole batches add up."""
+    """Its steps would be left out, and full batches add up."""
     match = r"gradient_accumulation_steps=4\) leaves optimizer.step\(\) out in all but one of 4"
     with accelerated(gradient_accumulation_steps=1 if later else 4) as accelerator:
         net = nn.Linear(2, 2)

@@ -1,7 +1,7 @@
 """BatchNorm of a run: exact (full batch), local (micro-batch), or adaptive (local, then exact).
 
 With `--batchnorm adaptive` a run begins with the statistics of each micro-batch, which cost
-nothing, and goes on with those of the whole batch once its training loss no longer falls. The
+nothing, and goes on with those of the full batch once its training loss no longer falls. The
 policy is `anybatch.Adaptive`; the command feeds it an epoch's training loss, says when it changes,
 and keeps what it remembers in the checkpoint.
 

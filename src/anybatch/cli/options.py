@@ -156,7 +156,7 @@ ScheduleOption = Annotated[
 BatchNormOption = Annotated[
     BatchNormMode,
     typer.Option(
-        help="exact: of the whole batch; local: of each micro-batch, inexact; adaptive: local "
+        help="exact: of the full batch; local: of each micro-batch, inexact; adaptive: local "
         "until the training loss no longer falls, then exact."
     ),
 ]

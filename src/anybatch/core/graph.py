@@ -2,7 +2,7 @@
 
 A loss may reach more than it was given: parameters that it closes over, or a tensor that forward
 left on a module. The first must be treated like the model's own; the second has a graph of one
-micro-batch only, and the loss of the whole batch cannot be taken from it.
+micro-batch only, and the loss of the full batch cannot be taken from it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 ``accelerator.prepare(model, optimizer)`` returns an optimizer that passes everything on to the one
 that it was given, but for ``step()``: that does nothing while gradients are being accumulated, and
 goes through a loss scaler where there is one. What rehearses an update or moves state needs the
-optimizer that has the code; and a step that is left out would let whole batches add up:
+optimizer that has the code; and a step that is left out would let full batches add up:
 
     AcceleratedOptimizer ── same state, same groups ──> AdamW        rehearsed, counted, moved
                         └── gradient_state ──> steps are left out?   refused

@@ -2,7 +2,7 @@
 
 torch's own pytree is private and keeps no names that a person would recognise. Here every tensor
 has a path that reads like the expression that reaches it, such as ``inputs['image'][0]``, and an
-error can name it. `batch_size` and `marked` say once, for the whole batch, what is cut:
+error can name it. `batch_size` and `marked` say once, for the full batch, what is cut:
 
     tensor, numpy array         along its first dimension, the same for all; a 0-dim one is not cut
     list without tensors        one entry a sample, and as many as there are samples
@@ -335,7 +335,7 @@ def _join_leaf(path: str, column: list[Any], dim: int | None, sizes: Sequence[in
             raise BatchError(
                 f"micro-batches must agree in all dimensions but that of the samples, and {path} "
                 f"has shapes {', '.join(map(str, shapes))}: pad to a fixed length, that of the "
-                "whole batch, not of the longest row of a micro-batch (pad_packed_sequence(..., "
+                "full batch, not of the longest row of a micro-batch (pad_packed_sequence(..., "
                 "total_length=x.shape[1]))"
             )
         return (torch.cat if isinstance(column[0], Tensor) else np.concatenate)(column, dim)

@@ -366,7 +366,7 @@ def no_optimizer_step(before: Before) -> Iterator[None]:
         held = (p for group in optimizer.param_groups for p in group["params"])
         if before.open and before.holds(held):
             raise NotExactError(
-                "parameters must not change before the whole batch is done, and "
+                "parameters must not change before the full batch is done, and "
                 f"{type(optimizer).__name__}.step() was called inside engine.backward, most "
                 "likely by a gradient hook: remove the hook and step after engine.backward"
             )

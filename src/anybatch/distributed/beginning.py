@@ -1,6 +1,6 @@
 """Facts that ranks exchange when a step begins, or expect without waiting.
 
-The size of the whole batch is known when all have said theirs, and a rank that waits for that does
+The size of the full batch is known when all have said theirs, and a rank that waits for that does
 nothing. Where all of them have brought the same to several steps, one that brings it again goes on
 as if they all did, and says so with the next thing that it has to say. Who brings something else
 begins at once, as in a first step; the others hear it, and run theirs again.

@@ -1,7 +1,7 @@
 """The gradients of all ranks, summed once a step.
 
 Half precision was summed in float32 before it comes here, and no number of ranks divides it: every
-rank's share was weighted by the denominator of the whole batch. What is dense goes in pieces
+rank's share was weighted by the denominator of the full batch. What is dense goes in pieces
 (`anybatch.distributed.pieces`), some of which may be on their way since before backward had ended.
 
 Ring all-reduce sends 2 M (N - 1) / N bytes a rank (AGBN, section 4.1); it is the library's own.

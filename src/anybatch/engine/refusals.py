@@ -86,7 +86,7 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
             p for p, before in zip(leaves, versions, strict=True) if versions_of([p]) != [before]
         ]
         raise NotExactError(
-            "parameters must not change before the whole batch is done, and "
+            "parameters must not change before the full batch is done, and "
             f"{len(changed)} of them were written to during the step, the first of shape "
             f"{tuple(changed[0].shape)}, by a gradient hook, by forward or by the loss; they keep "
             "what was written. Update them after engine.backward; what the loss itself is to move, "

@@ -210,7 +210,7 @@ class Runner:
         written = renormalised(modules)
         if written:
             raise NotExactError(
-                "parameters must not change before the whole batch is done, and forward writes to "
+                "parameters must not change before the full batch is done, and forward writes to "
                 f"{written[0][0] or 'the model'}.weight (max_norm={written[0][1].max_norm}): leave "
                 "max_norm out and call torch.renorm on the weight after each step, or give "
                 "micro_batch >= the batch size"
@@ -239,7 +239,7 @@ class Runner:
         """Run the step, and while memory runs out run it again, smaller.
 
         Returns:
-            The loss of the whole batch, a detached 0-dim tensor.
+            The loss of the full batch, a detached 0-dim tensor.
         """
         run = partial(self._delivered, step, modules, before)
         try:  # no closures: the frames of an error would hold what they close over

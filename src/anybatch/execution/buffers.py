@@ -4,7 +4,7 @@ The undivided batch runs forward once; K micro-batches run it K times. A buffer 
 not depend on the samples (the vectors of spectral_norm, a counter) is set back before each
 micro-batch, so that every one of them computes with, and leaves, what the single forward would. If
 two micro-batches leave different values, the buffer depends on the samples it saw, and no order of
-forwards gives the value of the whole batch: that is refused.
+forwards gives the value of the full batch: that is refused.
 
     start -> mu_0 -> value;   start -> mu_1 -> value (the same, or refused);   ...
 """

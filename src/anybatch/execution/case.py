@@ -47,7 +47,7 @@ class Case:
         trains: with backward; else forward only.
         lanes: micro-batches wait for each other in BatchNorm.
         mode: what is entered for it.
-        draws: every draw is made for the whole batch.
+        draws: every draw is made for the full batch.
         global_samples: samples of all ranks; 0 (default) is one process.
         sharded: has made the model whole; None where it is.
         paged: ids of the parameters whose memory is paged, within `page_bytes`.

@@ -3,7 +3,7 @@
 The undivided batch would be collated at once. Where a function normalises by what it is given,
 mixes samples or counts them, what it makes of a micro-batch is no part of that. So a few items are
 loaded once more, in the process that loads for the step, and collated together and in two parts;
-and then the whole batch, beside its micro-batches, as far as there is room for it:
+and then the full batch, beside its micro-batches, as far as there is room for it:
 
     collate_fn([a, b, c, d])  ->  rows a b c d  ┐ the same bits, where shapes are the same
     collate_fn([a, b]), collate_fn([c, d])  ->  ┘ else the same numbers in a corner of the larger

@@ -51,8 +51,8 @@ class FirstPass:
         all_parts: run all parts of a micro-batch before the next one. Default False.
 
     Attributes:
-        outputs: of the whole batch, without graph.
-        targets: of the whole batch.
+        outputs: of the full batch, without graph.
+        targets: of the full batch.
         runs: the laps.
         prints: a fingerprint of each micro-batch of samples that are loaded again.
         parts: into how many parts the forward of the last lap falls.

@@ -39,7 +39,7 @@ def gather(step: Step) -> Tensor:
         step: the mini-batch and the model; see `anybatch.execution.step`.
 
     Returns:
-        The loss of the whole batch, a detached 0-dim tensor.
+        The loss of the full batch, a detached 0-dim tensor.
 
     Raises:
         NotReproducibleError: the second pass met other samples or other outputs.

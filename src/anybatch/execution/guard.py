@@ -87,7 +87,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name = self._names.get(place) if place is not None else None
                 if name is not None:
                     raise NotExactError(
-                        f"parameters must not change before the whole batch is done, and forward "
+                        f"parameters must not change before the full batch is done, and forward "
                         f"writes to {name}: do it before or after the step, or give micro_batch >= "
                         "the batch size"
                     )

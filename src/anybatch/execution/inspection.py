@@ -494,7 +494,7 @@ class _Inspection:
         """Doubt draws that belong to no sample, where each micro-batch draws its own.
 
         A mask of [n, ...] is equal in distribution however the batch is divided. One coin for the
-        whole batch (a branch, a layer that is left out, a mask of weights) is not.
+        full batch (a branch, a layer that is left out, a mask of weights) is not.
 
         Args:
             outside_torch: forward drew from random or numpy.

@@ -25,7 +25,7 @@ class LossGradients(NamedTuple):
     """Loss of all outputs at once, with the gradients of these outputs.
 
     Attributes:
-        loss: of the whole batch, detached.
+        loss: of the full batch, detached.
         gradients: of each output tensor, in order, or None.
         begin: the first row of this rank among those of `gradients`.
     """

@@ -97,7 +97,7 @@ def feed(step: Step, lap: Lap) -> Iterator[MicroBatch]:
 def _names(step: Step, inputs: Any) -> list[str]:
     """Return the names of the encoders that are run, in order; none where the model is one part.
 
-    It is one part where somebody may want all outputs at once, and where draws of the whole batch
+    It is one part where somebody may want all outputs at once, and where draws of the full batch
     are made in the order of its forward.
     """
     model = step.model

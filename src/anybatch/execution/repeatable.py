@@ -93,7 +93,7 @@ class Repeatable(ABC):
         still: the first step of its signature has drawn nothing.
         tries: the record that survives each new begin.
         global_batch: the batch over all ranks, as far as it is not here.
-        draws: draws as the whole batch would; None lets each micro-batch draw for itself.
+        draws: draws as the full batch would; None lets each micro-batch draw for itself.
     """
 
     model: nn.Module

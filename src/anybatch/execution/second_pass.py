@@ -110,7 +110,7 @@ class Backwards:
 
         def check(found: list[Tensor], place: int) -> None:
             self._compare(found, place, micro)
-            if step.draws is not None:  # a backward of the whole batch comes after its loss
+            if step.draws is not None:  # a backward of the full batch comes after its loss
                 step.put_back(self._rng)
 
         run = self._run

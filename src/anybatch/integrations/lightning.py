@@ -2,12 +2,12 @@
 
 With it ``Trainer(callbacks=[FullBatch(memory="6GiB")])`` takes every batch of the loader as one
 step, whatever fits. In automatic optimisation Lightning asks for a loss, empties the gradients, and
-calls backward on the loss, in that order; so the whole batch runs where the loss is asked for, its
+calls backward on the loss, in that order; so the full batch runs where the loss is asked for, its
 gradients are kept aside, and the backward of the loss that is returned hands them over:
 
     training_step(batch)       ->  engine: training_step(rows), training_step(rows), ...
     optimizer.zero_grad()          gradients wait beside ``.grad``
-    backward(loss)             ->  ``.grad`` += gradient of the whole batch, times what came in
+    backward(loss)             ->  ``.grad`` += gradient of the full batch, times what came in
     clip, step, log, schedule      Lightning's own
 
 In manual optimisation a step is the person's code, and `full_batch_loss` gives it such a loss.

@@ -121,7 +121,7 @@ def refuse_backward(*, handed: bool) -> None:
     """
     if not handed:
         raise ValueError(
-            "with FullBatch manual_backward must be given the loss of the whole batch, and this "
+            "with FullBatch manual_backward must be given the loss of the full batch, and this "
             "one was computed in one piece, which cannot be split afterwards: write its lines as a "
             f"method, def my_loss(self, rows), and {LINE}"
         )
@@ -135,7 +135,7 @@ def refuse_unreached(*, waits: bool) -> None:
     """
     if waits:
         raise NotExactError(
-            "backward must reach the loss of the whole batch, which hands over its gradients, and "
+            "backward must reach the loss of the full batch, which hands over its gradients, and "
             "after backward they still wait: call loss.backward() without inputs=, or return None "
             "from training_step to skip a batch"
         )

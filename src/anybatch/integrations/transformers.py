@@ -7,7 +7,7 @@ product of both numbers is one batch while it trains, and each step hands it to 
 `Engine.backward`:
 
     loader          per_device_train_batch_size * gradient_accumulation_steps samples
-    training_step   micro-batches that fit `memory`, divided by what the whole batch has
+    training_step   micro-batches that fit `memory`, divided by what the full batch has
     all else        the Trainer's own: clipping, scheduler, callbacks, checkpoints, evaluation
 
 The loss is that of the undivided batch: what the model returns for all samples in one forward.

@@ -4,7 +4,7 @@ A mixture of experts adds to its loss how unevenly the experts were chosen, whic
 two means over tokens and so no sum over micro-batches. transformers has one function for it in each
 such model's file; while the engine runs, that function is `anybatch.coupled`:
 
-    loss = cross entropy + c * load_balancing_loss_func(router logits of the whole batch, mask)
+    loss = cross entropy + c * load_balancing_loss_func(router logits of the full batch, mask)
 
 Tokens, not samples, are its rows: micro-batches may be padded to different lengths.
 Source: transformers 5.23, ``load_balancing_loss_func``; Fedus et al. 2022 (Switch Transformer),

@@ -2,7 +2,7 @@
 
 A Trainer has three. The model returns its own (`OfModel` traces what it is made of); a label
 smoother is computed on the logits, and is a sum divided by the labels that are not ignored; a
-``compute_loss_func`` is a person's function, which divides by the items of the whole batch.
+``compute_loss_func`` is a person's function, which divides by the items of the full batch.
 
     smoothed = ((1 - eps) * sum nll + eps * sum mean_v nll_v) / labels that count
 
@@ -35,7 +35,7 @@ class UserLoss:
     """A person's ``compute_loss_func(outputs, labels, num_items_in_batch=...)``.
 
     Attributes:
-        items: of the whole batch, over all ranks; None where nobody counts them.
+        items: of the full batch, over all ranks; None where nobody counts them.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:

@@ -34,7 +34,7 @@ def refuse_arguments(args: Any) -> None:
         )
     if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
         raise NotYetError(
-            f"an update must come after the gradient of the whole batch, and optim={args.optim!s} "
+            f"an update must come after the gradient of the full batch, and optim={args.optim!s} "
             "updates inside backward: take another optimizer, such as adamw_torch"
         )
     if args.n_gpu > 1:
@@ -62,7 +62,7 @@ UNTRIED = {
 
 SKIPPED = {
     "compute_loss": (
-        "the loss must be known apart from the Trainer, to be divided by what the whole batch has",
+        "the loss must be known apart from the Trainer, to be divided by what the full batch has",
         "pass compute_loss_func=lambda outputs, labels, num_items_in_batch=None: ... instead",
     ),
     "training_step": (

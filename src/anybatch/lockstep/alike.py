@@ -132,7 +132,7 @@ def _differs(name: str) -> LossError:
     return LossError(
         "what a coupled function is given beside rows, and what its closure holds, must be the "
         f"same in all micro-batches, and {name} was called with other numbers, names or objects: "
-        "compute len(rows), means and the like inside of it, where the rows are those of the whole "
+        "compute len(rows), means and the like inside of it, where the rows are those of the full "
         "batch"
     )
 

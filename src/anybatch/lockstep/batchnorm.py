@@ -71,7 +71,7 @@ class Tracked:
         """Move running statistics by those of the full batch, for the first part that arrives.
 
         Args:
-            total: of the whole batch.
+            total: of the full batch.
             mean: [C], or None.
             var: [C], or None.
             momentum: the share of the new statistics.
@@ -235,7 +235,7 @@ def batch_norm(
         The part normalised, and the moments.
 
     Raises:
-        ValueError: the whole batch has one value a channel.
+        ValueError: the full batch has one value a channel.
     """
     layer = layer or BatchPlace()
 

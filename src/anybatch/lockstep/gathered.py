@@ -75,7 +75,7 @@ class Around(NamedTuple):
     Attributes:
         modes: function modes that are on.
         meeting: brings the parts together; None where there are no others.
-        rows: of the whole batch, in a rehearsal that meets nobody; else 0.
+        rows: of the full batch, in a rehearsal that meets nobody; else 0.
         part: samples that the model was called with.
         empty: the rows are there for the form only, and count nothing.
     """

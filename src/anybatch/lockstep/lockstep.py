@@ -54,7 +54,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
         tracked: its running statistics.
 
     Returns:
-        The loss of the whole batch, a detached 0-dim tensor.
+        The loss of the full batch, a detached 0-dim tensor.
 
     Raises:
         LockstepError: the model takes another path for other samples.

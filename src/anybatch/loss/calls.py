@@ -1,7 +1,7 @@
 """Calls of a loss in a step, with checks for state it changes and for state that forward wrote.
 
 A micro-batch's outputs are all that a loss may take from forward. What forward leaves elsewhere,
-in an attribute or a dict, is that of the last micro-batch when the loss of the whole batch is
+in an attribute or a dict, is that of the last micro-batch when the loss of the full batch is
 taken. So where forward has changed a place that the loss reaches, the loss is called under a look
 at the attributes that it reads.
 """

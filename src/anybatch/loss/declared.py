@@ -2,13 +2,13 @@
 
 Dividing each micro-batch's mean by the number of micro-batches (MBS, Algorithm 1, line 11) is the
 loss of the batch only when every micro-batch has the same denominator: not for a ragged tail, not
-for ignored or weighted targets. Here the denominator D is that of the whole batch, counted first,
+for ignored or weighted targets. Here the denominator D is that of the full batch, counted first,
 and micro-batch i contributes
 
     sum_k  c_k * numerator_k,i / D_k
 
 `Loss` is the declaration; a plain callable becomes one in `anybatch.loss.watched`. The streaming
-code asks a loss two questions: `totals` (what will be divided by, over the whole batch; None if the
+code asks a loss two questions: `totals` (what will be divided by, over the full batch; None if the
 loss couples the samples) and `parts` (the numerators of one micro-batch).
 Source: MBS, section 3.4, Eq. 14-17; the exact form is ours.
 """

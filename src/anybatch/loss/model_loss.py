@@ -4,7 +4,7 @@
     Engine(model, Loss.inside(count=...))    traced where it can be, and compared with the count;
                                              believed where it cannot
 
-A count is compared in two places, which must be in proportion: of a micro-batch and of the whole
+A count is compared in two places, which must be in proportion: of a micro-batch and of the full
 batch. Which unit a person counts in (samples, tokens, pixels) does not matter.
 
     count     15 of  80          contradicted: a decoder shifts its labels, and one of every

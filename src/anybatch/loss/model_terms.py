@@ -36,7 +36,7 @@ class TracedTerm(Term):
         dtypes: of these arguments: whole numbers are classes, others probabilities.
         factors: numbers that the model made, and the numerator was multiplied by; of no sample.
         bytes: of the first of them: the logits.
-        bounds: what the denominator of the whole batch goes through: ("least", 1), ("plus", 1e-8).
+        bounds: what the denominator of the full batch goes through: ("least", 1), ("plus", 1e-8).
     """
 
     count: functionals.Count

@@ -2,7 +2,7 @@
 
 torch knows tensors. What a loss counts, appends or remembers lies in Python: in attributes of the
 loss and of objects that it uses, in cells of closures, in globals, in lists and dicts, in a
-generator of random numbers. A loss that changes such state must be called once a step, on the whole
+generator of random numbers. A loss that changes such state must be called once a step, on the full
 batch; one that reads what forward has left on the model reads that of the last micro-batch only.
 Both are found by comparison: every place that the functions can get at is listed once, from their
 code, and its content is compared around each call.

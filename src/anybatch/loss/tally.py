@@ -3,7 +3,7 @@
 A denominator is counted before the first backward, as if every micro-batch had the shapes of the
 first one. A model that cuts its rows to the longest of those that come along has other ones:
 
-    labels of the whole batch, cut as the first micro-batch was     20
+    labels of the full batch, cut as the first micro-batch was     20
     what the micro-batches were divided by                          9 + 14
 """
 
@@ -72,7 +72,7 @@ class Tally:
                 raise LossError(
                     "a loss inside the model must be divided by what all samples have whatever "
                     f"comes along, and {name} is divided by {float(found):g} in the micro-batches "
-                    f"and by {float(denominator):g} in the whole batch: the model cuts its rows to "
+                    f"and by {float(denominator):g} in the full batch: the model cuts its rows to "
                     "the longest of those that come along, or chooses among them. Keep one length "
                     "(total_length=) and mask what does not count, or give micro_batch >= the "
                     "batch size"

@@ -71,7 +71,7 @@ class Term:
         """Return whether it is the same call on other samples; the options are compared elsewhere.
 
         A rehearsal takes a constant without data for the one that was watched. The rows must be as
-        long as those of `other`, the whole batch's: what a model cuts to the longest row of a
+        long as those of `other`, the full batch's: what a model cuts to the longest row of a
         micro-batch is no part of what it gives for all (the test of lengths in
         tests/unit/loss/test_state.py).
         """
@@ -96,7 +96,7 @@ class Numerators(TorchFunctionMode):
     """Function mode that records the numerators of a loss with a traced form.
 
     Args:
-        terms: the terms of the whole batch; `found` holds the same calls on other samples.
+        terms: the terms of the full batch; `found` holds the same calls on other samples.
         samples: how many those are.
     """
 

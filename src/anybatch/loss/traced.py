@@ -328,7 +328,7 @@ class OfModel(Loss):
 
         Raises:
             LossError: it has another form than that of the first micro-batch, or is the last one,
-                and all of them together are not divided by what the whole batch is.
+                and all of them together are not divided by what the full batch is.
         """
         terms = self._terms(outputs)
         divided = {k for k, total in enumerate(totals) if isinstance(total.term, SumBySamples)}

@@ -1,7 +1,7 @@
 """Plain callable as a loss: a sum of listed losses where traced as one, else a coupled loss.
 
 At the first micro-batch of a step the function is called on outputs that have shapes and no data
-(meta tensors), with the targets of the whole batch: that gives the weight and the denominator of
+(meta tensors), with the targets of the full batch: that gives the weight and the denominator of
 every term as the undivided batch has them. It is called once more at the size of a micro-batch, to
 see that nothing but the weights depends on the size. Then each micro-batch takes its numerators.
 
@@ -127,7 +127,7 @@ class CallableLoss(Loss):
         """Call the loss, and take the numerators from it.
 
         Raises:
-            NotAPartError: it is another function of these samples than of the whole batch, or fails
+            NotAPartError: it is another function of these samples than of the full batch, or fails
                 on them (``squeeze()`` of a single sample).
         """
         terms = [total.term for total in totals if total.term is not None]

@@ -24,8 +24,8 @@ from anybatch.planner.rehearse import Inspection
 ASIDE = "gradients set aside"
 """The owner of gradients that were there before a step; at the update the sums are in them."""
 
-DRAW = "a draw of the whole batch"
-"""The owner of what is there while every micro-batch draws as the whole batch would."""
+DRAW = "a draw of the full batch"
+"""The owner of what is there while every micro-batch draws as the full batch would."""
 
 GATHERED = "gathered of all samples"
 """The owner of rows that a model gathers, and that no micro-batch may offload."""
@@ -42,7 +42,7 @@ OF_UPDATE = ("optimizer", ASIDE, SHARDS, WORKSPACE)
 STATES = ("parameters", "buffers", "gradients")
 """Owners of a rehearsal's bytes that are there once, however many micro-batches wait."""
 
-DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
+DIVIDED, UNDIVIDED = "three micro-batches", "the full batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
 SHARE = 24
@@ -74,7 +74,7 @@ class Forecast:
         inspection: findings of the first inspection.
         case: the fakes, where there are some: a size can be rehearsed exactly.
         entries: bytes that a sample adds to sparse gradients, whose sums grow.
-        draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
+        draws: samples -> bytes of each draw of a forward, where it is made for the full batch.
         global_samples: of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
         indivisible: the model takes no fewer samples than the batch has.

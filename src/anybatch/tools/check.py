@@ -115,7 +115,7 @@ class _Check:
         self._restore = restore
         if several():
             raise NotYetError(
-                "a check compares with the whole batch in one process, and there are several: run "
+                "a check compares with the full batch in one process, and there are several: run "
                 "it before init_process_group, or in a process of its own"
             )
         if batch.size < 2:
@@ -279,7 +279,7 @@ class _Check:
         if reads:
             self._find(
                 f"forward reads values of tensors at {', '.join(reads[:3])}: what it decides for "
-                "the whole batch it may decide otherwise for a part (data-dependent control flow)"
+                "the full batch it may decide otherwise for a part (data-dependent control flow)"
             )
 
     def _first_meeting(self, batch: TensorBatch) -> str | None:
@@ -287,7 +287,7 @@ class _Check:
             return diagnose.first_meeting(self.model, batch)
         except Exception as error:
             first = diagnose.first_line(error)
-            self._find(f"forward runs on the whole batch and not on half of it ({first})")
+            self._find(f"forward runs on the full batch and not on half of it ({first})")
             return None
 
     def _explain_loss(self, splits: tuple[Split, ...]) -> None:

@@ -70,7 +70,7 @@ def test_frozen_statistics_are_exact() -> None:
 
 
 def _undivided(net: nn.Module) -> dict[str, Tensor]:
-    """Return what the whole batch gives; a copy of a script has no leaves."""
+    """Return what the full batch gives; a copy of a script has no leaves."""
     net.zero_grad()
     loss = LOSS(net(X), Y)
     loss.backward()

@@ -102,7 +102,7 @@ def refuse_lanes(modules: Modules, names: list[str], *, literal: bool) -> None:
     Args:
         modules: of the model.
         names: the layers where samples meet.
-        literal: the loss is Algorithm 1 to the letter, which knows no whole batch.
+        literal: the loss is Algorithm 1 to the letter, which knows no full batch.
 
     Raises:
         NotExactError: naming the first of the layers.

@@ -63,11 +63,11 @@ class NonReducingNorms(Norms):
     Args:
         counters: the ``num_batches_tracked`` of all modules.
         observer: records where samples meet. Default none.
-        rows: of the whole batch, where what is gathered shall be as large. Default 0: it is not.
+        rows: of the full batch, where what is gathered shall be as large. Default 0: it is not.
 
     Attributes:
         gathered: bytes of what was gathered so far.
-        called: what functions of the whole batch were called with, in order.
+        called: what functions of the full batch were called with, in order.
         singles: calls that normalise each of several samples by itself.
     """
 

@@ -140,10 +140,10 @@ class Draw:
 
         Args:
             law: where samples lie; there are some.
-            full: the pattern of the draw of the whole batch.
+            full: the pattern of the draw of the full batch.
             rows: those of this micro-batch.
 
-        Memory: the draw of the whole batch is there until this returns; "like" and "normal" have
+        Memory: the draw of the full batch is there until this returns; "like" and "normal" have
         what they draw from beside it.
         """
         return getattr(self, f"_{self.category}")(law, full, rows)

@@ -10,7 +10,7 @@ smaller batch is drawn as a part of the larger one, and its outputs must be thos
     4 rows   [4, 8, 5]    [8, 5]        drawn as 4 of the 8, they give the outputs of these
     7 rows   [7, 8, 5]    [14, 5]       an odd number, where there is one
 
-Draws that are known are made for the whole batch, so a path that is chosen by a coin is the one
+Draws that are known are made for the full batch, so a path that is chosen by a coin is the one
 that the step will take; after one that is not known the RNG goes on alike at every size.
 """
 
@@ -68,7 +68,7 @@ def learn(step: Step) -> None:
         step: a step that has not begun; its `draws` take in the laws.
 
     Raises:
-        NotExactError: a draw cannot be made for the whole batch.
+        NotExactError: a draw cannot be made for the full batch.
     """
     assert step.draws is not None
     rng = RNGState.now()
@@ -79,7 +79,7 @@ def learn(step: Step) -> None:
             pairs = ([few] if full.size > FEW else []) + [(full, part)]
             if not any(Lesson(step, start, *pair).run() for pair in pairs):
                 raise NotExactError(
-                    "draws of the whole batch are known from forwards of several sizes, and the "
+                    "draws of the full batch are known from forwards of several sizes, and the "
                     f"model cannot be called with {part.size} rows: give larger micro-batches. "
                     f"{WAY_OUT}"
                 )
@@ -264,6 +264,6 @@ def _key(draw: EncounteredDraw) -> tuple[Any, ...]:
 
 def _refused(draw: EncounteredDraw, why: str) -> NotExactError:
     return NotExactError(
-        f"random draws must be those of the whole batch, and {draw.name} at {draw.place.words} "
+        f"random draws must be those of the full batch, and {draw.name} at {draw.place.words} "
         f"cannot be: {why}. {WAY_OUT}"
     )

@@ -52,8 +52,8 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that records draws without a law, and makes them for its rows or a few more.
 
     Args:
-        shared: of the step; draws that it knows are made for the whole batch.
-        rows: where the rows are in the whole batch.
+        shared: of the step; draws that it knows are made for the full batch.
+        rows: where the rows are in the full batch.
         among: how many rows `fitted` laws draw for, and where the rows are among these.
         fitted: laws of draws, by their place among those without a law.
         mark: what is done to one of these.

@@ -11,7 +11,7 @@ batch would leave it.
 
 What is computed again in backward is recognised by the RNG state, which checkpointing restores.
 
-Memory: while a draw is made, there is one of the whole batch; it is freed before the next kernel.
+Memory: while a draw is made, there is one of the full batch; it is freed before the next kernel.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         Raises:
             UnknownDrawError: something is drawn that has no law yet.
-            NotExactError: it draws what the whole batch would not.
+            NotExactError: it draws what the full batch would not.
         """
         if not self._on:
             return run()
@@ -234,7 +234,7 @@ def _same(one: Pattern | None, other: Pattern) -> bool:
 def _loaded() -> NotExactError:
     return NotExactError(
         "samples must be loaded without the global random generators, and loading a "
-        "micro-batch moved them: the whole batch would be loaded before its forward "
+        "micro-batch moved them: the full batch would be loaded before its forward "
         f"draws. Load with workers=1 or more, or draw from a generator. {WAY_OUT}"
     )
 

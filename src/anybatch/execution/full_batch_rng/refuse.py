@@ -35,7 +35,7 @@ def unmoved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         moved = state_now() != before
     if moved:
         raise NotExactError(
-            f"random draws must be seen to be made for the whole batch, and {func} draws inside "
+            f"random draws must be seen to be made for the full batch, and {func} draws inside "
             "its kernel: take a way that draws in the open, without out=, or such as "
             f"torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for attention. {WAY_OUT}"
         )
@@ -85,6 +85,6 @@ def refuse_scripted(model: nn.Module) -> None:
     """
     if any(isinstance(m, torch.jit.ScriptModule) and in_training(m) for m in model.modules()):
         raise NotExactError(
-            "random draws must be seen to be made for the whole batch, and a part of the model is "
+            "random draws must be seen to be made for the full batch, and a part of the model is "
             f"a torch.jit.ScriptModule in training mode: use the module it was made of. {WAY_OUT}"
         )

@@ -68,7 +68,7 @@ class SharedDraws:
         start: the RNG state with which every micro-batch begins.
         end: the state after the forward of one.
         draws: of the forward of the first micro-batch, in order.
-        paused: what is drawn now is the whole batch's own.
+        paused: what is drawn now is the full batch's own.
     """
 
     laws: Laws

@@ -60,7 +60,7 @@ def site(modules: Collection[int]) -> Site:
         code = frame.f_code
         if code.co_name == COMPILED:
             raise NotExactError(
-                "random draws of a compiled model cannot be those of the whole batch: its kernels "
+                "random draws of a compiled model cannot be those of the full batch: its kernels "
                 'draw otherwise than what they were made of. Use rng="micro_batch", or do not '
                 "compile"
             )

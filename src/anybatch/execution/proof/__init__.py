@@ -9,7 +9,7 @@ This folder knows kernels, tensors and modules. It knows no engine, no plan and 
 Read `masks` (the sets, and where they are kept), `rules` (what a kernel does to them), `places`
 (numbers that belong to no sample), `follow` (the mode that sees every kernel), `verdict` (what is
 concluded), `halves` (gradients of a few rows in one micro-batch and in two), `declared` (a loss
-that is said to be of single samples), `congruent` (the kernels of the whole batch beside those of a
+that is said to be of single samples), `congruent` (the kernels of the full batch beside those of a
 micro-batch), `familiar` (models that change in later steps), `anybatch.core.evidence` (the words of
 a plan for it).
 """

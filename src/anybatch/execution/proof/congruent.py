@@ -1,7 +1,7 @@
 """Comparison of the full batch's forward with that of a micro-batch, on fake tensors.
 
 A few rows tell nothing of what a model does with more of them: a branch on ``len(x)``, ghost
-batches of a fixed size, a factor that is the number of samples. Without data the whole batch costs
+batches of a fixed size, a factor that is the number of samples. Without data the full batch costs
 no memory, and the same functions must be called with the same numbers for it and for a micro-batch.
 
     48 samples   linear  batch_norm [48]   mul 0.5    relu
@@ -274,7 +274,7 @@ def sizes_of(samples: int, micro_batch: int, followed: int = 0) -> list[int]:
     Kernels of one row lie in memory in other ways, and take other ways through.
 
     Args:
-        samples: of the whole batch.
+        samples: of the full batch.
         micro_batch: samples of a micro-batch.
         followed: rows in which samples were followed: what was seen of them holds where more
             compute the same. Default 0: none were.
@@ -427,7 +427,7 @@ def trace(
         size: how many.
         run: calls the model.
         record: takes what was called.
-        full: what the whole batch has called, and its samples.
+        full: what the full batch has called, and its samples.
         trains: build a graph.
         values: what Python reads of tensors, in order.
         singles: note what is computed with a number by itself, too. Default False.

@@ -138,7 +138,7 @@ class DeclaredSizes:
         What differs for a single sample leaves a doubt: its kernels may be others.
 
         Args:
-            sizes: numbers of samples, the first of which is the whole batch.
+            sizes: numbers of samples, the first of which is the full batch.
         """
         many = [size for size in sizes if size > 1]
         found = self._compare(many) if len(many) > 1 else Verdict()
@@ -203,7 +203,7 @@ class Declared:
         """Return the verdict of the calls under masks, and of calls at `sizes` on fake tensors.
 
         Args:
-            sizes: numbers of samples, the first of which is the whole batch.
+            sizes: numbers of samples, the first of which is the full batch.
 
         Raises:
             GatherError: it calls what is marked by `anybatch.coupled`, and there are no lanes yet.

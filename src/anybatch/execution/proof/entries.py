@@ -1,7 +1,7 @@
 """Check of a declared loss that reads non-tensor rows: the full batch against its micro-batches.
 
 What Python makes of a list (the largest entry, whether a word is among them) leaves no trace in the
-tensors. So the loss is taken of the whole batch and of every micro-batch, with the outputs of a few
+tensors. So the loss is taken of the full batch and of every micro-batch, with the outputs of a few
 rows in place of all, and each row must have the same loss and the same gradient in both.
 """
 
@@ -25,7 +25,7 @@ from anybatch.loss.entries import holds, unread
 
 READS = "the declared loss: it reads rows that are no tensors, which cannot be followed"
 
-FAILS = "the declared loss: it fails on the rows of the whole batch"
+FAILS = "the declared loss: it fails on the rows of the full batch"
 LISTS = "what a list, a text or an array says of all that it is given"
 PLACES = "the place of a row in the batch, or with how many rows there are"
 
@@ -51,7 +51,7 @@ class Entries:
         """Return the verdict on a loss that reads non-tensor rows, or the number of rows.
 
         A constant that is cut to the rows, whose first entries are alike, is another one for later
-        rows of the whole batch only.
+        rows of the full batch only.
 
         Args:
             batch: the whole; None where it is not there, or there is no room to compare.

@@ -720,8 +720,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note where a sum over samples is used in a way that is not linear in it.
 
         In backward the gradients of parameters are sums over samples. A kernel that is not linear
-        in such a sum, or that brings it together with one sample's numbers, gives to the whole
-        batch another gradient than to its parts.
+        in such a sum, or that brings it together with one sample's numbers, gives to the full batch
+        another gradient than to its parts.
         """
         mixed = [
             one
@@ -854,7 +854,7 @@ def _places(call: Call) -> int:
 def _reduced(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
     """Return copies of results with fewer numbers than an operand.
 
-    Functions that have the rows of the whole batch may count them; a metric may count what it has.
+    Functions that have the rows of the full batch may count them; a metric may count what it has.
     """
     largest = max(one.numel() for one in operands)
     if any(one.numel() >= largest for one in made) or samples_here() == -1 or ours():

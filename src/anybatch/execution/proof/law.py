@@ -138,7 +138,7 @@ def breaks(full: Called, part: Called, n: int, m: int) -> bool:
     Args:
         full: of `n` samples.
         part: the same call of `m`.
-        n: samples of the whole batch.
+        n: samples of the full batch.
         m: those of a micro-batch, fewer.
     """
     if len(full.shapes) != len(part.shapes):

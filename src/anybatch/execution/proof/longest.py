@@ -1,7 +1,7 @@
 """Check of rows that are as long as the longest row of their batch: ``pad_packed_sequence``.
 
 Without ``total_length`` its result ends where the longest row of a micro-batch ends, and what is
-averaged over it is another for the whole batch. A few rows are made one step longer: with NaN in
+averaged over it is another for the full batch. A few rows are made one step longer: with NaN in
 that step it shows who reads it, and with padding whether that matters.
 
     rows of 3, 5 and 2 steps      out [3, 5, C]      out.mean(1): another in a batch with 6 steps

@@ -41,7 +41,7 @@ class HeldTensor(NamedTuple):
 def holds(model: nn.Module, masks: Masks) -> list[HeldTensor]:
     """Return parameters and buffers by their memory, other constants by their id and version.
 
-    What writes to a parameter is refused, and buffers are those of the whole batch.
+    What writes to a parameter is refused, and buffers are those of the full batch.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     address = torch._C._storage_address  # type: ignore[attr-defined]

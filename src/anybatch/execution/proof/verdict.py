@@ -248,7 +248,7 @@ def _in_backward(run: Forward) -> str:
         return (
             "samples must not meet inside the model when the batch is split, and they meet in "
             f"{notes.frequencies[0]}: scale_grad_by_freq divides the gradient by how often the "
-            f"whole batch has an entry. Set scale_grad_by_freq=False, or {UNDIVIDED}"
+            f"full batch has an entry. Set scale_grad_by_freq=False, or {UNDIVIDED}"
         )
     if notes.backward:
         return (
@@ -380,7 +380,7 @@ def _out_of_place(why: str) -> str:
 def other_rows(path: str, why: str) -> str:
     """Return the error for batch normalisation of a part of the batch."""
     return (
-        "every call of batch normalisation must hold the whole batch when it is split, and "
+        "every call of batch normalisation must hold the full batch when it is split, and "
         f"{path} normalises a part of it: {why} (ghost batches, several views, a choice by "
         f'position). Call it on all rows, take batchnorm="local", or {UNDIVIDED}'
     )
