@@ -1,9 +1,8 @@
 """Which optimizers can step a few parameters at a time, and how much state each of them makes.
 
 An update that reads one parameter, its gradient and its state gives the same bits whether the
-others are updated in the same call or not. That is so for the optimizers below, as torch wrote
-them. An optimizer that looks at all of them (LBFGS), or whose code is not torch's, is refused by
-its name.
+others are updated in the same call or not. That holds for torch's optimizers below. An optimizer
+that reads all of them (LBFGS), or whose code is not torch's, is refused by name.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ RESIDENT = "_anybatch_resident_bytes"
 """The attribute of a step in parts: the bytes of state that are in memory at a time."""
 
 SMALL = 4096
-"""Bytes below which a tensor of a state stays: a block of the file would be larger."""
+"""Bytes below which a tensor of a state is not offloaded: a block of the file would be larger."""
 
 MADE_OF = ("step", "_init_group")
 """Methods that a step is made of."""

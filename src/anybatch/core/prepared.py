@@ -1,16 +1,16 @@
 """Wrappers of a library around a user's optimizer: unwrapped, or refused by name.
 
-``accelerator.prepare(model, optimizer)`` returns an optimizer that passes everything on to the one
-that it was given, but for ``step()``: that does nothing while gradients are being accumulated, and
-goes through a loss scaler where there is one. What rehearses an update or moves state needs the
-optimizer that has the code; and a step that is left out would let full batches add up:
+``accelerator.prepare(model, optimizer)`` returns an optimizer that forwards everything to its inner
+one, except ``step()``: that does nothing while gradients are accumulated, and uses a loss scaler
+where there is one. A dry run of an update, and a move of state, need the optimizer that has the
+code; and a skipped step would let full batches add up:
 
     AcceleratedOptimizer ── same state, same groups ──> AdamW        rehearsed, counted, moved
                         └── gradient_state ──> steps are left out?   refused
                         └── scaler ──────────> gradients are scaled by it, as its step expects
 
-Known by what they do and not by their class, so nothing is imported here.
-Source: accelerate 1.15, ``AcceleratedOptimizer`` and ``GradientState``.
+Recognised by behaviour and not by class, so nothing is imported here. Source: accelerate 1.15,
+``AcceleratedOptimizer`` and ``GradientState``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def bare(optimizer: OptimizerT) -> OptimizerT:
     """Return the optimizer that has the code of the update.
 
     Args:
-        optimizer: a person's; of one that holds another, has the same groups and the same state,
-            and so no part in the update itself, it is that other one. None stays None.
+        optimizer: the user's; for one that wraps another with the same groups and the same state,
+            and so has no part in the update itself, it is the inner one. None stays None.
     """
     found: Any = optimizer
     inner = getattr(found, "optimizer", None)
@@ -65,7 +65,7 @@ class Prepared:
     """Wrappers of accelerate around an engine's model and optimizer, if there are any.
 
     Args:
-        model: the person's, as they gave it.
+        model: the user's, before any unwrapping.
         optimizer: theirs, as they gave it, or None.
 
     Raises:

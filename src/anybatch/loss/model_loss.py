@@ -5,7 +5,7 @@
                                              believed where it cannot
 
 A count is compared in two places, which must be in proportion: of a micro-batch and of the full
-batch. Which unit a person counts in (samples, tokens, pixels) does not matter.
+batch. The unit of the count (samples, tokens, pixels) does not matter.
 
     count     15 of  80          contradicted: a decoder shifts its labels, and one of every
     traced    14 of  72          sample is left out
@@ -79,10 +79,10 @@ class DeclaredLoss(ModelLoss):
 
     Args:
         model: the model.
-        declared: what a person says of its loss.
+        declared: the user's declaration of its loss.
 
     Attributes:
-        believed: the present step divides by what the person says, and nothing has shown it.
+        believed: the current step divides by the declared count, which is not shown.
     """
 
     def __init__(self, model: nn.Module, declared: InsideLoss) -> None:
@@ -127,7 +127,7 @@ class DeclaredLoss(ModelLoss):
         """Return a micro-batch's numerators.
 
         Raises:
-            LossError: its count is not in proportion to what the model divides by.
+            LossError: its count is not in proportion to the model's denominator.
         """
         self._compare(outputs, micro)
         if any(total.term is not None for total in totals):
@@ -191,8 +191,8 @@ class Counts:
 
     Attributes:
         samples: how many.
-        declared: what a person's count says.
-        traced: what the model divides by.
+        declared: the result of the user's count.
+        traced: the model's denominator.
     """
 
     samples: int

@@ -30,7 +30,7 @@ ROUNDING = 1000
 """Units in the last place by which two calls may differ."""
 
 MOST = 1e-2
-"""What they may differ by in any case, relative to the largest value."""
+"""Difference that is always accepted, relative to the largest value."""
 
 Around = Callable[[], AbstractContextManager[None]]
 FullBatchLoss = Callable[[Any, MicroBatch], Tensor]

@@ -1,7 +1,7 @@
 """Sum of the denominators of a step's micro-batches, compared with that of the full batch.
 
 A denominator is counted before the first backward, as if every micro-batch had the shapes of the
-first one. A model that cuts its rows to the longest of those that come along has other ones:
+first one. A model that cuts its rows to the longest of a micro-batch has other ones:
 
     labels of the full batch, cut as the first micro-batch was     20
     what the micro-batches were divided by                          9 + 14
@@ -23,7 +23,7 @@ from anybatch.memory.fakes import is_fake
 Count = float | int | Tensor
 
 ROUNDING = 1e-4
-"""Relative difference of counts that are no whole numbers, such as sums of class weights."""
+"""Relative difference of counts that are no integers, such as sums of class weights."""
 
 
 class Tally:
@@ -52,7 +52,7 @@ class Tally:
             names: of each term.
 
         Raises:
-            LossError: it was the last one, and together they are not the whole.
+            LossError: it was the last one, and the sum is not that of the full batch.
         """
         end = micro.begin + micro.size
         others = [

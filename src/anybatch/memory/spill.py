@@ -35,7 +35,7 @@ class Spill:
     """Choice of whether saved tensors are offloaded, and of their store.
 
     Attributes:
-        way: "auto", "off", "host" or "file"; the last two send tensors away in any case.
+        way: "auto", "off", "host" or "file"; the last two always offload tensors.
         folder: of the file; None is the system's folder for temporary files.
     """
 
@@ -116,9 +116,9 @@ def maker(
     """Return a function that makes the store.
 
     Args:
-        destination: "host", "file", a folder for the file, or None: what the device takes.
+        destination: "host", "file", a folder for the file, or None: that nearest to the device.
         device: that is left.
-        check: compare checksums of what returns with those of what had left. Default False.
+        check: compare checksums of returned tensors with those at offloading. Default False.
 
     Raises:
         ValueError: it means nothing on this device.

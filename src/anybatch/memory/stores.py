@@ -34,7 +34,7 @@ BOUNCE = 4 << 20
 class Store(Protocol):
     """Keeps bytes by a key.
 
-    What `writing` and `reading` return does the copy, in whatever thread; all else is done at once.
+    The functions returned by `writing` and `reading` copy, in any thread; all else is done at once.
     """
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
@@ -61,9 +61,9 @@ def store_errors(what: str, *, of: str, then: str) -> Iterator[None]:
     """Explain an error of the system that the body raises.
 
     Args:
-        what: could not be done to the store, such as "written to".
-        of: what it keeps, in words.
-        then: what has become of that.
+        what: the failed action on the store, such as "written to".
+        of: its contents, in words.
+        then: the consequence, in words.
 
     Raises:
         StoreError: in place of an error of the system's.
@@ -92,9 +92,9 @@ def require_space(
     Args:
         size: bytes that it will be sent.
         space: bytes that it can hold; None where that cannot be determined.
-        of: what is sent, in words.
+        of: the sent tensors, in words.
         folder: of its file, in words.
-        otherwise: what to do but for making space there.
+        otherwise: another remedy than freeing space there.
 
     Raises:
         StoreError: it has not.
@@ -115,7 +115,7 @@ class HostStore:
     """Host memory, page-locked where that makes copies from the device faster.
 
     Args:
-        check: compare checksums of what returns with those of what had left. Default False.
+        check: compare checksums of returned tensors with those at offloading. Default False.
     """
 
     def __init__(self, *, check: bool = False) -> None:
@@ -164,13 +164,13 @@ class _Place:
 class FileStore:
     """An unlinked file for storages of the host, gone with the process, however that ends.
 
-    It is read by its owner alone. Space that was dropped is used again, first fit by size.
+    Only its owner reads it. Freed space is reused, first fit by size.
 
     Args:
         folder: where the file is; None (default) is the system's folder for temporary files.
         direct: past the page cache, which would fill the memory that this is to spare; where the
             system can. Each thread has a buffer of `BOUNCE` bytes for it. Default False.
-        check: compare checksums of what returns with those of what had left. Default False.
+        check: compare checksums of returned tensors with those at offloading. Default False.
 
     Raises:
         OSError: the folder cannot be written to, or is full.
@@ -368,8 +368,7 @@ def store_on(device: torch.device, destination: str | None = None) -> Store:
 
     Args:
         device: that is left.
-        destination: "host", "file", or the folder of the file; None (default) is what the
-            device takes.
+        destination: "host", "file", or the folder of the file; None (default) is the nearest store.
     """
     folder = None if destination in (None, "host", "file") else Path(str(destination))
     if of(device).host:

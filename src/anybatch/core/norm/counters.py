@@ -37,7 +37,7 @@ class GatherError(BatchStatisticsError):
     """Error of a forward that gathers the rows of the full batch.
 
     Attributes:
-        call: what it calls for that, in words.
+        call: the call of it, in words.
     """
 
     def __init__(self, what: str) -> None:

@@ -1,7 +1,7 @@
 """Every batch normalisation of a thread, wherever a model calls it, under an unmodified model.
 
-Swapping modules is not enough: a bare ``F.batch_norm`` would stay as it is, silently. A function
-mode sees modules and bare calls alike. It is off while it handles a call, and ``backward`` is one:
+Swapping modules is not enough: a bare ``F.batch_norm`` would stay unchanged, silently. A function
+mode intercepts modules and bare calls. It is off while it handles a call, and ``backward`` is one:
 there it has to be entered again, because checkpointed parts of a model are computed anew in it.
 """
 
