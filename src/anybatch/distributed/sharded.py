@@ -1,16 +1,16 @@
 """Model sharded by ``fully_shard``, gathered for a step and sharded again after it.
 
 FSDP2 gathers and frees parameters around every module, so all ranks must run it equally often: with
-3 micro-batches here and 2 there it waits for ever, and threads that take turns confuse its hooks.
-For a step all of that is taken off. The parameters are gathered once, the classes and hooks of
-FSDP put aside, and what is left is the person's plain model: micro-batches, lanes and ranks without
-samples need to know nothing. What comes out is cut: each rank keeps its part of the gradient.
+3 micro-batches here and 2 there it waits for ever, and the threads of lockstep confuse its hooks.
+For a step all of that is removed. The parameters are gathered once, the classes and hooks of FSDP
+detached, and the rest is the user's plain model: micro-batches, lanes and ranks without samples run
+as without FSDP. The sums are cut: each rank retains its part of the gradient.
 
     DTensor [n/N, ...] ──gather──> Parameter [n, ...] ──step──> .grad, summed over ranks
        ^ .grad += its part  <───────────────cut────────────────────┘
 
-The price is memory: parameters and gradients of the whole model are there during a step, and are
-counted; what stays between steps, optimizer state included, is spread.
+The price is memory: parameters and gradients of the full model are resident during a step, and are
+counted; tensors that live between steps, optimizer state included, are sharded.
 
 Source: torch.distributed.fsdp.fully_shard.
 """
@@ -76,7 +76,7 @@ class Sharded:
     """The parameters of a model that ``fully_shard`` has spread.
 
     Args:
-        model: the person's.
+        model: the user's.
 
     Attributes:
         shards: during a step, the parameters as they are spread; each once.
@@ -100,10 +100,10 @@ class Sharded:
         Args:
             run: the step.
             group: the ranks; None is one.
-            agreed: what the collectives are run in, once all ranks are known to come to them.
+            agreed: context of the collectives, once all ranks will reach them.
 
         Raises:
-            NotYetError: a parameter is spread in a way that is not known here.
+            NotYetError: a parameter is sharded in an unsupported way.
             NotExactError: a hook of a parameter would not be called.
         """
         self._spread_again()  # an interrupt may have come at the wrong instruction
@@ -172,11 +172,11 @@ class Sharded:
         """Return the gradients of the sharded parameters in place of the gathered ones'.
 
         Args:
-            sums: (parameter, this rank's sum) of all parameters, whole ones and spread ones.
-            totals: the sums over all ranks; those of whole parameters are let go one by one.
+            sums: (parameter, this rank's sum) of all parameters, sharded and not.
+            totals: the sums over all ranks; those of unsharded parameters are freed one by one.
 
         Returns:
-            The totals; None for a whole parameter, this rank's part for a spread one.
+            The totals; None for an unsharded parameter, this rank's part for a sharded one.
 
         Raises:
             LossError: a spread parameter has a gradient of its own.

@@ -2,7 +2,7 @@
 
 Policies that go through the functions one by one call `bring` and `evict`; a draft counts bytes,
 and where they run short it waits for the oldest copy that has begun, as the paper does (Fig. 2b).
-What is wanted again before its copy was waited for has never been evicted.
+A variable that is needed again before its copy was awaited has never been evicted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Draft:
 
     Attributes:
         stage: the stage that is being written.
-        here: what is on the device, leaving or not.
-        leaving: what may be freed once its copy has ended, the oldest first.
-        held: bytes of what is here.
+        here: variables on the device, in eviction or not.
+        leaving: variables that may be freed after their copy, the oldest first.
+        held: bytes on the device.
     """
 
     def __init__(self, trace: Trace, budget: int) -> None:

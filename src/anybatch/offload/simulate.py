@@ -7,9 +7,9 @@ one queue for both ways.
     out           |   x    |  y   |
     in                        |    z    |
 
-A function begins when the one before it has ended, the copies of what is freed before it and of
-what it writes to have, and all that it reads has returned. A return begins when the function before
-its stage has ended: until then its bytes may be somebody else's.
+A function begins when the one before it has ended, the copies of variables freed before it or
+written by it have ended, and all variables that it reads have returned. A return begins when the
+function before its stage has ended: until then its bytes may be in use.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def simulate(trace: Trace, schedule: Schedule, link: Link) -> Simulation:
         link: how fast variables move.
 
     Raises:
-        ScheduleError: more than the budget is held, something is used while it is away, freed
-            without a copy, brought back while it is here, or missing at the end.
+        ScheduleError: more than the budget is held, or a variable is used while offloaded, freed
+            without a copy, prefetched while resident, or missing at the end.
     """
     run = _Run(trace, schedule, link)
     for i, stage in enumerate(schedule.stages):

@@ -22,7 +22,7 @@ STORE_CLOSED = (
 )
 
 State = dict[Any, Any]
-"""What an optimizer keeps of one parameter: name -> tensor or number."""
+"""An optimizer's state of one parameter: name -> tensor or number."""
 
 
 class Placeholder:
@@ -35,7 +35,7 @@ class Placeholder:
         size: bytes.
         stand_in: a tensor of the same shape on the meta device.
         tensor: it, while it is written or read; else None.
-        version: how often it had been written to when it began to leave.
+        version: its count of writes when its eviction began.
         job: that copy.
     """
 

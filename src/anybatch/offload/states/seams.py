@@ -20,7 +20,7 @@ from anybatch.core.optimizers import RESIDENT
 from anybatch.errors import NotExactError
 
 BY_SCHEDULE = "_wrapped_by_lr_sched"
-"""What torch's schedules mark a step with that they have wrapped."""
+"""Mark of a step that torch's schedules have wrapped."""
 
 
 class Seams:
@@ -31,7 +31,7 @@ class Seams:
         step: takes the place of its step; is given the closure.
         snapshot: returns its state with real tensors.
         loaded: is called when another state was loaded.
-        resident_bytes: bytes of state that are in memory at a time; whoever plans asks for it.
+        resident_bytes: bytes of state that are in memory at a time; read by the planner.
 
     Raises:
         NotExactError: its step was replaced already.
