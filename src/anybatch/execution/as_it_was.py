@@ -1,9 +1,9 @@
 """Snapshot and restore of all state around trial steps of training.
 
-A step that failed is undone by `anybatch.core.undo`, which notes what a step moves before the
-optimizer: gradients, buffers and RNG. Steps that are only tried move the parameters and the
-optimizer's state, too. Copies of them wait in memory of the host and go back into the same tensors,
-so whoever holds one (a schedule, an average, another optimizer) keeps holding the right one.
+A step that failed is undone by `anybatch.core.undo`, which records the state that a step changes
+before the optimizer: gradients, buffers and RNG. Trial steps change the parameters and the
+optimizer's state, too. Copies of them wait in host memory and are copied back into the same
+tensors, so references to these (of a schedule, an average, another optimizer) remain valid.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def as_it_was(
     Args:
         modules: every module that a step runs.
         leaves: every parameter that is trained.
-        optimizer: the one that steps; its groups' options and its state are put back, too. None
+        optimizer: the one that steps; its groups' options and its state are restored, too. None
             where none does.
 
     Raises:
         NotYetError: the optimizer's state waits elsewhere.
-        RuntimeError: something could not be put back; its notes say what. Where the body has
-            raised, that goes out instead, with these notes.
+        RuntimeError: something could not be restored; its notes name it. An exception of the body
+            is raised instead, with these notes.
     """
     every = list(leaves)
     steps: list[Back] = [restorer(leaf) for leaf in every]

@@ -1,9 +1,9 @@
 """Buffers that forward moves, and their values after one forward of the full batch.
 
 The undivided batch runs forward once; K micro-batches run it K times. A buffer whose new value does
-not depend on the samples (the vectors of spectral_norm, a counter) is set back before each
-micro-batch, so that every one of them computes with, and leaves, what the single forward would. If
-two micro-batches leave different values, the buffer depends on the samples it saw, and no order of
+not depend on the samples (the vectors of spectral_norm, a counter) is restored before each
+micro-batch, so that every one of them starts and ends with the values of the single forward. If two
+micro-batches end with different values, the buffer depends on their samples, and no order of
 forwards gives the value of the full batch: that is refused.
 
     start -> mu_0 -> value;   start -> mu_1 -> value (the same, or refused);   ...
@@ -28,7 +28,7 @@ class ForwardBuffers:
         states: every buffer before the step.
         exempt: ``(id(module), name)`` of buffers that may run on (``batchnorm="local"``).
         recorded: paths of the buffers that forward moved in earlier steps; None compares the values
-            of all of them, once, after which `moving` is what to pass.
+            of all of them, once; pass `moving` afterwards.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class ForwardBuffers:
         """Undo a forward that may have ended halfway.
 
         Args:
-            statistics: what `statistics` returned before it.
+            statistics: result of `statistics` before it.
         """
         self._undo()
         self.settle(statistics)

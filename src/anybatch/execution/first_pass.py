@@ -1,7 +1,7 @@
 """The first of two passes: the outputs of the full batch, without graphs except the last one.
 
 Encoders that do not meet are run in laps, one encoder over all micro-batches before the next one:
-what a processor has at hand of its weights serves all of them.
+its weights in the processor's cache serve all of them.
 
     at once:  a b │ a b │ a b          laps:  a │ a │ a   b │ b │ b
 

@@ -1,12 +1,12 @@
 """The first inspection of a model: a few rows of a batch, before its outputs are trusted.
 
-Splitting a batch rests on things that no shape of one forward pass can tell: along which dimension
+Splitting a batch requires facts that no shape of one forward pass can show: along which dimension
 an output holds the samples (``[T, n, C]`` with T equal to n?), whether samples meet (a BatchNorm
 written by hand, an LSTM that takes samples for time steps), whether forward writes to its inputs.
-So the first step of every kind of batch runs the model on a few rows of the first micro-batch and
-on the last of these, in reverse order. Every number carries the samples that have had a part in it
-(`anybatch.execution.proof`); the outputs at two sizes tell where they hold the samples. What cannot
-be split is refused before anything has been computed with it.
+So the first step of every signature runs the model on a few rows of the first micro-batch and on
+the last of these, in reverse order. Every number carries the set of samples that contributed to it
+(`anybatch.execution.proof`); the outputs at two sizes show which dimension holds the samples. A
+batch that cannot be split is refused before anything has been computed with it.
 
     forward(rows 0 1 2 3)  -> outputs [4, C], [T, 4, C], [K, D]
     forward(rows 3 2)      -> outputs [2, C], [T, 2, C], [K, D]     layout: 0, 1, none
@@ -69,13 +69,13 @@ from anybatch.execution.step import Layout, Step, copied
 from anybatch.loss.traced import TracedOutputs
 
 AGAIN = (10, 100, 1000)
-"""Steps of a signature in which samples are followed again: what a model does may change."""
+"""Steps of a signature in which samples are traced again: a model may change."""
 
 ENOUGH = 4
 """Rows of which half are still more than one: some layers cannot train on a single row."""
 
 ODD = 3
-"""Rows of the second forward: what lines of 4 and of 2 hold of 4 or 8 tokens is one sample's."""
+"""Rows of the second forward: lines of 4 and of 2 in 4 or 8 tokens hold one sample each."""
 
 
 SOMEWHERE = "what no attribute of the model names"
@@ -205,7 +205,7 @@ def _refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> 
     """Refuse a declaration that is not true; return why it could not be shown to be.
 
     Args:
-        step: that has been looked at.
+        step: an inspected step.
         full: outputs and targets of a few rows.
         count: rows of which losses are compared with those of all.
         lanes: micro-batches wait for each other where samples meet.
@@ -343,7 +343,7 @@ class _Inspection:
         """Doubt a model that computes with a tensor which each call replaces by another.
 
         Args:
-            before: what it held before the call that gave `outputs`.
+            before: its contents before the call that returned `outputs`.
             outputs: of `part`; None where that call was not made.
             part: some rows.
             rng: its state before that call.
@@ -408,8 +408,7 @@ class _Inspection:
     def repeated(self, last: MicroBatch) -> None:
         """Run forward once more on the rows of the last call, where the model has stored samples.
 
-        What it only keeps changes nothing. What it computes with is refused, whatever the size at
-        which it does.
+        A stored tensor without use changes nothing. One that is used is refused, at any size.
         """
         if not (self._left[-1] or self._retained[-1]):
             return
@@ -619,7 +618,7 @@ class _Inspection:
         return any(run.notes.local for run in self._runs)
 
     def _hidden(self, inputs: Any) -> bool:
-        """Say whether a number of samples may be read where nothing hears it."""
+        """Say whether a number of samples may be read outside of any mode."""
         parts = (module for _, module in walk(self._step.model))
         return _lists(inputs) or any(isinstance(part, ScriptModule) for part in parts)
 
@@ -651,7 +650,7 @@ def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBat
     Args:
         step: it has not begun.
         most: of a micro-batch so many rows; 0 (default) is all of them.
-        odd: an odd number of rows in place of a half, where what they hold need not be foreseen.
+        odd: an odd number of rows in place of a half, where their bytes need no forecast.
     """
     count = 1 if step.micro_batch >= ENOUGH else 2
     roomy = not (step.budgeted or step.retries)
@@ -790,7 +789,7 @@ def _axis(path: str, a: Tensor, b: Tensor, n: int, m: int) -> int | None:
 
 
 def _check_numbers(outputs: Any, fewer: Any) -> None:
-    """Refuse numbers that came from the number of rows: the full batch has another."""
+    """Refuse numbers that follow the number of rows: the full batch has another."""
     for (path, a), (_, b) in zip(_numbers(outputs), _numbers(fewer), strict=False):
         if a != b:
             raise BatchError(

@@ -1,7 +1,7 @@
 """The loss of all outputs at once, and the gradient of each of them.
 
-What gathers the outputs of a batch (two passes, or lanes) ends here. Any loss is called on copies
-of all of them, on every rank alike. A contrastive loss is asked for the rows of this rank only: no
+Both ways to gather the outputs of a batch (two passes, or lockstep) end here. Any loss is called on
+copies of all of them, on every rank. A contrastive loss computes only the rows of this rank: no
 rank computes a gradient for another one.
 """
 
@@ -47,8 +47,8 @@ def loss_of_all(step: Step, rows: Rows) -> LossGradients:
 
     Args:
         step: the step.
-        rows: outputs and targets of all ranks. What belongs to the loss itself gets its gradient
-            on the rank that leads.
+        rows: outputs and targets of all ranks. Parameters of the loss itself get their gradient on
+            the rank that leads.
 
     Raises:
         LossError: the loss uses tensors that it was not given.

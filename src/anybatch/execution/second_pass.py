@@ -1,7 +1,7 @@
 """The second of two passes: each micro-batch gets its rows of the gradient of the loss.
 
-The graph of the last one is there when the loss has been taken, and is done first. All others run
-forward once more, as they ran in the first pass, and what they give is compared.
+The graph of the last one still exists when the loss has been computed, and its backward runs first.
+All others run forward once more, as in the first pass, and their outputs are compared.
 
 Source: the chain rule; Gao et al. 2021, section 3.
 """
@@ -158,7 +158,7 @@ def pull(
         micro: its rows.
         gradients: of all outputs of all samples.
         begin: the first row.
-        lap: what is run of it. Default None: all parts.
+        lap: the part to run. Default None: all parts.
         place: of its first output among all. Default 0.
         check: gets the outputs of a part, and the place of the first, before its backward.
         early: the last part is done already. Default False.

@@ -1,8 +1,8 @@
 """Micro-Batch Streaming, with the gradient of the full batch (MBS, Algorithm 1, made exact).
 
 The paper divides each micro-batch's loss by the number of micro-batches. Here line 11 divides each
-numerator by the denominator of the full batch, which is counted before the first backward; where
-it is known only at the end (samples loaded on the way), an estimate stands in and the sum is
+numerator by the denominator of the full batch, which is counted before the first backward; if it is
+known only at the end (samples loaded during the step), an estimate replaces it and the sum is
 multiplied by estimate / truth when it is delivered.
 
     mu_0: forward, backward(numerator_0 / D) │ mu_1: ... │ mu_2: ... │ add to .grad
@@ -111,8 +111,7 @@ def normalization(step: Step, totals: list[Total] | None) -> Normalization:
 
     Args:
         step: the step.
-        totals: of this rank's samples; None where the loss couples them, empty where there are
-            none.
+        totals: of this rank's samples; None if the loss couples them, empty without samples.
 
     Raises:
         NotAPartError: the loss couples samples, here or elsewhere.

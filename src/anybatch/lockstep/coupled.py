@@ -1,17 +1,16 @@
 """`coupled`: a function over rows of the full batch, inside a model that runs on a micro-batch.
 
-A loss in which samples meet (Dice, InfoNCE, experts that are to be used evenly) is the engine's to
-take where it stands outside the model. Inside of one, in Lightning's ``training_step`` or in what a
-language model returns, it would be that of some rows. `coupled` marks it: micro-batches wait for
-each other there, the last one takes the value and its gradient once, with the rows of all, and each
-goes on with the value and with the gradient of its own rows.
+A loss in which samples meet (Dice, InfoNCE, the balance of experts) is computed by the engine if it
+is outside the model. Inside of one, in Lightning's ``training_step`` or in the loss that a language
+model returns, it would be that of some rows. `coupled` marks it: micro-batches wait for each other
+there, the last one computes the value and its gradient once, with the rows of all, and each
+continues with the value and with the gradient of its own rows.
 
     forward     v = fn(rows of all), the same for all         G = dv / d rows of all, kept
     backward    d own rows = (sum of d v over all who got it) * G[own rows]
 
-The sum makes it exact however the loss of a micro-batch is weighted, as long as the weights are
-those of one whole: 1/K each, samples, tokens.
-Source: the chain rule.
+The sum makes it exact for any weights of the losses of micro-batches that add up to 1: 1/K each,
+samples, tokens. Source: the chain rule.
 """
 
 from __future__ import annotations
@@ -144,7 +143,7 @@ def _evaluated(
 
 
 SCALES = (2.0**15, 2.0**8, 1.0)
-"""What gradients in float16 are multiplied by until backward: the first that leaves all finite."""
+"""Factors of gradients in float16 until backward: the first that leaves all finite."""
 
 
 def _gradients(value: Tensor, needs: list[Tensor]) -> tuple[list[Tensor | None], float]:

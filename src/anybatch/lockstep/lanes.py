@@ -78,9 +78,9 @@ class Lanes:
 
     Args:
         count: lanes.
-        turns: hooks that are called at every turn.
-        entered: returns what a lane runs in: the modes of the thread that started them.
-        beyond: adds what lanes of other processes have; None (default) where there are none.
+        turns: hooks that are called whenever the token is passed.
+        entered: returns the context of a lane: the modes of the thread that started them.
+        beyond: adds the parts of other processes; None (default) where there are none.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Lanes:
         """Run ``work(lane)`` for every lane, and return when all have ended.
 
         Args:
-            work: what a lane does.
+            work: the function of a lane.
             listen: called now and then while they run; may raise, which ends them. Default nothing.
 
         Raises:
             LockstepError: the lanes do not meet in the same places.
             NoThreadError: the system starts no thread for each of them.
-            BaseException: what the first lane that failed has raised; the others were unwound.
+            BaseException: the exception of the first lane that failed; the others were unwound.
         """
         started: list[workers.Task] = []
         begun = False
@@ -208,7 +208,7 @@ class Lanes:
         """Return the lane that has reached the barrier of `key`.
 
         Raises:
-            LockstepError: the first lane of this round met for something else.
+            LockstepError: the first lane of this round is at another barrier.
         """
         if self._failure is not None:
             raise LaneLeft
@@ -290,8 +290,8 @@ def _wait(started: list[workers.Task]) -> None:
 def _drain(first: Tensor) -> None:
     """Empty autograd's queue of this thread.
 
-    What a failed backward has left in it would be run by the next backward of this thread, or go
-    with it, after Python has lost sight of that.
+    Tasks of a failed backward would be run by the next backward of this thread, or be freed with
+    the thread, after Python has ended its state.
 
     Args:
         first: made before all else in this thread, so that its backward comes after all else.

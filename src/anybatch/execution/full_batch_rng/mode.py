@@ -1,15 +1,15 @@
 """Dispatch mode in which a micro-batch draws the undivided batch's numbers for its rows.
 
 ``torch.random.fork_rng`` gives a micro-batch the RNG state of the step's start, and then it still
-draws the numbers of the *first* rows, because a generator gives as many as are requested. So every
-draw is made for the full batch, by the same kernel, in the same shape and place in memory, and the
-micro-batch gets its rows. All micro-batches then move the RNG state alike, to where the undivided
-batch would leave it.
+draws the numbers of the *first* rows, because a generator returns as many as are requested. So
+every draw is made for the full batch, by the same kernel, in the same shape and place in memory,
+and the micro-batch gets its rows. All micro-batches then advance the RNG state equally, to that
+after the undivided batch.
 
     RNG at the start ──> mu_0: draw [N, C], keep rows 0..n    ──> RNG as after the full batch
     RNG at the start ──> mu_1: draw [N, C], keep rows n..2n   ──> the same
 
-What is computed again in backward is recognised by the RNG state, which checkpointing restores.
+Recomputation in backward is recognised by the RNG state, which checkpointing restores.
 
 Memory: while a draw is made, there is one of the full batch; it is freed before the next kernel.
 """
@@ -97,8 +97,8 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the forward of a micro-batch, from the RNG state of the step's start.
 
         Raises:
-            UnknownDrawError: something is drawn that has no law yet.
-            NotExactError: it draws what the full batch would not.
+            UnknownDrawError: a draw has no known layout yet.
+            NotExactError: it makes a draw that the full batch would not.
         """
         if not self._on:
             return run()

@@ -78,7 +78,7 @@ def drawn_late(draw: Draw) -> NotExactError:
 
 
 def refuse_scripted(model: nn.Module) -> None:
-    """Refuse a scripted part in training mode: its interpreter lets no draw be looked at.
+    """Refuse a scripted part in training mode: its interpreter does not let a mode intercept draws.
 
     Raises:
         NotExactError: there is one.

@@ -1,8 +1,8 @@
 """A declared loss, followed: each sample's part of it is its own, and the parts add up.
 
-A person says that a loss is a mean over samples, or a sum divided by a count. It is, where the
-gradient of an output row has had a part of its own sample alone, and neither the losses nor that
-gradient change with how many rows come along.
+A user declares that a loss is a mean over samples, or a sum divided by a count. It is, if the
+gradient of an output row depends only on its own sample, and neither the losses nor that gradient
+change with the number of rows.
 
     4 rows    sum of losses a + b + c + d    gradient of rows  a b c d
     3 rows    sum of losses     b + c + d    gradient of rows    b c d
@@ -46,7 +46,7 @@ from anybatch.execution.proof.verdict import (
 COUNTING = "a declared loss must compute the same for any number of samples, and it does otherwise"
 
 Own = Callable[[Any, MicroBatch], Tensor]
-"""Returns what samples are declared to have of their own: losses of shape [n], or their sum."""
+"""Returns the declared losses of single samples: of shape [n], or their sum."""
 
 DECLARED = "the loss is taken as it was declared"
 INSTEAD = "Give the loss without a declaration: it is exact then, in two passes where it must be"
@@ -104,14 +104,14 @@ class _LossCall:
 class DeclaredSizes:
     """Comparison of the calls of a declared loss for numbers of samples, without data.
 
-    It outlives the rows that it was made of: of these it keeps shapes, and what is no tensor.
+    It outlives the rows that it was made of: it stores their shapes, and values without tensors.
 
     Args:
         loss: on output rows.
         rows: of the outputs, as leaves.
         loss_rows: outputs and targets of these rows.
-        values: what Python reads of tensors in a call, in order.
-        shown: nothing else about the loss is in doubt, so what differs is refused.
+        values: Python's reads of tensors in a call, in order.
+        shown: nothing else about the loss is in doubt, so a difference is refused.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class DeclaredSizes:
     def __call__(self, sizes: Sequence[int]) -> Verdict:
         """Compare the calls for the full batch with those for its micro-batches.
 
-        What differs for a single sample leaves a doubt: its kernels may be others.
+        A difference for a single sample leaves a doubt: its kernels may be others.
 
         Args:
             sizes: numbers of samples, the first of which is the full batch.
@@ -206,7 +206,7 @@ class Declared:
             sizes: numbers of samples, the first of which is the full batch.
 
         Raises:
-            GatherError: it calls what is marked by `anybatch.coupled`, and there are no lanes yet.
+            GatherError: it calls a function marked by `anybatch.coupled`, outside of lockstep.
         """
         if all(axis is None for axis in self._layout):
             return Verdict("", ("the outputs hold no samples that a declared loss could be of",))

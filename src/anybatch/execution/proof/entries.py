@@ -1,8 +1,8 @@
 """Check of a declared loss that reads non-tensor rows: the full batch against its micro-batches.
 
-What Python makes of a list (the largest entry, whether a word is among them) leaves no trace in the
-tensors. So the loss is taken of the full batch and of every micro-batch, with the outputs of a few
-rows in place of all, and each row must have the same loss and the same gradient in both.
+Python's computations on a list (the largest entry, whether a word is among them) leave no trace in
+the tensors. So the loss is computed on the full batch and on every micro-batch, with the outputs of
+a few rows in place of all, and each row must have the same loss and the same gradient in both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LISTS = "what a list, a text or an array says of all that it is given"
 PLACES = "the place of a row in the batch, or with how many rows there are"
 
 MOST = 1 << 20
-"""Numbers of outputs and targets that are compared: a look must not take what a step would not."""
+"""Numbers of outputs and targets that are compared: no more memory than a step."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Entries:
         rows of the full batch only.
 
         Args:
-            batch: the whole; None where it is not there, or there is no room to compare.
+            batch: the full one; None if it is unavailable, or memory does not permit to compare.
             micro_batch: samples in a micro-batch.
             counts: the loss asks how many rows there are.
         """

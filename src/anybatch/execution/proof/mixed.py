@@ -1,8 +1,8 @@
 """Outputs without rows that samples have had a part in: none of these may be trained.
 
 An output without rows counts as a constant, the same for every micro-batch. By its value it may be
-one (a gate that is 0) while its gradient is of the samples: `gate * h.mean(0)`. A loss that leaves
-it out is another matter.
+one (a gate that is 0) while its gradient is of the samples: `gate * h.mean(0)`. A loss that does
+not use it is accepted.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Verdict from the masks of a few rows: samples are separate, they meet, or it is undecided.
 
-A model runs on a few rows, and on the last of them alone. Samples meet where an output row has had
-a part of another sample; where the second run finds what the first has left; where a call of batch
-normalisation holds other rows than those that micro-batches would bring to it; and in backward
-where a gradient that is a sum over samples is not used linearly.
+A model runs on a few rows, and on the last of them alone. Samples meet where an output row depends
+on another sample; where the second run reads state of the first; where a call of batch
+normalisation holds other rows than those of micro-batches; and in backward where a gradient that is
+a sum over samples is not used linearly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Verdict:
     """Conclusion from masks: where samples meet, or why it is undecided.
 
     Attributes:
-        meets: where samples meet and what to do, as a sentence; "" where they do not.
+        meets: where samples meet and the remedy, as a sentence; "" where they do not.
         doubts: why that is not shown where they do not; nothing where it is.
     """
 
@@ -81,7 +81,7 @@ class Output(NamedTuple):
         mask: which samples have had a part in it; None where none has.
         origin: where these met; "" where they have not.
         trains: it has a gradient.
-        alike: it was made without samples, and tells no row from another. Default False.
+        alike: it was made without samples, and is equal for all rows. Default False.
     """
 
     path: str
@@ -96,7 +96,7 @@ class Forward:
     """One forward under masks.
 
     Attributes:
-        notes: what was noted on the way.
+        notes: the records of the runs.
         samples: the samples of its rows, in order.
         outputs: of it.
     """
@@ -158,9 +158,9 @@ def _without_refuted(full: Forward, part: Forward) -> Forward:
     """Return the forward of fewer rows without findings that the forward of all rows refutes.
 
     An ``arange`` of the rows has no marks before its length is known. So in the first forwards an
-    order that is undone with it (pack_padded_sequence) stays, and entries that are written to at it
-    may collide. The forward of all rows is followed again with these marks, and decides; of fewer
-    rows samples of an earlier call are still found.
+    order that is undone with it (pack_padded_sequence) remains, and entries that are written to at
+    it may collide. The forward of all rows is traced again with these marks, and decides; the one
+    of fewer rows still finds samples of an earlier call.
     """
     outputs, notes = part.outputs, part.notes
     if notes.mixes_orders and not full.notes.mixes_orders:
@@ -314,7 +314,7 @@ def _regrouped(full: Forward, part: Forward | None) -> list[str]:
     """Return where no samples lie along a dimension that is as long as there are samples.
 
     ``reshape(T, n, C)`` of [n, T, C], where transpose was meant: lines of few rows may each lie in
-    one sample by chance. Where they do not in one of two forwards, their masks tell what meets.
+    one sample by chance. If they do not in one of two forwards, their masks show the samples.
     """
     found = []
     pairs = zip(full.notes.regroups, [] if part is None else part.notes.regroups, strict=False)
