@@ -27,7 +27,7 @@ from anybatch.core.tree import tensors
 from anybatch.core.units import show_bytes
 
 WIDE = 110
-"""Columns of a table that nobody reads on a terminal."""
+"""Columns of a table that are not shown on a terminal."""
 
 ROWS = 2
 """Samples with which a model's kernels are recorded: one may be laid out in another way."""
@@ -41,8 +41,8 @@ class Row:
         layers: their names.
         key: the kernel, and its samples.
         seconds: that torch's own takes.
-        front: what it may be; the last one is the fastest.
-        chosen: what it is.
+        front: possible configurations; the last one is the fastest.
+        chosen: the chosen one.
     """
 
     layers: tuple[str, ...]
@@ -62,7 +62,7 @@ def kernels_of(model: nn.Module, inputs: Tensor) -> KernelRecorder:
     """Record the kernels of a forward and a backward on a few samples; restore all state.
 
     Args:
-        model: in the mode in which it is trained; its buffers are put back.
+        model: in the mode in which it is trained; its buffers are restored.
         inputs: [N, ...], of which the first two samples are taken.
     """
     x = inputs[:ROWS].to(next(model.parameters()).device)
@@ -93,7 +93,7 @@ def rows_of(
     """Return kernels with the configuration chosen for each, in the order in which they run.
 
     Args:
-        found: what was measured of them.
+        found: their measurements.
         recorder: knows their layers.
         costs: knows duels, or fights them, as when kernels are run.
         limit: bytes of workspace for each.

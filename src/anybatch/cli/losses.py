@@ -1,7 +1,7 @@
 """Losses of the command: cross-entropy, binary cross-entropy (BCE), and BCE + Dice loss.
 
-torch has the first two. Dice is a ratio of sums, and what it is for a batch depends on where the
-sums end. Eq. 18 speaks of one ground truth A and one prediction B and does not say how a batch is
+torch has the first two. Dice is a ratio of sums, and its value for a batch depends on the range of
+the sums. Eq. 18 speaks of one ground truth A and one prediction B and does not say how a batch is
 reduced:
 
 - `bce_dice` takes A and B as all pixels of the mini-batch. The samples meet in its sums, so the

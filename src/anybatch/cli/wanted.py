@@ -28,7 +28,7 @@ ONLY_HERE = {
     *("gpus", "speedup", "deadline", "network", "servers", "measure", "timeline"),
     *("convolutions", "picture", "workspace_total", "cache", "json", "html"),
 }
-"""What `plan` takes and `train` does not."""
+"""Options of `plan` that `train` does not have."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
 
     Raises:
         NotExactError: a part of the model is in it, whose reducer would wait for other ranks in
-            every micro-batch, and average what it finds.
+            every micro-batch, and average its gradients.
     """
     if isinstance(model, DistributedDataParallel):
         return unwrapped(model.module)[0], model.process_group
@@ -55,11 +55,11 @@ class RankSession:
     """The ranks of an engine, from step to step.
 
     Args:
-        model: the person's, without DistributedDataParallel.
+        model: the user's, without DistributedDataParallel.
         handle: their process group; None is the one of all ranks, if there is one.
         adaptive: BatchNorm is chosen at every step, by how many samples there are.
         shared_rng: every step begins with the RNG state of rank 0.
-        sharded: makes the model whole for a step; None (default) where it is.
+        sharded: gathers the model for a step; None (default) for an unsharded one.
 
     Attributes:
         global_batch: the batch of the present step, over all ranks.
@@ -136,10 +136,10 @@ class RankSession:
         """Return the batch over all ranks; the RNG state may change.
 
         Args:
-            here: what this rank brings.
+            here: the values of this rank.
             signature: of the batch; steps of one signature run the same collectives.
             named: the parameters, which all ranks must have alike.
-            scale: what gradients are multiplied by. Default 1.
+            scale: factor of the gradients. Default 1.
             hooks: a number that the hooks of the parameters give. Default 0: there are none.
         """
         self._signature = signature, here.lanes, here.coupled

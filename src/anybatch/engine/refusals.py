@@ -49,7 +49,7 @@ def as_function(loss_fn: Any) -> Callable[..., Tensor]:
 def refuse_nested(code: CodeType) -> None:
     """Refuse a step that begins inside another one, in its observer for instance.
 
-    The stack itself is asked: a flag would stay up after an interrupt at the wrong instruction.
+    The stack is searched: a flag would remain set after an interrupt at the wrong instruction.
 
     Args:
         code: that of the calling method.
@@ -77,7 +77,7 @@ def versions_of(leaves: list[Tensor]) -> list[int]:
 def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
     """Refuse a step that wrote to a parameter: later micro-batches used another model.
 
-    What was written cannot be undone here: no copy of the parameters is kept.
+    The write cannot be undone here: no copy of the parameters exists.
     """
     if versions_of(leaves) == versions:
         return
@@ -99,7 +99,7 @@ def refuse_place(device: torch.device, *, outside: bool) -> None:
 
     Args:
         device: of the model; it must have random generators that can be stored.
-        outside: the plan has them leave, and the step is not where they do.
+        outside: the plan offloads them, and the step is outside of that context.
     """
     require_generators(device)
     if outside:

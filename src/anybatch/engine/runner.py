@@ -117,7 +117,7 @@ class Runner:
                 of them. Default 0.
             global_batch: the batch over all ranks; None (default) is one process.
             offload: which saved tensors are offloaded; None (default) where none is.
-            tries: what is kept of it from an earlier plan; None (default) where there was none.
+            tries: limits of an earlier plan; None (default) where there was none.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
@@ -295,7 +295,7 @@ class Runner:
         if step.divided:
             refuse_scripted(self._inputs.model)
         laws = self._laws.setdefault(step.signature, Laws())
-        # An interrupted step has requested laws and learnt none
+        # An interrupted step has requested layouts and learnt none
         # (test_a_ctrl_c_while_draws_are_learnt_leaves_an_engine_that_can_go_on).
         laws.requested.clear()
         modules = {id(module) for module in self._inputs.model.modules()}
@@ -308,7 +308,7 @@ class Runner:
         """Restore all but the observations already made, for a retry at a smaller size.
 
         Raises:
-            SmallerPlanError: what the batch holds when it is divided was not forecast.
+            SmallerPlanError: the bytes of the divided batch were not forecast.
         """
         put_back_moved(before.buffers)
         was_undivided = not step.divided
@@ -431,7 +431,7 @@ class Runner:
             compare_new_sizes(step)
 
     def _forget(self, step: Step) -> None:
-        """Have the model looked at again, as it was when the step began."""
+        """Have the model inspected again, in its state at the beginning of the step."""
         del self._traits[step.signature]
         step.global_batch.again(coupled=False)
         step.begin_again()

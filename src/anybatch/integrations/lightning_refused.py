@@ -20,7 +20,7 @@ from anybatch.errors import NotExactError, NotYetError
 
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 LINE = "self.manual_backward(full_batch_loss(self, self.my_loss, batch))"
-"""What to paste in a training_step with manual optimisation."""
+"""Lines to paste in a training_step with manual optimisation."""
 
 
 def refuse_trainer(trainer: Any, module: Any) -> None:

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from anybatch.lockstep.coupled import coupled
 
 NAME = "load_balancing_loss_func"
-"""What the function is called wherever it is."""
+"""Name of the function in every module."""
 
 TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
-"""What it takes. Another one of the same name is left alone, and so refused."""
+"""Its parameters. Another one of the same name is not replaced, and so refused."""
 
 
 @contextmanager

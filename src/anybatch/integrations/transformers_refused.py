@@ -17,14 +17,14 @@ WAY_OUT = (
     "coupled(lambda value: 0.1 * value)(weight.square().sum()), or leave the labels out of "
     "the batch and pass compute_loss_func=, which is exact for every loss"
 )
-"""What helps where a model's own loss is not known."""
+"""Remedy for a model's own loss that is not recognised."""
 
 
 def refuse_arguments(args: Any) -> None:
     """Refuse training arguments that conflict with the engine's decisions, or are untested.
 
     Raises:
-        ValueError: the batch size would be changed behind the person's back.
+        ValueError: the batch size would be changed silently.
         NotYetError: not possible today.
     """
     if args.auto_find_batch_size:
@@ -74,7 +74,7 @@ SKIPPED = {
         "override _prepare_inputs instead",
     ),
 }
-"""Methods that transformers calls in a step and this Trainer does not: why, and what to do."""
+"""Methods that transformers calls in a step and this Trainer does not: reason and remedy."""
 
 
 class Overrides:

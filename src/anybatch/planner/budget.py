@@ -1,6 +1,6 @@
 """The bytes that a step may hold: the default, and the error where they are too few.
 
-A budget counts what the step's own tensors hold already, and all that the step allocates.
+A budget includes the existing tensors of the step, and all that the step allocates.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def on_cuda(
 ) -> Forecast:
     """Return the forecast plus the workspace and the other tensors of CUDA's allocator.
 
-    Workspace is measured at one sample, at few, and at the most that fit: what kernels take for few
-    samples is not what more need. Only what fits is run. Where nothing does, or memory runs out, it
-    is that of cuBLAS as it is assumed of a device that is not there.
+    Workspace is measured at one sample, at few, and at the most that fit: kernels use other
+    workspaces for few samples than for more. Only sizes that fit are run. If none does, or memory
+    runs out, it is that of cuBLAS as assumed for a device that is not there.
 
     Args:
         found: without them.

@@ -2,7 +2,7 @@
 
     gradients set aside │ hooks of parameters off │ what modules keep is noted │ the step │ all back
 
-Fakes are thrown away, so of these only what forward keeps elsewhere is put back.
+Fakes are discarded, so only state that forward stores outside of them is restored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def unharmed(case: Case, rows: int, *, writes: bool) -> Case:
 
 
 def own_rows(case: Case, rows: int) -> TensorBatch:
-    """Return the first rows as copies, but for leaves that receive a gradient."""
+    """Return the first rows as copies, except leaves that receive a gradient."""
     pair = (case.rows.inputs, case.rows.targets)
     count = min(rows, case.rows.size)
     with case.mode():
@@ -63,7 +63,7 @@ def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
         undivided: the batch is not divided, so BatchNorm is torch's own. Default False.
 
     Raises:
-        LossError: the loss draws from an iterator, which cannot be put back.
+        LossError: the loss draws from an iterator, which cannot be restored.
     """
     if case.state is not None and case.state.iterators:
         raise LossError(

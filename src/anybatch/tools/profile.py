@@ -1,7 +1,7 @@
 """`profile`: a real training loop, a few steps of it, and where its time goes.
 
 The loop is run as it would be, with its loader, its engine and its optimizer
-(`anybatch.tools.watched`), and everything is put back.
+(`anybatch.tools.watched`), and all state is restored.
 
 Source: Zou et al. (the guide), sections 2.1 and 3.2: "profile the training program for a couple of
 epochs".
@@ -75,8 +75,8 @@ def profile(
     Raises:
         ValueError: `steps` is less than 1, `enough` is finite over ranks, or `loader` yields
             nothing.
-        NotYetError: the optimizer's state is offloaded, it steps with a closure, or a parameter
-            is lazy.
+        NotYetError: the optimizer's state is offloaded, its step needs a closure, or a parameter is
+            lazy.
         AnybatchError: `Engine.backward` would raise it.
 
     Example:
@@ -131,7 +131,7 @@ def step_seconds(
 
     Args:
         engine: with a plan.
-        optimizer: whose parameters are put back; None where there is none.
+        optimizer: whose parameters are restored; None where there is none.
         inputs: of the mini-batch.
         targets: of the mini-batch.
     """

@@ -1,8 +1,8 @@
 """Record of a run folder for a page: its files read again, and notes on missing ones.
 
-A report is made at the end of a run, and whenever somebody asks for it: of a run that is going on,
-of one that was killed, of one that an older version wrote. So only config.json must be there; of
-everything else the page says what it lacks.
+A report is made at the end of a run, and at any time on request: of a run in progress, of one that
+was killed, of one that an older version wrote. So only config.json must exist; the page lists all
+other missing parts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Section of a page on the gain from more GPUs.
 
-A plan with a goal has foreseen them. A training has not, but it has taken steps: Lemma
-3.1 says from these alone what more GPUs could bring at most.
+A plan with a goal has predicted them. A training has not, but it has run steps: Lemma 3.1 bounds
+the gain by more GPUs from these only.
 """
 
 from __future__ import annotations
