@@ -137,7 +137,9 @@ def chooser_of(
     except StoreError as error:
         if cache is not True:
             raise
-        warnings.warn(f"{error}. It is forgotten with this process now", stacklevel=3)
+        warnings.warn(
+            f"{error}. The measurements are not stored and end with this process", stacklevel=3
+        )
         costs = Costs(seconds=seconds, tell=tell)
     return Chooser(found, costs, seconds)
 

@@ -72,8 +72,8 @@ class Costs:
                 file.execute(TABLE)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
-                f"what convolutions cost is kept in a file that can be written, and {path} cannot "
-                f"({error}): name another one, or give cache=False"
+                "measurements of convolutions must be stored in a file that can be written, and "
+                f"{path} cannot ({error}): name another one, or give cache=False"
             ) from error
 
     def parts(
@@ -140,7 +140,7 @@ class Costs:
     def _lost(self, error: sqlite3.Error) -> None:
         """Go on without the file."""
         warnings.warn(
-            f"what convolutions cost is not kept in {self._path} from here on ({error})",
+            f"measurements of convolutions are no longer stored in {self._path} ({error})",
             stacklevel=2,
         )
         self._path = None

@@ -113,17 +113,16 @@ def parse_device(text: str) -> AbsentDevice | None:
         return None
     if device_type != CUDA:
         raise ValueError(
-            f"a device that is not there must be a CUDA device with the size of its memory, such "
-            f'as "cuda:24GiB", and it is {text!r}: write it like that; a device of another type '
-            "has no size, so name its type alone, and give memory="
+            "a device that is not there must be a CUDA device with the size of its memory, such "
+            f'as "cuda:24GiB", and it is {text!r}: write it like that; for a device of another '
+            "type name only the type, and give memory="
         )
     try:
         return AbsentDevice(size, parse_bytes(size, "device"))
     except (TypeError, ValueError):
         raise ValueError(
-            'the size of a device must be bytes such as in "cuda:24GiB", and it is '
-            f"{size!r} in {text!r}: write it like that; one that is there has an index, as in "
-            "cuda:0"
+            f'the size of a device must be bytes such as in "cuda:24GiB", and it is {size!r} in '
+            f"{text!r}: write it like that; a device of this machine has an index, as in cuda:0"
         ) from None
 
 

@@ -311,8 +311,8 @@ class Accelerator:
 
     def _silent(self, device: torch.device) -> NotYetError:
         return NotYetError(
-            f"memory= must be given where a device does not say what is free, and it is None on "
-            f'{device}: give memory="4GiB", or what the device has'
+            "memory= must be given where a device does not report its free memory, and it is None "
+            f'on {device}: give memory="4GiB", or the memory of the device'
         )
 
     def random_state(self, device: torch.device) -> Tensor:
@@ -401,7 +401,7 @@ class Host(Accelerator):
             NotYetError: always.
         """
         del device, values
-        raise NotYetError(f"{name} must be asked of an accelerator, and this is the host")
+        raise NotYetError(f"{name} must be called for an accelerator, and this is the host")
 
     def choose(self, device: torch.device) -> None:
         """Do nothing."""

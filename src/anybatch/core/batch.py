@@ -119,14 +119,14 @@ def made_up(batch: Batch, size: int) -> MicroBatch:
     """
     if not isinstance(batch, TensorBatch):
         raise BatchError(
-            "a rank without samples must know what they look like, and its LazyBatch holds none: "
-            "pass tensors of shape [0, ...]"
+            "a rank without samples must know their shapes, and its LazyBatch holds none: pass "
+            "tensors of shape [0, ...]"
         )
     for path, leaf in tree.leaves(batch.inputs, "inputs"):
         if isinstance(leaf, tree.ENTRIES):
             raise BatchError(
-                f"a rank without samples must know what they look like, and {path} is a list of "
-                "none: pass tensors of shape [0, ...]"
+                f"a rank without samples must know their shapes, and {path} is an empty list: pass "
+                "tensors of shape [0, ...]"
             )
     rows = tree.map_tensors(
         lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, batch.inputs
@@ -283,8 +283,8 @@ def collated(item: Any, items: int, numbers: dict[str, Any], *, paired: bool) ->
     size = tree.batch_size(**named)
     if size != items:
         raise BatchError(
-            f"collate_fn must give as many rows as it was given items: {items} "
-            f"items became {size} rows. Drop samples from indices=, not in collate_fn"
+            f"collate_fn must return as many rows as items, and it made {size} rows of {items} "
+            "items. Drop samples from indices=, not in collate_fn"
         )
     inputs = tree.marked(inputs, size, "inputs", arguments=True)
     targets = tree.marked(targets, size, "target")

@@ -76,9 +76,9 @@ def refuse_missing(error: AttributeError, found: set[Hung]) -> None:
     at = next((at for at, name in sorted(found) if name == error.name), None)
     if at is not None and isinstance(error.obj, Tensor):
         raise LossError(
-            "what a loss or a model reads must be in the tensors that it is given, and "
-            f"{at}.{error.name} is an attribute, which rows of a split batch do not have: return "
-            f"or pass it beside {at}, in a tuple or a mapping"
+            f"a loss or a model must read only its tensors, and {at}.{error.name} is an attribute, "
+            f"which rows of a split batch do not have: return or pass it with {at}, in a tuple or "
+            "a mapping"
         ) from error
 
 

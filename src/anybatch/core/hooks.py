@@ -185,7 +185,7 @@ def refuse_registered(leaves: Iterable[Any]) -> None:
             raise NotExactError(
                 "hooks on parameters must be registered before a step, and one was registered "
                 f"during it on a parameter of shape {tuple(leaf.shape)}, which each micro-batch "
-                "would do again: register it once, outside of forward"
+                "would repeat: register it once, outside of forward"
             )
 
 

@@ -51,8 +51,8 @@ def refuse_scaled(optimizer: Any) -> None:
     """
     if getattr(optimizer, "scaler", None) is not None:
         raise NotExactError(
-            "step() must be the optimizer's own when its state leaves, and accelerate has put it "
-            "aside for a loss scaler: call offload_states() on the optimizer, and then "
+            "step() must be the optimizer's own when its state is offloaded, and accelerate has "
+            "replaced it for a loss scaler: call offload_states() on the optimizer, and then "
             "accelerator.prepare(...)"
         )
 
@@ -98,9 +98,9 @@ class Prepared:
         if steps != 1:
             raise ValueError(
                 "with an engine a step is one batch already, and "
-                f"Accelerator(gradient_accumulation_steps={steps}) leaves optimizer.step() out in "
-                f"all but one of {steps}: leave it out, and make the loader's batch_size as large "
-                "as the optimisation wants"
+                f"Accelerator(gradient_accumulation_steps={steps}) skips optimizer.step() in all "
+                f"but one of {steps}: leave it out, and make the loader's batch_size as large as "
+                "the optimisation wants"
             )
 
 
@@ -110,7 +110,7 @@ def _refuse_foreign(model: nn.Module, optimizer: Any) -> None:
         library = FOREIGN.get(cls.__module__.partition(".")[0])
         if library is not None:
             raise NotYetError(
-                f"an engine runs backward itself, and {cls.__name__} of {library} does that in "
-                "its own way: give Accelerator no such plugin; DistributedDataParallel and FSDP2 "
-                "(fully_shard) are known"
+                f"an engine runs backward itself, and {cls.__name__} of {library} does that in its "
+                "own way: give Accelerator no such plugin; DistributedDataParallel and FSDP2 "
+                "(fully_shard) are supported"
             )

@@ -36,7 +36,9 @@ def start(thread: threading.Thread) -> None:
         try:
             mmap.mmap(-1, _stack() + FRAMES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError as error:
-            raise MemoryError("a thread that is to begin needs a stack, and more") from error
+            raise MemoryError(
+                "there is no memory for the stack and the first frame of a new thread"
+            ) from error
     thread.start()
 
 

@@ -132,9 +132,9 @@ def batch_size(*, least: int = 1, **trees: Any) -> int:
     if len(sizes) > 1:
         listed = ", ".join(f"{path}: {size}" for path, size in rows.items())
         raise BatchError(
-            f"all tensors of a batch must have the same first dimension, and these differ: "
-            f"{listed}. Make what belongs to no sample a 0-dim tensor, a number, or part of the "
-            "model or the loss; pad and stack tensors of one sample each: torch.stack(...)"
+            "all tensors of a batch must have the same first dimension, and these differ: "
+            f"{listed}. Make values that belong to no sample a 0-dim tensor, a number, or part of "
+            "the model or the loss; pad and stack tensors of one sample each: torch.stack(...)"
         )
     size = sizes.pop()
     if size < least:
@@ -359,15 +359,15 @@ def check_constant(path: str, one: Any, other: Any) -> None:
             differ = f"has other values in one micro-batch than in another ({first} in both)"
         loss = isinstance(one, Tensor) and one.is_floating_point() and path.startswith("outputs")
         raise BatchError(
-            f"what has no rows must be the same in every micro-batch, and {path} {differ}: it "
+            f"values without rows must be the same in every micro-batch, and {path} {differ}: it "
             "depends on the samples, so return one value a sample, in a tensor of shape [n]"
             + (OF_MODEL if loss and not one.dim() else "")
         )
 
 
 OF_MODEL = (
-    "; or, where it is the loss, return it alone, first, or by the name loss, and give no loss_fn: "
-    "Engine(model)"
+    "; or, if it is the loss, return only it, or return it first, or by the name loss, and give "
+    "no loss_fn: Engine(model)"
 )
 
 
@@ -456,8 +456,8 @@ def _check_sliceable(path: str, tensor: Tensor) -> None:
         )
     if tensor.grad_fn is not None:
         raise BatchError(
-            f"{path} has a graph behind it, which can be walked only once and would be needed by "
-            "every micro-batch: detach() it, or move the part that made it into the model"
+            f"{path} has an autograd graph, which can run backward only once and would be needed "
+            "by every micro-batch: detach() it, or move its computation into the model"
         )
 
 

@@ -51,7 +51,9 @@ WORDS = {
     "every rank",
     "form": "train parameters of the same names, shapes and dtypes, in the same order, the same of "
     "them frozen, and {}: build model, loss and optimizer alike on every rank",
-    "order": "step the same engines in the same order, and {}: make and call them alike",
+    "order": (
+        "step the same engines in the same order, and {}: create and call them in the same order"
+    ),
     "values": "begin with the same parameters, and {}: seed every rank alike before the model is "
     "built, load the same checkpoint, or use DistributedDataParallel, which sends those of rank 0",
     "hooks": "have hooks on the same parameters, which get the gradient of all ranks on each, and "

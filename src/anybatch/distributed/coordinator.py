@@ -281,8 +281,8 @@ class Coordinator:
         expected, at = self._expected, len(self.script)
         if expected is not None and (at >= len(expected) or expected[at] != coming):
             raise OffScriptError(
-                "every rank must go through the same layers where samples meet, step for step, "
-                "and this one takes another path than in an earlier step of this kind of batch. "
+                "every rank must reach the same barriers (layers where samples meet) in every "
+                "step, and this one takes another path than in an earlier step of this signature. "
                 'Use batchnorm="local"'
             )
 
@@ -308,8 +308,8 @@ class Coordinator:
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
         if all(place.startswith(SUMS) for place in places):
             raise LockstepError(
-                f"every rank must know the same parameters, and {said}: a rank without samples "
-                "does not see those that only the loss holds. Give Engine the optimizer that "
+                f"every rank must find the same parameters, and {said}: a rank without samples "
+                "cannot find those that only the loss holds. Give Engine the optimizer that "
                 "trains them (optimizer=)"
             )
         raise LockstepError(
@@ -367,15 +367,15 @@ def _tell(coordinator: Coordinator, error: BaseException) -> None:
         with coordinator.shielded():
             coordinator.fail("failed", f"{type(error).__name__}: {error}")
     except (RankError, RanksAgainError) as other:
-        error.add_note(f"and while the other ranks were told: {other}")
+        error.add_note(f"and while the other ranks were informed: {other}")
 
 
 def _failures(statuses: list[tuple[Status, str]]) -> str:
     failed = [(rank, said) for rank, (status, said) in enumerate(statuses) if status == "failed"]
     words = "; ".join(f"rank {rank}: {said}" for rank, said in failed)
     return (
-        f"all ranks must make a step, and {len(failed)} of {len(statuses)} failed ({words}): "
-        "no rank has made it, and everything is as it was before"
+        f"all ranks must make a step, and {len(failed)} of {len(statuses)} failed ({words}): no "
+        "rank has made it, and all state is restored"
     )
 
 

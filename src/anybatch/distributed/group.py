@@ -86,7 +86,7 @@ class Group:
         """
         if self.broken:
             raise RankError(
-                "all ranks must be there, and one was lost in an earlier step: start all again, "
+                "all ranks must be alive, and one was lost in an earlier step: start all again, "
                 "from the last checkpoint"
             )
         self._incident += 1
@@ -191,9 +191,9 @@ class Group:
         gone = self._gone()
         who = ", ".join(f"rank {rank}" for rank in gone) or "a rank"
         return RankError(
-            f"all ranks must stay until the step ends, and {who} of {self.size} is gone "
-            f"({_first_line(error)}): nothing of this step was kept. Look at its log, and start "
-            "all again from the last checkpoint"
+            f"all ranks must be alive until the step ends, and {who} of {self.size} is gone "
+            f"({_first_line(error)}): this step was undone. Read its log, and start all again from "
+            "the last checkpoint"
         )
 
     def _gone(self) -> list[int]:

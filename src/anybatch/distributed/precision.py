@@ -32,8 +32,8 @@ def policies_of(modules: Modules) -> dict[str, Any]:
         return {path: _state(module)._mp_policy for path, module in modules}
     except AttributeError as error:
         raise NotYetError(
-            "the precision of a sharded model must be known, and this version of torch does not "
-            f"tell it ({error}): use one from 2.11 to 2.13"
+            "the precision policy of a sharded model must be readable, and in this version of "
+            f"torch it is not ({error}): use one from 2.11 to 2.13"
         ) from error
 
 

@@ -286,8 +286,9 @@ class Ranks:
         """
         if self._ending:
             raise RankError(
-                "memory must last until a step has ended on all ranks, and it ran out on this one "
-                "after the gradients had been summed: give less memory= or a smaller micro_batch"
+                "memory must suffice until a step has ended on all ranks, and it ran out on this "
+                "one after the gradients had been summed: give less memory= or a smaller "
+                "micro_batch"
             )
         if self._shared or self.sending or coupled or others:
             self._coordinator.fail("coupled" if coupled else "smaller")

@@ -49,7 +49,7 @@ def same_rng(coordinator: Coordinator, devices: Sequence[torch.device]) -> None:
     first, own_types = [of(n).type for n, _ in state.devices], [d.type for d in devices]
     if first != own_types:
         raise RankError(
-            'with rng="batch" all ranks must draw on devices of one kind, and the model of rank '
+            'with rng="batch" all ranks must draw on devices of one type, and the model of rank '
             f"{LEADER} is on {_listed(first)}, that of this rank on {_listed(own_types)}: move the "
             "models alike"
         )
@@ -66,7 +66,7 @@ def different_draws(first: int, others: Sequence[int]) -> NotExactError:
     ranks = ", ".join(f"rank {rank}" for rank in others)
     return NotExactError(
         f'with rng="batch" every rank must draw as often as the others, and {ranks} and rank '
-        f"{first} have left the random generators in different places: what is drawn depends on "
-        "the samples, or loss, observe or the loading of samples draws on some ranks only. Use "
+        f"{first} have left the random generators in different states: the draws depend on the "
+        "samples, or loss, observe or the loading of samples draws on some ranks only. Use "
         'rng="micro_batch"'
     )

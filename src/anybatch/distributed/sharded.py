@@ -65,9 +65,9 @@ def sharded_of(model: nn.Module) -> Sharded | None:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if is_spread(tensor):
                 raise NotYetError(
-                    "parameters must be whole on every rank or sharded by fully_shard, and "
+                    "parameters must be unsharded on every rank or sharded by fully_shard, and "
                     f"{_name(path, name)} is a DTensor that fully_shard has not made: tensor "
-                    "parallel models are not there yet"
+                    "parallel models are not supported yet"
                 )
     return None
 
@@ -189,8 +189,8 @@ class Sharded:
             to, total = place[id(shard)], totals[at]
             if sums[to][1] is not None:
                 raise LossError(
-                    "a loss must take parameters from the model, where they are whole during a "
-                    "step, and it used a sharded one that was kept from before: write "
+                    "a loss must read parameters from the model, where they are gathered during a "
+                    "step, and it used a sharded one that it held from before: write "
                     "model.layer.weight inside of the loss"
                 )
             totals[at] = None
@@ -225,8 +225,9 @@ def refuse_unknown(name: str, shard: Any, group: Group | None) -> None:
     kinds = [type(placement).__name__ for placement in shard.placements]
     if kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
         raise NotYetError(
-            "a parameter must be spread over one dimension of a mesh, and copied over another at "
-            f"most, and {name} is {shard.placements}: tensor parallel models are not there yet"
+            "a parameter must be sharded over one dimension of a mesh, and replicated over "
+            f"another at most, and {name} is {shard.placements}: tensor parallel models are not "
+            "supported yet"
         )
     ranks = sorted(shard.device_mesh.mesh.flatten().tolist())
     every = [0] if group is None else dist.get_process_group_ranks(group.handle)
@@ -242,14 +243,14 @@ def refuse_unknown(name: str, shard: Any, group: Group | None) -> None:
         )
     if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
         raise NotExactError(
-            f"a sharded parameter must have no hooks, and {name} has one, which the whole "
+            f"a sharded parameter must have no hooks, and {name} has one, which the gathered "
             "parameter of a step would not call: remove it, and do its work after engine.backward"
         )
     before = shard.grad
     if before is not None and getattr(before, "placements", None) != shard.placements:
         raise NotExactError(
-            f"a gradient must be spread as its parameter is, and that of {name} is not: "
-            "call optimizer.zero_grad()"
+            f"a gradient must be sharded as its parameter is, and that of {name} is not: call "
+            "optimizer.zero_grad()"
         )
 
 

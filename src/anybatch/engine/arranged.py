@@ -154,7 +154,7 @@ class Arranger:
             if signature.most:
                 error.add_note(
                     f"undivided, {show_samples(signature.size)} were predicted to fit, and memory "
-                    "ran out: something else than the tensors of the step holds it"
+                    "ran out: other memory than the tensors of the step is in use"
                 )
             raise
 

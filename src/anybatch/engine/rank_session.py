@@ -43,10 +43,9 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise NotExactError(
-                "DistributedDataParallel must be around the whole model that an engine is given, "
-                f"where it is taken off, and {path} inside of the model is in it: give the engine "
-                "what is inside of that (its .module, accelerator.unwrap_model), since it sums "
-                "gradients over ranks itself"
+                "DistributedDataParallel must wrap the full model of an engine, which unwraps it, "
+                f"and it wraps {path} inside of the model: pass the unwrapped module (its .module, "
+                "accelerator.unwrap_model), since the engine sums gradients over ranks itself"
             )
     return model, None
 
@@ -206,8 +205,8 @@ def several(handle: Any = None) -> bool:
     world = os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_torchelastic_launched() and world != "1":
         raise RankError(
-            f"the {world} processes that were started together must know each other, and no "
-            'process group is there: call torch.distributed.init_process_group("gloo"), or "nccl" '
-            "on CUDA, before the first step"
+            f"the {world} processes that were started together must have a process group, and "
+            'there is none: call torch.distributed.init_process_group("gloo"), or "nccl" on CUDA, '
+            "before the first step"
         )
     return False

@@ -476,7 +476,7 @@ class Runner:
         self.refuse_division(modules)
         if step.global_batch.several and isinstance(self._inputs.loss, Algorithm1):
             raise NotExactError(
-                "Algorithm 1 to the letter knows one process, and there are several: leave "
+                "Algorithm 1 to the letter is for one process, and there are several: leave "
                 "Loss.algorithm1 out"
             )
         traits, local = self._current_traits(step, modules), self._inputs.batchnorm == "local"

@@ -59,9 +59,13 @@ def as_it_was(
             with torch.no_grad():
                 failures += [failed for step in steps if (failed := _tried(step)) is not None]
         if failures:
-            found = raised or RuntimeError("what tried steps have moved could not be put back")
+            found = raised or RuntimeError(
+                "the state that tried steps changed could not be restored"
+            )
             for failure in failures:
-                found.add_note(f"and what was tried could not be put back: {failure}")
+                found.add_note(
+                    f"and the state before the tried steps could not be restored: {failure}"
+                )
             if raised is None:
                 raise found
 
@@ -83,8 +87,8 @@ def restorer(one: Any) -> Back:
     if isinstance(one, Tensor):
         if one.is_meta:
             raise NotYetError(
-                "all that a step moves is put back, and a tensor of the optimizer's state waits "
-                "elsewhere: bring it back first"
+                "a step must be able to restore all that it changes, and a tensor of the "
+                "optimizer's state is offloaded: bring it back first"
             )
         return partial(_values_back, one, local(one).detach().to("cpu", copy=True))
     if isinstance(one, dict):

@@ -122,9 +122,9 @@ class ForwardBuffers:
         ]
         if moved:
             raise NotExactError(
-                "a buffer must not move in backward where a loss is taken of all outputs at once, "
-                f"and these do: {', '.join(moved)} (a checkpoint runs forward again). Take the "
-                "modules that own them out of the checkpoint, call eval() on them, or give "
+                "a buffer must not move in backward where a loss is computed on all outputs at "
+                f"once, and these do: {', '.join(moved)} (a checkpoint runs forward again). Take "
+                "the modules that own them out of the checkpoint, call eval() on them, or give "
                 "micro_batch >= the batch size"
             )
 
@@ -194,9 +194,9 @@ class ForwardBuffers:
 def _meets(paths: list[str]) -> NotExactError:
     return NotExactError(
         "a buffer must not depend on the samples of a micro-batch, and these do: "
-        f"{', '.join(paths)}. A queue or a moving average of samples is to be updated after the "
-        "step, from what forward returns (engine.backward's `observe` sees it): split forward in "
-        "two. Or call eval() on the modules that own them, or give micro_batch >= the batch size"
+        f"{', '.join(paths)}. Update a queue or a moving average of samples after the step, from "
+        "the outputs of forward (engine.backward's `observe` sees it): split forward in two. Or "
+        "call eval() on the modules that own them, or give micro_batch >= the batch size"
     )
 
 

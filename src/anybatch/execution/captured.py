@@ -83,10 +83,10 @@ class CapturedSamples(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             if self.found is not None:  # an error of shapes follows from it
                 raise LossError(
-                    f"a coupled function must be given the rows that it computes with, and {name} "
-                    f"reads a tensor of shape {self.found} which forward has made of some of the "
-                    "samples (through a closure or an attribute): pass the rows as an argument, "
-                    "and compute means, counts and the like inside of the function"
+                    "a coupled function must get the rows that it computes with as arguments, and "
+                    f"{name} reads a tensor of shape {self.found} which forward has made of some "
+                    "of the samples (through a closure or an attribute): pass the rows as an "
+                    "argument, and compute means, counts and the like inside of the function"
                 )
 
 

@@ -44,18 +44,18 @@ COMPARED_BYTES = 2**29
 FINE, DRAWS, MEETS, COUNTS, MOVES, UNKNOWN = "", "draws", "meets", "counts", "moves", "unknown"
 
 MEETING = (
-    "samples must not meet in collate_fn when the batch is split, and it makes other rows of the "
-    "same items when others come with them: normalise by fixed numbers, and compute what compares "
-    "or counts samples in the model or the loss, or give micro_batch >= the batch size"
+    "samples must not meet in collate_fn when the batch is split, and its rows for the same items "
+    "differ with the other items: normalise by fixed numbers, and compute what compares or counts "
+    "samples in the model or the loss, or give micro_batch >= the batch size"
 )
-ANOTHER = "collate_fn was another one in too many steps to compare each"
-LARGER = "the batch is larger than what collate_fn was given at once to compare it"
+ANOTHER = "collate_fn was replaced in too many steps to compare each"
+LARGER = "the batch has more items than collate_fn was compared on"
 DOUBTS = {
     FINE: (),
     DRAWS: ("collate_fn makes other rows of the same items each time",),
     COUNTS: ("collate_fn gives another number with more items than with fewer",),
     MOVES: ("each call of collate_fn moves a number that it may compute with",),
-    UNKNOWN: ("what collate_fn makes of some items could not be compared with fewer of them",),
+    UNKNOWN: ("the rows of collate_fn could not be compared with those of fewer items",),
 }
 
 Cuts = tuple[int, ...]

@@ -85,6 +85,6 @@ class Encoders(nn.Module):
         names = list(self.encoders)
         came = ", ".join(map(repr, inputs)) or "nothing"
         return BatchError(
-            f"inputs must go by the names of the encoders, {', '.join(map(repr, names))}, and "
-            f"{came} came: engine.backward({{{names[0]!r}: ...}})"
+            f"inputs must go by the names of the encoders, {', '.join(map(repr, names))}, and the "
+            f"inputs are {came}: engine.backward({{{names[0]!r}: ...}})"
         )

@@ -139,9 +139,9 @@ class Gradients:
         # The version shows a write in place (test_an_observer_that_changes_gradients_is_refused).
         if any(one is not other or n != m for (one, n), (other, m) in pairs):
             raise NotExactError(
-                "gradients must stay while micro-batches run, and what observe= calls changes "
-                ".grad (zero_grad, backward, clipping), in which those of the micro-batches before "
-                "are summed: do that before or after engine.backward"
+                "gradients must not change while micro-batches run, and observe= changes .grad "
+                "(zero_grad, backward, clipping), in which those of earlier micro-batches are "
+                "summed: do that before or after engine.backward"
             )
 
     def restart(self) -> None:

@@ -78,14 +78,13 @@ ODD = 3
 """Rows of the second forward: lines of 4 and of 2 in 4 or 8 tokens hold one sample each."""
 
 
-SOMEWHERE = "what no attribute of the model names"
+SOMEWHERE = "a tensor that no attribute of the model names"
 
 OWN = "a backward that is not torch's own"
 OTHER_IN_HALVES = (
-    "the gradient of a row must be the same whatever rows come with it when the batch is split, "
-    "and it is another for some rows at once than for their halves: a hook or an autograd.Function "
-    "computes with the number or the place of rows. Let it treat each row by itself, or "
-    f"{UNDIVIDED}"
+    "the gradient of a row must not depend on the other rows when the batch is split, and it "
+    "differs between some rows at once and their halves: a hook or an autograd.Function computes "
+    f"with the number or the place of rows. Let it treat each row by itself, or {UNDIVIDED}"
 )
 
 
@@ -156,7 +155,7 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     before.put_back()
     step.buffers.restart()
     if _lists(full.inputs):
-        one.doubt("forward is given rows that are no tensors, which cannot be followed")
+        one.doubt("inputs of forward have rows that are no tensors, which cannot be followed")
     if one.guard.own_rng:
         one.doubt("forward draws from a generator of its own")
     if step.calls is not None and step.calls.iterators:
@@ -353,7 +352,7 @@ class _Inspection:
             return
         name = others[0].name
         if self._step.budgeted:
-            self.doubt(f"no room to see whether a call computes with what it puts into {name}")
+            self.doubt(f"no memory to test whether a call computes with its own write to {name}")
             return
         step = self._step
         rng.put_back()
@@ -385,7 +384,7 @@ class _Inspection:
         if not places:
             return
         (path, _), step = places[0], self._step
-        doubt = f"rows are padded to the longest of those that come along in {path}"
+        doubt = f"rows are padded to the longest of the micro-batch in {path}"
         if step.budgeted or self._every is not None:  # statistics are of the padding, too
             self.doubt(doubt)
             return
@@ -414,7 +413,7 @@ class _Inspection:
             return
         name = next((name for name, _ in self._left[-1].values()), SOMEWHERE)
         if self._step.budgeted:
-            self.doubt(f"no room to see whether a call computes with what is left in {name}")
+            self.doubt(f"no memory to test whether a call computes with the contents of {name}")
             return
         outside, outline = sys.exception(), self._outline
         try:
@@ -473,7 +472,7 @@ class _Inspection:
             return
         if self._step.budgeted:  # three outputs were not foreseen
             self._lengths = {}
-            self.doubt("no room to follow again numbers that are as long as there are samples")
+            self.doubt("no memory to follow again numbers that are as long as there are samples")
             return
         self._fewer = part.size
         self._runs.pop(0)
@@ -553,7 +552,7 @@ class _Inspection:
             return
         full, _ = two_sizes(step, most=self._most)
         if step.budgeted and full.size > step.micro_batch:
-            self._doubts += ("no room to follow a backward that is not torch's own",)
+            self._doubts += ("no memory to follow a backward that is not torch's own",)
             return
         refuse_registered(step.model.parameters())
         inputs = tree.map_tensors(halves.leaf_of, full.inputs)
@@ -778,8 +777,8 @@ def _axis(path: str, a: Tensor, b: Tensor, n: int, m: int) -> int | None:
     if len(changed) > 1:
         raise NotExactError(
             f"samples must not meet inside the model when the batch is split, and {path} has shape "
-            f"{grown}: compute what compares samples in the loss, and pad what is as long as the "
-            "longest row to a length that all micro-batches have (pad_packed_sequence(..., "
+            f"{grown}: compare samples in the loss, and pad tensors as long as the longest row to "
+            "a length that all micro-batches have (pad_packed_sequence(..., "
             "total_length=x.shape[1]))"
         )
     raise BatchError(
@@ -881,12 +880,12 @@ def _refuse_meeting(
     last = row_mismatch(fewer, again, layout, part.size, _computed(step), turned=False)
     if last is None:
         raise NotExactError(
-            f"samples must not meet inside the model when the batch is split, and {mismatch} when "
-            "other rows come with them (anybatch.check names the module). Give micro_batch >= the "
+            f"samples must not meet inside the model when the batch is split, and {mismatch} with "
+            "other rows in the batch (anybatch.check names the module). Give micro_batch >= the "
             "batch size"
         )
     raise NotExactError(
-        f"forward must give the same when it is called again, and {mismatch} from call to call: it "
-        "keeps state in plain attributes, which every micro-batch would move. Register it as a "
+        f"forward must return the same when it is called again, and {mismatch} from call to call: "
+        "it keeps state in plain attributes, which every micro-batch would move. Register it as a "
         "buffer, or give micro_batch >= the batch size"
     )

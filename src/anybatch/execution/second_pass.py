@@ -90,9 +90,9 @@ class Backwards:
             if fingerprint is not None and micro.fingerprint() != fingerprint:
                 raise NotReproducibleError(
                     "both passes over a lazy batch must load the same samples, and the second "
-                    "loaded others: draw augmentations from torch's, numpy's or random's global "
-                    "generator, or declare the loss by Loss.per_sample or Loss.ratio, which needs "
-                    "one pass"
+                    "loaded other ones: draw augmentations from torch's, numpy's or random's "
+                    "global generator, or declare the loss by Loss.per_sample or Loss.ratio, "
+                    "which needs one pass"
                 )
             complete = self._begin + micro.size <= stop
             in_pieces(step, micro, step.under(self._again), sizes if complete else sizes[:-1])

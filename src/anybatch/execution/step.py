@@ -67,10 +67,10 @@ NO_GRAPH = (
 )
 
 WITHOUT_DATA = (
-    "forward must not keep tensors where they cannot be put back after it was compared on tensors "
-    "without data, and what it returns has none: it kept one in a place that no name of its code "
-    "leads to. Keep tables in attributes of the model or of a file, or give "
-    "micro_batch >= the batch size"
+    "forward must not store tensors where they cannot be restored after a run on tensors without "
+    "data, and its outputs have no data: it stored one in a place that no name of its code leads "
+    "to. Store tables in attributes of the model or of a module file, or give micro_batch >= the "
+    "batch size"
 )
 
 OF_NORMS = "more than 1 value per channel"
@@ -80,14 +80,14 @@ HOOKED = "support saved tensor hooks"
 """In torch's error if torch.func differentiates under offloading."""
 
 NO_HOOKS = (
-    "where saved tensors are to leave, forward must not differentiate with torch.func (grad, vjp, "
-    "jacrev, hessian), which torch does not let leave: give more memory, so that none has to, or "
-    "use torch.autograd.grad"
+    "where saved tensors are offloaded, forward must not differentiate with torch.func (grad, "
+    "vjp, jacrev, hessian), whose saved tensors torch does not offload: give more memory, so that "
+    "none is offloaded, or use torch.autograd.grad"
 )
 
 IN_CHECKPOINT = (
-    "a loss that the model returns must be taken outside of torch.utils.checkpoint, which computes "
-    "it again where nobody follows it: let the checkpoint end before the loss"
+    "a loss that the model returns must be computed outside of torch.utils.checkpoint, which "
+    "recomputes it where it is not traced: let the checkpoint end before the loss"
 )
 
 SQUEEZE = (
@@ -296,10 +296,10 @@ class Step(Repeatable):
         ):
             return
         raise NotExactError(
-            "a micro-batch of one sample must be computed as those of several are, and forward "
+            "a micro-batch of one sample must be computed like those of several, and forward "
             f"fails on it ({type(error).__name__}: {str(error)[:120]}). Where squeeze() has taken "
-            f"out the dimension of samples, {SQUEEZE}; else give a micro_batch that leaves no tail "
-            "of one, or one >= the batch size"
+            f"out the dimension of samples, {SQUEEZE}; else give a micro_batch without a last one "
+            "of one sample, or one >= the batch size"
         ) from error
 
     def check_structure(self, outputs: Any) -> None:
@@ -517,9 +517,9 @@ class Step(Repeatable):
             self.gradients.fire(in_order=not several)
         if rng is not None and not RNGState.now().same_as(rng):
             raise NotExactError(
-                "a hook on a parameter must give the same on all ranks, and one drew random "
-                "numbers, which differ from rank to rank: draw them from a generator that is "
-                "seeded alike on every rank"
+                "a hook on a parameter must compute the same on all ranks, and one drew random "
+                "numbers, which differ from rank to rank: draw them from a generator with the "
+                "same seed on every rank"
             )
 
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:

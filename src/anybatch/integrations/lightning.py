@@ -301,8 +301,8 @@ def full_batch_loss(module: LightningModule, fn: Callable[[Any], Any], batch: An
         )
     if getattr(fn, "__self__", None) is not module:
         raise ValueError(
-            "the loss must be a method of the module, so that its memory can be foreseen on a copy "
-            f"of it, and fn is {fn!r}: write def my_loss(self, rows), and pass self.my_loss"
+            "the loss must be a method of the module, so that its memory can be forecast on a "
+            f"copy of it, and fn is {fn!r}: write def my_loss(self, rows), and pass self.my_loss"
         )
     callback._present.rest = ()
     return callback._run(module, fn.__name__, function_of(fn), batch, StepObserver())

@@ -72,7 +72,7 @@ class Handed:
         """
         if not self._waiting:
             raise RuntimeError(
-                "the gradients of a full batch can be handed over once, and this is the second "
+                "the gradients of a full batch can be delivered once, and this is the second "
                 "backward of its loss: call training_step, or full_batch_loss, again"
             )
         factor = float(gradient) / self._scale

@@ -126,14 +126,14 @@ class Log:
         if not isinstance(value, Tensor | Number):
             raise ValueError(
                 "a value that is logged must be a number, a tensor of one or a metric, and "
-                f"self.log({name!r}, ...) was given {type(value).__name__}: log its parts by their "
+                f"self.log({name!r}, ...) got {type(value).__name__}: log its parts by their "
                 "names, with self.log_dict for instance, or leave it out"
             )
         value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
         if value.numel() != 1:
             raise ValueError(
-                f"a value that is logged must be a single number, and self.log({name!r}, ...) was "
-                f"given a tensor of shape {tuple(value.shape)}: log its mean, for instance"
+                f"a value that is logged must be a single number, and self.log({name!r}, ...) got "
+                f"a tensor of shape {tuple(value.shape)}: log its mean, for instance"
             )
         self._lane.values[name] = value.squeeze()
 
@@ -187,15 +187,15 @@ class StepModule(nn.Module):
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if found is None:
             raise SkippedError(
-                "training_step must skip a batch before it looks at rows, by batch_idx for "
-                "instance, and it returned None for some rows of one: return a loss of zero "
-                "(loss * 0), or leave such a batch out of the loader"
+                "training_step must skip a batch before it reads rows, by batch_idx for instance, "
+                "and it returned None for some rows of one: return a loss of zero (loss * 0), or "
+                "leave such a batch out of the loader"
             )
         if not isinstance(loss, Tensor):
             raise LossError(
-                "training_step must return its loss, or a dict with 'loss', for all rows it is "
-                f"given, and it returned {type(found).__name__}: return a loss of zero "
-                "(loss * 0) where a batch should be skipped"
+                "training_step must return its loss, or a dict with 'loss', for all of its rows, "
+                f"and it returned {type(found).__name__}: return a loss of zero (loss * 0) where a "
+                "batch should be skipped"
             )
         extra = {k: v for k, v in found.items() if k != "loss"} if found is not loss else {}
         self._present.log.end(loss, extra)

@@ -347,5 +347,5 @@ def about_logits(size: int, plan: Plan) -> str:
     share = size / max(plan.memory.predicted, 1)
     return (
         f"{text} each time they are held, {share:.0%} of the {show_bytes(plan.memory.predicted)} "
-        "that a step is foreseen to hold; a smaller micro_batch= or shorter samples make them less"
+        "of the forecast of a step; a smaller micro_batch= or shorter samples reduce them"
     )

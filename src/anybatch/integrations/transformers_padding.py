@@ -43,7 +43,7 @@ CUT = (
     "padding gives another gradient"
 )
 HEEDS = (
-    "a model must heed its attention mask where cut_padding=True, and the loss of a row of this "
+    "a model must use its attention mask where cut_padding=True, and the loss of a row of this "
     "batch is {full:.8g} with its padding and {cut:.8g} without: leave cut_padding out"
 )
 

@@ -129,10 +129,10 @@ def meets_alike(name: str, fn: Callable[..., Any], arguments: Any, place: Around
 
 def _differs(name: str) -> LossError:
     return LossError(
-        "what a coupled function is given beside rows, and what its closure holds, must be the "
-        f"same in all micro-batches, and {name} was called with other numbers, names or objects: "
-        "compute len(rows), means and the like inside of it, where the rows are those of the full "
-        "batch"
+        "arguments of a coupled function without rows, and the contents of its closure, must be "
+        f"the same in all micro-batches, and {name} was called with other numbers, names or "
+        "objects: compute len(rows), means and the like inside of it, where the rows are those of "
+        "the whole batch"
     )
 
 

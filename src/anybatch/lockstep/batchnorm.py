@@ -176,8 +176,8 @@ class MeetingNorms(Norms):
             raise NotExactError(
                 "a micro-batch must have two samples at least where a model with BatchNorm also "
                 "calls batch_norm on one row of n * C channels (each sample by itself), and one "
-                "has a single sample, of which that cannot be told: give another micro_batch, or "
-                "call instance_norm for it"
+                "has a single sample, where the two cannot be distinguished: give another "
+                "micro_batch, or call instance_norm for it"
             )
         return found
 

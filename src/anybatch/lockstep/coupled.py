@@ -67,8 +67,8 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
     if not callable(fn):
         raise LossError(
-            f"what is coupled must be a function of rows, and {type(fn).__name__} came: "
-            "anybatch.coupled(fn)(outputs, targets)"
+            "coupled must be called with a function of rows, and it was called with "
+            f"{type(fn).__name__}: anybatch.coupled(fn)(outputs, targets)"
         )
     name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -169,8 +169,8 @@ def _refuse_moved(name: str, leaves: list[Tensor], versions: list[int]) -> None:
     """
     if any(leaf._version != before for leaf, before in zip(leaves, versions, strict=True)):
         raise LossError(
-            f"a coupled function must leave its arguments as they are, and {name} writes to one of "
-            "them: clone it first"
+            f"a coupled function must not change its arguments, and {name} writes to one of them: "
+            "clone it first"
         )
 
 
@@ -183,9 +183,9 @@ def _refuse_hidden(name: str, leaves: list[Tensor], value: Tensor) -> None:
     leaf_ids = set(map(id, leaves))
     if any(id(leaf) not in leaf_ids for leaf in graph.leaves([value])):
         raise LossError(
-            f"a coupled function must be given what it trains, and {name} uses a parameter, or a "
-            "tensor with a gradient, that is none of its arguments: compute with it before the "
-            "call, or pass it as an argument, a scale as a 0-dim tensor"
+            f"a coupled function must have every tensor that it trains as an argument, and {name} "
+            "uses a parameter, or a tensor with a gradient, that is none of its arguments: "
+            "compute with it before the call, or pass it as an argument, a scale as a 0-dim tensor"
         )
 
 
@@ -197,8 +197,9 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
-            "what a coupled function computes its gradient from must stay as it is, and it has "
-            f"changed a tensor of shape {tuple(tensor.shape)} in place: write y = y + 1, not y += 1"
+            "a coupled function must not change the tensors from which its gradient is computed, "
+            f"and it has changed a tensor of shape {tuple(tensor.shape)} in place: write y = y + "
+            "1, not y += 1"
         )
     return tensor
 

@@ -148,10 +148,10 @@ class Lanes:
         except (RuntimeError, MemoryError) as error:
             stack = threads.stack_size() or "of the system's size (ulimit -s)"
             raise NoThreadError(
-                f"micro-batches that wait for each other need a thread each, and of "
-                f"{self._count} threads the system started {started}; a limit on the process's "
-                f"memory counts their stacks whole (now {stack}): take a larger micro_batch, raise "
-                "the limit, or call threading.stack_size(2**20) before the step"
+                f"micro-batches that wait for each other need a thread each, and of {self._count} "
+                f"threads the system started {started}; a limit on the process's memory counts "
+                f"their full stacks (now {stack}): give a larger micro_batch, raise the limit, or "
+                "call threading.stack_size(2**20) before the step"
             ) from error
 
     def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
@@ -217,7 +217,7 @@ class Lanes:
         if key != self._keys[first]:
             places = str(self._keys[first]), str(key)
             raise LockstepError(
-                "every micro-batch must go through the same layers where samples meet, and "
+                "every micro-batch must reach the same barriers (layers where samples meet), and "
                 f"micro-batch {first} is at {self._keys[first]} while micro-batch {lane} is at "
                 f"{key}: the model takes another path for other samples. {_way_out(places)}or give "
                 "micro_batch >= the batch size"
@@ -277,7 +277,7 @@ class Lanes:
 def _way_out(places: tuple[str, str]) -> str:
     """Return advice for two micro-batches at these barriers, as the beginning of a sentence."""
     if any("coupled" in place or "gather_batch" in place for place in places):
-        return "Call it for every micro-batch, and use what it returns in each loss, "
+        return "Call it for every micro-batch, and use its result in each loss, "
     return 'Use batchnorm="local", '
 
 

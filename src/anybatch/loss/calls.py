@@ -168,8 +168,8 @@ class _Gradients(TorchFunctionMode):
         if getattr(func, "__self__", None) is GRAD and id(args[0]) in self._parameters:
             raise LossError(
                 "a loss must not read the gradients that a divided batch is adding to, and it "
-                "reads .grad of a parameter of the model: compute what it takes of them before the "
-                "step and keep that number, or give micro_batch >= the batch size"
+                "reads .grad of a parameter of the model: compute the number before the step and "
+                "pass it, or give micro_batch >= the batch size"
             )
         return func(*args, **keywords(func, kwargs))
 
@@ -191,10 +191,10 @@ def _refuse(found: list[str]) -> None:
     """
     if found:
         raise LossError(
-            "a loss must compute from the outputs and targets it is given, and it reads "
-            f"{', '.join(dict.fromkeys(found))}, which forward left elsewhere than in its "
+            "a loss must compute from its outputs and targets, and it reads "
+            f"{', '.join(dict.fromkeys(found))}, which forward stored elsewhere than in its "
             "outputs and which belongs to one micro-batch only: return it from the model, as one "
-            "value a sample; what is computed from all samples (a mean), compute in the loss"
+            "value a sample; compute a value of all samples (a mean) in the loss"
         )
 
 

@@ -67,8 +67,8 @@ def contrastive(
     """
     if isinstance(temperature, Tensor):
         raise ValueError(
-            "temperature must be a number, and a tensor came: a temperature that is learned is a "
-            "parameter of the model, which returns its inverse beside the embeddings, as CLIP does"
+            "temperature must be a number, and it is a tensor: a learned temperature is a "
+            "parameter of the model, which returns its inverse after the embeddings, as CLIP does"
         )
     if temperature is not None and not temperature > 0:
         raise ValueError(
@@ -111,7 +111,7 @@ class Contrastive(Loss):
         if micro.targets is not None:
             raise LossError(
                 "a contrastive loss must have no targets, because samples are compared by their "
-                "places, and targets came: leave them out, engine.backward(inputs)"
+                "positions, and it has targets: leave them out, engine.backward(inputs)"
             )
         embeddings, scale = self._parsed(every, micro.size)
         if own is every:

@@ -383,10 +383,10 @@ def _derivative_errors() -> Iterator[None]:
         if graph.UNUSED not in str(error):
             raise
         raise LossError(
-            "a declared loss may differentiate outputs by what forward returns beside them, and "
-            "torch.autograd.grad found that what it differentiates by is no part of their graph (a "
-            "micro-batch computes with rows of the inputs; those of targets are other tensors): "
-            "let forward return these inputs, too, or differentiate in forward, inside "
+            "a declared loss may differentiate outputs by other outputs of forward, and "
+            "torch.autograd.grad found that the tensor it differentiates by is no part of their "
+            "graph (a micro-batch computes with rows of the inputs; those of targets are other "
+            "tensors): let forward return these inputs, too, or differentiate in forward, inside "
             "`with torch.enable_grad():`, and return the derivative"
         ) from error
 

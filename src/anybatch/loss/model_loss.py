@@ -57,8 +57,8 @@ class ModelLoss(OfModel):
         if is_compiled(self._model):
             raise LossError(
                 "the loss that a model returns must be traced to divide its batch, and a model "
-                "that torch.compile has compiled as a whole cannot be: compile its parts, take the "
-                f"loss outside of it, or {WAY_OUT}"
+                "that torch.compile has compiled as a whole cannot be: compile its parts, move "
+                f"the loss out of it, or {WAY_OUT}"
             )
         outputs, traced = self._tracer.run(forward, inputs, returned_loss)
         traced["outputs"] = outputs
@@ -162,7 +162,7 @@ class DeclaredLoss(ModelLoss):
             return
         says, does = ("a mean", "a sum") if mean else ("a sum", "a mean")
         raise LossError(
-            f"Loss.inside must say what the model does, and it says that the loss is {says}, while "
+            f"Loss.inside must agree with the model, and it declares the loss as {says}, while "
             f"{term.name} in it is {does}: leave the declaration out, Engine(model) traces it"
         )
 
@@ -228,11 +228,11 @@ class Counts:
         if same(a * d, c * b):
             return
         raise LossError(
-            f"Loss.inside(count=...) must count what the model divides by: of {self.samples} "
+            f"Loss.inside(count=...) must return the denominator of the model: of {self.samples} "
             f"samples count says {c:g} and the model divides by {d:g} ({name}), of {other.samples} "
             f"it says {a:g} and the model divides by {b:g}. Leave the declaration out: "
-            "Engine(model) traces what the model counts (a causal model shifts its labels, and "
-            "drops one of each sample)"
+            "Engine(model) traces the model's count (a causal model shifts its labels, and drops "
+            "one of each sample)"
         )
 
 

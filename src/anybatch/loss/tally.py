@@ -70,11 +70,11 @@ class Tally:
                 continue
             if not same(float(found), float(denominator), *map(rounding, (found, denominator))):
                 raise LossError(
-                    "a loss inside the model must be divided by what all samples have whatever "
-                    f"comes along, and {name} is divided by {float(found):g} in the micro-batches "
-                    f"and by {float(denominator):g} in the full batch: the model cuts its rows to "
-                    "the longest of those that come along, or chooses among them. Keep one length "
-                    "(total_length=) and mask what does not count, or give micro_batch >= the "
+                    "a loss inside the model must be divided by a sum over all samples, and "
+                    f"{name} is divided by {float(found):g} in the micro-batches and by "
+                    f"{float(denominator):g} in the full batch: the model cuts its rows to the "
+                    "longest of a micro-batch, or chooses among them. Use one length "
+                    "(total_length=) and mask rows that do not count, or give micro_batch >= the "
                     "batch size"
                 )
         self.done = True

@@ -357,9 +357,9 @@ class OfModel(Loss):
             return
         if proportional is None and not chosen(terms, masks=True):
             raise OtherFormError(
-                "a loss inside the model must be called with the same options whatever comes "
-                f"along, and no two calls of {_names(terms)} for more and for fewer samples were "
-                f"alike: {self._way_out}"
+                "a loss inside the model must be called with the same options for any samples, "
+                f"and no two calls of {_names(terms)} for more and for fewer samples had the same: "
+                f"{self._way_out}"
             )
         unequal = self._tracer.sizes.unequal(terms)
         if unequal:
@@ -369,13 +369,13 @@ class OfModel(Loss):
             )
         if chosen(terms):
             raise LossError(
-                "how many rows a loss inside the model is taken of must not depend on values, and "
-                f"for {_names(terms)} some are chosen before (x[mask]): give it all rows, those "
-                f"that do not count with ignore_index as their target, or {self._way_out}"
+                "the number of rows of a loss inside the model must not depend on values, and for "
+                f"{_names(terms)} some are selected before (x[mask]): give it all rows, those that "
+                f"do not count with ignore_index as their target, or {self._way_out}"
             )
         raise LossError(
-            f"every row that a loss inside the model is taken of must belong to one sample, "
-            f"and for {_names(terms)} the rows do not grow with the samples: {self._way_out}"
+            "every row of a loss inside the model must belong to one sample, and for "
+            f"{_names(terms)} the rows do not grow with the samples: {self._way_out}"
         )
 
     def _divided(self, traced: TracedOutputs) -> frozenset[int]:
@@ -388,8 +388,8 @@ class OfModel(Loss):
         if not ways:
             raise OtherFormError(
                 "a sum inside the model must be divided by the samples in every call or in none, "
-                f"and {_names(traced.terms or [])} has other weights than those that were looked "
-                f"at: {self._way_out}"
+                f"and {_names(traced.terms or [])} has other weights than in the inspection: "
+                f"{self._way_out}"
             )
         if len(ways) > 1:  # of one sample a sum and its mean are the same
             self.doubts += (DIVIDED,)
@@ -401,8 +401,8 @@ class OfModel(Loss):
             what = ", ".join(dict.fromkeys(outputs.odd)) or "none of them was called"
             raise LossError(
                 "the loss that a model computes inside must be a weighted sum of torch's own "
-                "losses, or of means and sums of its own over all samples, or nobody knows what it "
-                f"is divided by, and it is something else ({what}): {self._way_out}"
+                "losses, or of means and sums of its own over all samples, so that its "
+                f"denominator is known, and it is something else ({what}): {self._way_out}"
             )
         return outputs.terms
 

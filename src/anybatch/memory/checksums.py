@@ -44,9 +44,9 @@ def require_same(memory: memoryview, sums: Sums, where: str) -> None:
         if found != wanted:
             begin, end = number * BLOCK, min((number + 1) * BLOCK, len(memory))
             raise StoreError(
-                "what returns to the device must be what had left it, and of a tensor of "
+                "an offloaded tensor must return unchanged, and of a tensor of "
                 f"{show_bytes(len(memory))} the bytes from {begin} to {end} have changed in "
-                f"{where}: something has written there (a disk that fails, another program, a "
-                "write to .data), so name another folder (store=) or find it; the gradients of "
-                "this step are not complete, so set them to zero before the next"
+                f"{where}: a failing disk, another program or a write to .data has changed it, so "
+                "name another folder (store=) or find the cause; the gradients of this step are "
+                "not complete, so set them to zero before the next"
             )

@@ -41,7 +41,7 @@ def left(device: torch.device) -> tuple[int, str]:
     limits = sorted(_shared(_host_limits(Path("/"))))
     if not limits:
         raise ValueError(
-            "memory= must be given where the system does not tell what is left, such as "
+            "memory= must be given where the system does not report its free memory, such as "
             f'memory="4GiB", and it is None on {device}'
         )
     free, words = limits[0]

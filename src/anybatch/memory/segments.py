@@ -88,7 +88,7 @@ class CudaSegments:
             return "CUDA segments: fixed (memory was taken before they could be made expandable)"
         chosen = f"{settings},{SETTING}" if settings else SETTING  # it replaces all that was set
         torch._C._accelerator_setAllocatorSettings(chosen)
-        return "CUDA segments: expandable (what leaves and returns leaves no gaps)"
+        return "CUDA segments: expandable (offloaded and prefetched tensors leave no gaps)"
 
 
 def _settings() -> str:

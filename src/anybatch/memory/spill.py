@@ -133,7 +133,7 @@ def maker(
             return partial(make, folder, direct=True, check=check)
     raise ValueError(
         'store must be "file" or a folder that is there, or "host" from a GPU, and it is '
-        f"{str(destination)!r} on {type_of(device)}: leave it out to have what is nearest to the "
+        f"{str(destination)!r} on {type_of(device)}: leave it out for the store nearest to the "
         "device"
     )
 
@@ -146,7 +146,7 @@ def require_place(store: str, device: torch.device) -> None:
     """
     if store not in takes(device):
         raise ValueError(
-            f"a plan must be obeyed as it was made, and by this one saved tensors go to "
+            "a plan must be executed without changes, and by this one saved tensors go to "
             f"{WORDS[store]}, and from {device.type} they go to {WORDS[store_of(device)]}: plan "
             f"again, with the model on {device.type}"
         )

@@ -74,8 +74,8 @@ def store_errors(what: str, *, of: str, then: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StoreError(
-            f"{of} must be kept, and its store could not be {what} ({error}): make room there, or "
-            f"name another folder (store=); {then}"
+            f"{of} must be stored, and its store could not be {what} ({error}): free space there, "
+            f"or name another folder (store=); {then}"
         ) from error
 
 
@@ -101,8 +101,8 @@ def require_space(
     """
     if space is not None and space < size:
         raise StoreError(
-            f"{of} must fit where it goes, and that is {show_bytes(size)}, and {folder} has "
-            f"{show_bytes(space)} left: make room there, {otherwise}"
+            f"{of} must fit in its store, and that is {show_bytes(size)}, and {folder} has "
+            f"{show_bytes(space)} left: free space there, {otherwise}"
         )
 
 
@@ -217,8 +217,8 @@ class FileStore:
     def _require(self, storage: Any) -> None:
         if not of(storage.device).host:  # its pointer means nothing here
             raise StoreError(
-                "a FileStore must be given memory of the host, and the storage is on "
-                f"{storage.device}: take StagedStore, or HostStore"
+                f"a FileStore stores memory of the host, and the storage is on {storage.device}: "
+                "use StagedStore, or HostStore"
             )
 
     def _write(self, storage: Any, place: _Place) -> None:
@@ -376,7 +376,7 @@ def store_on(device: torch.device, destination: str | None = None) -> Store:
     return HostStore() if destination in (None, "host") else StagedStore(folder)
 
 
-SENT = "what leaves the device"
+SENT = "an offloaded tensor"
 
 
 def empty(size: int, device: torch.device) -> Any:

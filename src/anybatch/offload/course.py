@@ -123,9 +123,9 @@ def wanted(schedule: Schedule) -> Schedule:
 def too_little(needed: int, budget: int) -> BudgetError:
     """Return the error for a step that does not fit with all movable storages offloaded."""
     return BudgetError(
-        f"a step must fit in memory, and with all saved tensors offloaded it holds "
-        f"{show_bytes(needed)} (weights, gradients, and what its kernels work with), and "
-        f'{show_bytes(budget)} is given: give memory="{-(-needed // 1024)}KiB" or more, or a '
+        "a step must fit in memory, and with all saved tensors offloaded it holds "
+        f"{show_bytes(needed)} (weights, gradients, and the tensors of its kernels), and the "
+        f'budget is {show_bytes(budget)}: give memory="{-(-needed // 1024)}KiB" or more, or a '
         "smaller batch",
         needed=needed,
         budget=budget,

@@ -112,8 +112,9 @@ class Draft:
 def too_small(trace: Trace, budget: int) -> BudgetError:
     """Return the error for one function that does not fit in the budget by itself."""
     return BudgetError(
-        f"a step needs {show_bytes(trace.floor)} on the device even if everything else is away, "
-        f"and it was given {show_bytes(budget)}: give it as much, or make the micro-batch smaller",
+        f"a step needs {show_bytes(trace.floor)} on the device even with everything else "
+        f"offloaded, and its budget is {show_bytes(budget)}: give as much, or a smaller "
+        "micro-batch",
         needed=trace.floor,
         budget=budget,
     )
@@ -124,8 +125,8 @@ def over_budget(trace: Trace, budget: int, i: int, held: int) -> BudgetError:
     if trace.floor > budget:
         return too_small(trace, budget)
     return BudgetError(
-        f"a policy must let enough leave for each function, and at stage {i} this one holds "
-        f"{show_bytes(held)} of {show_bytes(budget)}: let more leave, or bring less back ahead",
+        f"a policy must evict enough for each function, and at stage {i} this one holds "
+        f"{show_bytes(held)} of {show_bytes(budget)}: evict more, or prefetch less",
         needed=held,
         budget=budget,
     )

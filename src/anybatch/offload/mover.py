@@ -224,7 +224,7 @@ class Mover:
 def gone() -> StoreError:
     """Return the error for a tensor in a store that is closed."""
     return StoreError(
-        "what autograd saved must be there, and the step that saved it has failed, or its store "
+        "a saved tensor must be in its store, and the step that saved it has failed, or its store "
         "was closed: run forward again"
     )
 

@@ -153,8 +153,8 @@ class Offload:
         course = followed if newest is None else newest.course(self.memory)
         if course is None:
             raise RuntimeError(
-                "a step must have been recorded before its timeline can be told, and none has "
-                "been: run one inside this offload()"
+                "a step must have been recorded before it has a timeline, and none has been: run "
+                "one inside this offload()"
             )
         return of_course(course)
 

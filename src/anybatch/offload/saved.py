@@ -206,8 +206,8 @@ def one_count(counted: Tensor, tensor: Tensor) -> bool:
 def uncounted(kernel: str) -> NotExactError:
     """Return the error for a write to a saved tensor that autograd does not know of."""
     return NotExactError(
-        f"a saved tensor that leaves must be written before it is saved, and {kernel} writes to "
-        "one afterwards, which autograd does not count: take another layer (LeakyReLU or PReLU for "
+        f"a tensor must not be written to after it was saved and offloaded, and {kernel} writes to "
+        "one afterwards, which autograd does not count: use another layer (LeakyReLU or PReLU for "
         "RReLU), write to a copy instead of .data, or give memory for a step without offload"
     )
 

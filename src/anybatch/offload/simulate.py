@@ -174,7 +174,7 @@ class _Run:
         if self.held > self.schedule.budget:
             raise ScheduleError(
                 f"a schedule must hold at most its budget of {self.schedule.budget} bytes, and at "
-                f"stage {i} it holds {self.held}: free something before, or bring less"
+                f"stage {i} it holds {self.held}: evict more before, or prefetch less"
             )
 
     def _require(self, holds: bool, i: int, v: int, what: str, found: str) -> None:  # noqa: FBT001

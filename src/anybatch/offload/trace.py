@@ -93,8 +93,8 @@ class Trace:
         for one in self.variables:
             if one.host and (one.stays or not (one.before and one.after)):
                 raise ValueError(
-                    "what is on the host between steps must be there before and after them and may "
-                    f"not stay on the device, and {one.name} is not so: set before and after"
+                    "a variable on the host between steps must be there before and after them and "
+                    f"not on the device, and {one.name} is not so: set before and after"
                 )
         for i, function in enumerate(self.functions):
             for v in function.reads:
@@ -107,8 +107,8 @@ class Trace:
     def _require(self, holds: bool, v: int, i: int, what: str) -> None:  # noqa: FBT001
         if not holds:
             raise ValueError(
-                f"a variable must be {what}, and function {i}, {self.functions[i].name}, does not "
-                f"keep to it for {self.variables[v].name}: give the functions in their order"
+                f"a variable must be {what}, and function {i}, {self.functions[i].name}, breaks "
+                f"this for {self.variables[v].name}: give the functions in their order"
             )
 
     @cached_property

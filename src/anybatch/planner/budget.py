@@ -38,10 +38,9 @@ def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> Bud
     cut = "undivided" if n == size else "with micro-batches of one sample"
     workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
     return BudgetError(
-        f"a step must fit in memory, and {cut} it needs "
-        f"{show_bytes(floor)} ({listed}), and {show_bytes(budget)} is there ({source}): give "
-        f"{enough(floor)} or more, {workspace}a smaller model, smaller samples, or "
-        "an optimizer that keeps less",
+        f"a step must fit in memory, and {cut} it needs {show_bytes(floor)} ({listed}), and the "
+        f"budget is {show_bytes(budget)} ({source}): give {enough(floor)} or more, {workspace}a "
+        "smaller model, smaller samples, or an optimizer with less state",
         needed=floor,
         budget=budget,
     )
@@ -70,9 +69,9 @@ def ran_out(device: torch.device, budget: int, source: str) -> BudgetError:
     every = there.left(device) + there.allocated(device)
     return BudgetError(
         f"a few samples must fit on {device} before a step is planned, and in a dry run of them "
-        f"memory ran out: it has {show_bytes(every)} for all tensors of this process, and "
-        f"{show_bytes(budget)} may be held ({source}). Free memory of the device, or give smaller "
-        "samples or a smaller model, or micro_batch= instead of memory=, which runs nothing before",
+        f"memory ran out: it has {show_bytes(every)} for all tensors of this process, and the "
+        f"budget is {show_bytes(budget)} ({source}). Free memory of the device, or give smaller "
+        "samples or a smaller model, or micro_batch= instead of memory=, which needs no dry run",
         needed=every + 1,
         budget=budget,
     )

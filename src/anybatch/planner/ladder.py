@@ -287,7 +287,7 @@ def _on_real(case: Case, state: State) -> Forecast:
         if not any(isinstance(module, torch.jit.ScriptModule) for _, module in case.modules):
             raise
         raise NotExactError(
-            "the kernels of a step must be counted for a budget, and a torch.jit.ScriptModule "
+            "the kernels of a step must be metered for a budget, and a torch.jit.ScriptModule "
             f"failed there ({str(error).splitlines()[0]}): use the module it was made of, or give "
             "micro_batch= instead of memory="
         ) from error

@@ -219,9 +219,9 @@ class OffloadedSizes:
         workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
         raise BudgetError(
             f"a step must fit in memory, and {cut}, with all saved tensors offloaded, it needs "
-            f"{show_bytes(needed)} ({listed}), and {show_bytes(self._budget)} is there "
-            f"({self._source}): give {smaller}{enough(needed)} or more, "
-            f"{workspace}smaller samples, or an optimizer that keeps less",
+            f"{show_bytes(needed)} ({listed}), and the budget is {show_bytes(self._budget)} "
+            f"({self._source}): give {smaller}{enough(needed)} or more, {workspace}smaller "
+            "samples, or an optimizer with less state",
             needed=needed,
             budget=self._budget,
         )

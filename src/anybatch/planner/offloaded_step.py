@@ -273,9 +273,9 @@ class Recorder:
             work()
         if self._meter.events - begin != watch.events:
             raise NotYetError(
-                "where saved tensors are to leave, each kernel of a step must be seen twice, and "
-                "some are seen once (sparse gradients make others): give more memory, so that none "
-                "has to leave, or sparse=False"
+                "to offload saved tensors, each kernel of a step must run in two dry runs, and "
+                "some run in one only (sparse gradients make others): give more memory, so that "
+                "none is offloaded, or sparse=False"
             )
         self.tried.update(begin + t for aside in watch.asides for t in aside)
         self.parts.append(

@@ -176,9 +176,9 @@ class PagedLockstep:
         smaller = f"micro_batch={self.best()} or less, or " if n > 1 and self.best() else ""
         raise BudgetError(
             f"a step must fit in memory, and in lanes of {show_samples(n)}, with all tensors that "
-            f"a kernel does not need offloaded, it needs {show_bytes(found.floor)}, and "
-            f"{show_bytes(self._budget)} is there ({self._source}): give {smaller}"
-            f"{enough(found.floor)} or more, smaller samples, or an optimizer that keeps less",
+            f"a kernel does not need offloaded, it needs {show_bytes(found.floor)}, and the budget "
+            f"is {show_bytes(self._budget)} ({self._source}): give {smaller}{enough(found.floor)} "
+            "or more, smaller samples, or an optimizer with less state",
             needed=found.floor,
             budget=self._budget,
         )

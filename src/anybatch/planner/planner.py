@@ -242,8 +242,8 @@ def planner_of(
             )
         if memory is not None or micro_batch is not None or workspace is not None:
             raise ValueError(
-                "a plan decides memory, micro_batch and workspace, and one of them was given "
-                "beside it: leave them out, or leave plan out"
+                "a plan decides memory, micro_batch and workspace, and one of them was given with "
+                "it: leave them out, or leave plan out"
             )
         if plan.memory is None:
             return None

@@ -58,8 +58,8 @@ class PlanningRequest:
         """
         if self.spread:
             raise NotYetError(
-                "saved tensors do not leave the device today where parameters are spread over "
-                'ranks: plan with offload="off", or let every rank keep all parameters'
+                "saved tensors cannot be offloaded today where parameters are sharded over ranks: "
+                'plan with offload="off", or without sharding'
             )
 
     @cached_property

@@ -159,6 +159,6 @@ class ResidentSizes:
         except NotExactError as error:
             needed = self.foreseen.peak(self._signature.size, self._signature.size)
             raise NotExactError(
-                f"{error}. Undivided the batch needs {show_bytes(needed)}, and "
-                f"{show_bytes(self._budget)} is there ({self._source})"
+                f"{error}. Undivided the batch needs {show_bytes(needed)}, and the budget is "
+                f"{show_bytes(self._budget)} ({self._source})"
             ) from None

@@ -67,9 +67,9 @@ def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
     """
     if case.state is not None and case.state.iterators:
         raise LossError(
-            "a loss must have state that can be restored where a step is rehearsed, and it reaches "
-            f"an iterator ({', '.join(case.state.iterators)}): give micro_batch=, which rehearses "
-            "nothing, or count in an attribute"
+            "a loss must have state that can be restored after a dry run, and it reaches an "
+            f"iterator ({', '.join(case.state.iterators)}): give micro_batch=, which needs no dry "
+            "run, or count in an attribute"
         )
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
     attributes = PythonState()

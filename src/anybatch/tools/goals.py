@@ -51,7 +51,7 @@ def goal_of(
     goals = {"gpus": gpus, "speedup": speedup, "deadline": deadline}
     named = {name: value for name, value in goals.items() if value is not None}
     if len(named) > 1:
-        raise ValueError(f"at most one goal can be reached, and {sorted(named)} came: leave one")
+        raise ValueError(f"at most one goal can be given, and {sorted(named)} were: leave one")
     gpus = None if gpus is None else _count("gpus", gpus)
     speedup = None if speedup is None else _above_0("speedup", speedup)
     deadline = None if deadline is None else _above_0("deadline", deadline)
@@ -68,16 +68,16 @@ def goal_of(
             )
     if loader is None and requested:
         raise ValueError(
-            "what more GPUs bring follows from steps of the real loop, and there is no loader for "
-            f"{', '.join(requested)}: give loader="
+            "the gain by more GPUs follows from steps of the real loop, and there is no loader "
+            f"for {', '.join(requested)}: give loader="
         )
     steps = 0
     if deadline is not None:
         length = length_of(loader)
         if length is None:
             raise ValueError(
-                "a deadline is for a number of steps, and the loader does not know its length: "
-                "give a speedup instead"
+                "a deadline is for a number of steps, and the loader has no length: give a "
+                "speedup instead"
             )
         steps = epochs * length
     return Goal(gpus, speedup, deadline, steps, _servers(servers))

@@ -30,7 +30,7 @@ from anybatch.tools.profile import pace_of, profile
 from anybatch.tools.question import AUTO, Question
 from anybatch.tools.scaled import Goal
 
-NOT_MEASURED = "whole steps were not measured, since the optimizer's state waits elsewhere"
+NOT_MEASURED = "full steps were not measured, since the optimizer's state is offloaded"
 STEPS, ENOUGH = 20, 5.0
 """Steps of a loop that are measured at most, and seconds after which no further one is begun."""
 
@@ -144,8 +144,8 @@ def plan(
     )
     if loader is not None and optimizer is None:
         raise ValueError(
-            "a loader is given for the seconds of whole steps, and no optimizer that takes them: "
-            "give optimizer="
+            "a loader is for the seconds of full steps, which need an optimizer, and there is "
+            "none: give optimizer="
         )
 
     target = None if device is None else _absent_device(device, loader)
@@ -211,6 +211,6 @@ def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:
         )
     if foresees and several():
         raise NotYetError(
-            "what more GPUs bring is foreseen from one process, and there are several: plan "
+            "the gain by more GPUs is predicted from one process, and there are several: plan "
             "without torchrun"
         )

@@ -93,8 +93,8 @@ def profile(
         )
     if engine.states is not None:
         raise NotYetError(
-            "a loop cannot be profiled today where the optimizer's state waits elsewhere: profile "
-            "with a plan without states"
+            "a loop cannot be profiled today with offloaded optimizer state: profile with a plan "
+            "without states"
         )
     optimizer = bare(optimizer)
     step = signature(optimizer.step).parameters.get("closure")
@@ -108,8 +108,8 @@ def profile(
     leaves = trained(modules, optimizer)
     if any(is_lazy(leaf) for leaf in leaves):
         raise NotYetError(
-            "parameters must have data before a loop is profiled, since all is put back, and some "
-            "are still lazy: run the model on one sample first"
+            "parameters must have data before a loop is profiled, since all state is restored, "
+            "and some are still lazy: run the model on one sample first"
         )
     with _sampled_as_before(loader), as_it_was(modules, leaves, optimizer):
         watched = WatchedLoop(loader, engine, optimizer, split or pair, clock)

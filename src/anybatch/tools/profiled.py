@@ -131,7 +131,9 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
         ValueError: no step was measured.
     """
     if not passed:
-        raise ValueError("a profile needs at least one step, and none was seen: give more steps")
+        raise ValueError(
+            "a profile needs at least one step, and none was measured: give more steps"
+        )
     shows = np.array([[one.shows.get(name, 0.0) for name in STAGES] for one in passed])
     takes = np.array([[one.takes.get(name, 0.0) for name in STAGES] for one in passed])
     takes = np.maximum(takes, shows)

@@ -188,8 +188,8 @@ def again_and_again(loader: Iterable[Any]) -> Iterator[tuple[bool, Any]]:
     """
     if iter(loader) is loader:
         raise ValueError(
-            "loader must be one that can be started again, and it is an iterator, which ends: give "
-            "what it was made from"
+            "loader must be one that can be started again, and it is an iterator, which ends: "
+            "give the iterable it was made from"
         )
     while True:
         first = True

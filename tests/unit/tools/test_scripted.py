@@ -107,5 +107,5 @@ def test_batch_norm_in_a_script_is_refused_where_the_batch_is_divided(
 def test_a_script_that_torch_cannot_optimise_under_a_budget_is_refused() -> None:
     net = _traced(_inner(nn.BatchNorm1d(8)))
     LOSS(net(X), Y).backward()  # torch optimises it in its second call
-    with pytest.raises(NotExactError, match="kernels of a step must be counted for a budget"):
+    with pytest.raises(NotExactError, match="kernels of a step must be metered for a budget"):
         anybatch.Engine(net, LOSS, memory="1MiB").backward(X, Y)

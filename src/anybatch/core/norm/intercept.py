@@ -106,9 +106,8 @@ class Norms(TorchFunctionMode):
         if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in (input, weight, bias)):
             raise NotExactError(
                 "batch normalisation must be called outside torch.func.vmap where the batch is "
-                "divided, because its samples then come in parts, and it was called inside: call "
-                "it on the batch itself, loop instead of vmap, or give micro_batch >= the batch "
-                "size"
+                "divided, which passes its samples in parts, and it was called inside: call it on "
+                "the batch itself, loop instead of vmap, or give micro_batch >= the batch size"
             )
         running = running_mean, running_var
         return self.normalise(input, running, weight, bias, momentum, eps)

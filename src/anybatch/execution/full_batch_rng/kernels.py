@@ -185,8 +185,9 @@ class Draw:
         own, p = self.args[0], self.args[1]
         if not of(own.device).host and not _aligned(own, rows):
             raise NotExactError(
-                "what dropout draws on a GPU depends on where its input lies, and it lies in the "
-                "middle of another tensor: give dropout a tensor of its own, such as x.clone()"
+                "the draws of dropout on a GPU depend on the address of its input, which must be "
+                "a tensor of its own, and it is a view into another tensor: give dropout a tensor "
+                "of its own, such as x.clone()"
             )
         mask = self.func(empty(full, own).fill_(1), *self.args[1:], **self.kwargs)[1]
         own_mask = torch.empty_like(own, dtype=mask.dtype).copy_(law.select(mask, rows))

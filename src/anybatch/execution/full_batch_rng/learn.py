@@ -79,8 +79,8 @@ def learn(step: Step) -> None:
             pairs = ([few] if full.size > FEW else []) + [(full, part)]
             if not any(Lesson(step, start, *pair).run() for pair in pairs):
                 raise NotExactError(
-                    "draws of the full batch are known from forwards of several sizes, and the "
-                    f"model cannot be called with {part.size} rows: give larger micro-batches. "
+                    "the layout of a full-batch draw is found by forwards of several sizes, and "
+                    f"the model cannot be called with {part.size} rows: give larger micro-batches. "
                     f"{WAY_OUT}"
                 )
     except BaseException:
@@ -173,9 +173,9 @@ class Lesson:
         gap = row_mismatch(first.outputs, again.outputs, layout, m)
         if gap is not None and not self._step.local:
             raise NotExactError(
-                f"rows drawn as a part of a larger batch must give what they give in it, and "
-                f"{gap}: forward draws from a generator of its own, or samples meet by what is "
-                f"drawn (a permutation of them). {WAY_OUT}"
+                "rows drawn as a part of a larger batch must give the same outputs as in it, and "
+                f"{gap}: forward draws from a generator of its own, or samples meet by a draw (a "
+                f"permutation of them). {WAY_OUT}"
             )
 
     def _call(

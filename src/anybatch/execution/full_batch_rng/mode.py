@@ -216,8 +216,8 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._count != len(shared.draws) or not now.same_as(shared.end):
                 raise NotExactError(
                     "every micro-batch must draw as often as the others, and one has left the "
-                    f"random generators elsewhere: what forward draws depends on the samples. "
-                    f"{WAY_OUT}"
+                    "random generators in another state: the draws of forward depend on the "
+                    f"samples. {WAY_OUT}"
                 )
             return
         if not shared.laws.steady and not now.others_as(shared.start):

@@ -48,7 +48,7 @@ COUNTING = "a declared loss must compute the same for any number of samples, and
 Own = Callable[[Any, MicroBatch], Tensor]
 """Returns the declared losses of single samples: of shape [n], or their sum."""
 
-DECLARED = "the loss is taken as it was declared"
+DECLARED = "the declaration of the loss is trusted"
 INSTEAD = "Give the loss without a declaration: it is exact then, in two passes where it must be"
 
 
@@ -216,7 +216,7 @@ class Declared:
         except GatherError:
             if not self._lanes:
                 raise  # micro-batches will wait for each other
-            why = "it brings samples together by anybatch.coupled"
+            why = "it combines samples by anybatch.coupled"
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
             if out_of_memory(error, outside=outside):
                 raise
@@ -243,7 +243,7 @@ class Declared:
         if counts:
             doubts.append("it takes a mean over the targets that count, and makes it a sum again")
         if drawn:
-            doubts.append("it draws random numbers, and what it divides by cannot be compared")
+            doubts.append("it draws random numbers, and its denominators cannot be compared")
         if lengths is None:
             doubts.append("it makes other numbers of its own for more rows than for fewer")
         found = _doubted(*doubts)
@@ -313,8 +313,8 @@ class Declared:
         if agree:
             return ""
         return (
-            "a declared loss must give each sample the same loss whatever others come with it, and "
-            f"it gives other numbers for {self._all_rows.size} rows than for {self._part.size}: it "
+            "a declared loss must give each sample the same loss with any other samples, and it "
+            f"gives other numbers for {self._all_rows.size} rows than for {self._part.size}: it "
             "takes a mean over the rows, or divides by how many there are"
         )
 
@@ -341,7 +341,7 @@ def _meets(run: _LossCall) -> str:
             row, others = strange
             pair = " and ".join(map(str, sorted({row, *others})[:2]))
             return (
-                "samples must not meet in a loss that is declared to be of single ones, and "
+                "samples must not meet in a loss that is declared to be a sum over them, and "
                 f"samples {pair} meet in {output.origin or 'the loss'}"
             )
     return ""

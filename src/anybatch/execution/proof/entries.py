@@ -26,7 +26,7 @@ from anybatch.loss.entries import holds, unread
 READS = "the declared loss: it reads rows that are no tensors, which cannot be followed"
 
 FAILS = "the declared loss: it fails on the rows of the full batch"
-LISTS = "what a list, a text or an array says of all that it is given"
+LISTS = "a list, a text or an array of all rows"
 PLACES = "the place of a row in the batch, or with how many rows there are"
 
 MOST = 1 << 20
@@ -117,8 +117,8 @@ class Entries:
         if all(map(alike, full, parts)):
             return ""
         return (
-            "a declared loss must give each sample the same loss whatever others come with it, and "
-            f"it gives other numbers for {batch.size} rows than for {micro_batch} of them: it "
+            "a declared loss must give each sample the same loss with any other samples, and it "
+            f"gives other numbers for {batch.size} rows than for {micro_batch} of them: it "
             f"computes with {words}. {INSTEAD}"
         )
 

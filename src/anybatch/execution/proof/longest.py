@@ -102,9 +102,9 @@ def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | Non
 def depends(path: str) -> str:
     """Return the refusal of outputs that depend on the longest row."""
     return (
-        "each row must be computed alike whatever comes along when the batch is split, and "
-        f"pad_packed_sequence in {path} makes rows as long as the longest of those that come "
-        f"along, on which the outputs depend: give it total_length=x.shape[1], or {UNDIVIDED}"
+        "the computation of a row must not depend on the other rows when the batch is split, and "
+        f"pad_packed_sequence in {path} makes rows as long as the longest of a micro-batch, on "
+        f"which the outputs depend: give it total_length=x.shape[1], or {UNDIVIDED}"
     )
 
 

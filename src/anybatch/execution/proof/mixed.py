@@ -56,10 +56,10 @@ def refuse_trained(paths: Sequence[str], trained: Iterable[bool], mixed: frozens
     for at, (path, trains) in enumerate(zip(paths, trained, strict=True)):
         if trains and at in mixed:
             raise NotExactError(
-                "what has no rows must be the same for every micro-batch when the batch is split, "
-                f"and the loss trains {path}, in which samples of one micro-batch have a part: "
-                "return one value a sample, in a tensor of shape [n], and bring these together in "
-                f"the loss, or {UNDIVIDED}"
+                "outputs without rows must be the same for every micro-batch when the batch is "
+                f"split, and the loss trains {path}, which depends on samples of one micro-batch: "
+                "return one value a sample, in a tensor of shape [n], and combine these in the "
+                f"loss, or {UNDIVIDED}"
             )
 
 

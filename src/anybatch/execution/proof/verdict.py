@@ -181,11 +181,11 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
     for (path, mask, place, trains, _), axis in zip(run.outputs, axes, strict=False):
         if mask is not None and WEIGHTS in path and bool((mask & SAMPLES).any()):
             return (
-                "what weighs a loss inside the model, or is added to it, must be the same for "
+                "weights of a loss inside the model, and terms added to it, must be the same for "
                 "every part of a batch that is split (class weights, a factor, a penalty), and "
                 f"{place or 'forward'} computes it from the samples: mark the function that does "
-                "so with anybatch.coupled, compute it before the step and give it to the model as "
-                f"a buffer, take the loss outside of the model, or {UNDIVIDED}"
+                "so with anybatch.coupled, compute it before the step and store it in the model "
+                f"as a buffer, move the loss out of the model, or {UNDIVIDED}"
             )
         if mask is None or axis is None:
             continue
@@ -201,23 +201,23 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
         row, others = strange
         if ROWS in others:
             return (
-                "forward must not take from one call what another has left when the batch is "
-                f"split, and row {row} of {path} has a part of samples of the call before: it "
-                f"keeps state outside of its inputs. Register it as a buffer, or {UNDIVIDED}"
+                "forward must not read values that another call has stored when the batch is "
+                f"split, and row {row} of {path} depends on samples of the call before: it keeps "
+                f"state outside of its inputs. Register it as a buffer, or {UNDIVIDED}"
             )
         if not place:
             return _out_of_place(f"row {row} of {path} belongs to sample {others[0]}")
         return (
             "samples must not meet inside the model when the batch is split, and samples "
-            f"{_and(sorted({row, *others})[:2])} meet in {place} (seen in {path}). Compute what "
-            "compares samples in the loss, declare the function that does it with "
-            f"anybatch.coupled, or {UNDIVIDED}"
+            f"{_and(sorted({row, *others})[:2])} meet in {place} (seen in {path}). Compare samples "
+            "in the loss, declare the function that compares them with anybatch.coupled, or "
+            f"{UNDIVIDED}"
         )
     if run.notes.lost:
         return (
             "samples must not meet inside the model when the batch is split, and they meet in "
-            f"{run.notes.lost}, before the loss that the model computes. Declare the "
-            f"function that does it with anybatch.coupled, or {UNDIVIDED}"
+            f"{run.notes.lost}, before the loss that the model computes. Declare the function in "
+            f"which they meet with anybatch.coupled, or {UNDIVIDED}"
         )
     return ""
 
@@ -343,7 +343,7 @@ def first_difference(
 def moved_state(found: Difference) -> str:
     """Return the error for numbers that a later call on the same rows passes to a kernel."""
     return (
-        f"forward must give the same when it is called again, and {found.where} {found.mine} in "
+        f"forward must return the same when it is called again, and {found.where} {found.mine} in "
         f"one call and with {found.its} in a later one: it keeps state in plain attributes, which "
         f"every micro-batch would move. Register it as a buffer, or {UNDIVIDED}"
     )
@@ -352,8 +352,8 @@ def moved_state(found: Difference) -> str:
 def fails_again(name: str, error: Exception) -> str:
     """Return the error for a forward that fails after another call on the same rows."""
     return (
-        "forward must not take from one call what another has left when the batch is split, and a "
-        f"second call fails with what is left in {name} ({type(error).__name__}: "
+        "forward must not read values that another call has stored when the batch is split, and a "
+        f"second call fails with the contents of {name} ({type(error).__name__}: "
         f"{str(error)[:80]}). Reset it at the start of forward, or {UNDIVIDED}"
     )
 
@@ -361,7 +361,7 @@ def fails_again(name: str, error: Exception) -> str:
 def moved_number(path: str) -> str:
     """Return the error for a number that each call moves, and that a backward computes with."""
     return (
-        f"backward must give the same after another call of forward, and each call moves {path}: "
+        f"backward must return the same after another call of forward, and each call moves {path}: "
         f"every micro-batch would. Move it once a step, outside of forward, or {UNDIVIDED}"
     )
 
@@ -380,9 +380,9 @@ def _out_of_place(why: str) -> str:
 def other_rows(path: str, why: str) -> str:
     """Return the error for batch normalisation of a part of the batch."""
     return (
-        "every call of batch normalisation must hold the full batch when it is split, and "
-        f"{path} normalises a part of it: {why} (ghost batches, several views, a choice by "
-        f'position). Call it on all rows, take batchnorm="local", or {UNDIVIDED}'
+        f"every call of batch normalisation must hold the full batch when it is split, and {path} "
+        f"normalises a part of it: {why} (ghost batches, several views, a choice by position). "
+        f'Call it on all rows, use batchnorm="local", or {UNDIVIDED}'
     )
 
 

@@ -149,8 +149,9 @@ class Pages:
             needed = hold.here + self.fixed + size
             raise BudgetError(
                 f"the parameters and gradients that a kernel reads must fit in memory, and {name} "
-                f"needs {show_bytes(needed)} at once, and {show_bytes(self.limit)} is there: give "
-                f'memory="{-(-needed // 1024)}KiB" or more for them, or have fewer read at a time',
+                f"needs {show_bytes(needed)} at once, and {show_bytes(self.limit)} is reserved: "
+                f'give memory="{-(-needed // 1024)}KiB" or more for them, or have fewer read at a '
+                "time",
                 needed=needed,
                 budget=self.limit,
             )

@@ -12,13 +12,13 @@ from anybatch.memory.copier import Job
 from anybatch.memory.stores import store_errors as errors_of
 
 WRITTEN = (
-    "an optimizer's state must not be written to while it is away, and a tensor that stands for a "
-    "part of it was: what was written is lost. Write between back() and a new offload_states(), or "
+    "an optimizer's state must not be written to while it is offloaded, and the placeholder of a "
+    "part of it was: the write is lost. Write between back() and a new offload_states(), or "
     "replace the tensor by another"
 )
 STORE_CLOSED = (
-    "an optimizer's state must be here or in its store, and the store was closed: load a state "
-    "with optimizer.load_state_dict(), or call back() instead of close() to keep it"
+    "an optimizer's state must be resident or in its store, and the store was closed: load a "
+    "state with optimizer.load_state_dict(), or call back() instead of close() to keep it"
 )
 
 State = dict[Any, Any]
@@ -56,7 +56,7 @@ class Placeholder:
 
 
 STATE = "an optimizer's state"
-state_errors = partial(errors_of, of=STATE, then="what was not written is still in memory")
+state_errors = partial(errors_of, of=STATE, then="state that was not stored is still in memory")
 """Explain an error of the system for an optimizer's state."""
 
 

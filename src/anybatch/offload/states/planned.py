@@ -49,8 +49,8 @@ def states_of(
     """
     if optimizer is None:
         raise ValueError(
-            f"states={store!r} says where an optimizer's state waits, and there is none: give "
-            "optimizer="
+            f"states={store!r} names the store of an optimizer's state, and there is no optimizer: "
+            "give optimizer="
         )
     inner_step(optimizer)
     if folder is not None and store == "file":
@@ -81,7 +81,7 @@ def start_offload(
     """
     if optimizer is None:
         raise ValueError(
-            "a plan in which an optimizer's state leaves needs that optimizer: give optimizer="
+            "a plan that offloads an optimizer's state needs that optimizer: give optimizer="
         )
     where = states.folder if states.store == "file" and states.folder else states.store
     model = model if states.model else None

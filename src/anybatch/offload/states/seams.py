@@ -117,5 +117,5 @@ def _refuse_replaced(optimizer: optim.Optimizer, step: Any) -> None:
         raise NotExactError(
             "step() must be the optimizer's own, or a schedule's of torch, and this one's was "
             f"replaced by {getattr(step, '__qualname__', type(step).__qualname__)}: call "
-            "offload_states() before whatever else wraps it, and once for each optimizer"
+            "offload_states() before any other wrapper, and once for each optimizer"
         )
