@@ -88,7 +88,7 @@ def test_other_commands_need_a_device_that_is_there(command: Command, verb: str)
     assert done.exit_code != 0
     words = (
         "device must be one that torch can use here; got cuda:24GiB, the size of one that is not "
-        "there. Only anybatch plan has use for that."
+        "there. Only anybatch plan accepts that."
     )
     assert words in " ".join(done.output.split())
 

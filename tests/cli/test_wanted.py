@@ -52,7 +52,7 @@ def test_json_holds_pace_and_scale(command: Command) -> None:
         (("--servers", "few", "--gpus", 2, "--network", "1Gbit"), 'whole number or "auto"'),
         (("--network", "10GB"), "network must be bits a second"),
         (("--gpus", 257), "gpus must be at most the 256 samples of a mini-batch"),
-        (("--gpus", 2, "--states", "file"), "not measured today where the optimizer's state"),
+        (("--gpus", 2, "--states", "file"), "not measured today with offloaded optimizer state"),
     ],
 )
 def test_what_means_nothing_is_refused(

@@ -106,8 +106,8 @@ def _reason(requested: RequestedMode, device: str, *, budgeted: bool) -> str:
     if requested != "auto":
         return "as --malloc says"
     if choose(device, budgeted=budgeted) == "tight":
-        return "a budget of the host's memory: what is freed goes back at once"
-    return "no budget of the host's memory: what is freed is kept, which saves page faults"
+        return "a budget of the host's memory: freed memory is returned at once"
+    return "no budget of the host's memory: freed memory is retained, which saves page faults"
 
 
 def _set(environment: Mapping[str, str]) -> dict[str, str]:

@@ -261,6 +261,6 @@ def refuse_to_plan(settings: Settings, device: torch.device) -> None:
         left(device)
     except ValueError as error:
         raise SettingsError(
-            f"memory must be given where the system does not tell what is left on {device}; it "
-            "was not. Name it, such as --memory 4GiB, or give --micro-batch alone."
+            f"memory must be given where the system does not report the free memory of {device}; "
+            "it was not. Name it, such as --memory 4GiB, or give --micro-batch alone."
         ) from error

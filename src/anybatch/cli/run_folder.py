@@ -216,8 +216,8 @@ class RunFolder:
             ) from error
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise RunFolderError(
-                f"{self.path / CHECKPOINT} must be a whole checkpoint; it cannot be read "
-                f"({_first_line(error)}). Put a copy of it back, or start again with --overwrite."
+                f"{self.path / CHECKPOINT} must be a complete checkpoint; it cannot be read "
+                f"({_first_line(error)}). Restore a copy of it, or start again with --overwrite."
             ) from error
         return dict(found)
 

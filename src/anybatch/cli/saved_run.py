@@ -45,7 +45,7 @@ class SavedRun:
             reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
             raise RunFolderError(
                 f"resume needs a run folder, with a config.json; {path} has none that can be read "
-                f"({reason}). Give the folder that an earlier run named."
+                f"({reason}). Give the folder of an earlier run."
             ) from error
         return cls(path, config)
 
@@ -121,8 +121,8 @@ class SavedRun:
         ]
         if faults:
             raise RunFolderError(
-                f"a resumed run needs the data and the recipe it had: {'; '.join(faults)}. "
-                "Put them back, or start a new run with another --out."
+                f"a resumed run needs the data and the recipe it had: {'; '.join(faults)}. Restore "
+                "them, or start a new run with another --out."
             )
 
     def warnings(self, now: Mapping[str, Any]) -> Iterator[str]:

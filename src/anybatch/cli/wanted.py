@@ -80,8 +80,8 @@ class Wanted:
         """
         if self.anything and states not in (None, AUTO):
             raise SettingsError(
-                "what more GPUs bring follows from whole steps, and they are not measured today "
-                f"where the optimizer's state waits elsewhere; got states {states}. Leave it out."
+                "the gain by more GPUs follows from full steps, and they are not measured today "
+                f"with offloaded optimizer state; got states {states}. Leave it out."
             )
 
     def measured(

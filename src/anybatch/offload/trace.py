@@ -47,7 +47,7 @@ class Function:
     """One kernel of the step.
 
     Attributes:
-        name: what a person calls it.
+        name: its name for users.
         reads: variables it needs, by their place in `Trace.variables`; also those it writes to.
         makes: variables that begin with it.
         writes: those of `reads` that it changes in place.

@@ -70,5 +70,5 @@ def _title(n: int, size: int, *, lanes: bool) -> str:
     count = -(-size // n)
     title = f"{size} samples in {count} micro-batches of {n}"
     if lanes:
-        return f"{title}, one of them and room for those that wait"
+        return f"{title}, one of them and the bytes of waiting ones"
     return f"{title}, the first {MICRO_BATCHES}" if count > MICRO_BATCHES else title

@@ -140,7 +140,7 @@ class PagedLockstep:
             owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
             floor=self._of(1).floor,
             undivided=foreseen.peak(size, size),
-            how=f"{foreseen.how}, all that a kernel does not need away",
+            how=f"{foreseen.how}, with all that a kernel does not need offloaded",
             candidates=self._candidates(),
         )
         offload = OffloadPlan(
