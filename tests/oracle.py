@@ -48,7 +48,7 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def undivided(model: nn.Module, loss_fn: Any, inputs: Any, targets: Any) -> dict[str, Tensor]:
-    """Return what the whole batch gives at once."""
+    """Return what the full batch gives at once."""
 
     def run(copied: nn.Module) -> Tensor:
         outputs = call(copied, inputs)

@@ -31,7 +31,9 @@ class NotReproducibleError(NotExactError):
 
 
 class BudgetError(AnybatchError, RuntimeError):
-    """A step does not fit in its budget, and nothing was run.
+    """A step does not fit in its budget.
+
+    Raised before the step; by `offload` after the step that it records, by `offload_states` in it.
 
     Attributes:
         needed: bytes of the smallest step of that kind.

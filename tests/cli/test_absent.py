@@ -47,13 +47,13 @@ def test_its_json_is_the_plan(command: Command) -> None:
         (
             ("cuda:1Gx",),
             "the size of a device must be bytes such as in \"cuda:24GiB\", and it is '1Gx' in "
-            "'cuda:1Gx': write it like that; one that is there has an index, as in cuda:0.",
+            "'cuda:1Gx': write it like that; a device of this machine has an index, as in cuda:0.",
         ),
         (
             ("mps:8GiB",),
             "a device that is not there must be a CUDA device with the size of its memory, such as "
-            "\"cuda:24GiB\", and it is 'mps:8GiB': write it like that; a device of another "
-            "type has no size, so name its type alone, and give memory=.",
+            "\"cuda:24GiB\", and it is 'mps:8GiB': write it like that; for a device of "
+            "another type name only the type, and give memory=.",
         ),
         (
             ("cuda:1GiB", "--measure"),
@@ -70,7 +70,10 @@ def test_its_json_is_the_plan(command: Command) -> None:
             "memory must be at most what the device leaves, and of 1GiB a context is assumed to "
             "take 600 MiB: got '1GiB'. Give memory=\"424MiB\" or less, or leave it out.",
         ),
-        (("cuda:640MiB",), "and 38.0 MiB is there (640MiB less 600 MiB for a context, less 5 %)"),
+        (
+            ("cuda:640MiB",),
+            "and the budget is 38.0 MiB (640MiB less 600 MiB for a context, less 5 %)",
+        ),
     ],
 )
 def test_it_refuses_in_one_line(command: Command, requested: tuple[str, ...], message: str) -> None:
@@ -85,7 +88,7 @@ def test_other_commands_need_a_device_that_is_there(command: Command, verb: str)
     assert done.exit_code != 0
     words = (
         "device must be one that torch can use here; got cuda:24GiB, the size of one that is not "
-        "there. Only anybatch plan has use for that."
+        "there. Only anybatch plan accepts that."
     )
     assert words in " ".join(done.output.split())
 

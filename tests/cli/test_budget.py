@@ -420,7 +420,9 @@ def test_a_system_that_does_not_tell_is_refused(monkeypatch: pytest.MonkeyPatch)
         raise ValueError("mine")
 
     monkeypatch.setattr(planned, "available_memory", left)
-    with pytest.raises(SettingsError, match=r"memory must be given where the system does not tell"):
+    with pytest.raises(
+        SettingsError, match=r"memory must be given where the system does not report"
+    ):
         train(DIGITS)
     assert train(dataclasses.replace(DIGITS, memory="1GiB", epochs=1)).steps == 3
 

@@ -321,7 +321,7 @@ def test_a_broken_checkpoint_is_refused(part: float, stopped: Path) -> None:
     text = file.read_bytes()
     file.write_bytes(text[: int(part * len(text))])
     log = (stopped / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunFolderError, match=r"checkpoint.pt must be a whole checkpoint; it canno"):
+    with pytest.raises(RunFolderError, match=r"checkpoint.pt must be a complete checkpoint; it ca"):
         resume(stopped)
     assert (stopped / "metrics.jsonl").read_bytes() == log
     file.write_bytes(text)
@@ -366,7 +366,7 @@ def test_other_data_are_refused(stopped: Path) -> None:
     with pytest.raises(
         RunFolderError,
         match=r"needs the data and the recipe it had: lr was 0.5 and is 0.002; "
-        r"train_samples was 1500 and is 1437. Put them back",
+        r"train_samples was 1500 and is 1437. Restore them",
     ):
         resume(stopped)
 

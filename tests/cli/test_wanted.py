@@ -46,13 +46,13 @@ def test_json_holds_pace_and_scale(command: Command) -> None:
     ("words", "message"),
     [
         (("--gpus", 0), "gpus must be a whole number of at least 1, and it is 0."),
-        (("--gpus", 2, "--speedup", 2), "at most one goal can be reached"),
+        (("--gpus", 2, "--speedup", 2), "at most one goal can be given"),
         (("--deadline", "soon"), 'deadline must be a time such as "30min"'),
         (("--servers", 2, "--gpus", 2), "give gpus= and network= with servers="),
         (("--servers", "few", "--gpus", 2, "--network", "1Gbit"), 'whole number or "auto"'),
         (("--network", "10GB"), "network must be bits a second"),
         (("--gpus", 257), "gpus must be at most the 256 samples of a mini-batch"),
-        (("--gpus", 2, "--states", "file"), "not measured today where the optimizer's state"),
+        (("--gpus", 2, "--states", "file"), "not measured today with offloaded optimizer state"),
     ],
 )
 def test_what_means_nothing_is_refused(
@@ -68,4 +68,4 @@ def test_where_states_wait_elsewhere_it_is_said_that_steps_were_not_measured(
 ) -> None:
     result = command(*PLAN, "--measure", "--states", "file")
     assert result.exit_code == 0, result.output
-    assert "whole steps were not measured" in result.output
+    assert "full steps were not measured" in result.output

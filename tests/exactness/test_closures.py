@@ -1,4 +1,4 @@
-"""An optimizer that asks for the loss several times a step gets the whole batch each time."""
+"""An optimizer that asks for the loss several times a step gets the full batch each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A contrastive loss of the whole batch, over micro-batches and ranks, without its N x N matrix."""
+"""A contrastive loss of the full batch, over micro-batches and ranks, without its N x N matrix."""
 
 from __future__ import annotations
 

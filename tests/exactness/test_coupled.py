@@ -1,4 +1,4 @@
-"""`anybatch.coupled`: a loss in which samples meet, inside a model, is that of the whole batch."""
+"""`anybatch.coupled`: a loss in which samples meet, inside a model, is that of the full batch."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_the_weights_of_micro_batches_may_be_any(variant: str) -> None:
 @pytest.mark.large(few=6)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_budget_is_kept(seed: int) -> None:
-    """Also one in which the rows of the whole batch are a large part."""
+    """Also one in which the rows of the full batch are a large part."""
     draw = random.Random(seed)
     model, size = make(draw.choice(EVERY)).float(), draw.choice([30, 64, 150])
     rows = torch.randn(size, 6), torch.randint(CLASSES, (size,))
@@ -208,7 +208,7 @@ def test_without_an_engine_it_is_the_function() -> None:
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(LossError, match="must be a function of rows, and int came"):
+    with pytest.raises(LossError, match="a function of rows, and it was called with int"):
         anybatch.coupled(3)  # type: ignore[arg-type]
 
 
@@ -284,7 +284,11 @@ def test_what_cannot_be_is_refused_and_leaves_no_trace() -> None:
     x, y = batch()
     x[4, 0] = 1e6
     wrong = [
-        (Hidden, LossError, "must be given what it trains, and <lambda> uses a parameter"),
+        (
+            Hidden,
+            LossError,
+            "must have every tensor that it trains as an argument, and <lambda> uses a parameter",
+        ),
         (InPlace, RuntimeError, r"changed a tensor of shape \(22, 8\) in place: write"),
         (Weighs, LossError, "one of <lambda>, with 4 rows for any number of samples, belongs to"),
         (partial(Weighs, trained=True), LossError, "with 4 rows for any .* belongs to no sample"),

@@ -318,7 +318,7 @@ def writes(model: Any, x: Tensor, y: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Forward, str]] = {
-    "closes over": (closes_over, "must be given what it trains"),
+    "closes over": (closes_over, "must have every tensor that it trains"),
     "counts rows": (counts_rows, "must be the same in all micro-batches, and <lambda>"),
     "own scale": (own_scale, "must be the same in all micro-batches"),
     "own object": (own_object, r"reads a tensor of shape \(\) which forward has made of some"),
@@ -326,7 +326,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
     "prototypes": (prototypes, r"of shape \(5, 4\), belongs to no sample"),
     "queue": (queue, r"of shape \(5, 4\), belongs to no sample"),
     "adversarial": (adversarial, "coupled dice must be differentiated after forward"),
-    "writes": (writes, "must leave its arguments as they are, and fn writes to one"),
+    "writes": (writes, "must not change its arguments, and fn writes to one"),
 }
 
 

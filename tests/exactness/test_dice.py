@@ -1,4 +1,4 @@
-"""Guide: with rng="batch" the gradient is that of the whole batch with dropout, too.
+"""Guide: with rng="batch" the gradient is that of the full batch with dropout, too.
 
 Every row is trained for two optimizer steps in float64, undivided by torch alone and in
 micro-batches, from the same seeds; loss, gradients and buffers are compared, and where the
@@ -128,7 +128,7 @@ class Flat(nn.Module):
 
 
 class Skips(nn.Module):
-    """Stochastic depth: layers with dropout, left out by a coin for the whole batch."""
+    """Stochastic depth: layers with dropout, left out by a coin for the full batch."""
 
     def __init__(self, coin: Callable[[], float]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What was tried to make a micro-batch draw something else than the whole batch, and what came.
+"""What was tried to make a micro-batch draw something else than the full batch, and what came.
 
 Either the gradient is that of the undivided batch, or the step is refused and nothing has changed.
 """
@@ -163,18 +163,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
             lambda g, x: torch.rand(len(x), 1, generator=g),
             lambda: torch.Generator().manual_seed(1),
         ),
-        r"global generators, and rand is given one of its own \(generator=\)",
+        r"global generators, and rand has one of its own \(generator=\)",
     ),
     "own generator, in place": (
         lambda: Own(lambda g, x: torch.empty_like(x).normal_(generator=g), torch.Generator),
-        "normal_ is given one of its own",
+        "normal_ has one of its own",
     ),
     "own generator of numpy": (
         lambda: Own(
             lambda g, x: torch.from_numpy(g.random((len(x), 1))) * F.dropout(x, 0.5),
             partial(np.random.default_rng, 1),
         ),
-        "must give what they give in it|forward must give the same when it is called again",
+        "must give the same outputs as in it|forward must return the same when it is called again",
     ),
     "poisson": (
         lambda: Fn(lambda x: x * torch.poisson(x.detach().exp())),
@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "rrelu": (lambda: nn.RReLU(), "rrelu_with_noise at .*values of others"),
     "a permutation": (lambda: Fn(mixed_up), "samples|randperm at .* chooses among the samples"),
-    "an order": (lambda: Fn(mixed_by_order), "must give what they give in it|must not meet"),
+    "an order": (lambda: Fn(mixed_by_order), "must give the same outputs as in it|must not meet"),
     "a choice of samples": (lambda: Fn(some_samples), "chooses among the samples|must not meet"),
     "a draw a sample": (
         lambda: Fn(once_a_sample),
@@ -209,7 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "not the same in backward": (
         lambda: Fn(not_preserved),
-        "draws in backward must be those of forward made again.*preserve_rng_state=False",
+        "draws in backward must repeat those of forward.*preserve_rng_state=False",
     ),
     "a custom kernel": (lambda: Fn(hidden), "test_dice.hidden.* draws inside its kernel"),
     "a draw that is kept for later": (

@@ -416,7 +416,7 @@ def test_samples_that_are_loaded_on_the_way_are_loaded_once_a_pass() -> None:
 def test_samples_that_change_between_the_passes_are_refused() -> None:
     own = random.Random(0)
     engine = Engine(make("two"), contrastive(), micro_batch=8)
-    with pytest.raises(NotReproducibleError, match="the second loaded others"):
+    with pytest.raises(NotReproducibleError, match="the second loaded other ones"):
         engine.backward(LazyBatch(Pairs(own.random), collate_fn=_without_targets))
 
 
@@ -512,9 +512,9 @@ def test_what_cannot_be_is_said() -> None:
     with pytest.raises(ValueError, match="give the encoder another one"):
         Encoders({"scale": nn.Identity()}, scale=1.0)
     model = make("two")
-    with pytest.raises(BatchError, match=r"'image', 'text', and 'imgae', 'text' came"):
+    with pytest.raises(BatchError, match=r"'image', 'text', and the inputs are 'imgae', 'text'"):
         model(imgae=torch.zeros(1, WIDTH), text=torch.zeros(1, WIDTH))
-    with pytest.raises(BatchError, match="nothing came"):
+    with pytest.raises(BatchError, match="the inputs are nothing"):
         model()
     engine = Engine(model, contrastive(), micro_batch=8)
     rows = batch()

@@ -1,4 +1,4 @@
-"""README: "the gradient of the whole batch", for every loss of the catalogue and every split."""
+"""README: "the gradient of the full batch", for every loss of the catalogue and every split."""
 
 from __future__ import annotations
 

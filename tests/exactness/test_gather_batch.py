@@ -1,4 +1,4 @@
-"""`anybatch.gather_batch`: a model that compares its samples with those of the whole batch."""
+"""`anybatch.gather_batch`: a model that compares its samples with those of the full batch."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_budget_counts_what_is_gathered() -> None:
 @pytest.mark.large(few=6)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_budget_is_kept(seed: int) -> None:
-    """Also one in which the rows of the whole batch are a large part."""
+    """Also one in which the rows of the full batch are a large part."""
     draw = random.Random(seed)
     model, loss = make(draw.choice(KINDS))
     rows = torch.randn((size := draw.choice([30, 64, 150])), 6), torch.randn(size, 5)

@@ -1,4 +1,4 @@
-"""README: BatchNorm is that of the whole batch, one micro-batch at a time on the device.
+"""README: BatchNorm is that of the full batch, one micro-batch at a time on the device.
 
 Every row is trained for two optimizer steps in float64, undivided by torch alone and in lanes whose
 storages leave for a file, and loss, gradients, running statistics and counters are compared.

@@ -1,4 +1,4 @@
-"""README: BatchNorm is that of the whole batch, in the networks that people train.
+"""README: BatchNorm is that of the full batch, in the networks that people train.
 
 Every network is trained for two optimizer steps in float64, undivided by torch alone and in lanes,
 and loss, gradients, running statistics and counters are compared. Small networks hide what whole

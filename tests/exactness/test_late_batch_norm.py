@@ -1,4 +1,4 @@
-"""A batch normalisation that a model begins to call in a later step is that of the whole batch."""
+"""A batch normalisation that a model begins to call in a later step is that of the full batch."""
 
 from __future__ import annotations
 

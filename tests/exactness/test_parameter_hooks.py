@@ -1,4 +1,4 @@
-"""README: hooks on parameters fire once a step, on the gradient of the whole batch.
+"""README: hooks on parameters fire once a step, on the gradient of the full batch.
 
 The truth is torch alone, on the undivided batch in float64, with the same hooks. What they were
 given is compared as well as what they have made: each logs it.
@@ -28,7 +28,7 @@ from anybatch.execution.gradients import Gradients
 
 BATCH = 10
 SIZES = [(1, False), (3, True), (4, False), (10, True)]
-"""Micro-batches of one, with a tail of one, uneven, and the whole batch; gradients before them."""
+"""Micro-batches of one, with a tail of one, uneven, and the full batch; gradients before them."""
 
 Log = list[Tensor]
 KINDS = "_backward_hooks", "_post_accumulate_grad_hooks"

@@ -188,7 +188,7 @@ def test_where_parameters_are_spread_nothing_leaves_yet(pool: tuple[int, Pool]) 
     for said in workers.run(spread):
         assert len(said) == 2
         for one in said:
-            assert one.startswith("saved tensors do not leave the device today where parameters")
+            assert one.startswith("saved tensors cannot be offloaded today where parameters")
             assert 'plan with offload="off"' in one
 
 
@@ -211,4 +211,4 @@ def test_parameters_are_not_offloaded_over_ranks_yet(pool: tuple[int, Pool]) -> 
     _, workers = pool
     for said in workers.run(paged):
         assert len(said) == 3
-        assert all("where there are several ranks: let the" in text for text in said)
+        assert all("over several ranks today: offload only" in text for text in said)

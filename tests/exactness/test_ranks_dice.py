@@ -119,7 +119,7 @@ WAYS = [
 def assert_is_of_all(
     workers: Pool, row: str, variant: str, loss: str, form: str, micro: int, *, short: bool = False
 ) -> None:
-    """Compare each rank with one process that has the whole batch."""
+    """Compare each rank with one process that has the full batch."""
     torch.set_default_dtype(torch.float64)
     try:
         model, x, y = problem(variant, row)
@@ -315,4 +315,4 @@ def test_a_plan_counts_the_draw_of_all_ranks(pool: tuple[int, Pool]) -> None:
     for last, counted, said in pool[1].run(budgeted):
         assert last.peak_bytes <= last.predicted_bytes <= 512 * 1024
         assert counted
-        assert "a draw of the whole batch" in said
+        assert "a draw of the full batch" in said

@@ -174,7 +174,7 @@ def scaled(rank: int, size: int, with_optimizer: bool) -> Any:
 
 def test_a_rank_without_samples_must_receive_what_the_loss_holds(pool: tuple[int, Pool]) -> None:
     for said in pool[1].run(scaled, False):
-        assert "every rank must know the same parameters, and rank 0 is at the sum of 3" in said
+        assert "every rank must find the same parameters, and rank 0 is at the sum of 3" in said
     for want, got in pool[1].run(scaled, True):
         assert_exact(got, want)
 

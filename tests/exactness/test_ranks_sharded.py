@@ -491,12 +491,12 @@ def refused(rank: int, size: int, what: str) -> str:
 
 REFUSED = {
     "tensor parallel": "NotYetError: .*weight is a DTensor that fully_shard has not made",
-    "both": "NotYetError: a parameter must be spread over one dimension .*weight is .*Shard",
+    "both": "NotYetError: a parameter must be sharded over one dimension .*weight is .*Shard",
     "first": "NotYetError: .*the model is in FullyShardedDataParallel: use fully_shard",
     "some": r"NotYetError: .*ranks that share the batch, \[0, 1.*and weight is over",
     "hook": "NotExactError: a sharded parameter must have no hooks, and weight has one",
-    "gradient": "NotExactError: a gradient must be spread as its parameter is, and that of weight",
-    "kept": "LossError: a loss must take parameters from the model",
+    "gradient": "NotExactError: a gradient must be sharded as its parameter is, and that of weight",
+    "kept": "LossError: a loss must read parameters from the model",
 }
 
 
@@ -527,7 +527,9 @@ def test_a_torch_that_hides_the_precision_is_refused(monkeypatch: pytest.MonkeyP
     engine = Engine(fully_shard(nn.Linear(2, 2), mesh=mesh_of("", 1)), nn.MSELoss(), micro_batch=1)
     monkeypatch.delattr(FSDPModule, "_get_fsdp_state")
     monkeypatch.setattr(FSDPModule, "reshard", lambda _: None)
-    with pytest.raises(NotYetError, match="the precision of a sharded model must be known"):
+    with pytest.raises(
+        NotYetError, match="the precision policy of a sharded model must be readable"
+    ):
         engine.backward(torch.ones(2, 2), torch.ones(2, 2))
 
 

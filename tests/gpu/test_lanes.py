@@ -1,4 +1,4 @@
-"""BatchNorm of the whole batch on a CUDA device, in lanes and over ranks on NCCL."""
+"""BatchNorm of the full batch on a CUDA device, in lanes and over ranks on NCCL."""
 
 from __future__ import annotations
 

@@ -175,8 +175,8 @@ def test_what_is_observed_is_gathered_for_metrics_once_for_each_row(pair: Pool) 
 @pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("optimizer", [False, True])
 def test_accumulation_is_refused(later: bool, optimizer: bool) -> None:
-    """Its steps would be left out, and whole batches add up."""
-    match = r"gradient_accumulation_steps=4\) leaves optimizer.step\(\) out in all but one of 4"
+    """Its steps would be left out, and full batches add up."""
+    match = r"gradient_accumulation_steps=4\) skips optimizer.step\(\) in all but one of 4"
     with accelerated(gradient_accumulation_steps=1 if later else 4) as accelerator:
         net = nn.Linear(2, 2)
         model, adam = accelerator.prepare(net, torch.optim.Adam(net.parameters()))
@@ -228,4 +228,4 @@ def inside_of_a_model(rank: int, size: int) -> str:
 
 def test_a_part_of_a_model_that_was_prepared_separately_is_refused(pair: Pool) -> None:
     for said in pair.run(inside_of_a_model):
-        assert "and 0 inside of the model is in it: give the engine what is inside of that" in said
+        assert "and it wraps 0 inside of the model: pass the unwrapped module" in said

@@ -196,7 +196,7 @@ class Loaded(Net):
 
 def test_a_batch_size_finder_is_refused() -> None:
     trainer = pl.Trainer(callbacks=[BatchSizeFinder(), FullBatch()], logger=False, max_epochs=1)
-    with pytest.raises(ValueError, match="BatchSizeFinder makes it smaller until it fits"):
+    with pytest.raises(ValueError, match="BatchSizeFinder reduces it until it fits"):
         trainer.fit(made(Loaded))
 
 
@@ -206,7 +206,7 @@ class Iterated(Net):
 
 
 def test_what_cannot_be_yet_is_refused() -> None:
-    with pytest.raises(NotYetError, match=r"let it take \(batch, batch_idx\)"):
+    with pytest.raises(NotYetError, match=r"let it have \(batch, batch_idx\)"):
         fit(made(Iterated), FullBatch())
     compiled = torch.compile(made())
     with pytest.raises(NotYetError, match="give the Trainer the module without"):
@@ -439,5 +439,5 @@ def test_a_loss_is_handed_over_once() -> None:
             loss.backward(retain_graph=True)
             loss.backward()
 
-    with pytest.raises(RuntimeError, match="handed over once"):
+    with pytest.raises(RuntimeError, match="delivered once"):
         fit(made(Twice), FullBatch(micro_batch=4))

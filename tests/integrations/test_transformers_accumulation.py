@@ -312,7 +312,7 @@ REFUSED = {
     "own loader": (with_a_loader(Loads), 0, r"one batch of 16 samples, .* have 4: give it"),
     "own batches": (with_a_loader(Batches), 0, r"have no size that it tells: give it"),
     "own sampler": (with_a_loader(Sampled), 0, r"one batch of 16 samples, .* have 4: give it"),
-    "auto_find_batch_size": (by_looking_for_what_fits, 0, "makes it smaller until it fits"),
+    "auto_find_batch_size": (by_looking_for_what_fits, 0, "reduces it until it fits"),
     "in two places": (in_two_places, 0, "num_steps` is set but"),  # transformers' own refusal
 }
 

@@ -303,7 +303,7 @@ def test_items_that_are_counted_otherwise_are_refused(tmp_path: Path, order: str
         trainer.train()
     assert_exact(other.model.state_dict(), one.model.state_dict())
     trainer = trainer_of(joined(counts(2), order), tmp_path, model())
-    with pytest.raises(NotExactError, match="is 80 in Counts and 40 in transformers.Trainer: leav"):
+    with pytest.raises(NotExactError, match="is 80 in Counts and 40 in transformers.Trainer: do n"):
         trainer.train()
 
 

@@ -105,7 +105,7 @@ def test_a_model_that_does_not_heed_its_mask_is_refused_when_padding_comes(way: 
     model = Tokens(way).double()
     ears, engine = ears_and_engine(model, cuts=True)
     trained(engine, ears, batch(FULL))  # which tells nothing
-    with pytest.raises(NotExactError, match="must heed its attention mask where cut_padding=True"):
+    with pytest.raises(NotExactError, match="must use its attention mask where cut_padding=True"):
         ears.ordered(batch(LENGTHS))
 
 

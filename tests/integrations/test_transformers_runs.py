@@ -193,7 +193,7 @@ def test_what_decides_the_batch_or_the_loss_is_refused(tmp_path: Path) -> None:
     model = BY_NAME["GPT-2"].model()
     with pytest.raises(NotExactError, match="overrides compute_loss: pass compute_loss_func"):
         Overrides(model, arguments(tmp_path))
-    with pytest.raises(ValueError, match="auto_find_batch_size=True makes it smaller"):
+    with pytest.raises(ValueError, match="auto_find_batch_size=True reduces it"):
         Trainer(model, arguments(tmp_path, auto_find_batch_size=True))
     with pytest.raises(NotYetError, match="compiled model .* torch_compile=True"):
         Trainer(model, arguments(tmp_path, torch_compile=True))

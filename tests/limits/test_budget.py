@@ -288,7 +288,7 @@ def test_below_the_floor_is_said_before_anything_runs(seed: int) -> None:
         ran.extend(len(x) for x in inputs if not is_fake(x))
 
     handle = it.model.register_forward_pre_hook(notice)
-    with pytest.raises(BudgetError, match=r"a step must fit in memory.*1.0 KiB is there") as found:
+    with pytest.raises(BudgetError, match=r"a step must fit in memory.*budget is 1.0 KiB") as found:
         it.engine(1024).backward(it.x, it.y)
     handle.remove()
     assert ran == []

@@ -38,7 +38,7 @@ def lane_of(engine: Engine, n: int) -> Lane | None:
 
 
 def floor(model: nn.Module, loss: Any, rows: tuple[Tensor, Tensor], n: int) -> tuple[int, int]:
-    """Bytes of one lane of `n` samples, and of the whole batch."""
+    """Bytes of one lane of `n` samples, and of the full batch."""
     engine = Engine(model, loss, memory="1TiB", micro_batch=n)
     memory = engine.foresee(*rows, timed=False, offload="off").memory
     planner = engine._planner

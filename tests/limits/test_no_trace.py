@@ -93,7 +93,7 @@ def fail_at(count: int, error: BaseException) -> Callable[..., None]:
 
     def fail(*arguments: Any) -> None:
         if any(map(is_fake, arguments)):
-            return  # whether the whole batch computes the same: no step runs
+            return  # whether the full batch computes the same: no step runs
         call = next(calls)
         if call == count or (again and call > count):
             raise error

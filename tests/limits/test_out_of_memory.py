@@ -127,7 +127,7 @@ ORACLES = LOSSES | {"declared": F.cross_entropy}
 
 @dataclass
 class Setting:
-    """A model, a batch, and what the whole batch gives at once."""
+    """A model, a batch, and what the full batch gives at once."""
 
     variant: str
     net: Net
@@ -786,7 +786,7 @@ if sys.argv[2] == "apart":
     engine._runner.step = lambda *arguments, accumulator, **others: make(
         *arguments, accumulator=True, **others
     )
-limit = data_bytes() + 30 * 2**20  # one activation of the whole batch is 32 MiB
+limit = data_bytes() + 30 * 2**20  # one activation of the full batch is 32 MiB
 resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 try:
     undivided(torch.arange(8192))

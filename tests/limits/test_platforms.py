@@ -83,4 +83,4 @@ def test_a_step_is_the_same_where_the_system_has_less() -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert "memory= must be given where the system does not tell" in ended.stdout
+    assert "memory= must be given where the system does not report" in ended.stdout

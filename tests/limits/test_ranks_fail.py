@@ -260,6 +260,6 @@ def test_memory_that_runs_out_at_the_end_of_a_step_ends_it_on_all_ranks(
 def test_a_rank_that_leaves_in_the_middle_of_a_sum_ends_the_others_wait() -> None:
     with ranks(2) as workers:
         (said, got), (own, _) = workers.run(late, "dense")
-    assert "all ranks must stay until the step ends" in said
+    assert "all ranks must be alive until the step ends" in said
     assert "memory" in own
     assert got == [None] * len(got)

@@ -68,7 +68,7 @@ def batch(side: int = 24) -> tuple[Tensor, Tensor]:
 
 
 def undivided(net: Net, loss: Any = F.cross_entropy) -> int:
-    """What the whole batch holds at once, in bytes."""
+    """What the full batch holds at once, in bytes."""
     memory = Engine(net, loss, memory="1TiB").foresee(*batch(), timed=False).memory
     assert memory is not None
     return memory.undivided

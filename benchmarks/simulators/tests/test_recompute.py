@@ -201,7 +201,7 @@ def test_with_recomputation_a_step_is_never_slower() -> None:
         assert again.seconds <= ours
         faster += again.seconds < ours
     assert faster > 1
-    with pytest.raises(BudgetError, match="even if everything else is away"):
+    with pytest.raises(BudgetError, match="even with everything else offloaded"):
         plan_with_recomputation(trace, 1, link)
 
 

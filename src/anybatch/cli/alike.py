@@ -1,8 +1,8 @@
 """One model on every rank: the same weights in the beginning, the same buffers in every step.
 
 DistributedDataParallel sends the weights of rank 0 to all and so hides a model that draws them from
-a generator of its own; with such a one a run cannot be made again. Here it is found out. Buffers
-are sent, as DistributedDataParallel does: a forward may leave in them what it has seen of its rows.
+a generator of its own; such a run cannot be repeated. Here it is found. Buffers are sent, as
+DistributedDataParallel does: a forward may store statistics of its rows in them.
 """
 
 from __future__ import annotations

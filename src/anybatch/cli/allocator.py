@@ -1,15 +1,15 @@
 """How glibc keeps freed memory: chosen for a training on the CPU, before the process starts.
 
-glibc maps every block over 32 MiB anew and gives it back when it is freed. In training each step
-then pays for its pages again, which can be half its time; and what lies below that size stays with
-the process although it is free. Two settings do better, each at one thing:
+glibc maps every block over 32 MiB anew and unmaps it when it is freed. In training each step then
+pays for its pages again, which can be half its time; and smaller blocks remain in the process after
+they are freed. Two settings are better, each in one respect:
 
     fast    keep all that is freed: after some steps no page is new
     tight   map every block over half a MiB, in huge pages: what is freed goes back at once
 
 torch cannot choose: glibc reads them from the environment before the first line of a program. So
 the command starts itself again, once, with the environment of the mode. Only the command does, and
-not where a person has set glibc's variables; a library must not change a process behind its back.
+not if the user has set glibc's variables; a library must not change a process silently.
 
 Source: glibc manual, "Malloc Tunable Parameters" and "Memory Allocation
 Tunables".
@@ -37,7 +37,7 @@ HUGE_PAGES_SINCE = (2, 35)  # the glibc from which malloc asks for huge pages
 class AllocatorChoice:
     """Which mode a process is to run in, and why.
 
-    `environment` is what to start it again with; None leaves it as it is.
+    `environment` is for starting it again; None does not start it again.
     """
 
     mode: str
@@ -106,8 +106,8 @@ def _reason(requested: RequestedMode, device: str, *, budgeted: bool) -> str:
     if requested != "auto":
         return "as --malloc says"
     if choose(device, budgeted=budgeted) == "tight":
-        return "a budget of the host's memory: what is freed goes back at once"
-    return "no budget of the host's memory: what is freed is kept, which saves page faults"
+        return "a budget of the host's memory: freed memory is returned at once"
+    return "no budget of the host's memory: freed memory is retained, which saves page faults"
 
 
 def _set(environment: Mapping[str, str]) -> dict[str, str]:

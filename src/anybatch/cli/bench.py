@@ -1,6 +1,6 @@
 """`anybatch bench --convolutions`: measure a model's convolutions before anybody waits.
 
-What is measured goes to a file that every later process looks into, and that may be copied to other
+Measurements are stored in a file that every later process reads, and that may be copied to other
 machines like this one.
 """
 
@@ -80,7 +80,7 @@ def bench(
     """Measure a model's convolutions on this machine, and store the times for later processes.
 
     With --convolutions: every convolution of the model on --micro-batch samples, forward and
-    backward, by all algorithms that --workspace allows. Ctrl-C keeps what was measured so far.
+    backward, by all algorithms that --workspace allows. Ctrl-C keeps the measurements so far.
     """
     team = Team.here()
     with ending(team):

@@ -6,11 +6,11 @@ beginning again, an epoch starts over, its mean loss counts half of it. So a che
     rng      the states of torch's, Python's and numpy's generators
     part     how far the present epoch is: mini-batches done, and the sums its figures are made of
 
-The order of the images and what is drawn for each is a function of seed and epoch (`views`), so
+The order of the images and the draws of each are a function of seed and epoch (`views`), so
 mini-batches that are done are skipped without being read.
 
-A checkpoint may be requested at any time, but is right only between two steps. `AtomicStep` makes
-every time such a time: a step that does not come to its end leaves nothing behind.
+A checkpoint may be requested at any time, but is right only between two steps. With `AtomicStep`
+any time is right: a step that does not end is undone.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class Trained:
     def state(self, *, copies: bool) -> State:
         """Return the states of all three, under their names.
 
-        With `copies` parameters are copied, one after another: where they leave memory when no
-        kernel reads them, whoever writes one itself to a file would keep it there for good.
+        With `copies` parameters are copied, one after another: if they are offloaded, writing one
+        itself to a file would make it resident for good.
         """
         found = {name: part.state_dict() for name, part in vars(self).items()}
         if copies:
@@ -140,9 +140,9 @@ class AtomicStep:
     """A step that either is `done` or has not happened: a context manager.
 
     When the block ends in an error or an interrupt before `done` was called, the RNG state, the
-    model's buffers and the counts of the metric are put back to where it began. Parameters need no
-    copy: the optimizer moves them at the end, where no interrupt comes through. Those of the
-    buffers are on the host, not among the bytes of the device.
+    model's buffers and the counts of the metric are restored to its beginning. Parameters need no
+    copy: the optimizer updates them at the end, where interrupts are deferred. Copies of buffers
+    are on the host, not among the bytes of the device.
     """
 
     def __init__(self, model: nn.Module, metric: Metric | None = None) -> None:

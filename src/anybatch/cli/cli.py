@@ -73,7 +73,7 @@ from anybatch.cli.train import resume as resume_training
 from anybatch.cli.train import train as run_training
 
 app = typer.Typer(
-    help="Any batch size, in the memory you have, with the gradient of the whole batch.",
+    help="Any batch size, in the memory you have, with the gradient of the full batch.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -88,10 +88,10 @@ def table(rows: Mapping[str, Ended], batch: int, budget: int) -> Table:
     found = Table(
         title=f"batch {batch} under {show_bytes(budget)}",
         caption=(
-            f"The limit is kept by the system, and for both it is {show_bytes(budget)} more than "
-            f"is held when model, data and plan are ready, and {show_bytes(allowance(budget))} for "
-            "what is no tensor. Peak: live tensors in the first step; where it failed, up to "
-            "there. Seconds: the median of the others, on mini-batches of full size."
+            f"The system enforces the limit, and for both it is {show_bytes(budget)} more than is "
+            f"held when model, data and plan are ready, and {show_bytes(allowance(budget))} for "
+            "memory outside of tensors. Peak: live tensors in the first step, or up to its "
+            "failure. Seconds: the median of the others, on mini-batches of full size."
         ),
     )
     for name in ("training", "outcome", "seconds a step", "peak", "process growth", "last loss"):

@@ -2,7 +2,7 @@
 
 The number of channels and classes, the size of the images, and the mean and deviation of the
 pixels come from the data itself: from the headers, and from a sample of the training images that
-is the same every time. What was decided without being asked for is said in `Data.notes`.
+is the same every time. Automatic decisions are listed in `Data.notes`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAMPLE = 256  # training images that are read for their mean and deviation
 class Data:
     """A data set ready to be read.
 
-    `num_classes` is what a model's last layer needs: 1 for a mask. `size` is (height, width) of
+    `num_classes` is the width of a model's last layer: 1 for a mask. `size` is (height, width) of
     every image before cropping. `mean` and `std` are of pixels between 0 and 1, by channel.
     """
 
@@ -51,7 +51,7 @@ def open_data(settings: Settings, image_size: Size | None = None) -> Data:
 
     Raises:
         DataError: when there is no usable data; every fault found is named.
-        MissingExtraError: when the digits are asked for and scikit-learn is not installed.
+        MissingExtraError: when the digits are requested and scikit-learn is not installed.
     """
     if settings.data == "digits":
         return _open_digits(settings, image_size)
@@ -154,7 +154,7 @@ def _notes(train: int, test: int, test_folder: Path | None) -> tuple[str, ...]:
 def _shape(
     files: Sequence[Path], image_size: Size | None, *, skip_corrupt: bool
 ) -> tuple[int, Size]:
-    """Return (channels, size of all images): without `image_size` every header is looked at."""
+    """Return (channels, size of all images): without `image_size` every header is read."""
     looked = files if image_size is None else _spread(files, SAMPLE)
     headers = [(path, read_header(path)) for path in looked]
     broken = [found for _, found in headers if isinstance(found, Unreadable)]

@@ -21,7 +21,7 @@ def find_device(name: str | None) -> torch.device:
     if absent_device(name) is not None:
         raise SettingsError(
             f"device must be one that torch can use here; got {name}, the size of one that is not "
-            "there. Only anybatch plan has use for that."
+            "there. Only anybatch plan accepts that."
         )
     if name is None:
         return default_device()

@@ -2,14 +2,14 @@
 
 A run that is wrong (no such model, a batch that does not fit) fails before its first step. Were the
 old files removed at the start, a mistyped word would cost a trained model. They are renamed into a
-folder beside them, which costs nothing and loses nothing, and either removed or renamed back.
+folder next to them, which costs nothing and loses nothing, and either removed or renamed back.
 
     RUN/.earlier.moving     on its way in or out: what lies here and in RUN is one run
     RUN/.earlier            complete; what lies in RUN has not taken a step
     RUN/.earlier.removing   of no more use
 
 A folder's own name changes in one step (os.replace), so a process that is killed at any point
-leaves one of these three, and the next run with `--overwrite` goes on from there.
+leaves one of these three, and the next run with `--overwrite` continues from there.
 """
 
 from __future__ import annotations

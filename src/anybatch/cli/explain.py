@@ -1,7 +1,7 @@
 """Commands `anybatch plan` and `anybatch check`: forecast of training, and test of exactness.
 
-Both look at the first mini-batch of the training data, train nothing and write nothing but the
-picture of `--timeline FILE.png` and the page of `--html FILE.html`.
+Both use the first mini-batch of the training data, train nothing and write nothing but the picture
+of `--timeline FILE.png` and the page of `--html FILE.html`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`anybatch plan --convolutions`: the table and the picture of a plan's convolutions.
 
-The plan is made inside `anybatch.convolutions`, so that what was measured for it is in the file of
-measurements; the table reads it from there.
+The plan is made inside `anybatch.convolutions`, so that its measurements are in the file; the table
+reads it from there.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Explained:
     """Options of the command on convolutions.
 
     Attributes:
-        workspace: what each may have, as it was given, or "auto"; None: they are torch's.
+        workspace: that of each, the argument, or "auto"; None: they are torch's.
         total: bytes for all of them together; None: each has its own.
         cache: file of measurements; None is the one in the user's cache folder.
         wanted: there is to be a table.

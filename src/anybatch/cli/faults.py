@@ -1,8 +1,8 @@
-"""Errors of the command, one type for each fault that a person can put right.
+"""Errors of the command, one type for each fault that a user can fix.
 
-A command must end in one line that says what must hold, what came and what to do, never in a
-traceback. Python's own exceptions do not tell a fault of the person's data from a fault of ours,
-so the command prints exactly the errors below (and the library's) and lets everything else through.
+A command must end in one line with the requirement, the actual value and the remedy, never in a
+traceback. Python's own exceptions do not distinguish a fault in the user's data from a bug, so the
+command prints exactly the errors below (and the library's) and raises everything else.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import IO
 from anybatch.cli.faults import RunFolderError
 
 CHECKPOINT = "checkpoint.pt"
-"""What a run goes on from."""
+"""Files from which a run is resumed."""
 
 
 class Files:
@@ -31,7 +31,7 @@ class Files:
         """Write a file under a temporary name, then give it its own.
 
         Raises:
-            RunFolderError: it cannot be written; the one that was there is whole.
+            RunFolderError: it cannot be written; the existing one is complete.
         """
         temporary = self.path / f".{name}.part"
         try:

@@ -21,7 +21,7 @@ MOST = 24
 """Kernels that are drawn; of more, those with the largest workspace."""
 
 COLORS = {"forward": "#0072b2", "data": "#e69f00", "filter": "#009e73"}
-"""Kernel -> colour, of Okabe and Ito's, which a colour-blind person can tell apart."""
+"""Kernel -> colour, of Okabe and Ito's, distinct for the colour-blind."""
 
 
 def draw_fronts(rows: Sequence[MeasuredKernel]) -> bytes:

@@ -1,6 +1,6 @@
 """Read one image or mask from a file, and say plainly which file cannot be read.
 
-Pillow raises a dozen kinds of errors for a broken file, some of them without its name. Here each
+Pillow raises a dozen types of errors for a broken file, some of them without its name. Here each
 becomes one `Unreadable` value: a value, not an exception, so that it crosses from a loader's worker
 process unharmed and the run decides whether to stop or to skip.
 """

@@ -19,7 +19,7 @@ from anybatch.kernels import MeasuredKernel
 from anybatch.units import show_bytes
 
 WIDE = 110
-"""Columns of a table that nobody reads on a terminal."""
+"""Columns of a table that are not shown on a terminal."""
 
 
 def name_of(row: MeasuredKernel) -> str:

@@ -6,9 +6,9 @@ or by fragments. On CUDA it is torch's allocator that refuses.
 
     limit = held when model, data and plan are ready + budget + allowance
 
-The allowance is for what is no tensor: the interpreter, kernels' code and workspace, fragments. It
-is the same for every training. Only steps are limited; the limit is lifted while data are read and
-while an error is reported. The first step counts live bytes, so `seconds` leaves it out.
+The allowance is for memory outside of tensors: the interpreter, kernels' code and workspace,
+fragments. It is the same for every training. Only steps are limited; the limit is lifted while data
+are read and while an error is reported. The first step counts live bytes, so `seconds` omits it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def allowance(budget: int) -> int:
 def train_limited(settings: Settings, steps: int, *, plain: bool) -> Ended:
     """Take `steps` steps, at most the run's own, `plain` or with the engine, under the limit.
 
-    Whatever ends it early is in what is returned.
+    The return value contains the reason for an early end.
     """
     with seeded(settings.seed, settings.threads):
         parts = build(settings)

@@ -1,12 +1,12 @@
 """One process at a time in a run folder.
 
 Two processes that write one run folder mix their lines and overwrite each other's checkpoint. A
-file that merely says "in use" stays after `kill -9`. A lock of the system's goes with the process.
-It is a record lock (fcntl's lockf): one of flock's would live on in the processes that read images,
-which are forked from this one and outlive it for some seconds.
+file that merely says "in use" remains after `kill -9`. A lock of the system's ends with the
+process. It is a record lock (fcntl's lockf): one of flock's would live on in the processes that
+read images, which are forked from this one and outlive it for some seconds.
 
-The file is removed when the run ends. Somebody may have opened it just before, so whoever gets the
-lock looks whether the name still belongs to the file that is locked.
+The file is removed when the run ends. Another process may have opened it just before, so a process
+that gets the lock checks that the name still belongs to the locked file.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Log of a run: metrics.jsonl, with a line for each step and each epoch, and TensorBoard.
 
-A line must be there when the checkpoint that comes after it is, once and whole, whatever happened:
+A line must exist once and complete if the checkpoint after it exists, after any interruption:
 
     the disk is full      the half line is taken off again and waits for room
     the power goes        a checkpoint is written only when all lines before it are on the disk
@@ -97,7 +97,7 @@ def step_row(
     """Return the line of a step; of several ranks, micro-batches and bytes are those of rank 0.
 
     Args:
-        at: what comes first.
+        at: the first field.
         report: of its micro-batches.
         seconds: of all of it but the wait.
         computed: seconds of them until the loss was there.

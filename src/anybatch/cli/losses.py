@@ -1,11 +1,11 @@
 """Losses of the command: cross-entropy, binary cross-entropy (BCE), and BCE + Dice loss.
 
-torch has the first two. Dice is a ratio of sums, and what it is for a batch depends on where the
-sums end. Eq. 18 speaks of one ground truth A and one prediction B and does not say how a batch is
+torch has the first two. Dice is a ratio of sums, and its value for a batch depends on the range of
+the sums. Eq. 18 speaks of one ground truth A and one prediction B and does not say how a batch is
 reduced:
 
 - `bce_dice` takes A and B as all pixels of the mini-batch. The samples meet in its sums, so the
-  engine computes it on the whole batch (a coupled loss, exact, at the price of a second forward).
+  engine computes it on the full batch (a coupled loss, exact, at the price of a second forward).
   It is the default, because an image without foreground is no special case in it.
 - `bce_dice_per_image` takes A and B as one image and averages over images: the literal reading of
   the equation. Declared by `Loss.per_sample`, it needs no second forward.

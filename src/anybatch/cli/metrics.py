@@ -2,7 +2,7 @@
 
 The mean of per-batch figures is wrong as soon as batches differ in size, and for IoU always. These
 count, and divide once at the end. They are fed by the engine's `observe`, micro-batch by
-micro-batch, so that no output is kept.
+micro-batch, so that no output is stored.
 """
 
 from __future__ import annotations

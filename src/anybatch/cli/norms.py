@@ -1,9 +1,9 @@
 """BatchNorm of a run: exact (full batch), local (micro-batch), or adaptive (local, then exact).
 
 With `--batchnorm adaptive` a run begins with the statistics of each micro-batch, which cost
-nothing, and goes on with those of the whole batch once its training loss no longer falls. The
-policy is `anybatch.Adaptive`; the command feeds it an epoch's training loss, says when it changes,
-and keeps what it remembers in the checkpoint.
+nothing, and continues with those of the full batch once its training loss no longer falls. The
+policy is `anybatch.Adaptive`; the command passes it an epoch's training loss, reports its change,
+and stores its state in the checkpoint.
 
 Source: AGBN, section 4.3: BZ_max and IsConverged.
 """
@@ -20,7 +20,7 @@ class BatchNormPolicy:
     """BatchNorm policy of a run with mini-batches of `batch_size` samples, except the last.
 
     Attributes:
-        batchnorm: what an engine gets as its `batchnorm`.
+        batchnorm: the argument `batchnorm` of an engine.
         exact_from: the first epoch (from 1) after training had converged; None before.
     """
 

@@ -51,24 +51,23 @@ CropOption = Annotated[
 OffloadOption = Annotated[
     OffloadName,
     typer.Option(
-        help="What autograd saves may leave the device: auto where not even one sample fits with "
-        "it, or it was timed to be faster so; host memory (from a GPU) or a file in "
-        "any case; off never."
+        help="Offload saved tensors: auto if not even one sample fits, or if it was timed to be "
+        "faster; to host memory (from a GPU) or a file always; off never."
     ),
 ]
 StatesOption = Annotated[
     StatesName | None,
     typer.Option(
-        help="Where the optimizer's state waits between its steps: host memory (from a GPU) or a "
-        "file (from the CPU); auto: where nothing fits otherwise. If nothing fits with that, "
-        "parameters and gradients leave too, but over ranks and with --micro-batch alone. Default: "
-        "all stay on the device."
+        help="Offload the optimizer's state between its steps: to host memory (from a GPU) or a "
+        "file (from the CPU); auto: if nothing fits otherwise. If nothing fits with that, "
+        "parameters and gradients are offloaded too, except over ranks and with only "
+        "--micro-batch. Default: nothing is offloaded."
     ),
 ]
 WorkspaceOption = Annotated[
     str | None,
     typer.Option(
-        help="What one convolution may allocate so that it is faster, such as 64MiB; on the CPU. "
+        help="Workspace of one convolution, to make it faster, such as 64MiB; on the CPU. "
         "Default: convolutions are torch's own."
     ),
 ]
@@ -76,23 +75,23 @@ SharedOption = Annotated[
     str | None,
     typer.Option(
         "--workspace",
-        help="What one convolution may allocate so that it is faster, such as 64MiB; on the CPU. "
-        "auto: a share of --memory, if a step is faster so. Default: convolutions are torch's own.",
+        help="Workspace of one convolution, to make it faster, such as 64MiB; on the CPU. auto: "
+        "a share of --memory, if a step is faster so. Default: convolutions are torch's own.",
     ),
 ]
 TotalOption = Annotated[
     str | None,
     typer.Option(
         "--workspace-total",
-        help="With --convolutions: what all kernels have together, divided so that they are "
-        "fastest; only explained.",
+        help="With --convolutions: workspace of all kernels together, divided for the fastest; "
+        "only explained.",
     ),
 ]
 ConvolutionsOption = Annotated[
     bool,
     typer.Option(
         "--convolutions",
-        help="Explain how each convolution is computed; FILE.png for what a workspace buys.",
+        help="Explain how each convolution is computed; FILE.png for the effect of a workspace.",
     ),
 ]
 BenchOption = Annotated[
@@ -104,12 +103,12 @@ PolicyOption = Annotated[
 ]
 CacheOption = Annotated[
     Path | None,
-    typer.Option("--cache", help="File for what was measured. Default: one in your cache folder."),
+    typer.Option("--cache", help="File of measurements. Default: one in your cache folder."),
 ]
 SecondsOption = Annotated[float, typer.Option(help="For measuring, of all kernels together.")]
 ProcessesOption = Annotated[
     int,
-    typer.Option(help="That measure at a time; several are faster and less exact on one CPU."),
+    typer.Option(help="Processes that measure; several are faster and less exact on one CPU."),
 ]
 SpillOption = Annotated[
     str | None,
@@ -141,7 +140,8 @@ MicroBatchOption = Annotated[
 MemoryOption = Annotated[
     str | None,
     typer.Option(
-        "--memory", help="What a step may hold, such as 64MiB. Default: what the device has left."
+        "--memory",
+        help="Budget of a step, such as 64MiB. Default: the device's free memory.",
     ),
 ]
 EpochsOption = Annotated[int | None, typer.Option(help="Passes over the training set.")]
@@ -156,13 +156,13 @@ ScheduleOption = Annotated[
 BatchNormOption = Annotated[
     BatchNormMode,
     typer.Option(
-        help="exact: of the whole batch; local: of each micro-batch, inexact; adaptive: local "
+        help="exact: of the full batch; local: of each micro-batch, inexact; adaptive: local "
         "until the training loss no longer falls, then exact."
     ),
 ]
 MaxBatchOption = Annotated[
     int | None,
-    typer.Option(help="With --batchnorm adaptive: a mini-batch of so many samples stays local."),
+    typer.Option(help="With --batchnorm adaptive: local for mini-batches of so many samples."),
 ]
 CropsOption = Annotated[int, typer.Option(help="Random crops of an image in an epoch.")]
 PadOption = Annotated[
@@ -175,7 +175,7 @@ WorkersOption = Annotated[int, typer.Option(help="Processes that read images.")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")]
 ResumeOption = Annotated[
     Path | None,
-    typer.Option(help="Go on with the run in this folder, from its last checkpoint."),
+    typer.Option(help="Resume the run in this folder, from its last checkpoint."),
 ]
 ReplanOption = Annotated[
     bool,
@@ -189,15 +189,15 @@ CompareOption = Annotated[
 ]
 CompareStepsOption = Annotated[int, typer.Option(help="Steps of --compare, at most.")]
 GpusOption = Annotated[
-    int | None, typer.Option("--gpus", help="Tell what so many GPUs would bring; measures.")
+    int | None, typer.Option("--gpus", help="Estimate the gain by so many GPUs; measures.")
 ]
 SpeedupOption = Annotated[
     float | None,
-    typer.Option("--speedup", help="Tell how many GPUs are so many times as fast; measures."),
+    typer.Option("--speedup", help="Find the number of GPUs for such a speedup; measures."),
 ]
 DeadlineOption = Annotated[
     str | None,
-    typer.Option("--deadline", help='Tell how many GPUs train all epochs in "6h"; measures.'),
+    typer.Option("--deadline", help='Number of GPUs to train all epochs in "6h"; measures.'),
 ]
 NetworkOption = Annotated[
     str | None,
@@ -226,7 +226,7 @@ HtmlOption = Annotated[
     typer.Option(
         "--html",
         metavar="FILE.html",
-        help="Explain the plan as a page, in this file; without it a plan leaves nothing behind.",
+        help="Explain the plan as a page, in this file; without it a plan writes nothing.",
     ),
 ]
 MinutesOption = Annotated[
@@ -234,5 +234,5 @@ MinutesOption = Annotated[
 ]
 MallocOption = Annotated[
     RequestedMode,
-    typer.Option(help="How the host keeps freed memory: fast keeps it, tight gives it back."),
+    typer.Option(help="Freed host memory: fast retains it, tight returns it."),
 ]

@@ -1,7 +1,7 @@
 """How the command ends: a table, or one line on the error stream and an exit code.
 
-typer prints a traceback for every exception. A person needs what was wrong and what to do; a job
-scheduler needs to tell a fault (1) from Ctrl-C (130) and from its own SIGTERM (143).
+typer prints a traceback for every exception. A user needs the fault and the remedy; a job scheduler
+must distinguish a fault (1) from Ctrl-C (130) and from its own SIGTERM (143).
 """
 
 from __future__ import annotations

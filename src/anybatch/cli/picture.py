@@ -5,8 +5,8 @@
     └ kernels, out, back: when each was busy        ┘
 
 matplotlib is an optional extra, drawn without pyplot as in `curves`. Colours are those of Okabe and
-Ito, which a colour-blind person can tell apart, in an order whose greys differ too; what is on its
-way is hatched as well.
+Ito, distinct for the colour-blind, in an order whose greys differ too; storages that are being
+copied are hatched as well.
 """
 
 from __future__ import annotations

@@ -9,12 +9,12 @@ goes on with the run obeys it.
                   ^                                      │
                   └── memory ran out, or more was held ──┘
 
-Where BatchNorm becomes exact in the course of a run, what was planned is another training's: a new
-plan is made before the next step. Of several ranks each plans for its own device, and all keep to
-the smallest micro-batch; the plan of rank 0 is the run's.
+If BatchNorm becomes exact during a run, the plan is for another training: a new one is made before
+the next step. Of several ranks each plans for its own device, and all use the smallest micro-batch;
+the plan of rank 0 is the run's.
 
-What the plan offloads is offloaded from then on: the optimizer's state at once, and parameters and
-gradients while the run is inside `with planned:`.
+Tensors that the plan offloads are offloaded from then on: the optimizer's state at once, and
+parameters and gradients while the run is inside `with planned:`.
 """
 
 from __future__ import annotations
@@ -236,8 +236,9 @@ def refuse_to_plan(settings: Settings, device: torch.device) -> None:
     """Refuse settings for which no plan can be made on this device.
 
     Raises:
-        SettingsError: what leaves does not go there; or there is no budget, and the system does not
-            tell what is left; or it is more than a device that is not there would leave.
+        SettingsError: the store is not for this device; or there is no budget, and the system does
+            not report its free memory; or the budget is more than a device that is not there would
+            have.
     """
     target = absent()
     try:
@@ -252,6 +253,6 @@ def refuse_to_plan(settings: Settings, device: torch.device) -> None:
         available_memory(device)
     except ValueError as error:
         raise SettingsError(
-            f"memory must be given where the system does not tell what is left on {device}; it "
-            "was not. Name it, such as --memory 4GiB, or give --micro-batch alone."
+            f"memory must be given where the system does not report the free memory of {device}; "
+            "it was not. Name it, such as --memory 4GiB, or give --micro-batch alone."
         ) from error

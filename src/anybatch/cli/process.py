@@ -3,8 +3,8 @@
 A GPU's memory it asks to be kept in expandable segments (`anybatch.devices.segments_of`); for that
 it need not start again.
 
-What glibc does with freed memory is fixed when a process begins (`allocator`). Only a process that
-is nothing but the command may be replaced; a program or a test that calls it is left as it is.
+glibc's handling of freed memory is fixed when a process begins (`allocator`). Only a process of the
+command itself may be replaced; a program or a test that calls it is not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anybatch.cli.devices import find_device
 from anybatch.devices import segments_of
 
 ENTRY = object()
-"""Given to the command as its `obj` by the command's own process, and by nobody else."""
+"""The `obj` of the command in the command's own process, and only there."""
 
 
 def allocate(

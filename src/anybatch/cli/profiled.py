@@ -1,4 +1,4 @@
-"""`anybatch profile`: where the seconds of a training loop go, on the person's data and machine.
+"""`anybatch profile`: where the seconds of a training loop go, on the user's data and machine.
 
 The loop is that of `anybatch train` with the same options; nothing is trained and nothing written.
 """
@@ -94,8 +94,8 @@ def profile(
 ) -> None:
     """Show where a training loop's seconds go, which are hidden, and how to reduce the rest.
 
-    A few real steps are taken, with real loading, and undone. What is not hidden behind computing
-    is overhead: R_O is what it is to computing, and bounds what more GPUs can bring.
+    A few real steps are run, with real loading, and undone. Time not hidden behind computing is
+    overhead: R_O is its ratio to computing, and bounds the gain by more GPUs.
     """
     team = Team.here()
     with ending(team):

@@ -26,7 +26,7 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 class Gauge:
     """Peak of a step against its budget, in bytes: "peak 61 of 64 MiB".
 
-    Both are in the unit of the budget, the peak rounded up, so that one over it is seen to be.
+    Both are in the unit of the budget, the peak rounded up, so that one over it is visible.
     """
 
     peak: int
@@ -88,7 +88,7 @@ class Silent:
 
 
 class Counted:
-    """The counts and the one sentence that both visible kinds of progress share."""
+    """The counts and the one sentence that both visible forms of progress share."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
         self.console, self.clock = console, clock

@@ -1,11 +1,11 @@
 """Mini-batches of an epoch that can be trained on, and the treatment of broken files.
 
-A DataLoader that meets a broken file ends the training, hours in, with the traceback of a worker.
-Here a broken file comes beside the samples that could be read (`views`): it ends the run in one
-line that names it, or, where that was requested, is said once, counted and left out.
+A DataLoader that reads a broken file ends the training, hours in, with the traceback of a worker.
+Here a broken file is returned with the samples that could be read (`views`): it ends the run in one
+line that names it, or, on request, is reported once, counted and skipped.
 
 Of several ranks each reads its own rows. A mini-batch counts where any rank has a sample: the
-others then come to the step with none. What one could not read, all know of.
+others then join the step with none. Unreadable files of one rank are reported to all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Recipes: which optimizer, schedule and loss a run uses; and the optimizer and the schedule.
 
 An explicit option wins over the named recipe, and the recipe over the default of the task. torch
-has the optimizers; what is decided here is only their numbers. The three recipes of MBS are its
-section 4.2.4; the image sizes of its classification runs (224, 416) are left to the person.
+has the optimizers; only their numbers are decided here. The three recipes of MBS are its section
+4.2.4; the image sizes of its classification runs (224, 416) are left to the user.
 
 Source: MBS, section 4.2.
 """
@@ -130,7 +130,7 @@ def make_optimizer(recipe: TrainingRecipe, parameters: Iterable[nn.Parameter]) -
 def lr_factor(schedule: str, steps: int, step: int) -> float:
     """Return the factor of the learning rate in `step` (from 0) of `steps`.
 
-    "linear" falls from 1 towards 0, "cosine" as half a cosine wave, "constant" stays 1.
+    "linear" falls from 1 towards 0, "cosine" as half a cosine wave, "constant" is 1.
     """
     done = min(1.0, step / steps)
     if schedule == "linear":

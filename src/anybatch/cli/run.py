@@ -9,7 +9,7 @@
 A step is complete or has not happened; a checkpoint, whenever it is written, is of a complete
 step. There is one before the first step, one after every epoch, one when the last is some minutes
 old, and one when an interrupt or an error ends the run. Of several ranks all take the steps and
-only the first writes; it alone has a clock and a folder, so no other has to know (`team`).
+only the first writes; only that one has a clock and a folder, so the others follow it (`team`).
 
 Source: MBS, Algorithm 1 and section 4.2.
 """
@@ -298,8 +298,8 @@ class TrainingRun:
     def end(self, *, interrupted: bool = False, stopped: str | None = None) -> Summary:
         """Write checkpoint and summary, and return the summary.
 
-        Where there is no room for the checkpoint, the summary is still written. Where the optimizer
-        has failed amid its step, the last checkpoint stands.
+        If there is no space for the checkpoint, the summary is still written. If the optimizer has
+        failed during its step, the last checkpoint remains.
         """
         if stopped and not self.consistent:
             stopped = f"{stopped} {INCOMPLETE_STEP}"

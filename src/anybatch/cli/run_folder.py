@@ -11,7 +11,7 @@
     events.out.*    the same for TensorBoard, where it is installed
     report.html     all of this as a page
 
-Each is whole or not there (`files`).
+Each is complete or missing (`files`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class RunFolder:
     def open(self, config: Mapping[str, Any]) -> None:
         """Make the folder, set the files of an earlier run aside, and write config.json.
 
-        They are there until `keep`. Files that no run writes are left alone.
+        They are there until `keep`. Other files than those of a run are not changed.
         """
         if self.path is None:
             return
@@ -182,7 +182,7 @@ class RunFolder:
     def _write_report(self, summary: Mapping[str, Any]) -> str:
         """Write the page about the run; return its name, or why there is none.
 
-        Whatever is wrong with it, the run is not: nothing is raised.
+        A fault in it is no fault of the run: nothing is raised.
         """
         assert self.path is not None
         try:
@@ -216,8 +216,8 @@ class RunFolder:
             ) from error
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise RunFolderError(
-                f"{self.path / CHECKPOINT} must be a whole checkpoint; it cannot be read "
-                f"({_first_line(error)}). Put a copy of it back, or start again with --overwrite."
+                f"{self.path / CHECKPOINT} must be a complete checkpoint; it cannot be read "
+                f"({_first_line(error)}). Restore a copy of it, or start again with --overwrite."
             ) from error
         return dict(found)
 
@@ -252,7 +252,7 @@ class RunFolder:
                 ) from error
 
     def replaces(self) -> bool:
-        """Return whether an earlier run is set aside and can still be put back."""
+        """Return whether an earlier run is set aside and can still be restored."""
         return self.path is not None and self._opened and self._earlier.waits()
 
     def give_way(self) -> None:

@@ -2,9 +2,9 @@
 
 To resume with other settings would be another run under the first one's name: its curves, its
 schedule and its summary would be of neither. So the settings come from config.json, and one that is
-passed with `--resume` must be the same, but for what has no part in the result: the device, the
-threads, the readers and how often a checkpoint is written. Where the run is planned anew, what a
-plan is made from may differ too.
+passed with `--resume` must be the same, except those without effect on the result: the device, the
+threads, the readers and how often a checkpoint is written. If the run is planned anew, the
+arguments of a plan may differ too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SavedRun:
             reason = error.strerror if isinstance(error, OSError) else "it is no JSON"
             raise RunFolderError(
                 f"resume needs a run folder, with a config.json; {path} has none that can be read "
-                f"({reason}). Give the folder that an earlier run named."
+                f"({reason}). Give the folder of an earlier run."
             ) from error
         return cls(path, config)
 
@@ -109,7 +109,7 @@ class SavedRun:
     def refuse_other(self, now: Mapping[str, Any]) -> None:
         """Refuse to go on with other data, or other defaults, than the run's.
 
-        `now` is what config.json would hold today.
+        `now` is the contents that config.json would have today.
 
         Raises:
             RunFolderError: naming every entry that differs.
@@ -121,8 +121,8 @@ class SavedRun:
         ]
         if faults:
             raise RunFolderError(
-                f"a resumed run needs the data and the recipe it had: {'; '.join(faults)}. "
-                "Put them back, or start a new run with another --out."
+                f"a resumed run needs the data and the recipe it had: {'; '.join(faults)}. Restore "
+                "them, or start a new run with another --out."
             )
 
     def warnings(self, now: Mapping[str, Any]) -> Iterator[str]:

@@ -36,24 +36,24 @@ class Settings:
 
     `data` is "digits" or a folder. `out=None` writes nothing. `image_size` (height, width), `crop`
     and `pad` are pixels; an epoch takes `crops` random crops of each training image. `batch_size`
-    and `micro_batch` count samples. `flip=None` mirrors training images of folders at random and
-    leaves digits alone. `device=None` is CUDA where there is one. Within an epoch a checkpoint is
-    written when the last one is `checkpoint_minutes` old; 0 is after every step.
+    and `micro_batch` count samples. `flip=None` mirrors training images of folders at random but
+    not digits. `device=None` is CUDA where there is one. Within an epoch a checkpoint is written
+    when the last one is `checkpoint_minutes` old; 0 is after every step.
 
-    `memory` is what a step may hold, in bytes or as "64MiB"; None is what the device has left. With
-    `micro_batch=None` the size is planned. Both: the size is kept to, and checked against memory.
-    A `micro_batch` alone plans nothing. Where several ranks train, `batch_size` is that of all of
-    them, and `memory` that of each.
+    `memory` is the budget of a step, in bytes or as "64MiB"; None is the free memory of the device.
+    With `micro_batch=None` the size is planned. Both: the size is fixed, and checked against
+    memory. A `micro_batch` alone plans nothing. Where several ranks train, `batch_size` is that of
+    all of them, and `memory` that of each.
 
-    `offload`, `states` and `spill` are as for `anybatch.plan`: where saved tensors go, if they have
-    to leave, and where the optimizer's state waits between its steps. Where a plan is made,
-    parameters and gradients leave too if nothing fits otherwise; "auto" has the state stay if it
-    can.
+    `offload`, `states` and `spill` are as for `anybatch.plan`: the stores of offloaded saved
+    tensors, and of the optimizer's state between its steps. With a plan, parameters and gradients
+    are offloaded too if nothing fits otherwise; "auto" offloads the state only if needed.
 
-    `workspace` is what one convolution may allocate so that it is faster, as for `anybatch.plan`;
-    "auto" shares the memory with them.
+    `workspace` is the limit of what one convolution may allocate to be faster, as for
+    `anybatch.plan`; "auto" shares the memory with them.
 
-    `max_batch` is for `batchnorm="adaptive"`: a mini-batch of so many samples stays local.
+    `max_batch` is for `batchnorm="adaptive"`: a mini-batch of so many samples is normalised
+    locally.
 
     Raises:
         SettingsError: by `checked()`, naming every field that makes no sense.

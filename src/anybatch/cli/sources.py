@@ -1,8 +1,8 @@
 """Sources of samples: scikit-learn's digits, a folder of classes, or images with masks.
 
-A source is a list of samples that are read one at a time; what is done to them afterwards (crop,
-flip, normalise) is no business of the source. torchvision's ImageFolder stops at the first broken
-file and knows no masks.
+A source is a list of samples that are read one at a time; later transforms (crop, flip, normalise)
+are not part of the source. torchvision's ImageFolder stops at the first broken file and has no
+masks.
 """
 
 from __future__ import annotations

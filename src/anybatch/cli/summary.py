@@ -15,16 +15,16 @@ import torch
 class Summary:
     """The end of a run.
 
-    `metric` names what `best`, `last` and `train_last` measure ("accuracy" or "iou", on the test
-    set but for `train_last`); None before the first whole epoch. `seconds` is the wall time of all,
+    `metric` names the metric of `best`, `last` and `train_last` ("accuracy" or "iou", on the test
+    set except `train_last`); None before the first full epoch. `seconds` is the wall time of all,
     `train_seconds` that of the training steps and their data; `images_per_second` is training
     images over the latter. All three count every part of a run that was `resumed` so many times.
     `stopped` says why a run ended early. `malloc` is the host allocator's mode: see `allocator`.
     `ranks` is how many processes shared each mini-batch; but for `micro_batch`, figures are those
     of all of them. `timeline` names the picture of the planned step in the run folder, or says why
     there is none; None where nothing was foreseen. `report` is the same of the page about the run;
-    None where no folder is written. `exact_from` is the epoch from which on an
-    adaptive BatchNorm was exact.
+    None where no folder is written. `exact_from` is the epoch from which on an adaptive BatchNorm
+    was exact.
     """
 
     metric: str
@@ -62,7 +62,7 @@ class Summary:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM during `train`: all was saved, and `summary` says how far it came."""
+    """Ctrl-C or SIGTERM during `train`: all was saved, and `summary` has the progress."""
 
     def __init__(self, summary: Summary, *, terminated: bool = False) -> None:
         super().__init__("training was interrupted")

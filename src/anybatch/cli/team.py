@@ -2,18 +2,18 @@
 
     torchrun --nproc-per-node=2 -m anybatch train ...
 
-The engine makes the gradient that of the batch over all ranks. What is left is the command's own:
-that it looks like one run. Rank 0 has the console, the clock and the run folder; the others follow
-it, and say nothing. What all must agree on is agreed at two places, between two steps and between
-two acts of setting up: whether one of them has failed, and whether somebody wants the run to stop.
+The engine makes the gradient that of the batch over all ranks. The command must still make it one
+run. Rank 0 has the console, the clock and the run folder; the others follow it, and print nothing.
+All ranks agree at two places, between two steps and between two acts of setting up: whether one of
+them has failed, and whether a stop was requested.
 
     rank 0   read rows ──┐         step ──> log, checkpoint ──> read rows ──┐
     rank 1   read rows ──┴ agreed  step ─────────────────────> read rows ──┴ agreed
 
-A signal is noted while the run lasts, and handled where all agree: one rank that leaves in the
-middle of a step would look to the others like one that is lost.
+A signal is recorded during the run, and handled where all agree: the others could not distinguish a
+rank that stops in the middle of a step from one that is lost.
 
-With one process every method does nothing, or what one process would do.
+With one process every method does nothing, or the same for one process.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Team:
                 self._came = None
 
     def heed(self) -> None:
-        """Let rank 0 stop here, within a step, if a signal was noted; the engine tells the others.
+        """Let rank 0 stop within a step, if a signal was recorded; the engine informs the others.
 
         Raises:
             KeyboardInterrupt: it was.
@@ -264,7 +264,7 @@ class Team:
     def begin(self, model: nn.Module, seed: int, step: int) -> None:
         """Let all ranks begin a step, or a test, with rank 0's buffers, and draw as `seed` says.
 
-        Statistics of micro-batches, and whatever else a forward leaves behind, are each rank's own.
+        Statistics of micro-batches, and other state stored by a forward, are each rank's own.
         """
         self.seed(seed, step)
         if self.several:

@@ -17,7 +17,7 @@ def tested(
     """Return the metric over all samples of all ranks, and the loss averaged over mini-batches.
 
     A coupled loss, such as BCE + Dice, has no exact value that does not hold all outputs. The model
-    of `engine` must be in the mode it is tested in.
+    of `engine` must be in the mode of the test.
     """
     engine.model.eval()
     engine.model.zero_grad()  # the next step begins without them, and here is room for the test

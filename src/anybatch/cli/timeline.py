@@ -1,6 +1,6 @@
 """`anybatch plan --timeline`: the planned step in letters and colours, and as a picture in a file.
 
-A file is looked at before anything is planned: a plan takes seconds to minutes, and a wrong folder
+A file is checked before anything is planned: a plan takes seconds to minutes, and a wrong folder
 should not cost them.
 """
 

@@ -4,8 +4,8 @@ A training loop of torch's own would hold the mini-batch on the device at once. 
 the host and hands it to the engine, which streams it; all else is an ordinary loop, in `run`.
 
 Nothing is left half done: an interrupt waits for the optimizer's step and for a file's last byte,
-and whatever ends a run early, a checkpoint of its last whole step is there. `resume` goes on from
-it, and comes to the same weights bit for bit as if nothing had happened.
+and after any early end there is a checkpoint of its last full step. `resume` continues from it, and
+reaches the same weights bit for bit as an unbroken run.
 
 Source: MBS, Algorithm 1 and section 4.2.
 """
@@ -57,7 +57,7 @@ def train(
         AnybatchError: when settings, data, model or run folder cannot be used, or the loss is no
             longer a finite number; after the first step, with checkpoint and summary written.
         Interrupted: on Ctrl-C, likewise; a KeyboardInterrupt that carries the summary.
-        KeyboardInterrupt: on Ctrl-C when no step was taken and an earlier run was put back.
+        KeyboardInterrupt: on Ctrl-C when no step was made and an earlier run was restored.
     """
     shown = progress if progress is not None and team.leads else Silent()
     out = settings.out if team.leads else None
@@ -90,11 +90,11 @@ def resume(
     """Go on with the run in the folder `path` from its last checkpoint, and return how it went.
 
     However it was stopped, on a CPU the end is that of the unbroken run, bit for bit, with the same
-    versions and threads; a warning is shown where they differ. A run that came to its end is left
-    as it is. `requested` are fields of `Settings` that were named: those that may differ (device,
-    threads, workers, checkpoint_minutes) are used, others must be what they were. With `replan` the
-    plan is made anew, of another memory or micro_batch too; the last bits may then be others, and
-    so they may where another number of ranks goes on. `clock` and `team` are as for `train`.
+    versions and threads; a warning is shown if they differ. A run that has ended is not changed.
+    `requested` are the named fields of `Settings`: those that may differ (device, threads, workers,
+    checkpoint_minutes) are used, others must be unchanged. With `replan` the plan is made anew, for
+    another memory or micro_batch too; the last bits may then differ, as with another number of
+    ranks. `clock` and `team` are as for `train`.
 
     Raises:
         AnybatchError: as `train`; when there is no checkpoint or it is broken; when another process

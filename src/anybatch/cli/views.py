@@ -1,8 +1,8 @@
 """Views of a sample for a model: random ones to train on, fixed ones to test on; and the loader.
 
-torchvision's transforms draw from a global generator, so an image's crop depends on how many
-workers there are and on what else drew. Here the sampler hands out (epoch, index) and a view is
-drawn from (seed, epoch, index) alone: the same images in the same order for any number of workers.
+torchvision's transforms draw from a global generator, so an image's crop depends on the number of
+workers and on other draws. Here the sampler yields (epoch, index) and a view is drawn only from
+(seed, epoch, index): the same images in the same order for any number of workers.
 
     training    pad, random crop, random flip        test, classes    centre crop
                                                      test, masks      whole tiles of the crop's size

@@ -25,7 +25,7 @@ ONLY_HERE = {
     *("gpus", "speedup", "deadline", "network", "servers", "measure", "timeline"),
     *("convolutions", "picture", "workspace_total", "cache", "json", "html"),
 }
-"""What `plan` takes and `train` does not."""
+"""Options of `plan` that `train` does not have."""
 
 STEPS, ENOUGH = 20, 5.0
 """Steps of a loop that are measured at most, and seconds after which no further one is begun."""
@@ -80,8 +80,8 @@ class Wanted:
         """
         if self.anything and states not in (None, AUTO):
             raise SettingsError(
-                "what more GPUs bring follows from whole steps, and they are not measured today "
-                f"where the optimizer's state waits elsewhere; got states {states}. Leave it out."
+                "the gain by more GPUs follows from full steps, and they are not measured today "
+                f"with offloaded optimizer state; got states {states}. Leave it out."
             )
 
     def measured(

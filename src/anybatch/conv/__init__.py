@@ -2,7 +2,7 @@
 
 This folder knows kernels and their workspaces. It knows no step and no engine.
 
-Read `problem` (a convolution as numbers), `algorithms` (what can compute it), `search` and `costs`
-(their seconds, measured and kept), `divide` (WR and WD), `chooser`, `intercept` (the override of
+Read `problem` (a convolution as numbers), `algorithms` (for computing it), `search` and `costs`
+(their seconds, measured and stored), `divide` (WR and WD), `chooser`, `intercept` (the override of
 aten) and `convolutions` (the public call).
 """

@@ -31,7 +31,7 @@ from anybatch.conv.problem import Problem
 from anybatch.core import accelerator
 
 NATIVE = "native"
-"""What is run where nothing else is chosen."""
+"""The default algorithm."""
 
 LARGE = 128
 """Places of a window above which its columns are not tried: they are that much memory."""

@@ -3,7 +3,7 @@
     aten::convolution            forward
     aten::convolution_backward   data, filter, or both, as its mask says
 
-What is transposed, empty, complex or unusual is none of ours.
+Transposed, empty, complex and unusual calls are left to torch.
 """
 
 from __future__ import annotations

@@ -36,15 +36,14 @@ from anybatch.core.units import show_bytes
 from anybatch.memory.meter import within_kernel
 
 GAIN = 0.9
-"""A division must take no more than this share of what torch's kernel takes: in a network whatever
-is beside a kernel costs a little more than where it is measured alone."""
+"""A division must take no more than this share of the seconds of torch's kernel: in a network the
+work around a kernel costs a little more than where it is measured by itself."""
 
 CLEAR = 0.5
-"""The share of what torch's kernel takes below which there is no doubt about it."""
+"""The share of the seconds of torch's kernel below which there is no doubt."""
 
 SHARE = 0.25
-"""Of the seconds that are left for measuring, those of one kernel where nobody knows how many
-there will be."""
+"""Of the seconds that are left for measuring, those of one kernel if their number is unknown."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Convolutions:
     """Settings of `convolutions`, and its choices so far.
 
     Attributes:
-        workspace: bytes that a kernel may allocate beside its operands and its result; if
+        workspace: bytes that a kernel may allocate in addition to its operands and its result; if
             `shared`, bytes for all kernels together.
         policy: which micro-batches are measured.
         shared: the workspace is divided among the kernels of a network.
@@ -103,12 +102,12 @@ class Chooser:
     """Chooses a configuration for every kernel, and runs it.
 
     Args:
-        found: what is decided.
-        costs: what was measured; None: nothing is measured any more.
+        found: the decisions.
+        costs: measurements; None: no more are made.
         seconds: that measuring may go on for, of all kernels together.
 
     Attributes:
-        requested: bytes of workspace as the person set them; `limit` lowers those in `found`.
+        requested: bytes of workspace as the user set them; `limit` lowers those in `found`.
         left: calls that are torch's for ever, as `intercept.Kernels` marks them.
     """
 
@@ -248,7 +247,7 @@ class Chooser:
     def _front(self, key: Key, seconds: float) -> list[Configuration]:
         """Return the candidates for a kernel: torch's own, and the clearly faster configurations.
 
-        One for whose measurement memory does not suffice stays torch's own.
+        If memory does not suffice to measure a kernel, it stays torch's own.
         """
         begin = perf_counter()
         try:
@@ -300,7 +299,7 @@ def certain(costs: Costs, problem: Problem, found: list[Configuration]) -> list[
     Args:
         costs: fights duels, and remembers them.
         problem: the kernel.
-        found: torch's own, and the front of what is faster.
+        found: torch's own, and the front of faster ones.
     """
     own, best = found[0], found[-1]
     clear = CLEAR * own.seconds

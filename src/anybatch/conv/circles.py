@@ -7,7 +7,7 @@ other end are the same places:
     full      x x x x x x | 0 0             H + p places, and on to the next good length
 
 Where the image is much larger than the window, it is cut into tiles instead. Neighbours overlap by
-the window, and what lies on the seam of a circle is thrown away (overlap-save):
+the window, and outputs on the seam of a circle are discarded (overlap-save):
 
     tiles     [ x x x x x x ]               T places, of which T - window + 1 are results
                       [ x x x x x x ]
@@ -30,7 +30,7 @@ from anybatch.conv.problem import Problem, Sizes
 from anybatch.conv.rough import COMPLEX, FLOPS, WRITTEN, fast, frequencies, odds, rate, staged
 
 WORTH = 1.5
-"""Times what one circle takes, by the model, beyond which tiles are not considered."""
+"""Multiple of the cost of one circle, by the model, beyond which tiles are not considered."""
 
 SAMPLES = 8
 """Among which the model shares the transform of the filters."""
@@ -45,7 +45,7 @@ class Circle:
 
     Attributes:
         length: T, places of a circle.
-        count: of tiles; 1 for a whole image.
+        count: of tiles; 1 for a full image.
         step: from one tile to the next.
         begin: zeros before the image; entries that are left out, where it is negative.
         first: place of the first result.

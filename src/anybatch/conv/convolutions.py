@@ -1,9 +1,9 @@
 """`anybatch.convolutions`: every convolution by its fastest algorithms, within a workspace.
 
-torch runs a convolution in one piece, by what its libraries have for it. For large and long windows
-they have no fast algorithm on a CPU, and where they have one it may need more workspace than there
-is. Here every kernel is measured once, in several sizes and by several algorithms, and then divided
-so that the fastest of them fit.
+torch runs a convolution in one piece, by an algorithm of its libraries. For large and long windows
+they have no fast one on a CPU, and a fast one may need more workspace than is available. Here every
+kernel is measured once, in several sizes and by several algorithms, and then divided so that the
+fastest of them fit.
 
     kernel ──> known? ──> fft@4 x 8           for large windows, in as much workspace as was given
                     └──> torch's own kernel   where nothing is faster
@@ -36,7 +36,7 @@ POLICIES = ("powerOfTwo", "all", "undivided")
 Cache = str | PathLike[str] | bool
 
 WORKSPACE = "64MiB"
-"""Of a kernel where nobody has said, as of a layer in Caffe2."""
+"""Default of a kernel, as of a layer in Caffe2."""
 
 SECONDS = 300.0
 """For measuring, of all kernels together."""
@@ -54,7 +54,7 @@ def convolutions(
 ) -> Iterator[Convolutions]:
     """Compute the convolutions of the process by the fastest algorithms, divided to fit.
 
-    Enter and leave this context while no other thread computes convolutions: both change torch's
+    Enter and exit this context while no other thread computes convolutions: both change torch's
     dispatcher, which every thread reads.
 
     A convolution has three kernels: forward, the gradient of the input and that of the filters.
@@ -64,7 +64,7 @@ def convolutions(
     algorithm is clearly faster, torch's own kernel runs.
 
     Args:
-        workspace: bytes, or a text such as "64MiB", that one kernel may allocate beside its
+        workspace: bytes, or a text such as "64MiB", that one kernel may allocate in addition to its
             operands and its result. Default None: 64 MiB.
         workspace_total: bytes that all kernels of a network may have together, divided so that the
             network is fastest. It replaces `workspace`. torch computes the first pass, which shows
@@ -137,7 +137,9 @@ def chooser_of(
     except StoreError as error:
         if cache is not True:
             raise
-        warnings.warn(f"{error}. It is forgotten with this process now", stacklevel=3)
+        warnings.warn(
+            f"{error}. The measurements are not stored and end with this process", stacklevel=3
+        )
         costs = Costs(seconds=seconds, tell=tell)
     return Chooser(found, costs, seconds)
 

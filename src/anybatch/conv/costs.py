@@ -2,9 +2,9 @@
 
     one kernel, so many samples, one algorithm ──> seconds, bytes of workspace
 
-A file holds what was measured on one kind of machine with one version of torch, and may be copied
-to others like it. Several processes may use it at a time. torch's kernel on all samples has no
-workspace: what it returns is the result.
+A file holds the measurements of one type of machine with one version of torch, and may be copied to
+equal ones. Several processes may use it at a time. torch's kernel on all samples has no workspace:
+it returns the result itself.
 
 Source: u-cuDNN, section III-D: benchmarks are cached in memory and in a file-based database.
 """
@@ -51,9 +51,9 @@ class Costs:
     """The parts that were measured.
 
     Args:
-        path: of the file; it is made where there is none. Default None: they are kept in memory.
-        seconds: that measuring one kernel may go on for; what is left out then is not considered.
-        tell: is told what is measured next. Default: nobody is.
+        path: of the file, created if missing. Default None: they are stored in memory.
+        seconds: for measuring one kernel; configurations not measured by then are not considered.
+        tell: called with the next measurement. Default: not called.
 
     Raises:
         StoreError: there is no such file, and none can be made.
@@ -72,8 +72,8 @@ class Costs:
                 file.execute(TABLE)
         except (OSError, sqlite3.Error) as error:
             raise StoreError(
-                f"what convolutions cost is kept in a file that can be written, and {path} cannot "
-                f"({error}): name another one, or give cache=False"
+                "measurements of convolutions must be stored in a file that can be written, and "
+                f"{path} cannot ({error}): name another one, or give cache=False"
             ) from error
 
     def parts(
@@ -103,8 +103,8 @@ class Costs:
     def duel(self, problem: Problem, configuration: Configuration) -> float:
         """Return the seconds of a configuration relative to torch's own kernel, run alternately.
 
-        Parts were measured one by one, and other work may have been beside some of them. Of both
-        run in turns that is not so.
+        Parts were measured one by one, and other work may have disturbed some of them. Both run
+        alternating are disturbed equally.
         """
         name, size = f"duel: {configuration}", configuration.size
         cached = (self._stored(problem) | self._here(problem)).get((size, name))
@@ -140,7 +140,7 @@ class Costs:
     def _lost(self, error: sqlite3.Error) -> None:
         """Go on without the file."""
         warnings.warn(
-            f"what convolutions cost is not kept in {self._path} from here on ({error})",
+            f"measurements of convolutions are no longer stored in {self._path} ({error})",
             stacklevel=2,
         )
         self._path = None

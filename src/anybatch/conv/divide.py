@@ -9,13 +9,13 @@ the same workspace, so seconds add up and bytes do not:
 A fast algorithm that needs too much for all samples at once may fit for a few of them.
 
 The paper solves a recursion over divisions, once for a limit (WR) and with sets of configurations
-for all of them (WD). Here both are one pass: parts come in the order of their workspace, each is
-one more coin with which N may be paid, and whenever N gets cheaper that is the next point of the
-front. A part that is no faster than what its own size costs already can be no part of anything
-faster, so most are passed over at once.
+for all of them (WD). Here both are one pass: parts are added in the order of their workspace, like
+coins of a change-making problem for N, and whenever N gets cheaper that is the next point of the
+front. A part that is no faster than the best of its own size so far can be no part of anything
+faster, so most are skipped at once.
 
-Some algorithms do a thing once for all their parts, such as the spectra of the filters. What it
-takes is no coin; so there is a pass for every set of such algorithms, which are two or three.
+Some algorithms have a set-up for all their parts, such as the spectra of the filters. Its cost does
+not depend on the parts; so there is a pass for every set of the two or three such algorithms.
 
 Source: u-cuDNN, sections III-B (WR) and III-C1 (desirable configurations).
 """

@@ -1,7 +1,7 @@
 """Convolutions of an engine's steps: the chooser that computes them, and when it chooses.
 
 Within a budget nothing is measured inside a step. Kernels are chosen before it, for the sizes that
-its micro-batches will have; and what only the step itself has shown, before the next one.
+its micro-batches will have; and those that only the step itself has shown, before the next one.
 
     foresee ── recorded on fakes ──> chosen ──> step (what is new is torch's, and noted) ──> chosen
 """
@@ -19,11 +19,11 @@ from anybatch.core.divisions import Division, Divisions
 
 
 class Engaged:
-    """Convolutions of an engine, with its own chooser or one that a person has entered.
+    """Convolutions of an engine, with its own chooser or one that the user has entered.
 
     Args:
         device: type of device.
-        own: the engine's own; None (default) is whatever a person has entered, if anything.
+        own: the engine's own; None (default) is the one that the user has entered, if any.
     """
 
     def __init__(self, device: str, own: Chooser | None = None) -> None:

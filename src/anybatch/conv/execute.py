@@ -3,9 +3,9 @@
     forward, data   every part computes its own samples of the result
     filter          every part is added to the sum: the gradients of all samples
 
-Parts of one algorithm follow each other, and what they have in common is computed once for them,
-and not kept: weights may change from call to call in ways that nobody is told of. Half-precision
-sums are kept in float32 until all parts are in.
+Parts of one algorithm follow each other, and their common part is computed once for them, and not
+stored: weights may change unnoticed from call to call. Half-precision sums stay in float32 until
+all parts are added.
 
 Source: u-cuDNN, section II: BackwardFilter is divided by accumulating.
 """

@@ -7,11 +7,11 @@ into circles (`anybatch.conv.circles`) and multiplied there (`anybatch.conv.spec
     data      dx = dy * w               of dy they do
     filter    dw = x  * turned dy       of x they do, and the products of all tiles are summed
 
-Strides are taken from the result, or put between the outputs as zeros; dilation puts zeros into the
-window. Nothing is conjugated: under a dispatch mode nobody below autograd resolves a conjugate that
-`Tensor.conj` has only marked, and turning a window around is less than a pass over its spectrum.
+Strides are applied to the result, or put between the outputs as zeros; dilation puts zeros into the
+window. Nothing is conjugated: under a dispatch mode no code below autograd resolves a conjugate
+that `Tensor.conj` has only marked, and flipping a window is less than a pass over its spectrum.
 
-What parts of a mini-batch have in common is transformed once for all of them: the filters before
+The common part of the parts of a mini-batch is transformed once for all of them: the filters before
 the first, or the sum of their gradients behind the last.
 
 torch's own kernels on the CPU take time in proportion to the window; this takes none for it. It
@@ -39,11 +39,11 @@ from anybatch.conv.problem import Problem, Sizes
 Circles = tuple[Circle, ...]
 
 HALVES = (torch.float16, torch.bfloat16)
-"""Types of which sums are kept in float32."""
+"""Types whose sums are in float32."""
 
 CLEARLY = 0.7
-"""Of what fast transforms take, below which filters are transformed by products of matrices, which
-need more workspace; on the way back they need less."""
+"""Share of the cost of fast transforms, below which filters are transformed by products of
+matrices, which need more workspace; in the inverse they need less."""
 
 
 class Fourier:

@@ -1,14 +1,13 @@
 """Replacement and restoration of torch's convolutions below autograd, autocast and compilers.
 
 Every convolution of every module, of one to three directions and in any graph, ends in one of two
-kernels of the dispatcher. They are replaced there while somebody wants it, so no model is changed.
-Derivatives of any order come out right, because autograd records what it always does.
+kernels of the dispatcher. They are replaced there while a context is entered, so no model is
+changed. Derivatives of any order come out right, because autograd records the usual nodes.
 
     F.conv1d, nn.Conv2d, ... ──autograd──> aten::convolution           ──> ours, or torch's own
                           its backward ──> aten::convolution_backward  ──> the same
 
-What is not ours (`anybatch.conv.calls`) goes to torch's kernel, and so does every call made while
-ours are at work.
+Unsupported calls (`anybatch.conv.calls`) use torch's kernel, and so does every call inside of ours.
 
 Source: u-cuDNN, section III-D: a subset of the library's functions is overloaded.
 """
@@ -46,7 +45,7 @@ _BUSY = threading.local()
 
 
 _NOTHING: set[Any] = set()
-"""What those leave for ever who do not say."""
+"""Calls that a chooser without `left` leaves to torch for ever."""
 
 
 @contextmanager
@@ -62,12 +61,12 @@ def untouched() -> Iterator[None]:
 class Kernels:
     """Replacements of torch's two convolution kernels on one type of device.
 
-    Most calls of most networks are torch's for ever. What computes may keep a set of these, `left`,
-    and say by `leaves(problem, size)` what belongs to it; such a call costs a look into the set.
+    Most calls of most networks are torch's for ever. The replacement may hold a set of these,
+    `left`, and decide by `leaves(problem, size)` which belong to it; such a call costs a lookup.
 
     Args:
         device: "cpu" or "cuda".
-        last: returns what computes kernels now, if anything does.
+        last: returns the current replacement, if any.
     """
 
     def __init__(self, device: str, last: Callable[[], Compute | None]) -> None:
@@ -174,8 +173,8 @@ def _strides(problem: Problem, x: Tensor, w: Tensor) -> tuple[int, ...]:
 class _Installed:
     """Replacement of torch's kernels while any context is active.
 
-    The dispatcher must not change while another thread calls it, so it does only when the first one
-    comes and when the last one has gone; and what comes and goes all the time lets it stay.
+    The dispatcher must not change while another thread calls it, so it changes only when the first
+    context is entered and when the last one has exited; engines leave it changed.
     """
 
     def __init__(self) -> None:
@@ -264,6 +263,6 @@ def inside(device: str) -> Compute | None:
 def retain(device: str) -> None:
     """Let torch's kernels remain replaced, so that frequent entries do not change the dispatcher.
 
-    Where nobody is inside, a convolution then goes to torch's kernel by way of ours.
+    Outside of any context, a convolution then calls torch's kernel through ours.
     """
     _INSTALLED.retain(device)

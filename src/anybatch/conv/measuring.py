@@ -1,10 +1,10 @@
 """Measurement of an algorithm: seconds and bytes of a real run on random numbers.
 
-Of the seconds of a few runs the median counts; long ones are taken as they are. Workspace is what
-the algorithm allocates, as the meter counts it, and its own result, because that is copied to where
-all samples are; of filters the sum so far is there, too. What an algorithm does once for all its
-parts is timed apart, and what it keeps of it is workspace. What a kernel allocates inside itself
-the meter does not see; on CUDA the allocator tells it.
+Of the seconds of a few runs the median counts; long ones are not repeated. Workspace is what the
+algorithm allocates, as the meter counts it, and its own result, because that is copied to where all
+samples are; of filters the sum so far is there, too. The set-up of an algorithm for all its parts
+is timed separately, and its results are workspace. The meter does not count allocations inside a
+kernel; on CUDA the allocator does.
 
 Source: u-cuDNN, section III-D.
 """
@@ -38,7 +38,7 @@ RUNS = 3
 """Runs of which the median counts."""
 
 DUELS = 5
-"""Turns of a duel."""
+"""Pairs of a comparison."""
 
 LONG = 0.2
 """Seconds after which a first run is taken as it is."""
@@ -51,7 +51,7 @@ REVISION = 2
 def held(problem: Problem, size: int, name: str) -> int:
     """Return the bytes of workspace of one algorithm, by a dry run.
 
-    It is asked again for every limit. On CUDA libraries allocate more, which only a real run shows.
+    It is called for every limit. On CUDA libraries allocate more, which only a real run shows.
     """
     with interrupted_between_functions(), FakeTensorMode():
         return _run(problem, size, name)[2]
@@ -105,7 +105,7 @@ def _run(
     """Run an algorithm on random numbers, as two parts where they are summed.
 
     Returns:
-        What runs a part again, what runs its set-up, and its workspace.
+        Functions that run a part and its set-up again, and its workspace.
     """
     dtype, device = getattr(torch, problem.dtype), torch.device(problem.device)
     one, other = (_made(problem, shape, dtype, device) for shape in problem.operands(size))
@@ -131,7 +131,7 @@ def allocated(device: torch.device) -> Iterator[Callable[[], int]]:
     """Count the bytes that a device's allocator gives out in the body, library workspace included.
 
     Yields:
-        What returns the bytes at the peak; 0 on a device whose allocator does not tell.
+        A function that returns the peak in bytes; 0 on a device whose allocator has none.
     """
     there = accelerator.of(device)
     if not there.peaks:

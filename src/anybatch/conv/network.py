@@ -1,10 +1,10 @@
 """A network's kernels one after another, and a workspace that is divided among all of them.
 
-Nobody says which layers a network has. So the first pass is listened to, while torch's own kernels
+The layers of a network are not declared. So the first pass is recorded, while torch's own kernels
 run; when its first kernel comes again, after a backward if there was one, the pass is over, all its
-kernels are measured, and the total is divided (`anybatch.conv.share`). A layer that comes several
-times in a pass is several kernels, each with a share of its own. Where a later pass has more, it is
-divided anew.
+kernels are measured, and the total is divided (`anybatch.conv.share`). A layer that runs several
+times in a pass is several kernels, each with its own share. If a later pass has more, it is divided
+anew.
 
     pass 1   conv1 conv2 conv2 | conv2' conv2' conv1'      listened to
     pass 2   conv1 ...                                     divided: every kernel has its share

@@ -1,7 +1,7 @@
 """cuDNN's own plans for a convolution, each with the workspace that it requires.
 
-torch asks cuDNN for one plan and gives it what it wants. Here its first few are algorithms of their
-own, so that each can be measured, and chosen within a workspace:
+torch uses one plan of cuDNN, with any workspace. Here its first few are algorithms of their own, so
+that each can be measured, and chosen within a workspace:
 
     problem, samples ──> graph ──> plan 0   plan 1   plan 2 ...      by heuristics, best first
                                    80 MiB   12 MiB   0 B             of workspace

@@ -34,7 +34,7 @@ class Problem:
         groups: of channels, each with filters of its own.
         dtype: of all operands, such as "float32".
         device: type of device.
-        layout: "contiguous" or "channels_last", of what has samples.
+        layout: "contiguous" or "channels_last", of the tensors with samples.
     """
 
     kernel: Kernel

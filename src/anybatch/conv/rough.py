@@ -1,7 +1,7 @@
-"""Roughly how long transforms and products take, to tell which circles are worth measuring.
+"""Rough seconds of transforms and products, to select the circles worth measuring.
 
-Nanoseconds, on one thread; within a third of what was measured for lengths of 8 to 10 000. Only
-their order counts: what is chosen between algorithms, seconds decide (`anybatch.conv.costs`).
+Nanoseconds, on one thread; within a third of the measurements for lengths of 8 to 10 000. Only
+their order counts: the choice of an algorithm is by measured seconds (`anybatch.conv.costs`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from math import prod
 
 PASSES = 2.5
-"""That a place takes in passes over memory beside its transform: padding, transposing, copying."""
+"""Cost of a place in passes over memory besides its transform: padding, transposing, copying."""
 
 WRITTEN = 1.2
 """That a complex number takes that a product of matrices writes."""

@@ -1,8 +1,8 @@
 """Search for the algorithms of a kernel that are worth measuring, the most promising first.
 
-Torch's own on all samples is what all others must beat. Each algorithm is tried on the fewest
+All others must be faster than torch's own on all samples. Each algorithm is tried on the fewest
 samples; then those that were fastest for a sample come first, on more and more of them, until they
-are hopeless beside the best, need too much, or the time is over.
+cannot win any more, need too much, or the time is over.
 
     native@32   fft@1  im2col@1   fft@2  fft@4  fft@8   native@1 ...
     to beat     each once         the fastest goes on    until it is hopeless
@@ -22,10 +22,10 @@ from anybatch.conv.problem import Problem
 from anybatch.core.divisions import KernelPart
 
 HOPELESS = 4.0
-"""Times what the best known takes for a sample, beyond which more samples are not tried."""
+"""Multiple of the best seconds of a sample, beyond which more samples are not tried."""
 
 Measured = Mapping[tuple[int, str], KernelPart]
-"""Samples and algorithm -> what was measured."""
+"""Samples and algorithm -> its measurement."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Search:
 
         Args:
             size: N, the samples of the mini-batch.
-            measured: what was measured before.
+            measured: earlier measurements.
             measure: runs an algorithm on so many samples.
         """
         steps, found = sizes(self.policy, size), dict[tuple[int, str], KernelPart]()

@@ -18,12 +18,12 @@ def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:
 
     Args:
         device: where its model is.
-        workspace: as it was given; None is what a person has entered, or torch.
+        workspace: the argument; None is the context that the user has entered, or torch.
         plan: the plan that is obeyed, if there is one.
 
     Raises:
         ValueError: `workspace` means nothing.
-        NotYetError: it is for a device where convolutions stay torch's.
+        NotYetError: convolutions are always torch's on its device.
     """
     if plan is not None and plan.convolutions is not None:
         return Engaged(device.type, obeying(plan.convolutions))

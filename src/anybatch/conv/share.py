@@ -1,17 +1,17 @@
 """How a network's workspace is divided among its convolution kernels: the paper's WD.
 
-Every kernel has a front of configurations (`anybatch.conv.divide`), one of which is chosen. What
-they need adds up, because each keeps a segment of its own, and is at most W; what they take adds up
-too, and should be least. That is a knapsack with multiple choice; the paper has a solver for it:
+Every kernel has a front of configurations (`anybatch.conv.divide`), one of which is chosen. Their
+workspaces add up, because each has a segment of its own, to at most W; their seconds add up too,
+and should be least. That is a knapsack with multiple choice; the paper has a solver for it:
 
     minimise  sum t[k,c] x[k,c]     sum w[k,c] x[k,c] <= W,   one c for each k          (Eq. 1-4)
 
-It is solved exactly here, by a price for a byte. At a price p every kernel chooses for itself
-whatever has the least t + p w, and no choice at all within W takes less than these sums less p W.
-At the best price that bound is nearly reached. What a kernel would pay beyond its own best is its
-regret, and regrets that add up to more than what is between the bound and a choice already known
-are in no better one. That leaves a few kernels with a few configurations, which are tried in order:
-of two partial choices that one is forgotten which is neither faster nor smaller.
+It is solved exactly here, by a price for a byte. At a price p every kernel chooses the least t + p
+w by itself, and no choice within W takes less than these sums less p W. At the best price that
+bound is nearly reached. The cost of a kernel above its own best is its regret, and regrets that add
+up to more than the gap between the bound and the best choice so far are in no better one. That
+leaves a few kernels with a few configurations, which are tried in order: of two partial choices the
+one that is neither faster nor smaller is dropped.
 
 Source: u-cuDNN, section III-C. Dyer (1984), Zemel (1984), Pisinger (1995) on this knapsack.
 """

@@ -5,7 +5,7 @@ Where every channel of an output has one channel of the input, spectra are multi
     depthwise   [N, channels, *tiles, *frequencies]
 
 Where it has several, there is a product of matrices for each frequency, and a library is fast at
-these when each lies in one piece. So what is transformed is laid out in an order of which the
+these when each lies in one piece. So the input of the transform is laid out in an order whose
 transpose is that:
 
     together    [groups, N, *tiles, channels of a group, *places]        as it is transformed
@@ -63,7 +63,7 @@ def matrices(problem: Problem, laid: Tensor, lengths: Sequence[int]) -> Tensor:
     """Return the spectra of the result of `images` or `filters`, in the layout of their products.
 
     Some rows at a time are transformed and transposed, so that they stay in the processor's cache
-    and there is no second copy of all of them.
+    and no second copy of all exists.
     """
     dims = list(range(-len(lengths), 0))
     if is_depthwise(problem):

@@ -1,8 +1,8 @@
 """Message on a terminal about a measurement that takes long.
 
-The first pass of a network through `anybatch.convolutions` may take minutes in which nothing seems
-to happen. So after a while one line says which kernel and algorithm are at work, and goes away when
-measuring is over. Where there is neither a terminal nor a notebook nothing is said.
+The first pass of a network through `anybatch.convolutions` may take minutes without output. So
+after a while one line shows the current kernel and algorithm, and is erased when measuring is over.
+Without a terminal or a notebook there is no output.
 """
 
 from __future__ import annotations

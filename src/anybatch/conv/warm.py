@@ -4,8 +4,8 @@
             └─> process 1   filter 64x32x32 ...   ──┴──> one file
 
 Processes share what they measure through the file. On a CPU they also share its memory's speed, so
-what one measures while others run may be slower than it is alone: one process is the default, and
-`benchmarks/ucudnn/parallel` says how far several are off.
+a measurement beside others may be slower than by itself: one process is the default, and
+`benchmarks/ucudnn/parallel` has the errors of several.
 
 Source: u-cuDNN, section III-D: micro-configurations are benchmarked in parallel on all GPUs.
 """

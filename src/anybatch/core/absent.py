@@ -1,8 +1,8 @@
 """A device that a plan is made for and that is not in this machine.
 
 A dry run needs no device: its tensors have no data. It is made on the host, and counted as the
-other device would count: allocations rounded up, what its driver and its libraries take, a way to
-the host for what leaves. What only a run can tell is named, and not guessed.
+other device would count: allocations rounded up, the memory of its driver and libraries, the host
+as offload target. Quantities that only a run can measure are named, and not guessed.
 
     24GiB │ context │ 5 % │ budget │     budget: cuBLAS workspaces, rounded allocations of a step
 """
@@ -23,7 +23,7 @@ CONTEXT = 600 * 1024**2
 """Bytes that a CUDA context is assumed to take, outside torch's allocator."""
 
 WORKSPACE = 4096 * 8 * 1024
-"""Bytes of a cuBLAS workspace on Hopper, the most that torch takes without being told."""
+"""Bytes of a cuBLAS workspace on Hopper, the most that torch allocates by default."""
 
 HANDLES = 2
 """Of cuBLAS, each with a workspace: that of forward, and that of the thread of backward."""
@@ -32,7 +32,7 @@ ASSUMED = HANDLES * WORKSPACE
 """Bytes of all workspaces of cuBLAS, where none was measured."""
 
 SHARE = 0.95
-"""Of what a device has left, a budget where nobody has named one."""
+"""Share of a device's free memory that is the default budget."""
 
 NOT_MEASURED = (
     "time: no size was timed, so the micro-batch is the largest that fits",
@@ -40,7 +40,7 @@ NOT_MEASURED = (
     "what the device's own kernels of attention, normalisation and recurrent layers save; those "
     "of the host were counted",
 )
-"""Quantities that a dry run leaves unknown."""
+"""Quantities that a dry run cannot measure."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class AbsentDevice:
         nbytes: these.
         context: bytes that its driver is assumed to take.
         workspace: bytes that cuBLAS is assumed to take.
-        not_measured: what the plan does not know, a sentence each.
+        not_measured: unknown quantities of the plan, a sentence each.
     """
 
     size: str
@@ -79,10 +79,10 @@ class AbsentDevice:
         """Return the bytes that a step may hold, and their source in words.
 
         Args:
-            memory: as it was given; None takes what the device leaves, less a margin.
+            memory: the argument; None is the free memory of the device, less a margin.
 
         Raises:
-            ValueError: it is more than the device leaves.
+            ValueError: it is more than the free memory of the device.
         """
         if memory is None:
             source = f"{self.size} less {show_bytes(self.context)} for a context, less 5 %"
@@ -120,17 +120,16 @@ def parse_device(text: str) -> AbsentDevice | None:
         return None
     if device_type != CUDA:
         raise ValueError(
-            f"a device that is not there must be a CUDA device with the size of its memory, such "
-            f'as "cuda:24GiB", and it is {text!r}: write it like that; a device of another type '
-            "has no size, so name its type alone, and give memory="
+            "a device that is not there must be a CUDA device with the size of its memory, such "
+            f'as "cuda:24GiB", and it is {text!r}: write it like that; for a device of another '
+            "type name only the type, and give memory="
         )
     try:
         return AbsentDevice(size, parse_bytes(size, "device"))
     except (TypeError, ValueError):
         raise ValueError(
-            'the size of a device must be bytes such as in "cuda:24GiB", and it is '
-            f"{size!r} in {text!r}: write it like that; one that is there has an index, as in "
-            "cuda:0"
+            f'the size of a device must be bytes such as in "cuda:24GiB", and it is {size!r} in '
+            f"{text!r}: write it like that; a device of this machine has an index, as in cuda:0"
         ) from None
 
 

@@ -13,7 +13,7 @@ each asks here instead, by a verb, and the verb works, is made of others, or ref
     pinned memory       torch.empty(pin_memory=True)      memory that is not pinned
     float64             sums on the device                sums on the host
 
-``torch.accelerator`` has some of these verbs for every type; it is asked where the module of the
+``torch.accelerator`` has some of these verbs for every type; it is used where the module of the
 type has none. A ROCm device is of type CUDA for torch, and is for this library.
 
 Source: torch.accelerator, torch.get_device_module; c10/core/AllocatorConfig.h for the rounding.
@@ -46,7 +46,7 @@ GENERIC = {
 
 
 FAILURES = (RuntimeError, AttributeError, AssertionError, TypeError)
-"""Errors of functions that a build of torch, or a package, has by name alone."""
+"""Errors of functions that a build of torch, or a package, only declares."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DeviceFacts:
         rounding: bytes; an allocation is rounded up to a multiple of them.
         float64: whether it has this dtype; None where each device says.
         pins: whether copies from the host want page-locked memory.
-        peaks: whether its allocator says what was allocated at most.
+        peaks: whether its allocator records the peak.
         collectives: the backend of ``torch.distributed`` for it; None where there is none.
         each: whether each rank of a machine has a device of its own.
         foreach: whether torch's optimizers update all parameters at once there by default.
@@ -91,7 +91,7 @@ FACTS = {
     # (test_a_tensor_on_metal_takes_a_page).
     "mps": DeviceFacts(rounding=1 << 14, float64=False, collectives="gloo"),
 }
-"""Types of accelerators, in the order in which one is looked for."""
+"""Types of accelerators, in the order of the search."""
 
 DEFAULT = "cuda"
 """The accelerator that is used where no device is named: the only type that has been run."""
@@ -182,7 +182,7 @@ class Accelerator:
 
     @property
     def available(self) -> bool:
-        """Whether torch can use one here; a module that fails to tell has none."""
+        """Whether torch can use one here; a module that fails counts as none."""
         return bool(self._says("is_available"))
 
     @property
@@ -284,7 +284,7 @@ class Accelerator:
     def memory(self, device: torch.device) -> tuple[int, int]:
         """Return the bytes of a device that are free, and all of them.
 
-        Metal recommends a most for one process: that is all of it, less what the driver has taken.
+        The recommended maximum of Metal for one process, less the memory of the driver.
 
         Raises:
             NotYetError: it does not say.
@@ -312,8 +312,8 @@ class Accelerator:
 
     def _silent(self, device: torch.device) -> NotYetError:
         return NotYetError(
-            f"memory= must be given where a device does not say what is free, and it is None on "
-            f'{device}: give memory="4GiB", or what the device has'
+            "memory= must be given where a device does not report its free memory, and it is None "
+            f'on {device}: give memory="4GiB", or the memory of the device'
         )
 
     def random_state(self, device: torch.device) -> Tensor:
@@ -343,7 +343,7 @@ class Accelerator:
         self.call("manual_seed" if one else "manual_seed_all", None, seed)
 
     def generators(self) -> States:
-        """Return the states of all generators, which can be put back and seeded, too.
+        """Return the states of all generators, which can be restored and seeded, too.
 
         Raises:
             NotYetError: one of these does not work: draws there could not be made again.
@@ -402,7 +402,7 @@ class Host(Accelerator):
             NotYetError: always.
         """
         del device, values
-        raise NotYetError(f"{name} must be asked of an accelerator, and this is the host")
+        raise NotYetError(f"{name} must be called for an accelerator, and this is the host")
 
     def choose(self, device: torch.device) -> None:
         """Do nothing."""

@@ -1,8 +1,8 @@
 """All accelerators of this process together: their generators, their autocast, their streams.
 
-What a thread or a step hands to another must hold that of every device in use, and there may be
-one that was never asked for. A device that was not used yet is not touched: that would take memory
-of it, and a process that has used CUDA cannot fork.
+The state that a thread or a step passes to another includes that of every device in use. A device
+that was not used yet is not touched: that would allocate memory on it, and a process that has used
+CUDA cannot fork.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _with_generators() -> Iterator[tuple[Accelerator, States]]:
 
 
 def require_generators(device: torch.device) -> None:
-    """Require that the generators of a device's type can be stored, put back and seeded.
+    """Require that the generators of a device's type can be stored, restored and seeded.
 
     Raises:
         NotYetError: they cannot.
@@ -77,8 +77,8 @@ def autocast_types() -> tuple[str, ...]:
 def streams() -> list[tuple[Accelerator, Any]]:
     """Return the present streams of this thread, in the order in which another is to enter them.
 
-    Of devices beside the present one these are only streams that a person has made: to enter a
-    device's first stream makes a context there, which takes its memory.
+    Of other devices than the current one only streams that the user has made: entering a device's
+    first stream creates a context there, which takes its memory.
     """
     found = list[tuple[Accelerator, Any]]()
     for one in in_use():

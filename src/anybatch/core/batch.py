@@ -1,8 +1,8 @@
 """The mini-batch B of the paper, and the micro-batches it is split into (MBS, Eq. 1-3).
 
 A mini-batch lies on the host in two ways: as tensors (`TensorBatch`: a micro-batch is a view of
-its rows) or as a data set and indices (`LazyBatch`: a micro-batch is made when its turn comes, so
-the mini-batch may be larger than the host's memory, up to the whole data set).
+its rows) or as a data set and indices (`LazyBatch`: a micro-batch is loaded when it runs, so the
+mini-batch may be larger than the host's memory, up to the whole data set).
 
     mini-batch      |----- mu_0 -----|----- mu_1 -----|- mu_2 -|     the last one may be smaller
     rows            0               n                2n        N
@@ -115,18 +115,18 @@ def made_up(batch: Batch, size: int) -> MicroBatch:
     """Return rows of zeros in the form of a batch that has none.
 
     Raises:
-        BatchError: the form of its rows is not known.
+        BatchError: the shapes of its rows are unknown.
     """
     if not isinstance(batch, TensorBatch):
         raise BatchError(
-            "a rank without samples must know what they look like, and its LazyBatch holds none: "
-            "pass tensors of shape [0, ...]"
+            "a rank without samples must know their shapes, and its LazyBatch holds none: pass "
+            "tensors of shape [0, ...]"
         )
     for path, leaf in tree.leaves(batch.inputs, "inputs"):
         if isinstance(leaf, tree.ENTRIES):
             raise BatchError(
-                f"a rank without samples must know what they look like, and {path} is a list of "
-                "none: pass tensors of shape [0, ...]"
+                f"a rank without samples must know their shapes, and {path} is an empty list: pass "
+                "tensors of shape [0, ...]"
             )
     rows = tree.map_tensors(
         lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, batch.inputs
@@ -139,7 +139,7 @@ class LazyBatch:
 
     Pass it as the inputs: ``engine.backward(LazyBatch(dataset))`` takes the entire data set as one
     batch. An item is a pair ``(input, target)``; with a loss inside the model (`Loss.inside`) an
-    item is the input alone.
+    item is the input only.
 
     `collate_fn` pads to the longest sample of a micro-batch, not of the full batch, so a loss or
     model that counts padding gets another number than with the full batch. Where shapes differ
@@ -147,7 +147,7 @@ class LazyBatch:
     the rows of an item depend on the other items: the first step of each size, and of each
     function, loads the items once more, and collates them at once and in micro-batches. Of a batch
     above 512 MiB only a part is compared, and the plan says "not shown"; so it does if each call
-    changes a number that the function stores. A number returned beside the rows must not depend on
+    changes a number that the function stores. A number returned with the rows must not depend on
     the samples; one that differs between micro-batches is refused.
 
     Every pass over the batch seeds its `workers` from torch's global generator: each step draws
@@ -267,7 +267,7 @@ def collated(item: Any, items: int, numbers: dict[str, Any], *, paired: bool) ->
         item: of a micro-batch.
         items: that it was made of.
         numbers: those of the first micro-batch, by path.
-        paired: it is a pair (input, target); else the input alone.
+        paired: it is a pair (input, target); else the input only.
 
     Raises:
         BatchError: it is no pair, or rows or numbers are not as they must be.
@@ -283,8 +283,8 @@ def collated(item: Any, items: int, numbers: dict[str, Any], *, paired: bool) ->
     size = tree.batch_size(**named)
     if size != items:
         raise BatchError(
-            f"collate_fn must give as many rows as it was given items: {items} "
-            f"items became {size} rows. Drop samples from indices=, not in collate_fn"
+            f"collate_fn must return as many rows as items, and it made {size} rows of {items} "
+            "items. Drop samples from indices=, not in collate_fn"
         )
     inputs = tree.marked(inputs, size, "inputs", arguments=True)
     targets = tree.marked(targets, size, "target")

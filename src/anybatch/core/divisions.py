@@ -1,7 +1,7 @@
 """Convolution section of a plan: the division of each kernel, and its workspace.
 
-A run that goes on must compute as it did before, to the last bit; what was measured anew might be
-divided otherwise. So the divisions are a part of the plan.
+A resumed run must compute the same bits as before; new measurements might yield other divisions. So
+the divisions are a part of the plan.
 """
 
 from __future__ import annotations
@@ -104,11 +104,11 @@ class Divisions:
     """How the convolutions of a step are computed.
 
     Attributes:
-        workspace: bytes that a kernel may allocate beside its operands and its result.
+        workspace: bytes that a kernel may allocate in addition to its operands and its result.
         policy: which micro-batches were measured.
         used: the most of it that any of these kernels does allocate.
         kernels: all that were chosen.
-        requested: bytes that they were to have, where these leave too little for a step; else 0.
+        requested: requested bytes, if they leave too little for a step; else 0.
     """
 
     workspace: int

@@ -24,7 +24,7 @@ class Evidence:
     Attributes:
         state: "shown", "not shown" or "inexact".
         by: the instrument that has shown it, or the reason why it could not be shown.
-        step: the step of its kind of batch in which it was looked at last; 0 is before any.
+        step: the step of its signature that inspected it last; 0 is before any.
     """
 
     state: State

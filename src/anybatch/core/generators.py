@@ -1,10 +1,10 @@
 """Whether Python's or numpy's global generator has moved: by its memory, without asking for it.
 
-Both tell their state as hundreds of numbers, which is slow, and a step asks at its beginning and
-for each micro-batch. What they lie in is a few kilobytes. numpy has a public
-address for its words; where Python keeps its own, and where numpy keeps a normal number that was
-drawn in advance, generators of our own show when this module is imported. Where one of them does
-not show it, nothing is known, and who asks must ask for the state.
+Both return their state as hundreds of numbers, which is slow, and a step reads it at its beginning
+and for each micro-batch. The state is a few kilobytes of memory. numpy has a public address for its
+words; the addresses of Python's, and of numpy's normal number that was drawn in advance, are found
+with generators of our own when this module is imported. If one is not found, callers must compare
+the state itself.
 
     Random        │ head │ place │ 624 words │            found by its state
     MT19937       │ 624 words │ place │                   ctypes.state_address
@@ -39,7 +39,7 @@ NUMPY: Any = getattr(np.random.get_state, "__self__", None)
 """numpy's global generator, whose bits another one may make."""
 
 BITS: Any = getattr(np.random, "get_bit_generator", None)
-"""Returns that one; old versions of numpy do not tell."""
+"""Returns that one; missing in old versions of numpy."""
 
 
 def memory() -> tuple[bytes, bytes, bytes, Any] | None:
@@ -94,5 +94,5 @@ def _located() -> bool:
 
 _AT = _gauss_at() if _located() else None
 LOCATED = _AT is not None
-"""Whether memory tells."""
+"""Whether the address was found."""
 GAUSS_LIES = id(NUMPY) + (_AT or 0)

@@ -2,7 +2,7 @@
 
 A loss may reach more than it was given: parameters that it closes over, or a tensor that forward
 left on a module. The first must be treated like the model's own; the second has a graph of one
-micro-batch only, and the loss of the whole batch cannot be taken from it.
+micro-batch only, and the loss of the full batch cannot be taken from it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 NONE = "does not require grad and does not have a grad_fn"
-"""In torch's error where what is differentiated has no graph."""
+"""In torch's error for a tensor without a graph."""
 
 UNUSED = "appears to not have been used in the graph"
-"""In torch's error where it was not computed from what it is differentiated by."""
+"""In torch's error for an input that is not in the graph."""
 
 
 def nodes(roots: list[Tensor]) -> Iterator[Any]:
@@ -60,7 +60,7 @@ def outline(roots: Iterable[Tensor]) -> int:
 
 
 SPARK = "_anybatch_spark"
-"""The attribute of a leaf that is nobody's, and is there for the graph behind it alone."""
+"""The attribute of a dummy leaf, which exists only for the graph behind it."""
 
 
 def spark(*, grad: bool) -> Tensor:

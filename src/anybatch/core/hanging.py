@@ -1,9 +1,9 @@
 """Attributes and classes of tensors that their rows lack: a doubt, or an error by name.
 
-A person may write ``outputs.aux = ...`` in forward, or ``targets.scale = 2.0``, and ask for it in
-the loss. Rows that are cut, joined, sent to a device or stood in for are other tensors, and
-``hasattr`` would choose another loss for them. So a step with such a tensor is not shown; where
-what asks for it fails, the error says what to write.
+A user may write ``outputs.aux = ...`` in forward, or ``targets.scale = 2.0``, and read it in the
+loss. Rows that are cut, joined, copied to a device or faked are other tensors, and ``hasattr``
+would choose another loss for them. So a step with such a tensor is not shown; if the read fails,
+the error shows what to write.
 
     outputs.aux, outputs.__class__      doubt: outputs has aux, which is no part of its rows
 """
@@ -47,7 +47,7 @@ def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
     Args:
         values: a tree.
         path: of it.
-        classes: a class of a person's own is named, too. Default False: rows are of that class.
+        classes: a user's class is named, too. Default False: rows are of that class.
     """
     found: set[Hung] = set()
     for at, one in _every(values, path):
@@ -76,9 +76,9 @@ def refuse_missing(error: AttributeError, found: set[Hung]) -> None:
     at = next((at for at, name in sorted(found) if name == error.name), None)
     if at is not None and isinstance(error.obj, Tensor):
         raise LossError(
-            "what a loss or a model reads must be in the tensors that it is given, and "
-            f"{at}.{error.name} is an attribute, which rows of a split batch do not have: return "
-            f"or pass it beside {at}, in a tuple or a mapping"
+            f"a loss or a model must read only its tensors, and {at}.{error.name} is an attribute, "
+            f"which rows of a split batch do not have: return or pass it with {at}, in a tuple or "
+            "a mapping"
         ) from error
 
 

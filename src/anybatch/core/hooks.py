@@ -2,8 +2,8 @@
 
 torch fires the hooks of a leaf whenever a backward has a gradient for it, so in a loop over
 micro-batches ``p.register_hook(lambda g: g.clamp(-c, c))`` clamps every part and not the sum. For a
-step the hooks are suspended. At its end one backward, whose nodes do nothing but hand over the
-sums, lets torch itself fire them: in its order, with its checks, with what was in ``.grad`` before.
+step the hooks are suspended. At its end one backward, whose nodes only return the sums, lets torch
+itself fire them: in its order, with its checks, with the previous ``.grad``.
 
     micro-batches:  p.grad += d(part), no hook        end:  sum ──hooks──> .grad += ──hooks──> done
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from anybatch.errors import NotExactError
 
 Registered = OrderedDict[int, Callable[..., Any]]
-"""The hooks of one kind on one leaf, as torch holds them."""
+"""The hooks of one sort on one leaf, as torch holds them."""
 
 SERVICE = "_anybatch_service"
 """The attribute of a hook of our own, which fires with every micro-batch."""
@@ -48,7 +48,7 @@ class Suspended:
     Attributes:
         leaf: the leaf.
         held: for each of `ATTRIBUTES`, the object that torch holds; None where there is none.
-        entries: what was in each.
+        entries: the contents of each.
     """
 
     leaf: Any
@@ -92,8 +92,7 @@ class LeafHooks:
         """Suspend the hooks of some leaves, but for our own.
 
         Args:
-            leaves: those of them that are none (inputs with a graph) and those that are suspended
-                already are left out.
+            leaves: tensors with a graph and those already suspended are skipped.
         """
         for leaf in leaves:
             if leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
@@ -139,9 +138,9 @@ class LeafHooks:
 
         Args:
             leaves: suspended ones, in the same order on every rank.
-            take: makes ``.grad`` of a leaf what it was before the step, and returns the sum.
-            in_order: in the order in which the first micro-batch has come to them; else in the
-                reverse of that of `leaves`, which is the same for ranks without samples.
+            take: restores ``.grad`` of a leaf to its value before the step, and returns the sum.
+            in_order: in the order in which the first micro-batch reached them; else in the reverse
+                order of `leaves`, which is the same for ranks without samples.
 
         Raises:
             NotExactError: as in `resume` and `refuse_on_nodes`.
@@ -186,7 +185,7 @@ def refuse_registered(leaves: Iterable[Any]) -> None:
             raise NotExactError(
                 "hooks on parameters must be registered before a step, and one was registered "
                 f"during it on a parameter of shape {tuple(leaf.shape)}, which each micro-batch "
-                "would do again: register it once, outside of forward"
+                "would repeat: register it once, outside of forward"
             )
 
 

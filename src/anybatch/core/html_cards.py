@@ -8,7 +8,7 @@
 
 Inline styles only, in the colours of the page around it, so it is the same in every notebook, light
 or dark, trusted or not: there is no script, no style sheet and nothing to fetch. Every text is
-escaped, since names of models and losses are a person's own.
+escaped, since names of models and losses are the user's.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def considered(memory: Memory, chosen: int, *, offloaded: bool) -> str:
     """Return the table of the micro-batches that were considered, and why each won or lost.
 
     Args:
-        memory: what a plan knows of it.
+        memory: the memory of a plan.
         chosen: samples in a micro-batch, as was chosen.
         offloaded: its saved tensors are offloaded.
     """

@@ -1,8 +1,8 @@
 """Where samples meet: a value that depends on all of a batch, while only a part of it is here.
 
-BatchNorm, a coupled loss or a gather need every sample. Code that needs them says only this: "here
-is my part, and this is how all parts become one". Whether the others are micro-batches that take
-turns in this process, ranks elsewhere, or nobody at all, is not its business.
+BatchNorm, a coupled loss or a gather need every sample. Code that needs them passes its part, and a
+function that combines all parts. It need not distinguish whether the others are micro-batches in
+this process, other ranks, or absent.
 
     lane 0: part_0 ──┐
     lane 1: part_1 ──┼──> combine([part_0, part_1, part_2]) ──> result_0, result_1, result_2
@@ -116,7 +116,7 @@ def looking() -> Iterator[None]:
 
 
 def looks_here() -> bool:
-    """Say whether this thread looks at a model, or runs it without gradients."""
+    """Say whether this thread inspects a model, or runs it without gradients."""
     return _HERE.looks or not torch.is_grad_enabled()
 
 
@@ -159,9 +159,9 @@ def exchange(key: Any, part: P, combine: Callable[[list[P]], Sequence[R]]) -> R:
     """Exchange a part: return its result of `combine` on all parts; without a barrier, on this one.
 
     Args:
-        key: what is met for; all must come with an equal one.
+        key: identity of the barrier, equal for all parts.
         part: this one's.
-        combine: all parts, in order -> what each of them gets, in the same order.
+        combine: all parts, in order -> the result of each, in the same order.
     """
     found: R
     if _HERE.meeting is None:
@@ -176,10 +176,10 @@ def reduce(
 ) -> R:
     """Reduce a part: return the same for all, the result of `finish` on the sum of all parts.
 
-    No more than the sum and one part is kept: who waits has no name for its own.
+    Only the sum and one part are held: a waiting lane has no reference to its own.
 
     Args:
-        key: what is met for; all must come with an equal one.
+        key: identity of the barrier, equal for all parts.
         part: makes this one's.
         add: two parts -> their sum.
         finish: made of the sum, by the last one.

@@ -38,8 +38,8 @@ class Candidate:
 
     Attributes:
         micro_batch: samples.
-        peak_bytes: what a step with it holds at most, predicted.
-        seconds: of a whole step, run or from its timed micro-batches; None where it was not timed.
+        peak_bytes: predicted peak of a step with it.
+        seconds: of a full step, run or from its timed micro-batches; None where it was not timed.
         offloaded: its saved tensors are offloaded, as far as they do not fit. Default False.
     """
 
@@ -56,13 +56,13 @@ class Memory:
     Attributes:
         budget: the most a step may hold.
         source: where the budget comes from.
-        predicted: what a step holds at its peak.
-        owners: who holds it at the peak, ``(name, bytes)``, the largest first.
-        floor: what a step holds at least, with micro-batches of one sample.
-        undivided: what the undivided batch would hold.
+        predicted: bytes of a step at its peak.
+        owners: ``(name, bytes)`` at the peak, the largest first.
+        floor: least peak of a step, with micro-batches of one sample.
+        undivided: peak of the undivided batch.
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
-        waiting_capacity: what waiting micro-batches may hold on the device, in lockstep.
+        waiting_capacity: bytes for waiting micro-batches on the device, in lockstep.
     """
 
     budget: int
@@ -108,7 +108,7 @@ def explain(memory: Memory, chosen: int, *, offloaded: bool = False) -> list[str
     """Return the plan's lines on memory: the peak, its owners, and the runners-up.
 
     Args:
-        memory: what it knows.
+        memory: memory of the plan.
         chosen: samples in a micro-batch, as was chosen.
         offloaded: its saved tensors are offloaded. Default False.
     """
@@ -132,7 +132,7 @@ def verdicts(
     """Return every candidate and, in words, why it was chosen or lost.
 
     Args:
-        memory: what a plan knows of it.
+        memory: the memory of a plan.
         chosen: samples in a micro-batch, as was chosen.
         offloaded: its saved tensors are offloaded. Default False.
     """

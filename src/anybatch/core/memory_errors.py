@@ -1,8 +1,8 @@
 """Which errors say that memory ran out, and how to hold one without holding the memory.
 
 ``torch.OutOfMemoryError`` is raised by the caching allocators only. The CPU allocator, oneDNN,
-cuBLAS and cuDNN raise a plain RuntimeError that differs from a fault of the person's code by its
-words alone, and a library in between may wrap either. So the words are compared, along the chain of
+cuBLAS and cuDNN raise a plain RuntimeError that differs from a fault in the user's code only by its
+message, and a library in between may wrap either. So messages are compared, along the chain of
 causes. And an exception holds its traceback, that the frames, and those all tensors of the failed
 attempt: freeing them means clearing the frames, which leaves the traceback readable.
 
@@ -43,7 +43,7 @@ WORDS = (
     "cudnn_status_internal_error_host_allocation_failed",
     "cudnn_status_internal_error_device_allocation_failed",
 )
-"""What a RuntimeError says, in small letters, when memory ran out."""
+"""Messages of a RuntimeError, in small letters, when memory ran out."""
 
 NOT_THESE = ("could not create a primitive descriptor",)
 """oneDNN's word for an operation that it does not have."""
@@ -63,7 +63,7 @@ def release(error: BaseException, *, outside: BaseException | None = None) -> No
     """Make `error` hold no tensor of the frames it came through, nor those that led to it.
 
     Args:
-        error: an exception; frames that still run are left alone.
+        error: an exception; frames that still run are not cleared.
         outside: as in `out_of_memory`; its frames are its owner's business.
     """
     for one in _chain(error, outside):

@@ -1,7 +1,7 @@
 """One walk through a model, for all that a step asks of its modules.
 
-``named_modules`` is a chain of generators as deep as the model; asked four times a step, it costs
-more than the rest of the bookkeeping together. The list made here is asked instead.
+``named_modules`` is a chain of generators as deep as the model; walked four times a step, it costs
+more than the rest of the bookkeeping together. The list made here is walked instead.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def local(tensor: Tensor) -> Tensor:
 def renormalised(modules: Modules) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
     """Return the embeddings with `max_norm`, in which forward itself writes to the weights.
 
-    Undivided that is what torch does. Divided, an earlier micro-batch would find a row as it was
-    that a later one looks up.
+    torch does so in an undivided step. In a divided one, an earlier micro-batch would read a row
+    before the change by a later one.
     """
     return [
         (path, module)
@@ -93,8 +93,8 @@ def call_model(model: nn.Module, inputs: Any) -> Any:
 def storage_of(tensor: Tensor) -> int:
     """Return the id of a tensor's storage; modes are bypassed, because its address is not used.
 
-    All of it stands on one line: an interrupt at the end of a block, where its first line is met
-    once more, would leave torch without function modes.
+    All of it stands on one line: an interrupt at the end of a block, where its first line runs once
+    more, would leave torch without function modes.
     """
     # fmt: off
     with torch._C.DisableTorchFunction(): return int(tensor.untyped_storage()._cdata)  # noqa: E701

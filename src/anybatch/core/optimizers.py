@@ -1,9 +1,8 @@
 """Which optimizers can step a few parameters at a time, and how much state each of them makes.
 
 An update that reads one parameter, its gradient and its state gives the same bits whether the
-others are updated in the same call or not. That is so for the optimizers below, as torch wrote
-them. An optimizer that looks at all of them (LBFGS), or whose code is not torch's, is refused by
-its name.
+others are updated in the same call or not. That holds for torch's optimizers below. An optimizer
+that reads all of them (LBFGS), or whose code is not torch's, is refused by name.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ RESIDENT = "_anybatch_resident_bytes"
 """The attribute of a step in parts: the bytes of state that are in memory at a time."""
 
 SMALL = 4096
-"""Bytes below which a tensor of a state stays: a block of the file would be larger."""
+"""Bytes below which a tensor of a state is not offloaded: a block of the file would be larger."""
 
 MADE_OF = ("step", "_init_group")
 """Methods that a step is made of."""
@@ -57,9 +56,10 @@ def inner_step(optimizer: optim.Optimizer) -> Callable[[Any], Any]:
     if base is None or any(_plain(cls, name) is not _plain(base, name) for name in MADE_OF):
         listed = ", ".join(one.__name__ for one in COPIES)
         raise NotExactError(
-            "state can leave only where each parameter is updated by itself, so that a few at a "
-            f"time give the same bits, and of {cls.__module__}.{cls.__qualname__} that is not "
-            f"known: use one of torch.optim's {listed}, or a subclass that leaves step() as it is"
+            "optimizer state can be offloaded only where each parameter is updated by itself, so "
+            f"that a few at a time give the same bits, and of {cls.__module__}.{cls.__qualname__} "
+            f"that is not known: use one of torch.optim's {listed}, or a subclass that does not "
+            "override step()"
         )
     _refuse_groups(optimizer)
     step: Callable[[Any], Any] = _plain(cls, "step")
@@ -91,7 +91,7 @@ def device_of(optimizer: optim.Optimizer) -> torch.device:
     every = {p.device for group in optimizer.param_groups for p in group["params"]}
     if len(every) > 1:
         raise NotExactError(
-            "state can leave from one device, and the parameters are on "
+            "optimizer state can be offloaded from one device, and the parameters are on "
             f"{', '.join(sorted(map(str, every)))}: use one optimizer for each device"
         )
     (device,) = every
@@ -102,13 +102,13 @@ def _refuse_groups(optimizer: optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise NotExactError(
-                "state can leave only where no graph holds it, and this optimizer was made with "
-                "differentiable=True: leave that out"
+                "optimizer state can be offloaded only where no graph holds it, and this "
+                "optimizer was made with differentiable=True: leave that out"
             )
         if any(is_spread(p) for p in group["params"]):
             raise NotExactError(
-                "state can leave only where a parameter is whole on its rank, and there are "
-                "DTensors (FSDP): their state is spread over the ranks already"
+                "optimizer state can be offloaded only where parameters are not sharded, and "
+                "there are DTensors (FSDP): their state is sharded over the ranks already"
             )
 
 

@@ -1,7 +1,7 @@
 """How fast a training is with a plan: seconds of a step, and of an epoch, with an interval.
 
-Seconds of micro-batches choose a plan; they leave out the loader, the optimizer and what lies
-between. So a few steps of the real loop are measured, and an epoch is as many of them as it has.
+Seconds of micro-batches choose a plan; they omit the loader, the optimizer and the time between. So
+a few steps of the real loop are measured, and multiplied by the steps of an epoch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Pace:
         seconds: of a step: waiting for its mini-batch, computing, and the update; mean.
         interval: of that mean, 95 %, by resampling the steps; too narrow where they are few.
         steps: that were measured.
-        overhead: R_O, what shows and is not computing, to computing.
+        overhead: R_O, visible time outside of computing, to computing.
         epoch: steps of an epoch; None where the loader does not say.
     """
 

@@ -1,7 +1,7 @@
 """Plan of a step as data, with its reasons: decided by a pure function, printed, saved, loaded.
 
-The executor obeys it and decides nothing. Facts go in, a frozen `Plan` comes out; neither knows
-torch, so a decision can be tested, stored beside a run, and explained like a database's query plan.
+The executor obeys it and decides nothing. Facts go in, a frozen `Plan` comes out; neither needs
+torch, so a decision can be tested, stored with a run, and explained like a database's query plan.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class OffloadPlan:
         remade: saved tensors that a step recomputes instead of offloading them.
         segment_extra: bytes beyond the limit that lanes may hold in each segment, since later
             gradients are not there yet, or its kernels make less; empty where not recorded.
-        segment_kernel: the largest output of a kernel of a lane in each segment; empty where not
-            recorded.
+        segment_kernel: the largest output of a kernel of a lane in each segment; empty if unknown.
     """
 
     store: str
@@ -124,9 +123,9 @@ class Facts:
         separate_sums: every sum of gradients is separate from ``.grad``.
         failed: samples in a micro-batch for which memory ran out; 0 where it never did.
         lanes: micro-batches wait for each other in BatchNorm.
-        segments: how the device's memory is kept, in words; nothing where there is none to say.
-        looked: the step in which samples were followed through the model; 0 where none was run.
-        doubts: why it is not shown that samples stay apart; nothing where it is.
+        segments: how the device's memory is segmented, in words; nothing where it does not apply.
+        looked: the step in which samples were traced through the model; 0 where none was run.
+        doubts: why it is not shown that samples do not meet; nothing where it is.
     """
 
     micro_batch: int
@@ -155,8 +154,7 @@ class Plan:
             each other at barriers), or "undivided".
         accumulate: "in place" in ``.grad``, or "accumulator" (one more set of gradients).
         loss: the loss in words.
-        exact: whether the gradient is that of the undivided batch, and the evidence; true where
-            it was shown.
+        exact: whether the gradient is that of the undivided batch, and the evidence; true if shown.
         reasons: reasons of the plan, a sentence each.
         memory: the budget and the forecast; None where no budget was requested.
         states: store of the optimizer's state between steps; None where it is resident.

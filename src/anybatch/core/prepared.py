@@ -1,16 +1,16 @@
 """Wrappers of a library around a user's optimizer: unwrapped, or refused by name.
 
-``accelerator.prepare(model, optimizer)`` returns an optimizer that passes everything on to the one
-that it was given, but for ``step()``: that does nothing while gradients are being accumulated, and
-goes through a loss scaler where there is one. What rehearses an update or moves state needs the
-optimizer that has the code; and a step that is left out would let whole batches add up:
+``accelerator.prepare(model, optimizer)`` returns an optimizer that forwards everything to its inner
+one, except ``step()``: that does nothing while gradients are accumulated, and uses a loss scaler
+where there is one. A dry run of an update, and a move of state, need the optimizer that has the
+code; and a skipped step would let full batches add up:
 
     AcceleratedOptimizer ── same state, same groups ──> AdamW        rehearsed, counted, moved
                         └── gradient_state ──> steps are left out?   refused
                         └── scaler ──────────> gradients are scaled by it, as its step expects
 
-Known by what they do and not by their class, so nothing is imported here.
-Source: accelerate 1.15, ``AcceleratedOptimizer`` and ``GradientState``.
+Recognised by behaviour and not by class, so nothing is imported here. Source: accelerate 1.15,
+``AcceleratedOptimizer`` and ``GradientState``.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def bare(optimizer: OptimizerT) -> OptimizerT:
     """Return the optimizer that has the code of the update.
 
     Args:
-        optimizer: a person's; of one that holds another, has the same groups and the same state,
-            and so no part in the update itself, it is that other one. None stays None.
+        optimizer: the user's; for one that wraps another with the same groups and the same state,
+            and so has no part in the update itself, it is the inner one. None stays None.
     """
     found: Any = optimizer
     inner = getattr(found, "optimizer", None)
@@ -51,8 +51,8 @@ def refuse_scaled(optimizer: Any) -> None:
     """
     if getattr(optimizer, "scaler", None) is not None:
         raise NotExactError(
-            "step() must be the optimizer's own when its state leaves, and accelerate has put it "
-            "aside for a loss scaler: call offload_states() on the optimizer, and then "
+            "step() must be the optimizer's own when its state is offloaded, and accelerate has "
+            "replaced it for a loss scaler: call offload_states() on the optimizer, and then "
             "accelerator.prepare(...)"
         )
 
@@ -65,7 +65,7 @@ class Prepared:
     """Wrappers of accelerate around an engine's model and optimizer, if there are any.
 
     Args:
-        model: the person's, as they gave it.
+        model: the user's, before any unwrapping.
         optimizer: theirs, as they gave it, or None.
 
     Raises:
@@ -98,9 +98,9 @@ class Prepared:
         if steps != 1:
             raise ValueError(
                 "with an engine a step is one batch already, and "
-                f"Accelerator(gradient_accumulation_steps={steps}) leaves optimizer.step() out in "
-                f"all but one of {steps}: leave it out, and make the loader's batch_size as large "
-                "as the optimisation wants"
+                f"Accelerator(gradient_accumulation_steps={steps}) skips optimizer.step() in all "
+                f"but one of {steps}: leave it out, and make the loader's batch_size as large as "
+                "the optimisation wants"
             )
 
 
@@ -110,7 +110,7 @@ def _refuse_foreign(model: nn.Module, optimizer: Any) -> None:
         library = FOREIGN.get(cls.__module__.partition(".")[0])
         if library is not None:
             raise NotYetError(
-                f"an engine runs backward itself, and {cls.__name__} of {library} does that in "
-                "its own way: give Accelerator no such plugin; DistributedDataParallel and FSDP2 "
-                "(fully_shard) are known"
+                f"an engine runs backward itself, and {cls.__name__} of {library} does that in its "
+                "own way: give Accelerator no such plugin; DistributedDataParallel and FSDP2 "
+                "(fully_shard) are supported"
             )

@@ -1,9 +1,9 @@
 """Python state that a rehearsal moves, and that must be as it was: counters, logs, running means.
 
 A copy of a model shares its hooks, and what these close over, with the original; a loss is a plain
-function with a world of its own. torch knows nothing of either. So what can be reached from there
-is noted in the form of references, and put back after the rehearsal: the attributes of modules and
-other objects, cells of closures, global names, and what lists, dicts and sets held.
+function with state of its own. torch tracks neither. So reachable state is recorded as references,
+and restored after the dry run: the attributes of modules and other objects, cells of closures,
+global names, and the contents of lists, dicts and sets.
 
     hook ──closure──> list [a, b]        rehearsed: [a, b, fake, fake]        put back: [a, b]
 """
@@ -33,7 +33,7 @@ HOOKS = (
 
 
 MANY = 1000
-"""Entries of a container, above which those inside it are left alone."""
+"""Entries of a container, above which those inside it are skipped."""
 
 
 class PythonState:
@@ -107,7 +107,7 @@ class PythonState:
             undo()
 
     def _class(self, cls: type) -> None:
-        """Note the plain attributes of a person's class."""
+        """Record the plain attributes of a user's class."""
         for base in cls.__mro__:
             own = not base.__module__.startswith(("torch.", "builtins", "anybatch."))
             if own and id(base) not in self._visited:
@@ -169,7 +169,7 @@ class PythonState:
 
 
 class Attributes:
-    """The plain attributes of a person's modules: little enough to be noted in every step.
+    """The plain attributes of a user's modules: few enough to be recorded in every step.
 
     Args:
         modules: of a model.
@@ -198,11 +198,11 @@ def of_library(name: str) -> bool:
 
 
 LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
-"""Top-level packages that keep no state of a person's forward."""
+"""Top-level packages without state of a user's forward."""
 
 
 def _theirs(module: nn.Module) -> bool:
-    """Say whether a class is the person's: torch's own keep nothing in plain attributes."""
+    """Say whether a class is the user's: torch's own store nothing in plain attributes."""
     return not type(module).__module__.startswith("torch.nn.")
 
 

@@ -1,7 +1,7 @@
 """Snapshot and restore of the RNG state of every global generator that a forward may draw from.
 
-``torch.random.fork_rng`` covers torch alone. Models also draw from ``random`` and ``numpy.random``
-(stochastic depth, augmentation), and a second pass over a micro-batch must meet the same draws.
+``torch.random.fork_rng`` covers only torch. Models also draw from ``random`` and ``numpy.random``
+(stochastic depth, augmentation), and a second pass over a micro-batch must make the same draws.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class RNGState(NamedTuple):
         return cls.now()._replace(devices=states)
 
     def put_on(self, devices: Sequence[torch.device]) -> None:
-        """Make a state that came from `on` the present one, its devices' that of `devices`."""
+        """Restore a state of `on` as the current one, with its devices' state for `devices`."""
         self._put_host()
         for device, (_, state) in zip(devices, self.devices, strict=True):
             of(device).put_random_state(state, device)
 
     def checksum(self) -> int:
-        """Return a number of 32 bits that tells one state from another."""
+        """Return a checksum of 32 bits of a state."""
         check = zlib.crc32(repr((self.python, _parts(self.numpy))).encode())
         for part in (self.cpu, *(state for _, state in self.devices)):
             check = zlib.crc32(part.cpu().numpy().tobytes(), check)
@@ -136,7 +136,7 @@ def torch_state() -> tuple[Tensor, ...]:
 def _host() -> tuple[tuple[Any, ...], Any]:
     """Return the state of Python's and numpy's generators.
 
-    They are slow to tell it, and asked only where their memory is not what it was the last time.
+    Reading it is slow, and done only if their memory has changed since the last time.
     """
     before = memory()
     if before is not None and _CACHED and _CACHED[0][0] == before:
@@ -148,4 +148,4 @@ def _host() -> tuple[tuple[Any, ...], Any]:
 
 
 _CACHED: list[tuple[Any, tuple[tuple[Any, ...], Any]]] = []
-"""Their memory and their state when they were asked last; at most one."""
+"""Their memory and their state at the last read; at most one."""

@@ -1,7 +1,7 @@
 """Bytes of an allocation: the requested bytes, rounded up as a device's allocator does.
 
-torch's allocator for CUDA hands out blocks of whole 512 bytes, so a gradient of one number takes
-512. A forecast that adds up the bytes of tensors would be too low by as many roundings as there are
+torch's allocator for CUDA allocates multiples of 512 bytes, so a gradient of one number takes 512.
+A forecast that adds up the bytes of tensors would be too low by as many roundings as there are
 tensors; each of them is counted as its allocator counts it.
 """
 

@@ -1,8 +1,8 @@
 """Forecast for more GPUs in a plan: seconds of a step on each number, and the number worth it.
 
-The same mini-batch is divided among them, so the training stays what it was. Beside it stands a
-training of another kind, where it was requested: workers that do not wait for each other, and the
-servers that hold their parameters.
+The same mini-batch is divided among them, so the training stays the same. On request there is a
+training of another sort beside it: workers that do not wait for each other, and the servers that
+hold their parameters.
 
 Source: Zou et al. (the guide), sections 3.2 and 3.3, Lemmas 3.1 and 3.2.
 """
@@ -25,7 +25,7 @@ class ScaleRow:
         seconds: of a step, predicted.
         speedup: over one.
         efficiency: that over G.
-        lemma: the speedup by Lemma 3.1, from R_O alone.
+        lemma: the speedup by Lemma 3.1, from R_O only.
     """
 
     gpus: int
@@ -83,12 +83,12 @@ class Scale:
 
     Attributes:
         rows: by GPUs, one first.
-        gpus: as many as the goal takes, or as were asked for; None where no number reaches it, or
-            there is no goal.
+        gpus: as many as the goal needs, or as requested; None without a goal, or if it is
+            unreachable.
         goal: in words; empty where there is none.
         worth: GPUs after which no more of them gain 5 % of speed each.
         fastest: GPUs with which a step is fastest.
-        assumed: what was not measured, a sentence each.
+        assumed: quantities that were not measured, a sentence each.
         servers: of as many workers as there are GPUs; None (default): not requested.
     """
 

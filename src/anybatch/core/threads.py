@@ -2,8 +2,8 @@
 
 ``Thread.start`` waits until the new thread says that it runs. Where the system has a stack for it,
 and Python no memory for its first frame, it dies before it can say so, and ``start`` waits without
-end (seen under RLIMIT_DATA, where stacks count whole). So as much as a thread begins with is asked
-of the system first, and given back at once.
+end (under RLIMIT_DATA, where full stacks count). So the initial memory of a thread is requested
+from the system first, and released at once.
 
     ask for a stack and a little more ──> there ──> given back ──> start
                                       └─> not there: MemoryError
@@ -19,7 +19,7 @@ if sys.platform != "win32":
     import resource
 
 FRAMES = 4 << 20
-"""Bytes that a thread takes beside its stack when it begins: its first frames, and its heap."""
+"""Initial bytes of a thread in addition to its stack: its first frames, and its heap."""
 
 USUAL = 8 << 20
 """Bytes of a stack where the system sets no limit."""
@@ -36,14 +36,16 @@ def start(thread: threading.Thread) -> None:
         try:
             mmap.mmap(-1, _stack() + FRAMES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError as error:
-            raise MemoryError("a thread that is to begin needs a stack, and more") from error
+            raise MemoryError(
+                "there is no memory for the stack and the first frame of a new thread"
+            ) from error
     thread.start()
 
 
 def stack_size() -> int:
     """Return the requested bytes of a thread's stack; 0 for the default of the system.
 
-    Python sets it to 0 where it is only asked for, so it is set again.
+    A read by Python sets it to 0, so it is set again.
     """
     size = threading.stack_size()
     threading.stack_size(size)

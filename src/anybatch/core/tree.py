@@ -1,8 +1,8 @@
 """A batch is a tree: tensors in tuples, lists, mappings, named tuples and dataclasses.
 
-torch's own pytree is private and keeps no names that a person would recognise. Here every tensor
-has a path that reads like the expression that reaches it, such as ``inputs['image'][0]``, and an
-error can name it. `batch_size` and `marked` say once, for the whole batch, what is cut:
+torch's own pytree is private and has no names that a user would recognise. Here every tensor has a
+path that reads like the expression that reaches it, such as ``inputs['image'][0]``, and an error
+can name it. `batch_size` and `marked` decide once, for the full batch, which parts are cut:
 
     tensor, numpy array         along its first dimension, the same for all; a 0-dim one is not cut
     list without tensors        one entry a sample, and as many as there are samples
@@ -12,8 +12,8 @@ error can name it. `batch_size` and `marked` say once, for the whole batch, what
     number, text, None          not cut
 
 Neither a tensor of N rows that belongs to no sample nor one whose samples lie in another dimension
-can be told from one whose rows are samples. A tree that is cut again has its lists marked, so that
-a micro-batch of two does not take a pair for two entries.
+can be distinguished from one whose rows are samples. A tree that is cut again has its lists marked,
+so that a micro-batch of two does not read a pair as two entries.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class SampleTuple(tuple[Any, ...]):
 
 ENTRIES = (SampleList, SampleTuple)
 MAPPINGS, LISTS, ARRAYS = (dict, Mapping), (tuple, list), (Tensor, np.ndarray)
-"""What is asked for at every micro-batch; ``tuple | list`` would be made anew each time."""
+"""Types tested at every micro-batch; ``tuple | list`` would be made anew each time."""
 
 
 def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -132,9 +132,9 @@ def batch_size(*, least: int = 1, **trees: Any) -> int:
     if len(sizes) > 1:
         listed = ", ".join(f"{path}: {size}" for path, size in rows.items())
         raise BatchError(
-            f"all tensors of a batch must have the same first dimension, and these differ: "
-            f"{listed}. Make what belongs to no sample a 0-dim tensor, a number, or part of the "
-            "model or the loss; pad and stack tensors of one sample each: torch.stack(...)"
+            "all tensors of a batch must have the same first dimension, and these differ: "
+            f"{listed}. Make values that belong to no sample a 0-dim tensor, a number, or part of "
+            "the model or the loss; pad and stack tensors of one sample each: torch.stack(...)"
         )
     size = sizes.pop()
     if size < least:
@@ -153,7 +153,7 @@ def marked(tree: Any, size: int, path: str, *, arguments: bool = False) -> Any:
 
     Raises:
         BatchError: a list has another number of entries; entries or an object hold tensors that
-            cannot be cut; or entries cannot be told from structure.
+            cannot be cut; or entries cannot be distinguished from structure.
     """
     type_ = type(tree)
     if type_ in LEAVES or type_ is torch.Size or isinstance(tree, ARRAYS):
@@ -214,7 +214,7 @@ def _are_samples(tree: Any, size: int, path: str, *, arguments: bool) -> bool:
 
 
 ROWLESS = (*LISTS, *ARRAYS, str, bytes, bytearray, Number, np.generic, set, frozenset)
-"""Types that have been looked at, or that have no rows for all that they can be iterated."""
+"""Types that have been tested, or that have no rows though they can be iterated."""
 
 
 def _refuse_object(leaf: Any, path: str) -> None:
@@ -290,7 +290,7 @@ def join(
             None for a constant. Default: the first, and none where there is none.
         sizes: samples of each part: lists of so many entries or strings are joined. None (default)
             takes them from the tensors, where they agree.
-        name: what the trees are, for errors.
+        name: name of the trees in errors.
 
     Returns:
         The joined tree; a constant is that of the last part.
@@ -335,7 +335,7 @@ def _join_leaf(path: str, column: list[Any], dim: int | None, sizes: Sequence[in
             raise BatchError(
                 f"micro-batches must agree in all dimensions but that of the samples, and {path} "
                 f"has shapes {', '.join(map(str, shapes))}: pad to a fixed length, that of the "
-                "whole batch, not of the longest row of a micro-batch (pad_packed_sequence(..., "
+                "full batch, not of the longest row of a micro-batch (pad_packed_sequence(..., "
                 "total_length=x.shape[1]))"
             )
         return (torch.cat if isinstance(column[0], Tensor) else np.concatenate)(column, dim)
@@ -359,22 +359,22 @@ def check_constant(path: str, one: Any, other: Any) -> None:
             differ = f"has other values in one micro-batch than in another ({first} in both)"
         loss = isinstance(one, Tensor) and one.is_floating_point() and path.startswith("outputs")
         raise BatchError(
-            f"what has no rows must be the same in every micro-batch, and {path} {differ}: it "
+            f"values without rows must be the same in every micro-batch, and {path} {differ}: it "
             "depends on the samples, so return one value a sample, in a tensor of shape [n]"
             + (OF_MODEL if loss and not one.dim() else "")
         )
 
 
 OF_MODEL = (
-    "; or, where it is the loss, return it alone, first, or by the name loss, and give no loss_fn: "
-    "Engine(model)"
+    "; or, if it is the loss, return only it, or return it first, or by the name loss, and give "
+    "no loss_fn: Engine(model)"
 )
 
 
 LEAVES = frozenset(
     [int, float, str, bool, bytes, type(None), torch.dtype, torch.device, slice, *ENTRIES]
 )
-"""Types without children, asked for first: the general questions below are slow."""
+"""Types without children, tested first: the general tests below are slow."""
 
 
 def children(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -456,15 +456,15 @@ def _check_sliceable(path: str, tensor: Tensor) -> None:
         )
     if tensor.grad_fn is not None:
         raise BatchError(
-            f"{path} has a graph behind it, which can be walked only once and would be needed by "
-            "every micro-batch: detach() it, or move the part that made it into the model"
+            f"{path} has an autograd graph, which can run backward only once and would be needed "
+            "by every micro-batch: detach() it, or move its computation into the model"
         )
 
 
 def _like_mapping(tree: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return `items` as the type of `tree` if a copy of that surely shares nothing, else a dict.
 
-    A mapping of a person's own may keep its items in an inner one, which a copy would share.
+    A user's mapping may store its items in an inner one, which a copy would share.
     """
     if type(tree) is dict or not isinstance(tree, dict | UserDict):
         return items

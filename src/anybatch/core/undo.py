@@ -1,9 +1,9 @@
 """Transaction of a step: it completes, or the state before it is restored.
 
 torch has no transaction: an exception in the middle of an accumulation loop leaves half a gradient,
-moved running statistics and drawn random numbers behind. Here the state is noted before the step,
-and put back when the step fails, for whatever reason, Ctrl-C included. Nothing that was there is
-written to before the end: gradients that existed are set aside, buffers are copied.
+moved running statistics and drawn random numbers behind. Here the state is recorded before the
+step, and restored when the step fails, by Ctrl-C too. No existing tensor is written to before the
+end: existing gradients are set aside, buffers are copied.
 
     noted ──> body ──> delivered          (the last part cannot be interrupted)
         └──── failed ──> put back         (nor can this)
@@ -78,8 +78,8 @@ class BufferState:
     def put_back(self) -> None:
         """Make the buffer the tensor it was, with the values it had.
 
-        Where a tensor cannot be written to (one with stride 0), it is left if its values are still
-        what they were, and a copy takes its place if not. One that had no data keeps what it got.
+        Where a tensor cannot be written to (one with stride 0), it stays if its values have not
+        changed, and is replaced by a copy if they have. One that had no data retains its new data.
         """
         self.module._buffers[self.name] = self.tensor
         if self.tensor is None or self.values is None:
@@ -166,10 +166,10 @@ class Before:
     """Snapshot before a step: gradients, buffers, RNG state, torch's modes; open until it ends.
 
     The modes are here because an interrupt may come at the first instruction of an ``__exit__``,
-    and what that was to undo is then still on; `patched` holds what undoes all else of that kind.
+    and its mode is then still on; `patched` holds the functions that undo other patches.
 
     Attributes:
-        hooks: those of the leaves, once they are suspended.
+        hooks: those of the leaves, after suspension.
     """
 
     def __init__(self, modules: Modules, parameters: Iterable[Tensor]) -> None:
@@ -192,10 +192,10 @@ class Before:
         }
 
     def add(self, leaves: Iterable[Tensor]) -> None:
-        """Note the gradients of more leaves, which have not been touched yet; suspend their hooks.
+        """Record the gradients of more leaves, not touched yet; suspend their hooks.
 
         Args:
-            leaves: tensors that turn up during the step; those already noted are left out.
+            leaves: tensors found during the step; those already recorded are skipped.
         """
         noted = {id(parameter) for parameter, _ in self.gradients}
         more = [leaf for leaf in leaves if id(leaf) not in noted]
@@ -281,7 +281,7 @@ def transaction(before: Before, deliver: Callable[[], object]) -> Iterator[Deliv
     """Run the body, then `deliver`; when anything is raised before that is done, undo it all.
 
     Args:
-        before: the state to put back.
+        before: the state to restore.
         deliver: as `Delivery` takes it; the body may have it done before it ends.
     """
     delivery = Delivery(before, deliver)
@@ -304,7 +304,7 @@ class HeldBack:
     """Signals that have arrived and were not handled yet.
 
     Args:
-        handler: hears them; None where none are held back.
+        handler: receives them; None where none are deferred.
     """
 
     def __init__(self, handler: Handler | None = None) -> None:
@@ -323,8 +323,8 @@ class HeldBack:
 def uninterrupted(*, once: bool = False) -> Iterator[HeldBack]:
     """Hold back Ctrl-C while the body runs, and let it through afterwards.
 
-    Only the main thread gets KeyboardInterrupt, and only a Python handler can be held back. Where
-    the body has to wait it may let through what has come, at a place where it can be told.
+    Only the main thread gets KeyboardInterrupt, and only a Python handler can be deferred. A body
+    that has to wait may raise a pending one, at a point where its state is defined.
 
     Args:
         once: a second one is let through at once: the body may wait for ever. Default False.
@@ -366,7 +366,7 @@ def no_optimizer_step(before: Before) -> Iterator[None]:
         held = (p for group in optimizer.param_groups for p in group["params"])
         if before.open and before.holds(held):
             raise NotExactError(
-                "parameters must not change before the whole batch is done, and "
+                "parameters must not change before the full batch is done, and "
                 f"{type(optimizer).__name__}.step() was called inside engine.backward, most "
                 "likely by a gradient hook: remove the hook and step after engine.backward"
             )

@@ -1,7 +1,7 @@
 """Bytes as people write them, at the border only: inside, a number of bytes is an int.
 
-``"6GiB"`` is 6 * 2**30, ``"6GB"`` is 6 * 10**9. Binary units are printed, because that is what
-memory is sold and limited in.
+``"6GiB"`` is 6 * 2**30, ``"6GB"`` is 6 * 10**9. Binary units are printed, because memory is sold
+and limited in them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def parse_bytes(value: Any, name: str = "memory", *, word: str | None = None) ->
     """Return the bytes that a size argument means.
 
     Args:
-        value: a whole number of bytes, or a text such as "6GiB", "512 MiB", "1.5GB".
-        name: what it is called in an error.
-        word: what else may be given there, for the error; None (default) is nothing.
+        value: an integer of bytes, or a text such as "6GiB", "512 MiB", "1.5GB".
+        name: its name in errors.
+        word: other valid values, for the error; None (default) is nothing.
 
     Returns:
         Bytes, at least 1.
@@ -58,7 +58,7 @@ def parse_bandwidth(value: Any, name: str = "network") -> float:
 
     Args:
         value: the text.
-        name: what it is called in an error.
+        name: its name in errors.
 
     Raises:
         ValueError: it is no such text, or nothing at all goes through.
@@ -82,7 +82,7 @@ def parse_seconds(value: Any, name: str = "deadline") -> float:
 
     Args:
         value: the text.
-        name: what it is called in an error.
+        name: its name in errors.
 
     Raises:
         ValueError: it is no such text, or no time at all.
@@ -109,7 +109,7 @@ def show_bytes(count: int) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return `seconds` in the unit that a person would use: "0.41 s", "12 min", "3.4 h"."""
+    """Return seconds in a readable unit: "0.41 s", "12 min", "3.4 h"."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes = seconds / 60

@@ -1,7 +1,7 @@
 """Arithmetic on a few numbers past all modes, which would cost most of its time.
 
-A dispatch mode hears every kernel, at ten times the price of one that adds up the channels of a
-layer. What is computed here must be plain tensors that are on the device for certain.
+A dispatch mode intercepts every kernel, at ten times the cost of one that adds up the channels of a
+layer. Tensors computed here must be plain and resident.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pool of threads that outlives a step: the micro-batches of the next one run in those of this one.
 
-Libraries keep state by thread: cuDNN the plan that it has chosen for a shape, cuBLAS a handle, and
-torch what it has loaded for a kernel. A thread that is new in each step begins without.
+Libraries keep state by thread: cuDNN the plan for a shape, cuBLAS a handle, and torch the loaded
+kernels. A thread that is new in each step begins without.
 
     step 1:  start 3 threads   run 3 tasks   idle: 3
     step 2:                    run 5 tasks   (2 more are started)   idle: 5

@@ -2,7 +2,7 @@
 
 This folder knows process groups, gradients and rows. It knows no mechanism and no planner.
 
-Read `group` (collectives that end), `local_batch` (what a single process answers), `ranks`
-(the same by collectives), `coordinator` and `beginning` (the handshake of a step), `pieces`
-(gradients in pieces) and `sharded` (parameters in shards).
+Read `group` (collectives that end), `local_batch` (one process), `ranks` (the same by collectives),
+`coordinator` and `beginning` (the handshake of a step), `pieces` (gradients in pieces) and
+`sharded` (parameters in shards).
 """

@@ -1,9 +1,9 @@
 """Numbers that must agree on all ranks, or the sum of their gradients is no gradient.
 
-Ranks add up numbers by their place. Two models that were drawn from different seeds, registered in
-another order or frozen differently, or engines that are called in another order, give sums that
+Ranks add up numbers by their position. Two models that were drawn from different seeds, registered
+in another order or frozen differently, or engines that are called in another order, give sums that
 look like any other. DistributedDataParallel hides the first of these by sending the weights of rank
-0, once. Here every step begins with a few numbers that all compare.
+0, once. Here every step begins with a few numbers that all ranks compare.
 
     every step   parameters: names, shapes, dtypes, frozen or not; how many hooks they have; which
                  engine it is; the scale; whether BatchNorm is adaptive
@@ -33,7 +33,7 @@ class Alike(NamedTuple):
         form: of names, shapes, dtypes and ``requires_grad`` of the parameters.
         order: which engine it is, counted by their first steps; 0 before its own has ended.
         values: of the parameters, before the first step has ended; then 0.
-        scale: what gradients are multiplied by.
+        scale: factor of the gradients.
         adaptive: whether BatchNorm is.
         hooks: of how many hooks the parameters have.
     """
@@ -51,7 +51,9 @@ WORDS = {
     "every rank",
     "form": "train parameters of the same names, shapes and dtypes, in the same order, the same of "
     "them frozen, and {}: build model, loss and optimizer alike on every rank",
-    "order": "step the same engines in the same order, and {}: make and call them alike",
+    "order": (
+        "step the same engines in the same order, and {}: create and call them in the same order"
+    ),
     "values": "begin with the same parameters, and {}: seed every rank alike before the model is "
     "built, load the same checkpoint, or use DistributedDataParallel, which sends those of rank 0",
     "hooks": "have hooks on the same parameters, which get the gradient of all ranks on each, and "
@@ -64,7 +66,7 @@ def refuse_unlike(ranks: list[Alike]) -> None:
     """Refuse a step of ranks that differ.
 
     Raises:
-        RankError: naming the ranks that are not like rank 0, and in what.
+        RankError: naming the ranks that differ from rank 0, and the difference.
     """
     for what, words in WORDS.items():
         every = [getattr(one, what) for one in ranks]

@@ -1,9 +1,9 @@
 """Facts that ranks exchange when a step begins, or expect without waiting.
 
-The size of the whole batch is known when all have said theirs, and a rank that waits for that does
-nothing. Where all of them have brought the same to several steps, one that brings it again goes on
-as if they all did, and says so with the next thing that it has to say. Who brings something else
-begins at once, as in a first step; the others hear it, and run theirs again.
+The size of the full batch is known when all ranks have exchanged theirs, and a waiting rank is
+idle. If all of them had the same values in several steps, a rank with these values continues as if
+the others had them too, and states so in its next collective. A rank with other values begins at
+once, as in a first step; the others learn of it, and run the step again.
 
     rank 0:  mu_0 forward ──> begin and denominators ──> ...        (as in the steps before)
     rank 1:  begin: 7 samples, not 8 ──────┘  rank 0 hears it, and begins again
@@ -24,7 +24,7 @@ TIMES = 3
 """Steps to which all ranks have brought the same, before it is expected."""
 
 Rows = list[list[float]]
-"""What each rank brings, in numbers: of `Here`, then of `Alike`."""
+"""The values of each rank, in numbers: of `Here`, then of `Alike`."""
 
 
 class Here(NamedTuple):
@@ -33,11 +33,11 @@ class Here(NamedTuple):
     Attributes:
         size: samples.
         micro_batch: samples in a micro-batch.
-        covers: the samples of all ranks that it is good for; `ANY` where it does not depend on
-            them, 0 where they must be known first.
+        covers: the samples of all ranks for which it holds; `ANY` if it does not depend on them, 0
+            if they must be counted first.
         lanes: 1 where samples meet in BatchNorm.
         trains: 1 with backward.
-        coupled: 1 where the loss is known to need all outputs at once.
+        coupled: 1 if the loss needs all outputs at once.
     """
 
     size: int

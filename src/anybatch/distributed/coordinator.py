@@ -1,15 +1,15 @@
 """Collectives that all ranks run in the same order, or that end with the reason on all ranks.
 
-A rank that fails, runs out of memory or finds a loss to couple the samples cannot just leave: the
-others would wait for it. So it takes part once more, in the next collective, with a flag that
-says "listen", and then all tell each other what has happened.
+A rank that fails, runs out of memory or finds a loss to couple the samples cannot simply stop: the
+others would wait for it. So it takes part in the next collective with a failure flag, and then all
+ranks exchange their states.
 
     rank 0:  begin  BN1  BN2  ...                      reads "rank 1: out of memory", begins again
     rank 1:  begin  BN1  fails ──> flag in BN2         reports it, begins again
 
-To raise the flag it must know the shape of that collective. In the first step of a
-signature a header of fixed shape goes before each; what came is saved, and later steps need none.
-For the same reason Ctrl-C waits until a collective that has begun is over.
+To raise the flag it must know the shape of that collective. In the first step of a signature a
+header of fixed shape precedes each; the sequence is saved, and later steps need none. For the same
+reason Ctrl-C waits until a collective that has begun is over.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ScriptKey(NamedTuple):
     """Steps that run the same collectives.
 
     Attributes:
-        announced: what ranks announce came with the beginning. Default False.
+        announced: ranks announced their values with the beginning. Default False.
         early: pieces of gradients are sent early. Default False.
     """
 
@@ -58,13 +58,13 @@ Scripts = dict[ScriptKey, tuple[Collective, ...]]
 """The collectives of a step after its beginning."""
 
 HEADER, FACTS = Collective("header", 48), Collective("gather", 48)
-"""What may face another collective is of one shape: ranks that differ learn it by the key."""
+"""Collectives that may meet another one have one shape: the key shows a difference."""
 
 BEGIN = 16
-"""Numbers of `FACTS` that a beginning takes; the others are what came with it."""
+"""Numbers of `FACTS` in a beginning; the others are announcements."""
 
 SUMS = "the sum of"
-"""What the place begins with where gradients are summed, so many of them."""
+"""Prefix of the name of a sum of gradients, followed by their number."""
 
 END = "the end of the step"
 
@@ -125,7 +125,7 @@ class Coordinator:
     def broadcast_object(self, one: Any, source: int) -> Any:
         """Return the picklable object of the rank `source`; the others' does not matter.
 
-        All ranks must be known to come here.
+        All ranks must reach this call.
         """
         with self.raw():
             return self.group.broadcast_object(one, source)
@@ -137,12 +137,12 @@ class Coordinator:
 
         Args:
             facts: fewer numbers than `BEGIN`.
-            scripts: the collectives of earlier steps of this kind; what is not there is learned.
-            announced: what else this rank has to say, [n], where it knows that already; no more
-                numbers than `FACTS` has left. Default None.
+            scripts: the collectives of earlier steps of this signature; missing ones are learned.
+            announced: further numbers of this rank, [n], if available already; no more numbers than
+                `FACTS` has left. Default None.
 
         Returns:
-            The facts, and what all ranks have announced, if all have.
+            The facts, and the announcements of all ranks, if all have any.
         """
         checksum = _number(repr(sorted(scripts.items())))
         numbers = [checksum, float(announced is not None), *facts]
@@ -168,7 +168,7 @@ class Coordinator:
 
     @contextmanager
     def shielded(self) -> Iterator[None]:
-        """Let Ctrl-C wait until the collectives of the body are over; a second one leaves them."""
+        """Defer Ctrl-C until the collectives of the body are over; a second one interrupts."""
         with uninterrupted(once=True):
             try:
                 yield
@@ -241,7 +241,7 @@ class Coordinator:
     def fail(self, status: Status, message: str = "") -> None:
         """Raise the flag in the next collective, unless all know already that the step is over.
 
-        What was promised to come before it is sent as zeros.
+        Sums that were agreed on before it are sent as zeros.
 
         Raises:
             RankError: another rank has failed too, and this one has not.
@@ -281,8 +281,8 @@ class Coordinator:
         expected, at = self._expected, len(self.script)
         if expected is not None and (at >= len(expected) or expected[at] != coming):
             raise OffScriptError(
-                "every rank must go through the same layers where samples meet, step for step, "
-                "and this one takes another path than in an earlier step of this kind of batch. "
+                "every rank must reach the same barriers (layers where samples meet) in every "
+                "step, and this one takes another path than in an earlier step of this signature. "
                 'Use batchnorm="local"'
             )
 
@@ -308,8 +308,8 @@ class Coordinator:
         said = "; ".join(f"rank {rank} is at {place}" for rank, place in enumerate(places))
         if all(place.startswith(SUMS) for place in places):
             raise LockstepError(
-                f"every rank must know the same parameters, and {said}: a rank without samples "
-                "does not see those that only the loss holds. Give Engine the optimizer that "
+                f"every rank must find the same parameters, and {said}: a rank without samples "
+                "cannot find those that only the loss holds. Give Engine the optimizer that "
                 "trains them (optimizer=)"
             )
         raise LockstepError(
@@ -323,7 +323,7 @@ class Coordinator:
 
         Raises:
             RankError: a rank has failed, and this one has not.
-            RanksAgainError: nobody has, and a rank has to run the step again.
+            RanksAgainError: no rank has failed, and a rank has to run the step again.
             AgainError: the same, from its plan.
         """
         self.give_up_early()
@@ -346,7 +346,7 @@ def guarded(coordinator: Coordinator | None, run: Callable[[], T]) -> T:
     """Run a rank's own part of a step, and notify the other ranks where it fails.
 
     Args:
-        coordinator: None tells nobody.
+        coordinator: None for a single process.
         run: the rest of the step.
     """
     if coordinator is None:
@@ -367,15 +367,15 @@ def _tell(coordinator: Coordinator, error: BaseException) -> None:
         with coordinator.shielded():
             coordinator.fail("failed", f"{type(error).__name__}: {error}")
     except (RankError, RanksAgainError) as other:
-        error.add_note(f"and while the other ranks were told: {other}")
+        error.add_note(f"and while the other ranks were informed: {other}")
 
 
 def _failures(statuses: list[tuple[Status, str]]) -> str:
     failed = [(rank, said) for rank, (status, said) in enumerate(statuses) if status == "failed"]
     words = "; ".join(f"rank {rank}: {said}" for rank, said in failed)
     return (
-        f"all ranks must make a step, and {len(failed)} of {len(statuses)} failed ({words}): "
-        "no rank has made it, and everything is as it was before"
+        f"all ranks must make a step, and {len(failed)} of {len(statuses)} failed ({words}): no "
+        "rank has made it, and all state is restored"
     )
 
 

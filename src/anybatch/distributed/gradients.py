@@ -1,8 +1,8 @@
 """The gradients of all ranks, summed once a step.
 
-Half precision was summed in float32 before it comes here, and no number of ranks divides it: every
-rank's share was weighted by the denominator of the whole batch. What is dense goes in pieces
-(`anybatch.distributed.pieces`), some of which may be on their way since before backward had ended.
+Half precision was summed in float32 before, and is not divided by the number of ranks: every rank's
+share was weighted by the denominator of the full batch. Dense gradients are sent in pieces
+(`anybatch.distributed.pieces`), some of them already before backward has ended.
 
 Ring all-reduce sends 2 M (N - 1) / N bytes a rank (AGBN, section 4.1); it is the library's own.
 """
@@ -33,9 +33,9 @@ class AddedTwiceError(RanksAgainError):
 class GradientSums:
     """The sums of a step over all ranks.
 
-    Which parameters have a gradient, and of which type, each rank says once: before the sums, or at
-    the end of the step, where pieces were agreed on in advance, and what is in none of them is
-    summed only if some rank turns out to have it.
+    Which parameters have a gradient, and of which type, is exchanged once: before the sums, or at
+    the end of the step if pieces were agreed on in advance; a gradient in none of them is summed
+    only if some rank has it.
 
     Args:
         coordinator: the collectives of the step.
@@ -44,7 +44,7 @@ class GradientSums:
 
     Attributes:
         parameters: those of `sums`.
-        kinds: what this rank has to say, a number for each parameter.
+        kinds: the code of this rank's gradient, a number for each parameter.
         place: key of the exchange, for `Coordinator.gather`.
         dense: places of those that some rank had dense, once `receive` has run.
     """
@@ -99,7 +99,7 @@ class GradientSums:
     def late(self) -> list[tuple[int, Tensor | None]]:
         """Return (place, sum) of other gradients; sum None for an agreed one that no rank has.
 
-        All ranks must be known to come here.
+        All ranks must reach this call.
         """
         found: dict[int, Tensor | None] = {
             at: None for at in self._contributed if at not in self.dense

@@ -1,9 +1,8 @@
 """Process group with collectives that end: in a result, or in an error that names the lost rank.
 
-A collective waits for everybody, and where one process has died the others learn of it by a closed
-connection, if they talk to just that one; who talks to its neighbour waits on, for half an hour by
-default. So every wait looks up once a second, and whoever has met a broken collective says so in
-the store that the group was built with.
+A collective waits for all ranks. If one process has died, its direct neighbours find a closed
+connection; the other ranks wait on, for half an hour by default. So every wait reads the group's
+store once a second, and a rank whose collective broke reports it there.
 
     rank 0 ── all-reduce ──> rank 1 (killed)     connection closed: says so in the store
     rank 2 ── all-reduce ──> rank 0              waits; a second later reads the store; ends too
@@ -48,14 +47,14 @@ LATER = timedelta(milliseconds=100)
 class Group:
     """The ranks that share a batch; `group_of` returns it.
 
-    A process group that is still held when Python ends takes the process down with it, so it is
-    held by those who made it, and not here.
+    A process group that is still held when Python ends ends the process with an error, so only its
+    creators hold it.
 
     Args:
         handle: a process group of ``torch.distributed``.
 
     Attributes:
-        orders: who makes steps -> its number.
+        orders: engine -> its number.
         waited: seconds of the host in which this rank has waited for collectives.
     """
 
@@ -91,7 +90,7 @@ class Group:
         """
         if self.broken:
             raise RankError(
-                "all ranks must be there, and one was lost in an earlier step: start all again, "
+                "all ranks must be alive, and one was lost in an earlier step: start all again, "
                 "from the last checkpoint"
             )
         self._incident += 1
@@ -199,9 +198,9 @@ class Group:
         gone = self._gone()
         who = ", ".join(f"rank {rank}" for rank in gone) or "a rank"
         return RankError(
-            f"all ranks must stay until the step ends, and {who} of {self.size} is gone "
-            f"({_first_line(error)}): nothing of this step was kept. Look at its log, and start "
-            "all again from the last checkpoint"
+            f"all ranks must be alive until the step ends, and {who} of {self.size} is gone "
+            f"({_first_line(error)}): this step was undone. Read its log, and start all again from "
+            "the last checkpoint"
         )
 
     def _gone(self) -> list[int]:

@@ -1,8 +1,8 @@
 """Interface of a step to the mini-batch over all ranks, with a single-process version.
 
-A step asks the same questions whether there are others or not: what is the loss divided by, what
-are all outputs, what do gradients add up to. `LocalBatch` answers them for one process, at no
-cost; `Ranks` (`anybatch.distributed.ranks`) by collectives.
+A step needs the same with and without other ranks: the denominators of the loss, all outputs, the
+sums of gradients. `LocalBatch` returns them for one process, at no cost; `Ranks`
+(`anybatch.distributed.ranks`) by collectives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Rows(NamedTuple):
         targets: of all ranks.
         size: N_B over all ranks.
         begin: the first row of this rank.
-        leads: this rank takes the gradient of what belongs to the loss itself.
+        leads: this rank delivers the gradients of the loss's own parameters.
         here: samples of this rank.
     """
 
@@ -108,7 +108,7 @@ class GlobalBatch(Protocol):
 
         Args:
             here: this rank's share.
-            dtype: of what is returned.
+            dtype: of the result.
         """
 
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
@@ -138,7 +138,7 @@ class GlobalBatch(Protocol):
 
         Args:
             coupled: it has found that the loss needs all outputs at once.
-            others: all of them must: what comes is another step. Default False.
+            others: all of them must: the next run is another step. Default False.
         """
 
     def anew(self) -> None:
@@ -158,7 +158,7 @@ class LocalBatch:
         size: N_B.
         micro_batch: samples in a micro-batch.
         lanes: samples meet in BatchNorm.
-        coupled: the loss is known to need all outputs at once.
+        coupled: the loss needs all outputs at once.
     """
 
     several = False

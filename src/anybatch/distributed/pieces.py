@@ -1,15 +1,15 @@
 """Pieces of gradients, summed over ranks in a fixed order, each once it is complete.
 
 Backward completes the gradients of the last layers first. A sum that waits for the end of backward
-lets the wire lie idle until then. torch's DistributedDataParallel sends earlier, and a rank that
-fails in the middle leaves the others waiting. Here what is sent is agreed on before, so a rank that
-fails sends zeros in the place of what it still owes, and raises its flag where all listen.
+leaves the link idle until then. torch's DistributedDataParallel sends earlier, and a rank that
+fails in the middle leaves the others waiting. Here all ranks agree on the pieces before, so a rank
+that fails sends zeros in place of its remaining ones, and raises its flag in the next collective.
 
     backward of the last micro-batch:   layer 4   layer 3   layer 2   layer 1
     on the wire:                               [4 and 3]           [2]     [1]   then: all fine?
 
-Large gradients go alone, small ones are copied into one piece. Sent during backward, a piece takes
-the place of what is in it, so what is held more is never more than one piece.
+A large gradient is a piece of its own, small ones are copied into one piece. Sent during backward,
+a piece replaces its gradients, so no more than one piece is held in addition.
 
 Source: the order and the pieces are those of PyTorch Distributed (Li et al., 2020, section 3.2.3).
 """
@@ -53,7 +53,7 @@ class Pieces:
         places: those of them whose gradients are summed, by place.
 
     Attributes:
-        contributed: for each place of what is on its way, whether this rank had something to add.
+        contributed: for each gradient in flight, whether this rank had one.
     """
 
     def __init__(self, group: Group, parameters: Sequence[Tensor], places: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class Pieces:
 
     @property
     def digest(self) -> int:
-        """A positive number that tells other pieces from these."""
+        """A positive checksum of these pieces."""
         said = [[(at, *_form(self._parameters[at])) for at in piece] for piece in self._pieces]
         return 1 + zlib.crc32(repr(said).encode()) % (NUMBERS - 1)
 

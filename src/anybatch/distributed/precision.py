@@ -2,7 +2,7 @@
 
 Parameters are gathered in ``param_dtype``, and inputs and outputs of the sharded modules are cast
 as FSDP casts them. Gradients of half precision are summed over micro-batches and ranks in float32,
-and reach the sharded parameters so, whatever ``reduce_dtype`` is: it would only lose digits.
+and reach the sharded parameters so, for any ``reduce_dtype``: it would only lose digits.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def policies_of(modules: Modules) -> dict[str, Any]:
         modules: those that ``fully_shard`` was called on.
 
     Raises:
-        NotYetError: this torch does not tell.
+        NotYetError: this torch has no such attribute.
     """
     try:
         return {path: _state(module)._mp_policy for path, module in modules}
     except AttributeError as error:
         raise NotYetError(
-            "the precision of a sharded model must be known, and this version of torch does not "
-            f"tell it ({error}): use one from 2.11 to 2.13"
+            "the precision policy of a sharded model must be readable, and in this version of "
+            f"torch it is not ({error}): use one from 2.11 to 2.13"
         ) from error
 
 

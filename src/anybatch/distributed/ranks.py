@@ -1,6 +1,6 @@
 """The batch over all ranks: loss and gradient of all samples, wherever they are.
 
-Every rank runs its own samples, in micro-batches of its own number; what is shared is little:
+Every rank runs its own samples, in micro-batches of its own number; few values are exchanged:
 
     begin       sizes; whether samples meet; a rank without samples learns what it misses
     totals      denominators of the loss, counted over all samples
@@ -63,12 +63,12 @@ class Ranks:
 
     Args:
         coordinator: the collectives of the step.
-        here: what this rank brings.
-        alike: what must be the same on all.
-        scripts: the collectives of earlier steps of this kind, where there were some.
+        here: the values of this rank.
+        alike: values that must be the same on all.
+        scripts: the collectives of earlier steps of this signature, if any.
         dense: places of the parameters that had a dense gradient in it, on some rank; None where
             they cannot be sent before the end of backward. Default empty.
-        habit: what all have brought to their last steps; None (default) lets nothing be expected.
+        habit: values of all ranks in their last steps; None (default) expects none.
 
     Attributes:
         size: N_B over all ranks.
@@ -159,7 +159,7 @@ class Ranks:
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the full batch; a rank without samples passes an empty list.
 
-        A step that begins again on this rank alone gets what was counted before.
+        A step that begins again on this rank only gets the earlier counts.
         """
         if not self._counted:
             with self._coordinator.shielded():
@@ -228,7 +228,8 @@ class Ranks:
     def gradients(self, sums: Sequence[tuple[Tensor, Tensor | None]]) -> list[Tensor | None]:
         """Return the sums over all ranks; None where no rank has one.
 
-        Where pieces were agreed on, who had what is told at the end, which may `amend` the sums.
+        Where pieces were agreed on, the presence of gradients is exchanged at the end, which may
+        `amend` the sums.
         """
         self._shared = self._ending = True
         early = self._coordinator.early
@@ -273,7 +274,7 @@ class Ranks:
 
     @meets
     def again(self, *, coupled: bool, others: bool = False) -> None:
-        """Tell the others that this rank runs the step again, where that concerns them.
+        """Inform the others that this rank runs the step again, if that concerns them.
 
         Args:
             coupled: the loss needs all outputs at once.
@@ -285,8 +286,9 @@ class Ranks:
         """
         if self._ending:
             raise RankError(
-                "memory must last until a step has ended on all ranks, and it ran out on this one "
-                "after the gradients had been summed: give less memory= or a smaller micro_batch"
+                "memory must suffice until a step has ended on all ranks, and it ran out on this "
+                "one after the gradients had been summed: give less memory= or a smaller "
+                "micro_batch"
             )
         if self._shared or self.sending or coupled or others:
             self._coordinator.fail("coupled" if coupled else "smaller")

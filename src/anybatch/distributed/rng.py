@@ -1,9 +1,8 @@
 """Shared RNG state of all ranks, so that together they make the full-batch draw.
 
-Every rank has generators of its own, and they may stand anywhere. A step of ``rng="batch"`` begins
-on all ranks with those of rank 0; each draws for the batch of all ranks and keeps its own rows
-(`anybatch.execution.full_batch_rng.mode`), so all of them end alike, and where one process with all
-samples would.
+Every rank has generators of its own, in any state. A step of ``rng="batch"`` begins on all ranks
+with those of rank 0; each draws for the batch of all ranks and selects its own rows
+(`anybatch.execution.full_batch_rng.mode`), so all end in the state of one process with all samples.
 
     rank 0:  state ──┬── draw [N, C], keep rows 0..a ──┬── the same state
     rank 1:  its own └── draw [N, C], keep rows a..b ──┤   the same
@@ -39,7 +38,7 @@ def same_rng(coordinator: Coordinator, devices: Sequence[torch.device]) -> None:
 
     Args:
         coordinator: of a step that has not begun.
-        devices: accelerators of this rank's model; the first draws what the first of rank 0 would.
+        devices: accelerators of this rank's model; the first makes the draws of rank 0's first.
 
     Raises:
         RankError: rank 0's model is on another number of accelerators.
@@ -50,7 +49,7 @@ def same_rng(coordinator: Coordinator, devices: Sequence[torch.device]) -> None:
     first, own_types = [of(n).type for n, _ in state.devices], [d.type for d in devices]
     if first != own_types:
         raise RankError(
-            'with rng="batch" all ranks must draw on devices of one kind, and the model of rank '
+            'with rng="batch" all ranks must draw on devices of one type, and the model of rank '
             f"{LEADER} is on {_listed(first)}, that of this rank on {_listed(own_types)}: move the "
             "models alike"
         )
@@ -67,7 +66,7 @@ def different_draws(first: int, others: Sequence[int]) -> NotExactError:
     ranks = ", ".join(f"rank {rank}" for rank in others)
     return NotExactError(
         f'with rng="batch" every rank must draw as often as the others, and {ranks} and rank '
-        f"{first} have left the random generators in different places: what is drawn depends on "
-        "the samples, or loss, observe or the loading of samples draws on some ranks only. Use "
+        f"{first} have left the random generators in different states: the draws depend on the "
+        "samples, or loss, observe or the loading of samples draws on some ranks only. Use "
         'rng="micro_batch"'
     )

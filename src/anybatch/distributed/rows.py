@@ -1,7 +1,7 @@
 """Outputs and targets of all ranks, received in their final memory.
 
-Each rank says what it has, all see whether that can be joined, and then every tensor is sent into
-its rows of one that holds all of them. So beside its own a rank holds the whole, and no more.
+Ranks exchange shapes, check that they can be joined, and send every tensor into its rows of the
+joined one. So in addition to its own rows a rank holds only the joined tensor.
 
     rank 0:  3 rows ──┐  ┌─ 0 0 0 1 1 ─┐  the same on every rank
     rank 1:  2 rows ──┘  └─ in place ──┘

@@ -1,16 +1,16 @@
 """Model sharded by ``fully_shard``, gathered for a step and sharded again after it.
 
 FSDP2 gathers and frees parameters around every module, so all ranks must run it equally often: with
-3 micro-batches here and 2 there it waits for ever, and threads that take turns confuse its hooks.
-For a step all of that is taken off. The parameters are gathered once, the classes and hooks of
-FSDP put aside, and what is left is the person's plain model: micro-batches, lanes and ranks without
-samples need to know nothing. What comes out is cut: each rank keeps its part of the gradient.
+3 micro-batches here and 2 there it waits for ever, and the threads of lockstep confuse its hooks.
+For a step all of that is removed. The parameters are gathered once, the classes and hooks of FSDP
+detached, and the rest is the user's plain model: micro-batches, lanes and ranks without samples run
+as without FSDP. The sums are cut: each rank retains its part of the gradient.
 
     DTensor [n/N, ...] ──gather──> Parameter [n, ...] ──step──> .grad, summed over ranks
        ^ .grad += its part  <───────────────cut────────────────────┘
 
-The price is memory: parameters and gradients of the whole model are there during a step, and are
-counted; what stays between steps, optimizer state included, is spread.
+The price is memory: parameters and gradients of the full model are resident during a step, and are
+counted; tensors that live between steps, optimizer state included, are sharded.
 
 Source: torch.distributed.fsdp.fully_shard.
 """
@@ -65,9 +65,9 @@ def sharded_of(model: nn.Module) -> Sharded | None:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if is_spread(tensor):
                 raise NotYetError(
-                    "parameters must be whole on every rank or sharded by fully_shard, and "
+                    "parameters must be unsharded on every rank or sharded by fully_shard, and "
                     f"{_name(path, name)} is a DTensor that fully_shard has not made: tensor "
-                    "parallel models are not there yet"
+                    "parallel models are not supported yet"
                 )
     return None
 
@@ -76,7 +76,7 @@ class Sharded:
     """The parameters of a model that ``fully_shard`` has spread.
 
     Args:
-        model: the person's.
+        model: the user's.
 
     Attributes:
         shards: during a step, the parameters as they are spread; each once.
@@ -100,10 +100,10 @@ class Sharded:
         Args:
             run: the step.
             group: the ranks; None is one.
-            agreed: what the collectives are run in, once all ranks are known to come to them.
+            agreed: context of the collectives, once all ranks will reach them.
 
         Raises:
-            NotYetError: a parameter is spread in a way that is not known here.
+            NotYetError: a parameter is sharded in an unsupported way.
             NotExactError: a hook of a parameter would not be called.
         """
         self._spread_again()  # an interrupt may have come at the wrong instruction
@@ -172,11 +172,11 @@ class Sharded:
         """Return the gradients of the sharded parameters in place of the gathered ones'.
 
         Args:
-            sums: (parameter, this rank's sum) of all parameters, whole ones and spread ones.
-            totals: the sums over all ranks; those of whole parameters are let go one by one.
+            sums: (parameter, this rank's sum) of all parameters, sharded and not.
+            totals: the sums over all ranks; those of unsharded parameters are freed one by one.
 
         Returns:
-            The totals; None for a whole parameter, this rank's part for a spread one.
+            The totals; None for an unsharded parameter, this rank's part for a sharded one.
 
         Raises:
             LossError: a spread parameter has a gradient of its own.
@@ -189,8 +189,8 @@ class Sharded:
             to, total = place[id(shard)], totals[at]
             if sums[to][1] is not None:
                 raise LossError(
-                    "a loss must take parameters from the model, where they are whole during a "
-                    "step, and it used a sharded one that was kept from before: write "
+                    "a loss must read parameters from the model, where they are gathered during a "
+                    "step, and it used a sharded one that it held from before: write "
                     "model.layer.weight inside of the loss"
                 )
             totals[at] = None
@@ -225,8 +225,9 @@ def refuse_unknown(name: str, shard: Any, group: Group | None) -> None:
     kinds = [type(placement).__name__ for placement in shard.placements]
     if kinds not in (["Shard"], ["Replicate"], ["Replicate", "Shard"]):
         raise NotYetError(
-            "a parameter must be spread over one dimension of a mesh, and copied over another at "
-            f"most, and {name} is {shard.placements}: tensor parallel models are not there yet"
+            "a parameter must be sharded over one dimension of a mesh, and replicated over "
+            f"another at most, and {name} is {shard.placements}: tensor parallel models are not "
+            "supported yet"
         )
     ranks = sorted(shard.device_mesh.mesh.flatten().tolist())
     every = [0] if group is None else dist.get_process_group_ranks(group.handle)
@@ -242,14 +243,14 @@ def refuse_unknown(name: str, shard: Any, group: Group | None) -> None:
         )
     if shard._backward_hooks or getattr(shard, "_post_accumulate_grad_hooks", None):
         raise NotExactError(
-            f"a sharded parameter must have no hooks, and {name} has one, which the whole "
+            f"a sharded parameter must have no hooks, and {name} has one, which the gathered "
             "parameter of a step would not call: remove it, and do its work after engine.backward"
         )
     before = shard.grad
     if before is not None and getattr(before, "placements", None) != shard.placements:
         raise NotExactError(
-            f"a gradient must be spread as its parameter is, and that of {name} is not: "
-            "call optimizer.zero_grad()"
+            f"a gradient must be sharded as its parameter is, and that of {name} is not: call "
+            "optimizer.zero_grad()"
         )
 
 

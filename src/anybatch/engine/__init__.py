@@ -1,6 +1,6 @@
 """`Engine`, and the modules that run its steps.
 
-This folder knows everything below it, and is known by the tools, the integrations and the command.
+This folder uses all folders below it, and is used by the tools, the integrations and the command.
 
 Read `engine` (the public class), `inputs` (its inputs), `runner` (one step), `arranged` (a step's
 parts), `rank_session` (the ranks of a step).

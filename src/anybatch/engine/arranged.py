@@ -1,14 +1,14 @@
 """Arrangement of a step before it runs: its batch over all ranks, its size, its budget.
 
-Every rank foresees what it can hold, all take the smallest micro-batch, and where samples meet on
-one rank they meet on all. What a rank holds may depend on the samples of all of them, so it plans
-for the most that they have had, and says so when they come together; where there are more now, or
-fewer would fit, they come together once more.
+Every rank forecasts its own memory, all use the smallest micro-batch, and if samples meet on one
+rank they meet on all. The bytes of a rank may depend on the samples of all of them, so it plans for
+the most that they have had, and states that in the first collective; if there are more now, or
+fewer would fit, they exchange once more.
 
     step 1:  how many? 13 ──> plan for 13 ── begin     steps of 13 or fewer: begin
     step 9:  planned for 13; they are 20 ──> plan for 20 ── begin
 
-What is arranged is a `Step`, which a mechanism then runs.
+The result is a `Step`, which a mechanism then runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from anybatch.memory.step_timeline import StepTimeline
 from anybatch.planner.planner import Planner
 
 Planned = tuple[Signature, RunPlan]
-"""What a plan for a step belongs to, and what it says."""
+"""The signature of a plan, and the plan."""
 
 
 class Arranged(NamedTuple):
@@ -66,7 +66,7 @@ class Arranger:
 
     Args:
         inputs: model, loss and optimizer.
-        runner: makes steps, and knows what earlier ones found out.
+        runner: makes steps, and has the findings of earlier ones.
         rank_session: the ranks.
     """
 
@@ -154,7 +154,7 @@ class Arranger:
             if signature.most:
                 error.add_note(
                     f"undivided, {show_samples(signature.size)} were predicted to fit, and memory "
-                    "ran out: something else than the tensors of the step holds it"
+                    "ran out: other memory than the tensors of the step is in use"
                 )
             raise
 
@@ -198,7 +198,7 @@ class Arranger:
             batch: the mini-batch.
             modules: every module that it runs.
             gradients: where they come together; None runs forward only.
-            most: samples that a micro-batch may have; 0 (default) is what earlier steps have left.
+            most: samples that a micro-batch may have; 0 (default) is the limit of earlier steps.
         """
         leaves = self._inputs.leaves(modules, batch)
         held = paged()

@@ -1,8 +1,8 @@
-"""`Engine`: a person's training step, for a batch of any size, in micro-batches.
+"""`Engine`: a user's training step, for a batch of any size, in micro-batches.
 
-The engine owns no model, no optimizer and no loop. It takes the two lines that do not survive a
-batch that is too big, ``loss = loss_fn(model(x), y); loss.backward()``, and does them in parts,
-with the gradient of the whole. Everything around them stays the person's own.
+The engine owns no model, no optimizer and no loop. It replaces the two lines that fail for a batch
+that is too big, ``loss = loss_fn(model(x), y); loss.backward()``, and runs them in parts, with the
+gradient of the full batch. Everything around them remains the user's own.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class Engine:
             memory, and the plan counts it; draws that cannot be made so are refused. Over ranks
             every step starts from the RNG state of rank 0, and all end in that of the full batch.
         plan: a plan to execute; it sets `memory`, `micro_batch` and `workspace`.
-        workspace: bytes, or a text such as "64MiB", that one convolution may allocate beside its
-            operands and its result, to use a faster algorithm, as `anybatch.convolutions` does.
-            With `memory` it is counted, and kernels are measured between steps, never inside;
-            where all of it leaves too little for a step, kernels get less, and the plan says so.
+        workspace: bytes, or a text such as "64MiB", that one convolution may allocate in addition
+            to its operands and its result, to use a faster algorithm, as `anybatch.convolutions`
+            does. With `memory` it is counted, and kernels are measured between steps, never inside;
+            if all of it leaves too little for a step, kernels get less, and the plan says so.
             Default None: convolutions are not changed: torch's or those of a context.
 
     Raises:
@@ -462,4 +462,4 @@ class Engine:
 
 
 BACKWARD = Engine.backward.__code__
-"""How a step is known on the stack, whoever may wrap the method later."""
+"""Identifies a step on the stack, even if the method is wrapped later."""

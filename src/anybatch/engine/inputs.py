@@ -1,7 +1,7 @@
 """Inputs of a step in the mechanisms' form: batch, modules, leaf tensors, signature.
 
-A person hands over a model, a loss and perhaps an optimizer once, and trees of tensors at every
-step. What follows from them alone, without any state of the engine, is here.
+A user passes a model, a loss and perhaps an optimizer once, and trees of tensors at every step.
+This module has the functions of these that need no state of the engine.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from anybatch.loss.state import LossState
 from anybatch.memory.paged import paged
 
 LOSS = "loss_fn: "
-"""What the paths of the modules of the loss begin with."""
+"""Prefix of the paths of the modules of the loss."""
 
 
 @dataclass(frozen=True)
@@ -46,16 +46,16 @@ class StepInputs:
     """Inputs that are the same in every step.
 
     Attributes:
-        model: the person's.
+        model: the user's.
         loss: the loss.
         optimizer: the optimizer, or None.
         norms: chooses whether BatchNorm is "exact" or "local".
-        closure: leaves that the loss closes over, found on the way.
+        closure: leaves that the loss closes over, found during steps.
         bare: batch normalisation kernels of forward that no module stands for, found on the way.
         gathers: calls of `anybatch.gather_batch` and `anybatch.coupled`, found on the way.
         reach: the largest rows so far of batches that are loaded on the way.
         rng: "micro_batch" or "batch": whose random draws a micro-batch makes.
-        sharded: has made the model whole for the step; None where it is.
+        sharded: has gathered the model for the step; None for an unsharded one.
         changed: paths of the state for which the loss is called once a step, found on the way.
     """
 
@@ -120,7 +120,7 @@ class StepInputs:
         """Return every module that a step runs: the model's, and those of the loss.
 
         Of those that the loss reaches without being one, such as a BatchNorm that a lambda closes
-        over, only what has buffers.
+        over, only those with buffers.
         """
         self._states[:] = [self.state.current()]
         of_loss = [fn for fn in self.loss.functions() if isinstance(fn, nn.Module)]

@@ -36,17 +36,16 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, Any]:
 
     Raises:
         NotExactError: a part of the model is in it, whose reducer would wait for other ranks in
-            every micro-batch, and average what it finds.
+            every micro-batch, and average its gradients.
     """
     if isinstance(model, DistributedDataParallel):
         return unwrapped(model.module)[0], model.process_group
     for path, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise NotExactError(
-                "DistributedDataParallel must be around the whole model that an engine is given, "
-                f"where it is taken off, and {path} inside of the model is in it: give the engine "
-                "what is inside of that (its .module, accelerator.unwrap_model), since it sums "
-                "gradients over ranks itself"
+                "DistributedDataParallel must wrap the full model of an engine, which unwraps it, "
+                f"and it wraps {path} inside of the model: pass the unwrapped module (its .module, "
+                "accelerator.unwrap_model), since the engine sums gradients over ranks itself"
             )
     return model, None
 
@@ -55,11 +54,11 @@ class RankSession:
     """The ranks of an engine, from step to step.
 
     Args:
-        model: the person's, without DistributedDataParallel.
+        model: the user's, without DistributedDataParallel.
         handle: their process group; None is the one of all ranks, if there is one.
         adaptive: BatchNorm is chosen at every step, by how many samples there are.
         shared_rng: every step begins with the RNG state of rank 0.
-        sharded: makes the model whole for a step; None (default) where it is.
+        sharded: gathers the model for a step; None (default) for an unsharded one.
 
     Attributes:
         global_batch: the batch of the present step, over all ranks.
@@ -136,10 +135,10 @@ class RankSession:
         """Return the batch over all ranks; the RNG state may change.
 
         Args:
-            here: what this rank brings.
+            here: the values of this rank.
             signature: of the batch; steps of one signature run the same collectives.
             named: the parameters, which all ranks must have alike.
-            scale: what gradients are multiplied by. Default 1.
+            scale: factor of the gradients. Default 1.
             hooks: a number that the hooks of the parameters give. Default 0: there are none.
         """
         self._signature = signature, here.lanes, here.coupled
@@ -206,8 +205,8 @@ def several(handle: Any = None) -> bool:
     world = os.environ.get("WORLD_SIZE", "1")
     if dist.is_available() and dist.is_torchelastic_launched() and world != "1":
         raise RankError(
-            f"the {world} processes that were started together must know each other, and no "
-            'process group is there: call torch.distributed.init_process_group("gloo"), or "nccl" '
-            "on CUDA, before the first step"
+            f"the {world} processes that were started together must have a process group, and "
+            'there is none: call torch.distributed.init_process_group("gloo"), or "nccl" on CUDA, '
+            "before the first step"
         )
     return False

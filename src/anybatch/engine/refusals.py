@@ -49,7 +49,7 @@ def as_function(loss_fn: Any) -> Callable[..., Tensor]:
 def refuse_nested(code: CodeType) -> None:
     """Refuse a step that begins inside another one, in its observer for instance.
 
-    The stack itself is asked: a flag would stay up after an interrupt at the wrong instruction.
+    The stack is searched: a flag would remain set after an interrupt at the wrong instruction.
 
     Args:
         code: that of the calling method.
@@ -60,7 +60,7 @@ def refuse_nested(code: CodeType) -> None:
         if frame.f_code is code or inside:
             raise AnybatchError(
                 "a step must end before another one begins, and engine.backward was called inside "
-                "engine.backward, most likely by observe: keep what it needs and call it afterwards"
+                "engine.backward, most likely by observe: store its inputs and call it afterwards"
             )
         frame = frame.f_back
 
@@ -77,7 +77,7 @@ def versions_of(leaves: list[Tensor]) -> list[int]:
 def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
     """Refuse a step that wrote to a parameter: later micro-batches used another model.
 
-    What was written cannot be undone here: no copy of the parameters is kept.
+    The write cannot be undone here: no copy of the parameters exists.
     """
     if versions_of(leaves) == versions:
         return
@@ -86,11 +86,11 @@ def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
             p for p, before in zip(leaves, versions, strict=True) if versions_of([p]) != [before]
         ]
         raise NotExactError(
-            "parameters must not change before the whole batch is done, and "
-            f"{len(changed)} of them were written to during the step, the first of shape "
-            f"{tuple(changed[0].shape)}, by a gradient hook, by forward or by the loss; they keep "
-            "what was written. Update them after engine.backward; what the loss itself is to move, "
-            "make a buffer, or a parameter with requires_grad=False"
+            f"parameters must not change before the full batch is done, and {len(changed)} of them "
+            f"were written to during the step, the first of shape {tuple(changed[0].shape)}, by a "
+            "gradient hook, by forward or by the loss; these writes were not undone. Update them "
+            "after engine.backward; make a tensor that the loss itself updates a buffer, or a "
+            "parameter with requires_grad=False"
         )
 
 
@@ -99,17 +99,17 @@ def refuse_place(device: torch.device, *, outside: bool) -> None:
 
     Args:
         device: of the model; it must have random generators that can be stored.
-        outside: the plan has them leave, and the step is not where they do.
+        outside: the plan offloads them, and the step is outside of that context.
     """
     require_generators(device)
     if outside:
         raise ValueError(
-            "a plan in which parameters leave is for a training inside `with engine.states:`, "
-            "where they do, and this step is outside: put that around the whole training"
+            "a plan that offloads parameters needs a training inside `with engine.states:`, and "
+            "this step is outside: put that around the whole training"
         )
     if paged().every and several():
         raise NotYetError(
-            "parameters do not leave memory today where there are several ranks: let the "
-            "optimizer's state alone leave (offload_states without model=), or spread them over "
-            "the ranks (FSDP2)"
+            "parameters cannot be offloaded over several ranks today: offload only the "
+            "optimizer's state (offload_states without model=), or shard the parameters over the "
+            "ranks (FSDP2)"
         )

@@ -117,7 +117,7 @@ class Runner:
                 of them. Default 0.
             global_batch: the batch over all ranks; None (default) is one process.
             offload: which saved tensors are offloaded; None (default) where none is.
-            tries: what is kept of it from an earlier plan; None (default) where there was none.
+            tries: limits of an earlier plan; None (default) where there was none.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
@@ -210,7 +210,7 @@ class Runner:
         written = renormalised(modules)
         if written:
             raise NotExactError(
-                "parameters must not change before the whole batch is done, and forward writes to "
+                "parameters must not change before the full batch is done, and forward writes to "
                 f"{written[0][0] or 'the model'}.weight (max_norm={written[0][1].max_norm}): leave "
                 "max_norm out and call torch.renorm on the weight after each step, or give "
                 "micro_batch >= the batch size"
@@ -239,7 +239,7 @@ class Runner:
         """Run the step, and while memory runs out run it again, smaller.
 
         Returns:
-            The loss of the whole batch, a detached 0-dim tensor.
+            The loss of the full batch, a detached 0-dim tensor.
         """
         run = partial(self._delivered, step, modules, before)
         try:  # no closures: the frames of an error would hold what they close over
@@ -295,7 +295,7 @@ class Runner:
         if step.divided:
             refuse_scripted(self._inputs.model)
         laws = self._laws.setdefault(step.signature, Laws())
-        # An interrupted step has requested laws and learnt none
+        # An interrupted step has requested layouts and learnt none
         # (test_a_ctrl_c_while_draws_are_learnt_leaves_an_engine_that_can_go_on).
         laws.requested.clear()
         modules = {id(module) for module in self._inputs.model.modules()}
@@ -308,7 +308,7 @@ class Runner:
         """Restore all but the observations already made, for a retry at a smaller size.
 
         Raises:
-            SmallerPlanError: what the batch holds when it is divided was not forecast.
+            SmallerPlanError: the bytes of the divided batch were not forecast.
         """
         put_back_moved(before.buffers)
         was_undivided = not step.divided
@@ -431,7 +431,7 @@ class Runner:
             compare_new_sizes(step)
 
     def _forget(self, step: Step) -> None:
-        """Have the model looked at again, as it was when the step began."""
+        """Have the model inspected again, in its state at the beginning of the step."""
         del self._traits[step.signature]
         step.global_batch.again(coupled=False)
         step.begin_again()
@@ -476,7 +476,7 @@ class Runner:
         self.refuse_division(modules)
         if step.global_batch.several and isinstance(self._inputs.loss, Algorithm1):
             raise NotExactError(
-                "Algorithm 1 to the letter knows one process, and there are several: leave "
+                "Algorithm 1 to the letter is for one process, and there are several: leave "
                 "Loss.algorithm1 out"
             )
         traits, local = self._current_traits(step, modules), self._inputs.batchnorm == "local"

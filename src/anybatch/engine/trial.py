@@ -1,9 +1,8 @@
-"""Seconds of a step: all of it is run, as it would be, and everything is put back.
+"""Seconds of a step: it is run completely, and all state is restored.
 
-A micro-batch that waits for others has no seconds of its own: what it costs is the meetings, and
-what leaves the device while it waits. And where micro-batches stream, a step does things between
-them. So a whole step is timed, the first one not: it looks at the batch, starts threads and makes
-files, and no later one does.
+A micro-batch that waits for others has no seconds of its own: its costs are the waits, and the
+offloading meanwhile. And with streaming, a step also works between micro-batches. So a full step is
+timed, but not the first one: only that one inspects the batch, starts threads and creates files.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LONG = 0.5
 """Seconds of a step that is timed once, after the first."""
 
 FOR_EVER = 5.0
-"""Seconds of a step that is taken though it was to get ready: what only that does is little."""
+"""Seconds of a warm-up step above which its time counts: its start-up is a small part."""
 
 
 def seconds_of_step(
@@ -52,7 +51,7 @@ def seconds_of_step(
         modules: every module that it runs.
         n: samples in a micro-batch.
         lane_bytes: bytes that waiting lanes may hold on the device; None offloads none of them.
-        offload: what is offloaded of the lane or micro-batch that runs; None limits nothing.
+        offload: offloading of the running lane or micro-batch; None limits nothing.
 
     Returns:
         Seconds, infinitely many where it ran out of memory or threads; None for a batch that is

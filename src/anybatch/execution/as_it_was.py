@@ -1,9 +1,9 @@
 """Snapshot and restore of all state around trial steps of training.
 
-A step that failed is undone by `anybatch.core.undo`, which notes what a step moves before the
-optimizer: gradients, buffers and RNG. Steps that are only tried move the parameters and the
-optimizer's state, too. Copies of them wait in memory of the host and go back into the same tensors,
-so whoever holds one (a schedule, an average, another optimizer) keeps holding the right one.
+A step that failed is undone by `anybatch.core.undo`, which records the state that a step changes
+before the optimizer: gradients, buffers and RNG. Trial steps change the parameters and the
+optimizer's state, too. Copies of them wait in host memory and are copied back into the same
+tensors, so references to these (of a schedule, an average, another optimizer) remain valid.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def as_it_was(
     Args:
         modules: every module that a step runs.
         leaves: every parameter that is trained.
-        optimizer: the one that steps; its groups' options and its state are put back, too. None
+        optimizer: the one that steps; its groups' options and its state are restored, too. None
             where none does.
 
     Raises:
         NotYetError: the optimizer's state waits elsewhere.
-        RuntimeError: something could not be put back; its notes say what. Where the body has
-            raised, that goes out instead, with these notes.
+        RuntimeError: something could not be restored; its notes name it. An exception of the body
+            is raised instead, with these notes.
     """
     every = list(leaves)
     steps: list[Back] = [restorer(leaf) for leaf in every]
@@ -59,9 +59,13 @@ def as_it_was(
             with torch.no_grad():
                 failures += [failed for step in steps if (failed := _tried(step)) is not None]
         if failures:
-            found = raised or RuntimeError("what tried steps have moved could not be put back")
+            found = raised or RuntimeError(
+                "the state that tried steps changed could not be restored"
+            )
             for failure in failures:
-                found.add_note(f"and what was tried could not be put back: {failure}")
+                found.add_note(
+                    f"and the state before the tried steps could not be restored: {failure}"
+                )
             if raised is None:
                 raise found
 
@@ -83,8 +87,8 @@ def restorer(one: Any) -> Back:
     if isinstance(one, Tensor):
         if one.is_meta:
             raise NotYetError(
-                "all that a step moves is put back, and a tensor of the optimizer's state waits "
-                "elsewhere: bring it back first"
+                "a step must be able to restore all that it changes, and a tensor of the "
+                "optimizer's state is offloaded: bring it back first"
             )
         return partial(_values_back, one, local(one).detach().to("cpu", copy=True))
     if isinstance(one, dict):

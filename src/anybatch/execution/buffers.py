@@ -1,10 +1,10 @@
 """Buffers that forward moves, and their values after one forward of the full batch.
 
 The undivided batch runs forward once; K micro-batches run it K times. A buffer whose new value does
-not depend on the samples (the vectors of spectral_norm, a counter) is set back before each
-micro-batch, so that every one of them computes with, and leaves, what the single forward would. If
-two micro-batches leave different values, the buffer depends on the samples it saw, and no order of
-forwards gives the value of the whole batch: that is refused.
+not depend on the samples (the vectors of spectral_norm, a counter) is restored before each
+micro-batch, so that every one of them starts and ends with the values of the single forward. If two
+micro-batches end with different values, the buffer depends on their samples, and no order of
+forwards gives the value of the full batch: that is refused.
 
     start -> mu_0 -> value;   start -> mu_1 -> value (the same, or refused);   ...
 """
@@ -28,7 +28,7 @@ class ForwardBuffers:
         states: every buffer before the step.
         exempt: ``(id(module), name)`` of buffers that may run on (``batchnorm="local"``).
         recorded: paths of the buffers that forward moved in earlier steps; None compares the values
-            of all of them, once, after which `moving` is what to pass.
+            of all of them, once; pass `moving` afterwards.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class ForwardBuffers:
         ]
         if moved:
             raise NotExactError(
-                "a buffer must not move in backward where a loss is taken of all outputs at once, "
-                f"and these do: {', '.join(moved)} (a checkpoint runs forward again). Take the "
-                "modules that own them out of the checkpoint, call eval() on them, or give "
+                "a buffer must not move in backward where a loss is computed on all outputs at "
+                f"once, and these do: {', '.join(moved)} (a checkpoint runs forward again). Take "
+                "the modules that own them out of the checkpoint, call eval() on them, or give "
                 "micro_batch >= the batch size"
             )
 
@@ -167,7 +167,7 @@ class ForwardBuffers:
         """Undo a forward that may have ended halfway.
 
         Args:
-            statistics: what `statistics` returned before it.
+            statistics: result of `statistics` before it.
         """
         self._undo()
         self.settle(statistics)
@@ -194,9 +194,9 @@ class ForwardBuffers:
 def _meets(paths: list[str]) -> NotExactError:
     return NotExactError(
         "a buffer must not depend on the samples of a micro-batch, and these do: "
-        f"{', '.join(paths)}. A queue or a moving average of samples is to be updated after the "
-        "step, from what forward returns (engine.backward's `observe` sees it): split forward in "
-        "two. Or call eval() on the modules that own them, or give micro_batch >= the batch size"
+        f"{', '.join(paths)}. Update a queue or a moving average of samples after the step, from "
+        "the outputs of forward (engine.backward's `observe` sees it): split forward in two. Or "
+        "call eval() on the modules that own them, or give micro_batch >= the batch size"
     )
 
 

@@ -1,7 +1,7 @@
 """Tensors and numbers that a coupled function reads without getting them as arguments.
 
-It is called once, with the rows of all. What else it reads, through a closure or an attribute, is
-that of the micro-batch that happens to call it, and none of it shows in the result.
+It is called once, with the rows of all. Other values that it reads, through a closure or an
+attribute, are those of the micro-batch that happens to call it, and the result does not show it.
 
     a tensor that forward has made of samples      found where forward is followed
     numbers in its kernels (``1 / len(rows)``)     the same in two inspections of different sizes
@@ -31,7 +31,7 @@ class CapturedSamples(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that records each kernel of a function, and sample tensors not passed to it.
 
     Args:
-        leaves: the tensors that it is given.
+        leaves: its tensor arguments.
         did: the kernels are added to, with the numbers that Python gives to them.
 
     Attributes:
@@ -83,10 +83,10 @@ class CapturedSamples(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             if self.found is not None:  # an error of shapes follows from it
                 raise LossError(
-                    f"a coupled function must be given the rows that it computes with, and {name} "
-                    f"reads a tensor of shape {self.found} which forward has made of some of the "
-                    "samples (through a closure or an attribute): pass the rows as an argument, "
-                    "and compute means, counts and the like inside of the function"
+                    "a coupled function must get the rows that it computes with as arguments, and "
+                    f"{name} reads a tensor of shape {self.found} which forward has made of some "
+                    "of the samples (through a closure or an attribute): pass the rows as an "
+                    "argument, and compute means, counts and the like inside of the function"
                 )
 
 

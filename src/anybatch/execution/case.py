@@ -35,26 +35,26 @@ class Case:
     """Input of a dry run: all of a step except the size of its micro-batches.
 
     Attributes:
-        model: the person's own, or a fake of it.
+        model: the user's own, or a fake of it.
         loss: its loss.
         rows: samples of the batch: all of them, or those that were loaded of a lazy one.
         size: N_B, samples in the mini-batch.
-        lazy: samples are loaded on the way, so the targets are not known as a whole.
+        lazy: samples are loaded during the step, so not all targets are known.
         modules: every module a step runs, those of the loss too.
         leaves: every parameter that may receive a gradient.
         device: where the model is.
         batchnorm: "exact" or "local".
         trains: with backward; else forward only.
         lanes: micro-batches wait for each other in BatchNorm.
-        mode: what is entered for it.
-        draws: every draw is made for the whole batch.
+        mode: a context that is entered for it.
+        draws: every draw is made for the full batch.
         global_samples: samples of all ranks; 0 (default) is one process.
-        sharded: has made the model whole; None where it is.
+        sharded: has gathered the model; None for an unsharded one.
         paged: ids of the parameters whose memory is paged, within `page_bytes`.
         page_bytes: bytes for them and their gradients.
         spare: bytes that may be tried with real tensors while fakes are rehearsed.
         meets: samples that meet inside the model, where `size` is more; 0 (default): they are not.
-        state: the places where the loss can have state; None (default) where nobody asks.
+        state: the places where the loss can have state; None (default) if not needed.
     """
 
     model: nn.Module
@@ -127,7 +127,7 @@ class Loaded:
 
 
 class Claiming(HostLink):
-    """Brings micro-batches to the device, and tells the meter that they are inputs."""
+    """Copies micro-batches to the device, and names them inputs for the meter."""
 
     def __init__(self, device: torch.device, meter: Meter) -> None:
         super().__init__(device)
@@ -147,7 +147,7 @@ def as_fakes(case: Case) -> Case:
     """Return the case on fakes.
 
     Raises:
-        Exception: the model or the loss cannot be copied, or holds what cannot be faked.
+        Exception: the model or the loss cannot be copied, or holds tensors that cannot be faked.
     """
     fakes = Fakes()
     model, loss = fakes.copy((case.model, case.loss), [module for _, module in case.modules])

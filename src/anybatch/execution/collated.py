@@ -1,9 +1,9 @@
 """Comparison of the rows from ``collate_fn`` for some items together and in separate calls.
 
-The undivided batch would be collated at once. Where a function normalises by what it is given,
-mixes samples or counts them, what it makes of a micro-batch is no part of that. So a few items are
-loaded once more, in the process that loads for the step, and collated together and in two parts;
-and then the whole batch, beside its micro-batches, as far as there is room for it:
+The undivided batch would be collated at once. If a function normalises by its items, mixes samples
+or counts them, its rows of a micro-batch are no part of that. So a few items are loaded once more,
+in the process that loads for the step, and collated together and in two parts; and then the full
+batch, and its micro-batches, as far as memory permits:
 
     collate_fn([a, b, c, d])  ->  rows a b c d  ┐ the same bits, where shapes are the same
     collate_fn([a, b]), collate_fn([c, d])  ->  ┘ else the same numbers in a corner of the larger
@@ -44,18 +44,18 @@ COMPARED_BYTES = 2**29
 FINE, DRAWS, MEETS, COUNTS, MOVES, UNKNOWN = "", "draws", "meets", "counts", "moves", "unknown"
 
 MEETING = (
-    "samples must not meet in collate_fn when the batch is split, and it makes other rows of the "
-    "same items when others come with them: normalise by fixed numbers, and compute what compares "
-    "or counts samples in the model or the loss, or give micro_batch >= the batch size"
+    "samples must not meet in collate_fn when the batch is split, and its rows for the same items "
+    "differ with the other items: normalise by fixed numbers, and compute what compares or counts "
+    "samples in the model or the loss, or give micro_batch >= the batch size"
 )
-ANOTHER = "collate_fn was another one in too many steps to compare each"
-LARGER = "the batch is larger than what collate_fn was given at once to compare it"
+ANOTHER = "collate_fn was replaced in too many steps to compare each"
+LARGER = "the batch has more items than collate_fn was compared on"
 DOUBTS = {
     FINE: (),
     DRAWS: ("collate_fn makes other rows of the same items each time",),
     COUNTS: ("collate_fn gives another number with more items than with fewer",),
     MOVES: ("each call of collate_fn moves a number that it may compute with",),
-    UNKNOWN: ("what collate_fn makes of some items could not be compared with fewer of them",),
+    UNKNOWN: ("the rows of collate_fn could not be compared with those of fewer items",),
 }
 
 Cuts = tuple[int, ...]
@@ -67,7 +67,7 @@ class Found(NamedTuple):
 
     Attributes:
         what: one of FINE, DRAWS, MEETS, COUNTS, MOVES and UNKNOWN.
-        bytes: of a row; 0 where that is not known.
+        bytes: of a row; 0 if unknown.
     """
 
     what: str
@@ -84,7 +84,7 @@ class Collates:
         """Add the doubts of its collate function to a step.
 
         Args:
-            step: a divided step that has been looked at.
+            step: a divided step that has been inspected.
 
         Raises:
             NotExactError: they do not.
@@ -128,7 +128,7 @@ def doubts_of_collate(batch: LazyBatch, micro_batch: int = 0, samples: int = 0) 
 
     Args:
         batch: the batch.
-        micro_batch: samples of a micro-batch; 0 (default) compares a few items in halves alone.
+        micro_batch: samples of a micro-batch; 0 (default) compares only a few items in halves.
         samples: of all ranks; 0 (default) where there is one.
 
     Raises:
@@ -238,7 +238,7 @@ def _bytes(values: Any) -> int:
 
 
 class _Attributes:
-    """Attributes of an object that is called, to be put back: a counter must not see more calls."""
+    """Attributes of a called object, to be restored: a counter must not count more calls."""
 
     def __init__(self, called: Any) -> None:
         own = getattr(called, "__self__", called)
@@ -256,8 +256,8 @@ class _Attributes:
 def _differ(rows: Any, part: Any) -> str:
     """Return FINE where two trees of as many rows are alike; else MEETS, COUNTS or UNKNOWN.
 
-    Rows that are padded to another length are alike where they are the same up to that, from either
-    end; what else differs beside them may come from the length.
+    Rows that are padded to another length are equal if they agree up to that, from either end;
+    other differences may come from the length.
     """
     pairs = list(zip(_leaves(rows), _leaves(part), strict=False))
     if len(pairs) != len(list(_leaves(rows))) or len(pairs) != len(list(_leaves(part))):

@@ -52,9 +52,9 @@ def feed(
     Args:
         micro_batches: on the host or on the device.
         link: the way to the device.
-        ahead: send the next one before this one is computed. Default True. Not where tensors may
-            leave as soon as they are there: whoever computes must have made what is its own, and
-            who sends it away waits for the computing stream alone.
+        ahead: send the next one before this one is computed. Default True. Not with offloading of
+            new tensors at once: a lane must make its own tensors, and their eviction waits only for
+            the computing stream.
     """
     fed = (
         _fed_ahead(micro_batches, link)
@@ -104,7 +104,7 @@ class HostLink:
         self.device = device
 
     def send(self, micro_batch: MicroBatch) -> Shipment:
-        """Return the micro-batch; leaves that lie elsewhere are moved."""
+        """Return the micro-batch; leaves on other devices are moved."""
         pair = (micro_batch.inputs, micro_batch.targets)
         if all(tensor.device == self.device for tensor in tree.flat(pair)):
             return Shipment(micro_batch)
@@ -118,10 +118,10 @@ class HostLink:
 class StreamLink:
     """Two sets of pinned buffers, a copy stream, and an event for each copy.
 
-    What a copy fills is allocated on the computing stream, and the copy waits for what was computed
-    when it was sent. So the inputs of the micro-batch before the last one give their memory to the
-    next, however far the host runs ahead; with `Tensor.record_stream` each would be kept until the
-    device has come to its end, and they would pile up beyond the budget.
+    The target of a copy is allocated on the computing stream, and the copy waits for the work
+    launched before it. So the next inputs reuse the memory of those of the micro-batch before the
+    last one, however far the host runs ahead; with `Tensor.record_stream` each would be held until
+    the device has reached its end, and they would exceed the budget.
 
     Args:
         device: where micro-batches are needed.

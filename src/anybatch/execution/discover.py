@@ -1,7 +1,7 @@
 """Leaves that no module lists, such as the parameters that a loss closes over: the graph has them.
 
-They are found when the first backward of a kind of step is about to begin, and from then on are
-treated as the model's own: noted, set aside, summed and delivered.
+They are found before the first backward of a signature, and from then on are treated as the model's
+own: recorded, set aside, summed and delivered.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def discoverer(
 
     Args:
         step: its gradients take them in.
-        before: notes what they had.
+        before: records their gradients.
         also: a list that they are added to; None (default) for none.
     """
     held = weakref.ref(step)  # which holds this function: in a circle its gradients would stay

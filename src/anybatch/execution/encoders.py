@@ -1,8 +1,8 @@
 """Encoders that do not meet before the loss, as one module (CLIP, sentence embeddings, two towers).
 
-A module whose forward is a person's own may let anything meet anything. Here it is known which
-inputs go through which encoder, so a loss of all embeddings lets an engine take them one after the
-other: each hands back its graph before the next one makes its own (`anybatch.execution.parts`).
+In a module with a custom forward any input may affect any output. Here the encoder of every input
+is known, so with a loss of all embeddings an engine can run them one after the other: the graph of
+each is freed before the next one makes its own (`anybatch.execution.parts`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Encoders(nn.Module):
         """Return ``{name: encoder(input)}`` for the names among the inputs, and the scale.
 
         Args:
-            inputs: name -> what its encoder takes.
+            inputs: name -> argument of its encoder.
         """
         encoders, scale = self.encoders, self.logit_scale
         named = [name for name in encoders if name in inputs]
@@ -85,6 +85,6 @@ class Encoders(nn.Module):
         names = list(self.encoders)
         came = ", ".join(map(repr, inputs)) or "nothing"
         return BatchError(
-            f"inputs must go by the names of the encoders, {', '.join(map(repr, names))}, and "
-            f"{came} came: engine.backward({{{names[0]!r}: ...}})"
+            f"inputs must go by the names of the encoders, {', '.join(map(repr, names))}, and the "
+            f"inputs are {came}: engine.backward({{{names[0]!r}: ...}})"
         )

@@ -1,7 +1,7 @@
 """The first of two passes: the outputs of the full batch, without graphs except the last one.
 
 Encoders that do not meet are run in laps, one encoder over all micro-batches before the next one:
-what a processor has at hand of its weights serves all of them.
+its weights in the processor's cache serve all of them.
 
     at once:  a b │ a b │ a b          laps:  a │ a │ a   b │ b │ b
 
@@ -51,8 +51,8 @@ class FirstPass:
         all_parts: run all parts of a micro-batch before the next one. Default False.
 
     Attributes:
-        outputs: of the whole batch, without graph.
-        targets: of the whole batch.
+        outputs: of the full batch, without graph.
+        targets: of the full batch.
         runs: the laps.
         prints: a fingerprint of each micro-batch of samples that are loaded again.
         parts: into how many parts the forward of the last lap falls.

@@ -26,7 +26,7 @@ CHANGES = "the declared loss changes state of its own"
 def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
     """Compare the forward of the full batch with those of its micro-batches, without data.
 
-    What differs for a micro-batch of one sample leaves a doubt: its kernels may be others.
+    A difference for a micro-batch of one sample leaves a doubt: its kernels may be others.
 
     Args:
         step: a step whose `sizes` are set.
@@ -64,9 +64,9 @@ Compare = Callable[..., Verdict]
 def _with_followed(compare: Compare, sizes: list[int], followed: int) -> Verdict:
     """Compare the sizes of a step, and the number of rows in which samples were followed.
 
-    What was seen of these rows holds for more where those are computed in the same way. The look
-    may have left what is built for each number of rows, so the last comparison is that of calls
-    that all find it.
+    The result for these rows holds for more if they are computed in the same way. The inspection
+    may have filled a cache for each number of rows, so the last comparison is of calls that find
+    it.
     """
     every = sizes if followed in (0, 1, *sizes) or followed > sizes[0] else [*sizes, followed]
     found = compare(sizes=every) if len(every) > 1 else Verdict()
@@ -86,7 +86,7 @@ def _with_followed(compare: Compare, sizes: list[int], followed: int) -> Verdict
 def _compared(compare: Compare, sizes: list[int], found: Verdict | None = None) -> Verdict:
     """Compare forwards; where they differ, compare calls that find state stored by an earlier one.
 
-    A grid that is kept for the last number of rows is built for some sizes and found for others.
+    A grid that is cached for the last number of rows is built for some sizes and found for others.
     """
     found = compare(sizes=sizes) if found is None else found
     if not found.meets:
@@ -102,7 +102,7 @@ def compare_new_sizes(step: Step) -> None:
     """Compare sizes that no earlier step of the signature has had, before anything is computed.
 
     Args:
-        step: a step that has not begun; its `doubts` and `sizes` take what is found.
+        step: a step that has not begun; its `doubts` and `sizes` record the results.
 
     Raises:
         NotExactError: forward or a declared loss depends on how many samples there are.

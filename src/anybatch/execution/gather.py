@@ -1,10 +1,10 @@
 """A coupled loss, computed once on the outputs of the full batch.
 
-Dice loss, InfoNCE, or any function not known to be a sum over samples needs all outputs at once;
-outputs are small, what the model saves for backward is not. So the outputs come first, without
-graphs; the loss is taken on all of them; and a second pass hands each micro-batch its rows of the
-gradient of the loss. It is exact for every loss, and costs one more forward of all micro-batches
-but the last, whose graph is still there when the loss has been taken.
+Dice loss, InfoNCE, or any function not recognised as a sum over samples needs all outputs at once;
+outputs are small, saved tensors are not. So the outputs are computed first, without graphs; the
+loss is computed on all of them; and a second pass runs the backward of each micro-batch from its
+rows of the gradient of the loss. It is exact for every loss, and costs one more forward of all
+micro-batches but the last, whose graph still exists when the loss has been computed.
 
     pass 1:  forward mu_0, mu_1, mu_2           outputs kept; a graph of mu_2 only
              loss(all outputs), backward        d loss / d outputs;  backward of mu_2
@@ -29,7 +29,7 @@ from anybatch.execution.second_pass import Backwards
 from anybatch.execution.step import Step, check_trains
 
 COUPLED = "coupled"
-"""What such a loss is called in a plan."""
+"""Name of such a loss in a plan."""
 
 
 def gather(step: Step) -> Tensor:
@@ -39,10 +39,10 @@ def gather(step: Step) -> Tensor:
         step: the mini-batch and the model; see `anybatch.execution.step`.
 
     Returns:
-        The loss of the whole batch, a detached 0-dim tensor.
+        The loss of the full batch, a detached 0-dim tensor.
 
     Raises:
-        NotReproducibleError: the second pass met other samples or other outputs.
+        NotReproducibleError: the second pass had other samples or other outputs.
         LossError: the loss uses tensors that it was not given.
     """
     step.found = COUPLED

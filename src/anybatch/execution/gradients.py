@@ -5,7 +5,7 @@ parameters. Two cases need more. Half-precision sums lose small addends (2048 mi
 bfloat16 lose percents), so those are summed in float32 and cast once. And gradients that were there
 before the step must survive a failed one, so they are set aside and added to at the end.
 
-In an accumulator, the sum outlives a backward that fails: what grew of ``.grad`` is thrown away.
+In an accumulator, the sum outlives a backward that fails: the partial ``.grad`` is discarded.
 
     micro-batch:   p.grad (new) ──> p.grad +=          in place
                    p.grad ──> sum of its own +=        accumulator; float32 for half precision
@@ -113,7 +113,7 @@ class Gradients:
         """Add more leaves before they get a gradient, and set their present gradients aside.
 
         Args:
-            leaves: tensors that turn up during the step; those already here are left out.
+            leaves: tensors found during the step; those already here are skipped.
         """
         here = {id(parameter) for parameter in self.parameters}
         more = {id(leaf): leaf for leaf in leaves if id(leaf) not in here}
@@ -139,9 +139,9 @@ class Gradients:
         # The version shows a write in place (test_an_observer_that_changes_gradients_is_refused).
         if any(one is not other or n != m for (one, n), (other, m) in pairs):
             raise NotExactError(
-                "gradients must stay while micro-batches run, and what observe= calls changes "
-                ".grad (zero_grad, backward, clipping), in which those of the micro-batches before "
-                "are summed: do that before or after engine.backward"
+                "gradients must not change while micro-batches run, and observe= changes .grad "
+                "(zero_grad, backward, clipping), in which those of earlier micro-batches are "
+                "summed: do that before or after engine.backward"
             )
 
     def restart(self) -> None:
@@ -165,7 +165,7 @@ class Gradients:
     def _separate(self) -> None:
         """Clone gradients that share memory, so that an addition to one changes no other.
 
-        torch hands both leaves of ``a.view(-1) + b.view(-1)`` views of one gradient.
+        torch passes both leaves of ``a.view(-1) + b.view(-1)`` views of one gradient.
         """
         if self._separated == len(self.parameters):
             return  # none is left that could get its first
@@ -195,8 +195,8 @@ class Gradients:
     ) -> list[Tensor | None]:
         """Return the sums of some parameters, times `factor`, and let go of them.
 
-        Inside a backward a gradient that it has made may lie where another one that still flows
-        lies too, as views of one sum do; so nobody writes to it, and a copy is returned.
+        Inside a backward one of its gradients may share a storage with another one that is still in
+        flow, as views of one sum do; so it is not written to, and a copy is returned.
 
         Args:
             parameters: they will get nothing more in this step.
@@ -255,7 +255,7 @@ class Gradients:
         """Make the sum ready for delivery, times `factor`; nothing that was there is touched.
 
         Args:
-            factor: what the sum still lacks: a denominator known only at the end.
+            factor: the missing factor of the sum: a denominator known only at the end.
             shared: (parameter, sum) of all parameters -> the sums with those of other processes;
                 None (default) where there are none.
         """
@@ -287,8 +287,8 @@ class Gradients:
     def fire(self, *, in_order: bool) -> None:
         """Fire the hooks of the parameters that have some, on the sums from `finish`.
 
-        What they find in ``.grad`` of other parameters is what will be there, and what they make of
-        it is delivered. What was there before is written to by `deliver` alone.
+        They find the final values in ``.grad`` of other parameters, and their changes are
+        delivered. Only `deliver` writes to the previous gradients.
 
         Args:
             in_order: as in `LeafHooks.fire`.
@@ -322,9 +322,9 @@ class Gradients:
     def deliver(self) -> None:
         """Set ``.grad`` to its value before the step plus the sum; nothing here can fail.
 
-        Sums that backward made in place are there already, and `finish` has noted nothing.
-        What could (casts, layouts that do not add, tensors that cannot be written to) was done in
-        `finish`; left are references, and sums in place of plain dense tensors.
+        Sums that backward made in place exist already, and `finish` has recorded nothing. All steps
+        that can fail (casts, layouts that do not add, tensors that cannot be written to) were done
+        in `finish`; the rest are references, and sums in place of plain dense tensors.
         """
         with torch.no_grad():
             for parameter, total in self._assigned.items():

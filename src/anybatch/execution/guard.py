@@ -1,7 +1,7 @@
 """Dispatch mode that detects batch statistics, writes to parameters and random draws.
 
-Modules can be walked, and functions can be patched; what a model really runs is seen only where its
-kernels are dispatched. This mode is on during the inspection of a model
+Modules can be walked, and functions can be patched; the actual kernels of a model can be
+intercepted only where they are dispatched. This mode is on during the inspection of a model
 (`anybatch.execution.inspection`) and at no other time. It refuses, before they run, kernels that
 normalise over the batch and kernels that write to a parameter, and makes dropout drop nothing, so
 that two runs can be compared.
@@ -87,7 +87,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name = self._names.get(place) if place is not None else None
                 if name is not None:
                     raise NotExactError(
-                        f"parameters must not change before the whole batch is done, and forward "
+                        f"parameters must not change before the full batch is done, and forward "
                         f"writes to {name}: do it before or after the step, or give micro_batch >= "
                         "the batch size"
                     )

@@ -1,12 +1,12 @@
 """The first inspection of a model: a few rows of a batch, before its outputs are trusted.
 
-Splitting a batch rests on things that no shape of one forward pass can tell: along which dimension
+Splitting a batch requires facts that no shape of one forward pass can show: along which dimension
 an output holds the samples (``[T, n, C]`` with T equal to n?), whether samples meet (a BatchNorm
 written by hand, an LSTM that takes samples for time steps), whether forward writes to its inputs.
-So the first step of every kind of batch runs the model on a few rows of the first micro-batch and
-on the last of these, in reverse order. Every number carries the samples that have had a part in it
-(`anybatch.execution.proof`); the outputs at two sizes tell where they hold the samples. What cannot
-be split is refused before anything has been computed with it.
+So the first step of every signature runs the model on a few rows of the first micro-batch and on
+the last of these, in reverse order. Every number carries the set of samples that contributed to it
+(`anybatch.execution.proof`); the outputs at two sizes show which dimension holds the samples. A
+batch that cannot be split is refused before anything has been computed with it.
 
     forward(rows 0 1 2 3)  -> outputs [4, C], [T, 4, C], [K, D]
     forward(rows 3 2)      -> outputs [2, C], [T, 2, C], [K, D]     layout: 0, 1, none
@@ -69,23 +69,22 @@ from anybatch.execution.step import Layout, Step, copied
 from anybatch.loss.traced import TracedOutputs
 
 AGAIN = (10, 100, 1000)
-"""Steps of a signature in which samples are followed again: what a model does may change."""
+"""Steps of a signature in which samples are traced again: a model may change."""
 
 ENOUGH = 4
 """Rows of which half are still more than one: some layers cannot train on a single row."""
 
 ODD = 3
-"""Rows of the second forward: what lines of 4 and of 2 hold of 4 or 8 tokens is one sample's."""
+"""Rows of the second forward: lines of 4 and of 2 in 4 or 8 tokens hold one sample each."""
 
 
-SOMEWHERE = "what no attribute of the model names"
+SOMEWHERE = "a tensor that no attribute of the model names"
 
 OWN = "a backward that is not torch's own"
 OTHER_IN_HALVES = (
-    "the gradient of a row must be the same whatever rows come with it when the batch is split, "
-    "and it is another for some rows at once than for their halves: a hook or an autograd.Function "
-    "computes with the number or the place of rows. Let it treat each row by itself, or "
-    f"{UNDIVIDED}"
+    "the gradient of a row must not depend on the other rows when the batch is split, and it "
+    "differs between some rows at once and their halves: a hook or an autograd.Function computes "
+    f"with the number or the place of rows. Let it treat each row by itself, or {UNDIVIDED}"
 )
 
 
@@ -156,7 +155,7 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     before.put_back()
     step.buffers.restart()
     if _lists(full.inputs):
-        one.doubt("forward is given rows that are no tensors, which cannot be followed")
+        one.doubt("inputs of forward have rows that are no tensors, which cannot be followed")
     if one.guard.own_rng:
         one.doubt("forward draws from a generator of its own")
     if step.calls is not None and step.calls.iterators:
@@ -205,7 +204,7 @@ def _refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> 
     """Refuse a declaration that is not true; return why it could not be shown to be.
 
     Args:
-        step: that has been looked at.
+        step: an inspected step.
         full: outputs and targets of a few rows.
         count: rows of which losses are compared with those of all.
         lanes: micro-batches wait for each other where samples meet.
@@ -343,7 +342,7 @@ class _Inspection:
         """Doubt a model that computes with a tensor which each call replaces by another.
 
         Args:
-            before: what it held before the call that gave `outputs`.
+            before: its contents before the call that returned `outputs`.
             outputs: of `part`; None where that call was not made.
             part: some rows.
             rng: its state before that call.
@@ -353,7 +352,7 @@ class _Inspection:
             return
         name = others[0].name
         if self._step.budgeted:
-            self.doubt(f"no room to see whether a call computes with what it puts into {name}")
+            self.doubt(f"no memory to test whether a call computes with its own write to {name}")
             return
         step = self._step
         rng.put_back()
@@ -385,7 +384,7 @@ class _Inspection:
         if not places:
             return
         (path, _), step = places[0], self._step
-        doubt = f"rows are padded to the longest of those that come along in {path}"
+        doubt = f"rows are padded to the longest of the micro-batch in {path}"
         if step.budgeted or self._every is not None:  # statistics are of the padding, too
             self.doubt(doubt)
             return
@@ -408,14 +407,13 @@ class _Inspection:
     def repeated(self, last: MicroBatch) -> None:
         """Run forward once more on the rows of the last call, where the model has stored samples.
 
-        What it only keeps changes nothing. What it computes with is refused, whatever the size at
-        which it does.
+        A stored tensor without use changes nothing. One that is used is refused, at any size.
         """
         if not (self._left[-1] or self._retained[-1]):
             return
         name = next((name for name, _ in self._left[-1].values()), SOMEWHERE)
         if self._step.budgeted:
-            self.doubt(f"no room to see whether a call computes with what is left in {name}")
+            self.doubt(f"no memory to test whether a call computes with the contents of {name}")
             return
         outside, outline = sys.exception(), self._outline
         try:
@@ -474,7 +472,7 @@ class _Inspection:
             return
         if self._step.budgeted:  # three outputs were not foreseen
             self._lengths = {}
-            self.doubt("no room to follow again numbers that are as long as there are samples")
+            self.doubt("no memory to follow again numbers that are as long as there are samples")
             return
         self._fewer = part.size
         self._runs.pop(0)
@@ -494,7 +492,7 @@ class _Inspection:
         """Doubt draws that belong to no sample, where each micro-batch draws its own.
 
         A mask of [n, ...] is equal in distribution however the batch is divided. One coin for the
-        whole batch (a branch, a layer that is left out, a mask of weights) is not.
+        full batch (a branch, a layer that is left out, a mask of weights) is not.
 
         Args:
             outside_torch: forward drew from random or numpy.
@@ -554,7 +552,7 @@ class _Inspection:
             return
         full, _ = two_sizes(step, most=self._most)
         if step.budgeted and full.size > step.micro_batch:
-            self._doubts += ("no room to follow a backward that is not torch's own",)
+            self._doubts += ("no memory to follow a backward that is not torch's own",)
             return
         refuse_registered(step.model.parameters())
         inputs = tree.map_tensors(halves.leaf_of, full.inputs)
@@ -619,7 +617,7 @@ class _Inspection:
         return any(run.notes.local for run in self._runs)
 
     def _hidden(self, inputs: Any) -> bool:
-        """Say whether a number of samples may be read where nothing hears it."""
+        """Say whether a number of samples may be read outside of any mode."""
         parts = (module for _, module in walk(self._step.model))
         return _lists(inputs) or any(isinstance(part, ScriptModule) for part in parts)
 
@@ -651,7 +649,7 @@ def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBat
     Args:
         step: it has not begun.
         most: of a micro-batch so many rows; 0 (default) is all of them.
-        odd: an odd number of rows in place of a half, where what they hold need not be foreseen.
+        odd: an odd number of rows in place of a half, where their bytes need no forecast.
     """
     count = 1 if step.micro_batch >= ENOUGH else 2
     roomy = not (step.budgeted or step.retries)
@@ -779,8 +777,8 @@ def _axis(path: str, a: Tensor, b: Tensor, n: int, m: int) -> int | None:
     if len(changed) > 1:
         raise NotExactError(
             f"samples must not meet inside the model when the batch is split, and {path} has shape "
-            f"{grown}: compute what compares samples in the loss, and pad what is as long as the "
-            "longest row to a length that all micro-batches have (pad_packed_sequence(..., "
+            f"{grown}: compare samples in the loss, and pad tensors as long as the longest row to "
+            "a length that all micro-batches have (pad_packed_sequence(..., "
             "total_length=x.shape[1]))"
         )
     raise BatchError(
@@ -790,7 +788,7 @@ def _axis(path: str, a: Tensor, b: Tensor, n: int, m: int) -> int | None:
 
 
 def _check_numbers(outputs: Any, fewer: Any) -> None:
-    """Refuse numbers that came from the number of rows: the full batch has another."""
+    """Refuse numbers that follow the number of rows: the full batch has another."""
     for (path, a), (_, b) in zip(_numbers(outputs), _numbers(fewer), strict=False):
         if a != b:
             raise BatchError(
@@ -882,12 +880,12 @@ def _refuse_meeting(
     last = row_mismatch(fewer, again, layout, part.size, _computed(step), turned=False)
     if last is None:
         raise NotExactError(
-            f"samples must not meet inside the model when the batch is split, and {mismatch} when "
-            "other rows come with them (anybatch.check names the module). Give micro_batch >= the "
+            f"samples must not meet inside the model when the batch is split, and {mismatch} with "
+            "other rows in the batch (anybatch.check names the module). Give micro_batch >= the "
             "batch size"
         )
     raise NotExactError(
-        f"forward must give the same when it is called again, and {mismatch} from call to call: it "
-        "keeps state in plain attributes, which every micro-batch would move. Register it as a "
+        f"forward must return the same when it is called again, and {mismatch} from call to call: "
+        "it keeps state in plain attributes, which every micro-batch would move. Register it as a "
         "buffer, or give micro_batch >= the batch size"
     )

@@ -1,7 +1,7 @@
 """The loss of all outputs at once, and the gradient of each of them.
 
-What gathers the outputs of a batch (two passes, or lanes) ends here. Any loss is called on copies
-of all of them, on every rank alike. A contrastive loss is asked for the rows of this rank only: no
+Both ways to gather the outputs of a batch (two passes, or lockstep) end here. Any loss is called on
+copies of all of them, on every rank. A contrastive loss computes only the rows of this rank: no
 rank computes a gradient for another one.
 """
 
@@ -25,7 +25,7 @@ class LossGradients(NamedTuple):
     """Loss of all outputs at once, with the gradients of these outputs.
 
     Attributes:
-        loss: of the whole batch, detached.
+        loss: of the full batch, detached.
         gradients: of each output tensor, in order, or None.
         begin: the first row of this rank among those of `gradients`.
     """
@@ -47,8 +47,8 @@ def loss_of_all(step: Step, rows: Rows) -> LossGradients:
 
     Args:
         step: the step.
-        rows: outputs and targets of all ranks. What belongs to the loss itself gets its gradient
-            on the rank that leads.
+        rows: outputs and targets of all ranks. Parameters of the loss itself get their gradient on
+            the rank that leads.
 
     Raises:
         LossError: the loss uses tensors that it was not given.
@@ -72,13 +72,13 @@ def loss_of_all(step: Step, rows: Rows) -> LossGradients:
         if trained:
             raise LossError(
                 "targets of a loss in which samples meet must not be trained, because they are "
-                f"joined of all micro-batches, and {trained[0]} requires a gradient: give it to "
+                f"joined over all micro-batches, and {trained[0]} requires a gradient: give it to "
                 "the model as an input and return it among the outputs, or detach() it"
             )
         raise LossError(
-            "a loss must compute from the outputs and targets it is given, and it uses a tensor "
-            "that forward left elsewhere, which belongs to one micro-batch only (an attribute of "
-            "a module, what a hook kept): return it from the model, as one value a sample"
+            "a loss must compute from its outputs and targets, and it uses a tensor that forward "
+            "stored elsewhere, which belongs to one micro-batch only (an attribute of a module, a "
+            "variable of a hook): return it from the model, as one value a sample"
         )
     into = None if rows.leads or own else [leaf for leaf in leaves if leaf.requires_grad]
     check_trains(step.pull([loss], step.scaled([torch.ones_like(loss)]), into))
@@ -104,7 +104,7 @@ def _of_copies(step: Step, outputs: Any, micro: MicroBatch) -> Tensor:
             "it gets outputs of all micro-batches without their graphs, and torch.autograd.grad "
             "found none: differentiate in forward, inside `with torch.enable_grad():`, and return "
             "the derivative; or declare anybatch.Loss.per_sample where the loss is a mean over "
-            "samples, and let forward return what it is differentiated by, too"
+            "samples, and let forward return the tensor it is differentiated by, too"
         ) from error
 
 

@@ -1,9 +1,9 @@
 """Numbers and functions that a forward may compute with: in a model, in closures and in globals.
 
 A counter or a switch may be in a plain attribute of a module, or in a list, a dict or an object
-there. One that forward or a hook keeps in a cell of a closure, in a global, in an attribute of a
-function, of a class or of a file is as much a part of the model. So the functions of a person's
-modules are followed, by the names that their code uses. Of a function its code is compared.
+there. One that forward or a hook stores in a cell of a closure, in a global, in an attribute of a
+function, of a class or of a file is as much a part of the model. So the functions of a user's
+modules are searched, by the names that their code uses. Of a function its code is compared.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ITSELF: frozenset[type] = frozenset(
 CODE = frozenset((FunctionType, MethodType, partial))
 
 TORCH, INSTALLED, OWN = range(3)
-"""Who has written a class of modules. torch's own keep nothing in plain attributes."""
+"""Whether a class of modules is the user's. torch's own store nothing in plain attributes."""
 
 FEW = 64
 """Entries of a list or a dict above which it holds data."""
@@ -44,7 +44,7 @@ MOST = 500
 """Functions that are followed."""
 
 DEPTH = 3
-"""Lists, dicts and objects in each other that are looked into."""
+"""Depth of nested lists, dicts and objects that are searched."""
 
 EVERYWHERE = ("_global_forward_pre_hooks", "_global_forward_hooks")
 """Hooks that torch calls for every module."""
@@ -79,7 +79,7 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
 def plain_numbers(
     modules: Iterable[tuple[str, nn.Module]],
 ) -> tuple[dict[Named, Any], list[tuple[Named, dict[str, Any]]]]:
-    """Return the numbers, strings and functions in the plain attributes of a person's modules.
+    """Return the numbers, strings and functions in the plain attributes of a user's modules.
 
     Args:
         modules: paths and modules.
@@ -134,7 +134,7 @@ def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, floa
 
 
 def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
-    """Return the plain numbers in a person's modules, and in closures and globals they use.
+    """Return the plain numbers in a user's modules, and in closures and globals they use.
 
     Args:
         modules: paths and modules.
@@ -150,7 +150,7 @@ def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
 def first_moved(before: dict[Named, Any], after: dict[Named, Any]) -> str:
     """Return the path of a number that calls have moved; "" where none has.
 
-    What a list, a dict or an object of a module holds may grow: a log, or what is kept for later.
+    The contents of a list, a dict or an object of a module may grow: a log, or a buffer.
     """
     for at, value in after.items():
         was = before.get(at, value)
@@ -225,7 +225,7 @@ class Outside:
         return {named: float(one.item()) for named, one in held.items() if _single(one)}
 
     def _foreign(self, module: nn.Module) -> None:
-        """Record attributes that a person has set on a module of torch's own."""
+        """Record attributes that a user has set on a module of torch's own."""
         held, cls = vars(module), type(module)
         for name in held.keys() - Attributes.OWN - _named_in(cls):  # type: ignore[arg-type]
             self._place(held, cls.__name__, name, partial(held.get, name))
@@ -321,10 +321,10 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
 
     Args:
         value: any.
-        depth: lists, dicts and objects in each other that are looked into.
+        depth: nested lists, dicts and objects that are searched.
 
     Returns:
-        Of tensors, modules and whatever else there is, the class alone; None of classes and files.
+        Of tensors, modules and all other values, only the class; None of classes and files.
     """
     cls: type = type(value)
     if cls in ITSELF:
@@ -397,7 +397,7 @@ def _function(value: Any) -> bool:
 
 
 def _called(value: Any) -> bool:
-    """Say whether a value is an object of a person's class that can be called."""
+    """Say whether a value is a callable object of a user's class."""
     cls = type(value)
     call = getattr(cls, "__call__", None)  # noqa: B004
     own = isinstance(call, FunctionType) and not _of_library(cls)

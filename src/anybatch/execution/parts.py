@@ -1,13 +1,13 @@
 """The forward of a micro-batch in parts that do not meet, so that one graph is there at a time.
 
-A loss of all outputs has been taken when the second pass begins (`anybatch.execution.gather`), so
-backward asks for no output but its own. Where a model is `Encoders`, what one of them has saved is
-free before the next one runs; any other model is one part.
+A loss of all outputs has been computed when the second pass begins (`anybatch.execution.gather`),
+so a backward needs only its own outputs. In a model of `Encoders`, the saved tensors of one are
+freed before the next one runs; any other model is one part.
 
     at once:  image ─ text ─ backward of both      parts:  image ─ backward │ text ─ backward
 
 Where forward moves no buffer, one encoder runs on all micro-batches before the next one does: in
-laps, which is faster by what a processor keeps of its weights.
+laps, which is faster by the weights in the processor's cache.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from anybatch.execution.encoders import SCALE, Encoders
 from anybatch.execution.step import Step
 
 Lap = int | None
-"""The part that is run on all micro-batches in turn; None runs all parts on each of them."""
+"""The part that is run on all micro-batches; None runs all parts on each of them."""
 
 
 class Parts:
     """Parts of the forward of a micro-batch, in order; `len` is their number.
 
     Args:
-        step: its model is asked.
+        step: the step of the model.
         inputs: of any micro-batch, as `feed` gives them.
-        lap: what is run of it. Default None: all.
+        lap: the part to run. Default None: all.
     """
 
     def __init__(self, step: Step, inputs: Any, lap: Lap = None) -> None:
@@ -97,8 +97,8 @@ def feed(step: Step, lap: Lap) -> Iterator[MicroBatch]:
 def _names(step: Step, inputs: Any) -> list[str]:
     """Return the names of the encoders that are run, in order; none where the model is one part.
 
-    It is one part where somebody may want all outputs at once, and where draws of the whole batch
-    are made in the order of its forward.
+    It is one part if a hook or a caller may need all outputs at once, or if full-batch draws are
+    made in the order of its forward.
     """
     model = step.model
     if not isinstance(model, Encoders) or not isinstance(inputs, Mapping):

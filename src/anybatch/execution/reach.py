@@ -1,8 +1,8 @@
 """How large the rows have been of batches that are loaded on the way: no plan may be for less.
 
-The samples of a `LazyBatch` are not known before their turn. A few of them are loaded to plan with;
-where a micro-batch comes with longer rows, the step ends before it is run, everything is put back,
-and the step begins again under a plan for such rows.
+The samples of a `LazyBatch` are unknown before they are loaded. A few of them are loaded to plan
+with; if a micro-batch has longer rows, the step ends before it is run, everything is restored, and
+the step begins again under a plan for such rows.
 
     planned for rows of 30 │ mu_0: 12 │ mu_1: 28 │ mu_2: 45: again │ planned for 45 │ mu_0 ...
 """

@@ -106,9 +106,9 @@ class ModelTraits:
         layout: where the outputs hold the samples.
         copies: forward writes to its inputs.
         still: the first step drew nothing.
-        lanes: what an inspection of lanes has found; None where there was none.
+        lanes: result of an inspection of lanes; None where there was none.
         doubts: why it is not shown that samples are separate; nothing where it is.
-        looked: the step of the signature in which samples were followed last.
+        looked: the step of the signature in which samples were traced last.
         sizes: of batches that were compared since.
         steps: steps of the signature so far.
         mixed: outputs without rows that samples have had a part in.

@@ -1,9 +1,9 @@
 """State of a step that is stored for a retry of a micro-batch, or of all of it.
 
-A step moves more than gradients: buffers, the RNG state, what an observer got. When memory runs
-out, or an inspection was wrong, or another plan is needed, all that must be as it was before the
-next try. How far a try has come stands here, how large the next one may be, and what is undone for
-it; when there is a next one, `anybatch.execution.retry` and the runner say.
+A step changes more than gradients: buffers, the RNG state, samples passed to an observer. When
+memory runs out, or an inspection was wrong, or another plan is needed, all that must be restored
+before the next attempt. This module has the progress of an attempt, the size limit of the next one,
+and its restoring; `anybatch.execution.retry` and the runner decide whether there is a next one.
 
 Source: MBS, section 3.2 (the micro-batch must fit); the ways back are ours.
 """
@@ -85,7 +85,7 @@ class Repeatable(ABC):
         limit: samples that are computed at once; less than `micro_batch` once memory ran out.
         retries: how often it did.
         failed: samples that were computed at once when it did last.
-        failure: what was raised then; it holds nothing.
+        failure: the exception; it holds no tensors.
         done: micro-batches that are done.
         phase: of the micro-batch being computed.
         rng: the RNG state as it was recorded last in this step.
@@ -93,7 +93,7 @@ class Repeatable(ABC):
         still: the first step of its signature has drawn nothing.
         tries: the record that survives each new begin.
         global_batch: the batch over all ranks, as far as it is not here.
-        draws: draws as the whole batch would; None lets each micro-batch draw for itself.
+        draws: draws as the full batch would; None lets each micro-batch draw for itself.
     """
 
     model: nn.Module

@@ -2,8 +2,8 @@
 
 Finders of a batch size catch the error around a whole training and start that over; a loop that
 catches it around one micro-batch has half a gradient in ``.grad``, moved buffers and RNG, and the
-exception that it is handling still holds the memory. Here an attempt begins at a noted moment, and
-the retry outside of the ``except`` block, after the frames of the failed one have been emptied.
+exception that it is handling still holds the memory. Here an attempt begins at a recorded state,
+and the retry outside of the ``except`` block, after the frames of the failed one have been emptied.
 
     forward of mu_k failed            mu_k again in halves, the rest of the step in halves too
     backward, sums in an accumulator  the same: what grew of .grad is thrown away
@@ -41,9 +41,9 @@ def in_pieces(
     """Do `work` on a micro-batch, and where memory runs out, on its parts.
 
     Args:
-        step: its `limit` is what a part holds at most; it is halved at every failure.
+        step: its `limit` is the most samples of a part; it is halved at every failure.
         micro: a micro-batch as it was loaded.
-        work: leaves what it counts alone until it can no longer fail.
+        work: changes its counters only when it can no longer fail.
         sizes: rows of the parts to begin with; None (default) begins with all of it.
 
     Raises:

@@ -1,7 +1,7 @@
 """The second of two passes: each micro-batch gets its rows of the gradient of the loss.
 
-The graph of the last one is there when the loss has been taken, and is done first. All others run
-forward once more, as they ran in the first pass, and what they give is compared.
+The graph of the last one still exists when the loss has been computed, and its backward runs first.
+All others run forward once more, as in the first pass, and their outputs are compared.
 
 Source: the chain rule; Gao et al. 2021, section 3.
 """
@@ -90,9 +90,9 @@ class Backwards:
             if fingerprint is not None and micro.fingerprint() != fingerprint:
                 raise NotReproducibleError(
                     "both passes over a lazy batch must load the same samples, and the second "
-                    "loaded others: draw augmentations from torch's, numpy's or random's global "
-                    "generator, or declare the loss by Loss.per_sample or Loss.ratio, which needs "
-                    "one pass"
+                    "loaded other ones: draw augmentations from torch's, numpy's or random's "
+                    "global generator, or declare the loss by Loss.per_sample or Loss.ratio, "
+                    "which needs one pass"
                 )
             complete = self._begin + micro.size <= stop
             in_pieces(step, micro, step.under(self._again), sizes if complete else sizes[:-1])
@@ -110,7 +110,7 @@ class Backwards:
 
         def check(found: list[Tensor], place: int) -> None:
             self._compare(found, place, micro)
-            if step.draws is not None:  # a backward of the whole batch comes after its loss
+            if step.draws is not None:  # a backward of the full batch comes after its loss
                 step.put_back(self._rng)
 
         run = self._run
@@ -158,7 +158,7 @@ def pull(
         micro: its rows.
         gradients: of all outputs of all samples.
         begin: the first row.
-        lap: what is run of it. Default None: all parts.
+        lap: the part to run. Default None: all parts.
         place: of its first output among all. Default 0.
         check: gets the outputs of a part, and the place of the first, before its backward.
         early: the last part is done already. Default False.

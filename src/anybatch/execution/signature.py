@@ -42,9 +42,9 @@ class Signature:
 
     Attributes:
         tensors: path, dimensions and dtype of each tensor of the batch.
-        modes: whether it is loaded on the way, the modes of the modules, which parameters are
-            frozen, and what is switched on in the optimizer.
-        numbers: path and value of what comes with the rows and is no tensor.
+        modes: whether it is loaded during the step, the modes of the modules, the frozen
+            parameters, and the options that are on in the optimizer.
+        numbers: path and value of entries that are no tensors.
         lanes: micro-batches wait for each other in BatchNorm.
         trains: with backward; else forward only.
         shapes: the shape of one row of each tensor.
@@ -99,9 +99,8 @@ class RunPlan:
 
     Attributes:
         micro_batch: samples in a micro-batch.
-        accumulator: gradients are summed in one, so that running out of memory costs one
-            micro-batch.
-        memory: what the plan says of it.
+        accumulator: gradients are summed in one, so out of memory costs one micro-batch.
+        memory: that of the plan.
         coupled: the loss needs all outputs at once.
         loss: the loss in words.
         lanes: micro-batches wait for each other.
@@ -139,7 +138,7 @@ PLAIN = bool | int | float | str
 
 
 RATES = frozenset(("lr", "initial_lr", "max_lr", "min_lr"))
-"""What torch's schedules keep in a group of parameters."""
+"""Entries of torch's schedules in a group of parameters."""
 
 
 def switched_on(optimizer: torch.optim.Optimizer | None) -> tuple[Any, ...]:

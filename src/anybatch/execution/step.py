@@ -1,7 +1,7 @@
 """Step as the mechanisms use it: micro-batches in, forward, backward, gradients out.
 
-Streaming and gathering order these verbs differently; what a verb means stands here once. What lets
-a step be done again, and what that moves, is in `anybatch.execution.repeatable`.
+Streaming and gathering order these methods differently; each is defined here once. The state for
+repeating a step is in `anybatch.execution.repeatable`.
 """
 
 from __future__ import annotations
@@ -67,27 +67,27 @@ NO_GRAPH = (
 )
 
 WITHOUT_DATA = (
-    "forward must not keep tensors where they cannot be put back after it was compared on tensors "
-    "without data, and what it returns has none: it kept one in a place that no name of its code "
-    "leads to. Keep tables in attributes of the model or of a file, or give "
-    "micro_batch >= the batch size"
+    "forward must not store tensors where they cannot be restored after a run on tensors without "
+    "data, and its outputs have no data: it stored one in a place that no name of its code leads "
+    "to. Store tables in attributes of the model or of a module file, or give micro_batch >= the "
+    "batch size"
 )
 
 OF_NORMS = "more than 1 value per channel"
 """In torch's error where a batch normalisation has one value."""
 
 HOOKED = "support saved tensor hooks"
-"""In torch's error where torch.func differentiates what would leave."""
+"""In torch's error if torch.func differentiates under offloading."""
 
 NO_HOOKS = (
-    "where saved tensors are to leave, forward must not differentiate with torch.func (grad, vjp, "
-    "jacrev, hessian), which torch does not let leave: give more memory, so that none has to, or "
-    "use torch.autograd.grad"
+    "where saved tensors are offloaded, forward must not differentiate with torch.func (grad, "
+    "vjp, jacrev, hessian), whose saved tensors torch does not offload: give more memory, so that "
+    "none is offloaded, or use torch.autograd.grad"
 )
 
 IN_CHECKPOINT = (
-    "a loss that the model returns must be taken outside of torch.utils.checkpoint, which computes "
-    "it again where nobody follows it: let the checkpoint end before the loss"
+    "a loss that the model returns must be computed outside of torch.utils.checkpoint, which "
+    "recomputes it where it is not traced: let the checkpoint end before the loss"
 )
 
 SQUEEZE = (
@@ -107,37 +107,37 @@ class Step(Repeatable):
         signature: dimensions and dtypes of the batch, and the modes of the modules.
         copies: forward writes to its inputs, so it gets copies of them.
         doubts: why it is not shown that samples are separate; nothing where it is.
-        looked: the step of its signature in which samples were followed last; 0 is none.
+        looked: the step of its signature in which samples were traced last; 0 is none.
         sizes: of batches that were compared since; None before an inspection.
         steps: steps of its signature, this one included.
-        familiar: what was looked at in steps of its signature; None compares nothing.
+        familiar: inspections in steps of its signature; None compares nothing.
         attributes: plain ones of the model, as they were when the step began.
         own: ids of the leaves that the step itself made.
         discover: gets the roots of every backward of the first step of a signature.
         batchnorm: "exact" or "local".
         local: BatchNorm layers that normalise each micro-batch by itself.
-        found: what the mechanism found the loss to be, in words.
+        found: the loss as the mechanism has found it, in words.
         accumulator: gradients are summed in an accumulator, once the step is divided.
         lanes: micro-batches wait for each other where samples meet.
         counters: the ``num_batches_tracked`` of the model.
         slots: attributes and containers that every lane has of its own.
-        ways: where samples meet in forward, as far as that was looked at; None where it just was.
+        ways: where samples meet in forward, from earlier inspections; None if inspected in this
+            step.
         singles: forward normalises some samples by themselves, each as a row of channels.
-        coupled: in lanes, the loss is known to need all outputs at once.
+        coupled: in lanes, the loss needs all outputs at once.
         lane_bytes: bytes that waiting lanes may hold on the device; None offloads nothing.
-        budgeted: `lane_bytes` is what a budget leaves; else what lanes hold was not forecast.
-        inside: what all lanes may hold, the one that runs, too; None lets that one hold what it
-            will.
-        spill: where lanes are offloaded to: "host", "file" or the folder of a file; None is what is
-            nearest to the device.
+        budgeted: `lane_bytes` follows from a budget; else the bytes of lanes were not forecast.
+        inside: bytes for all lanes, the running one included; None does not limit that one.
+        spill: where lanes are offloaded to: "host", "file" or the folder of a file; None is the
+            store nearest to the device.
         moved: bytes that left the device and returned.
         remade: bytes that were computed again instead.
         watch: sees each micro-batch as it comes, and may end the step.
-        private: ids of leaves of this batch, and of spread parameters, whose gradients concern no
-            other rank.
+        private: ids of leaves of this batch, and of sharded parameters: no other rank has their
+            gradients.
         sharded: takes the gradients of a model that was spread; None where there is none.
-        offloader: offloads saved tensors; None (default) leaves all of them on the device.
-        deliver: writes what the step has made, once all ranks have made it. Default: nothing.
+        offloader: offloads saved tensors; None (default) offloads none.
+        deliver: writes the results of the step, once all ranks have made it. Default: nothing.
         calls: compares the state of the loss around its calls; None (default) where it has none.
         hanging: attributes and classes of outputs that their rows would not have.
     """
@@ -199,7 +199,7 @@ class Step(Repeatable):
         A loss that changes state of its own is taken so, too: it is called once.
 
         Raises:
-            OutputsChangedError: the loss that the model returns has not been looked at.
+            OutputsChangedError: the loss that the model returns was not inspected.
         """
         scope = self.scope(outputs, micro)
         try:
@@ -259,7 +259,7 @@ class Step(Repeatable):
         return self.batch.size > self.micro_batch or self.global_batch.several
 
     def feed(self, batch: Batch | None = None, *, ahead: bool = True) -> Iterator[MicroBatch]:
-        """Yield the micro-batches on the device; of `batch`, where some leaves of it are enough.
+        """Yield the micro-batches on the device; of `batch`, if some leaves of it are enough.
 
         `ahead` is `anybatch.execution.device.feed`'s.
         """
@@ -296,14 +296,14 @@ class Step(Repeatable):
         ):
             return
         raise NotExactError(
-            "a micro-batch of one sample must be computed as those of several are, and forward "
+            "a micro-batch of one sample must be computed like those of several, and forward "
             f"fails on it ({type(error).__name__}: {str(error)[:120]}). Where squeeze() has taken "
-            f"out the dimension of samples, {SQUEEZE}; else give a micro_batch that leaves no tail "
-            "of one, or one >= the batch size"
+            f"out the dimension of samples, {SQUEEZE}; else give a micro_batch without a last one "
+            "of one sample, or one >= the batch size"
         ) from error
 
     def check_structure(self, outputs: Any) -> None:
-        """Raise `OutputsChangedError` where the outputs are not those that were looked at."""
+        """Raise `OutputsChangedError` if the outputs are not those of the inspection."""
         if self.layout and len(self.layout) != len(tree.flat(outputs)):
             raise OutputsChangedError
 
@@ -321,8 +321,8 @@ class Step(Repeatable):
             micro: the rows.
             begins: nothing of their forward has been run.
             ends: nothing of it is left to run.
-            within: entered for the call of the model, and not for what is done with its buffers.
-                Default: nothing is.
+            within: context of the call of the model, without the handling of buffers. Default:
+                none.
         """
         within = within or nullcontext()
         if not self.divided:
@@ -424,7 +424,7 @@ class Step(Repeatable):
         return len(pairs)
 
     def _recognise(self, roots: list[Tensor]) -> None:
-        """Compare the first graph of the step, and that of a coupled loss, with those looked at.
+        """Compare the first graph of the step, and that of a coupled loss, with those inspected.
 
         Raises:
             OutputsChangedError: it is another one.
@@ -466,7 +466,7 @@ class Step(Repeatable):
     def offer(self) -> None:
         """Offer other ranks to send gradients before the last backward has ended.
 
-        Not where saved tensors are offloaded: what is sent has room when they are gone.
+        Not with offloaded saved tensors: gradients are sent when these are freed.
         """
         if self.gradients is None or self.gradients.hooks:  # they get the sum over all ranks
             return
@@ -481,7 +481,7 @@ class Step(Repeatable):
 
         Args:
             micro: whose backward it is.
-            factor: returns what the sums still lack, where all ranks have agreed to send early.
+            factor: returns the missing factor of the sums, if all ranks have agreed to send early.
         """
         gradients = self.gradients
         last = micro.begin + micro.size == self.batch.size
@@ -517,9 +517,9 @@ class Step(Repeatable):
             self.gradients.fire(in_order=not several)
         if rng is not None and not RNGState.now().same_as(rng):
             raise NotExactError(
-                "a hook on a parameter must give the same on all ranks, and one drew random "
-                "numbers, which differ from rank to rank: draw them from a generator that is "
-                "seeded alike on every rank"
+                "a hook on a parameter must compute the same on all ranks, and one drew random "
+                "numbers, which differ from rank to rank: draw them from a generator with the "
+                "same seed on every rank"
             )
 
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:

@@ -1,8 +1,8 @@
 """Micro-Batch Streaming, with the gradient of the full batch (MBS, Algorithm 1, made exact).
 
 The paper divides each micro-batch's loss by the number of micro-batches. Here line 11 divides each
-numerator by the denominator of the whole batch, which is counted before the first backward; where
-it is known only at the end (samples loaded on the way), an estimate stands in and the sum is
+numerator by the denominator of the full batch, which is counted before the first backward; if it is
+known only at the end (samples loaded during the step), an estimate replaces it and the sum is
 multiplied by estimate / truth when it is delivered.
 
     mu_0: forward, backward(numerator_0 / D) │ mu_1: ... │ mu_2: ... │ add to .grad
@@ -37,7 +37,7 @@ def stream(step: Step) -> Tensor | None:
         step: the mini-batch and the model; see `anybatch.execution.step`.
 
     Returns:
-        The loss of the whole batch, a detached 0-dim tensor.
+        The loss of the full batch, a detached 0-dim tensor.
 
     Source: MBS, Algorithm 1; its lines are numbered on the right.
     """
@@ -111,8 +111,7 @@ def normalization(step: Step, totals: list[Total] | None) -> Normalization:
 
     Args:
         step: the step.
-        totals: of this rank's samples; None where the loss couples them, empty where there are
-            none.
+        totals: of this rank's samples; None if the loss couples them, empty without samples.
 
     Raises:
         NotAPartError: the loss couples samples, here or elsewhere.
@@ -132,7 +131,7 @@ class Normalization:
     rounded to half, would bend every gradient the same way.
 
     Args:
-        totals: the terms of the whole batch's loss; at most one denominator is still unknown.
+        totals: the terms of the full batch's loss; at most one denominator is still unknown.
         size: N_B, samples in the mini-batch of this rank.
         global_batch: the batch over all ranks; None (default) is one process.
         nothing: 0, as the loss of no samples. Default a float32 on the CPU.

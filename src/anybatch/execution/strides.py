@@ -1,9 +1,9 @@
 """BatchNorm's backward of one row, which torch gets wrong on the CPU where a stride is unusual.
 
-The stride of a dimension of size 1 says nothing, and transposing, viewing and expanding leave any
-number there. torch's kernel asks two questions of its two operands: is each of them dense, which
-ignores that number, and are their memory formats the same, which does not. So an image whose
-channels lie beside each other is taken for one whose rows do, and read in the wrong order.
+The stride of a dimension of size 1 has no meaning, and transposing, viewing and expanding set any
+number there. torch's kernel tests its two operands twice: whether each is dense, which ignores that
+number, and whether their memory formats are the same, which does not. So an image with adjacent
+channels is read as one with adjacent columns, in the wrong order.
 
     dy [1, C, H, W], strides (C, 1, W C, C)      dense: yes, channels last     format: rows first
     x  [1, C, H, W], strides (C H W, H W, W, 1)  dense: yes, rows first        format: rows first
@@ -84,7 +84,7 @@ _KERNELS = _Kernels()
 def standard_strides() -> Iterator[None]:
     """Let BatchNorm's backward be right in the body, from the first `one_row` on.
 
-    Outside, torch's kernels do what they always do.
+    Outside, torch's kernels are unchanged.
     """
     step = object()
     try:

@@ -1,6 +1,6 @@
 """The undivided mechanism: the full batch at once, where it is no larger than a micro-batch.
 
-The loss is called as the person wrote it, so the step is bit for bit what torch would do alone.
+The loss is called as the user wrote it, so the step is bit for bit torch's own.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Lightning callback that runs `training_step` on any mini-batch, within a budget.
 
-With it ``Trainer(callbacks=[FullBatch(memory="6GiB")])`` takes every batch of the loader as one
-step, whatever fits. In automatic optimisation Lightning asks for a loss, empties the gradients, and
-calls backward on the loss, in that order; so the whole batch runs where the loss is asked for, its
-gradients are kept aside, and the backward of the loss that is returned hands them over:
+With it ``Trainer(callbacks=[FullBatch(memory="6GiB")])`` runs every batch of the loader as one
+step, of any size. In automatic optimisation Lightning calls for a loss, clears the gradients, and
+calls backward on the loss, in that order; so the full batch runs in the call for the loss, its
+gradients are stored aside, and the backward of the returned loss delivers them:
 
     training_step(batch)       ->  engine: training_step(rows), training_step(rows), ...
     optimizer.zero_grad()          gradients wait beside ``.grad``
-    backward(loss)             ->  ``.grad`` += gradient of the whole batch, times what came in
+    backward(loss)             ->  ``.grad`` += gradient of the full batch, times what came in
     clip, step, log, schedule      Lightning's own
 
-In manual optimisation a step is the person's code, and `full_batch_loss` gives it such a loss.
-Source: Lightning 2.6, ``Closure`` and ``Strategy.training_step``.
+In manual optimisation a step is the user's code, and `full_batch_loss` returns such a loss. Source:
+Lightning 2.6, ``Closure`` and ``Strategy.training_step``.
 """
 
 from __future__ import annotations
@@ -80,37 +80,37 @@ class StepEngine:
 class FullBatch(Callback):  # type: ignore[misc]
     """Callback that makes each batch of the loader one exact step, within `memory`.
 
-    ``training_step`` is called with rows of the batch, and means the whole of it: the loss that
+    ``training_step`` is called with rows of the batch, and yields the full batch: the loss that
     Lightning shows, and each ``.grad``, are those of one call with all rows, over all ranks with
     ``strategy="ddp"``. Its loss is a weighted sum of torch's own losses, as `anybatch.loss.traced`
-    finds it, and of what is marked with `anybatch.coupled`, such as Dice or InfoNCE. What it logs
-    is logged once for a step: the loss exactly, any other value as the mean over samples of what
-    micro-batches logged (or with ``reduce_fx`` "sum", "min", "max" by that). What it returns beside
-    the loss reaches ``on_train_batch_end`` put together in the same way, and tensors with rows one
-    after another. A torchmetrics metric of the module is updated once, with all rows; what its call
-    returns inside ``training_step`` is that of some rows. Where it returns None for a batch,
-    whatever the rows hold, Lightning skips the batch. Validation is Lightning's own.
+    finds it, and of values marked with `anybatch.coupled`, such as Dice or InfoNCE. Its logs are
+    logged once for a step: the loss exactly, any other value as the mean over samples of the values
+    of micro-batches (or with ``reduce_fx`` "sum", "min", "max" by that). Its other returned values
+    reach ``on_train_batch_end`` combined in the same way, and tensors with rows one after another.
+    A torchmetrics metric of the module is updated once, with all rows; its call inside
+    ``training_step`` returns the value of some rows. If ``training_step`` returns None for a batch,
+    with any rows, Lightning skips the batch. Validation is Lightning's own.
 
-    Where nothing looks at gradients between two steps, those of the last one are dropped before the
-    next, not in its middle; they are not there again after a step that failed.
+    If nothing reads gradients between two steps, those of the last one are dropped before the next,
+    not in its middle; they are not restored after a step that failed.
 
     Args:
-        memory: what a step may hold on the device, as for `Engine`.
+        memory: budget of a step on the device, as for `Engine`.
         micro_batch: samples in a micro-batch; None (default) chooses.
         batchnorm: as for `Engine`.
         rng: as for `Engine`; "batch" draws dropout as the undivided batch would.
         plan: obey it; a checkpoint brings its own.
 
     Attributes:
-        engine: the `Engine` of the last step, with ``engine.plan`` and ``engine.last``; None before
-            the first one.
+        engine: the `Engine` of the last step, with ``engine.plan`` and ``engine.last``; None
+            before.
 
     Raises:
         ImportError: lightning is not installed.
         ValueError: when training begins, ``accumulate_grad_batches``, or a BatchSizeFinder; at the
             step, where the first was set later.
         NotYetError: when training begins, a strategy or a precision that has not been tried.
-        LossError: at the first step, where the loss is not known.
+        LossError: at the first step, if the loss is not recognised.
 
     Example:
         >>> trainer = Trainer(max_epochs=3, callbacks=[FullBatch(memory="6GiB")])
@@ -301,8 +301,8 @@ def full_batch_loss(module: LightningModule, fn: Callable[[Any], Any], batch: An
         )
     if getattr(fn, "__self__", None) is not module:
         raise ValueError(
-            "the loss must be a method of the module, so that its memory can be foreseen on a copy "
-            f"of it, and fn is {fn!r}: write def my_loss(self, rows), and pass self.my_loss"
+            "the loss must be a method of the module, so that its memory can be forecast on a "
+            f"copy of it, and fn is {fn!r}: write def my_loss(self, rows), and pass self.my_loss"
         )
     callback._present.rest = ()
     return callback._run(module, fn.__name__, function_of(fn), batch, StepObserver())

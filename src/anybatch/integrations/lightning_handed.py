@@ -1,8 +1,8 @@
 """Loss with gradients computed in advance, which its backward adds to ``.grad``.
 
-Lightning empties the gradients after ``training_step`` and before backward, so those of the whole
-batch, which are there when the loss is, wait. The loss that Lightning gets is a number with one
-edge of graph; what comes back along it (a loss scale, 1 / something) multiplies them:
+Lightning clears the gradients after ``training_step`` and before backward, so those of the full
+batch, which are computed with the loss, are stored. The loss that Lightning gets is a number with
+one edge of graph; the gradient along it (a loss scale, 1 / something) multiplies them:
 
     p.grad  +=  waiting gradient of p  *  gradient of the loss / scale that it has already
 """
@@ -72,7 +72,7 @@ class Handed:
         """
         if not self._waiting:
             raise RuntimeError(
-                "the gradients of a whole batch can be handed over once, and this is the second "
+                "the gradients of a full batch can be delivered once, and this is the second "
                 "backward of its loss: call training_step, or full_batch_loss, again"
             )
         factor = float(gradient) / self._scale

@@ -1,10 +1,9 @@
 """torchmetrics inside a `training_step` that is called with parts of a batch.
 
-A metric keeps a state between calls, and rows may be run more often than once: to look at a model,
-on a copy without data, or again after memory ran out. So while micro-batches run, what a metric of
-the module is called with is taken aside, and it is called once, with all rows, when the step is
-over. Inside the step its call returns the value of the rows it was given.
-Source: torchmetrics 1.9, ``Metric.forward``.
+A metric has state between calls, and rows may be run more than once: in an inspection, on a copy
+without data, or again after memory ran out. So while micro-batches run, the arguments of a metric
+of the module are stored, and it is called once, with all rows, when the step is over. Inside the
+step its call returns the value of its own rows. Source: torchmetrics 1.9, ``Metric.forward``.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class MetricCall:
 def _of_samples(value: Any, arguments: list[Tensor]) -> Any:
     """Return the value, made to depend on all samples of the arguments.
 
-    A metric may read numbers, and make a tensor of them: nobody could follow samples through that.
+    A metric may read numbers, and make a tensor of them: samples cannot be traced through that.
     """
     if not arguments:
         return value

@@ -20,7 +20,7 @@ from anybatch.errors import NotExactError, NotYetError
 
 PRECISIONS = (Precision, DoublePrecision, HalfPrecision, MixedPrecision)
 LINE = "self.manual_backward(full_batch_loss(self, self.my_loss, batch))"
-"""What to paste in a training_step with manual optimisation."""
+"""Lines to paste in a training_step with manual optimisation."""
 
 
 def refuse_trainer(trainer: Any, module: Any) -> None:
@@ -34,8 +34,8 @@ def refuse_trainer(trainer: Any, module: Any) -> None:
     _refuse_places(trainer, module)
     if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
         raise NotYetError(
-            "a batch must be there before it is split, and training_step takes dataloader_iter: "
-            "let it take (batch, batch_idx)"
+            "a batch must be loaded before it is split, and training_step has dataloader_iter: "
+            "let it have (batch, batch_idx)"
         )
 
 
@@ -48,7 +48,7 @@ def refuse_accumulation(trainer: Any) -> None:
     of_finder = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder)]
     if of_finder:
         raise ValueError(
-            "a batch must stay what it is, and a BatchSizeFinder makes it smaller until it fits: "
+            "the batch size must not change, and a BatchSizeFinder reduces it until it fits: "
             'leave it out, and give FullBatch(memory="6GiB") or nothing; its plan finds the '
             "micro-batch"
         )
@@ -72,14 +72,14 @@ def _refuse_places(trainer: Any, module: Any) -> None:
         )
     if type(trainer.precision_plugin) not in PRECISIONS:
         raise NotYetError(
-            "FullBatch has been tried with 32-true, 64-true, 16-true, bf16-true, 16-mixed and "
+            "FullBatch has been tested with 32-true, 64-true, 16-true, bf16-true, 16-mixed and "
             f"bf16-mixed, and the precision is that of {type(trainer.precision_plugin).__name__}: "
             "use one of these"
         )
     if getattr(module, "_compiler_ctx", None) is not None:
         raise NotYetError(
-            "a compiled model that computes its own loss is not something that the engine can run "
-            "today: give the Trainer the module without torch.compile"
+            "a compiled model that computes its own loss is not supported by the engine today: "
+            "give the Trainer the module without torch.compile"
         )
 
 
@@ -106,10 +106,10 @@ def refusing_zero_grad(module: Any, trainer: Any) -> Iterator[None]:
 
 def _no_zero_grad(*_arguments: Any, **_named: Any) -> None:
     raise NotExactError(
-        "gradients must stay while micro-batches run, and training_step calls zero_grad, which "
-        "empties those of the micro-batches before: leave it out, because Lightning empties them "
-        "before each backward; in manual optimisation, call it outside of what full_batch_loss is "
-        "given"
+        "gradients must not change while micro-batches run, and training_step calls zero_grad, "
+        "which clears those of earlier micro-batches: leave it out, because Lightning clears them "
+        "before each backward; in manual optimisation, call it outside of the function of "
+        "full_batch_loss"
     )
 
 
@@ -121,8 +121,8 @@ def refuse_backward(*, handed: bool) -> None:
     """
     if not handed:
         raise ValueError(
-            "with FullBatch manual_backward must be given the loss of the whole batch, and this "
-            "one was computed in one piece, which cannot be split afterwards: write its lines as a "
+            "with FullBatch manual_backward needs the loss of the full batch, and this one was "
+            "computed in one piece, which cannot be split afterwards: write its lines as a "
             f"method, def my_loss(self, rows), and {LINE}"
         )
 
@@ -135,7 +135,7 @@ def refuse_unreached(*, waits: bool) -> None:
     """
     if waits:
         raise NotExactError(
-            "backward must reach the loss of the whole batch, which hands over its gradients, and "
-            "after backward they still wait: call loss.backward() without inputs=, or return None "
-            "from training_step to skip a batch"
+            "backward must reach the loss of the full batch, which delivers its gradients, and "
+            "after backward they are not delivered: call loss.backward() without inputs=, or "
+            "return None from training_step to skip a batch"
         )

@@ -4,10 +4,10 @@
                    │ what it logs is recorded, by name, once for each micro-batch
                    └ {"loss": ..., "logged": {...}, "rows": n, "extra": {...}}
 
-A micro-batch may be run more often than once: without data, to foresee memory, or again. So nothing
-of it is logged where it runs. What counts is what an observer sees, and that is put together when
-the step is over: a mean over samples, unless ``reduce_fx`` says otherwise.
-Source: Lightning 2.6, ``LightningModule.log`` and ``_AutomaticOptimization``.
+A micro-batch may be run more than once: without data, for a forecast, or again. So nothing of it is
+logged where it runs. Only values passed to an observer count, and these are combined when the step
+is over: a mean over samples, or by ``reduce_fx``. Source: Lightning 2.6, ``LightningModule.log``
+and ``_AutomaticOptimization``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ REDUCED: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     torch.max: lambda values, _: values.max(),
     torch.min: lambda values, _: values.min(),
 }
-"""What becomes of the values of micro-batches, by ``reduce_fx``; else the mean over samples."""
+"""Reductions of the values of micro-batches, by ``reduce_fx``; else the mean over samples."""
 
 
 class SkippedError(LossError):
@@ -59,9 +59,9 @@ class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def skips(step: Callable[..., Any], *arguments: Any) -> bool:
     """Say whether ``training_step`` skips a batch, and does so before it computes anything.
 
-    None for some rows says nothing of the batch: they may be too few, or one of them not finite.
-    And a forward before it would have moved buffers and RNG states. Nothing of that can be where no
-    kernel runs: then this call is what Lightning alone would do.
+    None for some rows does not decide for the batch: they may be too few, or one of them not
+    finite. And a forward before it would have moved buffers and RNG states. Neither is possible if
+    no kernel runs: then this call is equal to Lightning's own.
     """
     try:
         with Untouched():  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ def skips(step: Callable[..., Any], *arguments: Any) -> bool:
 
 @lru_cache(maxsize=100)
 def reads_epoch(cls: type) -> bool:
-    """Say whether a method of a person's class names the number of the epoch."""
+    """Say whether a method of a user's class names the number of the epoch."""
     own = [base for base in cls.__mro__ if not base.__module__.startswith(("lightning.", "torch."))]
     methods = [one for base in own for one in vars(base).values() if isinstance(one, FunctionType)]
     return any("current_epoch" in names_of(one.__code__) for one in methods)
@@ -82,7 +82,7 @@ class Log:
     """Recorder in place of ``LightningModule.log`` during micro-batches; a lane is a thread.
 
     Attributes:
-        options: of every name that was logged, what was passed with it.
+        options: logged name -> its other arguments.
         metrics: of every name whose value was a metric, that metric.
     """
 
@@ -126,14 +126,14 @@ class Log:
         if not isinstance(value, Tensor | Number):
             raise ValueError(
                 "a value that is logged must be a number, a tensor of one or a metric, and "
-                f"self.log({name!r}, ...) was given {type(value).__name__}: log its parts by their "
+                f"self.log({name!r}, ...) got {type(value).__name__}: log its parts by their "
                 "names, with self.log_dict for instance, or leave it out"
             )
         value = value.detach() if isinstance(value, Tensor) else torch.as_tensor(value)
         if value.numel() != 1:
             raise ValueError(
-                f"a value that is logged must be a single number, and self.log({name!r}, ...) was "
-                f"given a tensor of shape {tuple(value.shape)}: log its mean, for instance"
+                f"a value that is logged must be a single number, and self.log({name!r}, ...) got "
+                f"a tensor of shape {tuple(value.shape)}: log its mean, for instance"
             )
         self._lane.values[name] = value.squeeze()
 
@@ -142,7 +142,7 @@ PLACES = (
     "prog_bar logger on_step on_epoch reduce_fx enable_graph sync_dist sync_dist_group "
     "add_dataloader_idx batch_size metric_attribute rank_zero_only"
 ).split()
-"""What ``log`` takes after the value, in order."""
+"""Parameters of ``log`` after the value, in order."""
 
 
 class Present:
@@ -150,8 +150,8 @@ class Present:
 
     Attributes:
         trainer: the Trainer.
-        rest: what ``training_step`` takes after the batch.
-        log: takes what is logged.
+        rest: arguments of ``training_step`` after the batch.
+        log: receives the logged values.
     """
 
     def __init__(self, trainer: Any, log: Log) -> None:
@@ -166,9 +166,9 @@ class StepModule(nn.Module):
     """Wrapper of a LightningModule, with one of its steps as forward.
 
     Args:
-        module: the person's.
+        module: the user's.
         step: ``step(module, rows, *rest)`` -> loss, or a mapping with "loss".
-        present: what it has beside the rows.
+        present: its other parameters than the rows.
     """
 
     def __init__(self, module: LightningModule, step: Step, present: Present) -> None:
@@ -187,15 +187,15 @@ class StepModule(nn.Module):
         loss = found.get("loss") if isinstance(found, Mapping) else found
         if found is None:
             raise SkippedError(
-                "training_step must skip a batch before it looks at rows, by batch_idx for "
-                "instance, and it returned None for some rows of one: return a loss of zero "
-                "(loss * 0), or leave such a batch out of the loader"
+                "training_step must skip a batch before it reads rows, by batch_idx for instance, "
+                "and it returned None for some rows of one: return a loss of zero (loss * 0), or "
+                "leave such a batch out of the loader"
             )
         if not isinstance(loss, Tensor):
             raise LossError(
-                "training_step must return its loss, or a dict with 'loss', for all rows it is "
-                f"given, and it returned {type(found).__name__}: return a loss of zero "
-                "(loss * 0) where a batch should be skipped"
+                "training_step must return its loss, or a dict with 'loss', for all of its rows, "
+                f"and it returned {type(found).__name__}: return a loss of zero (loss * 0) where a "
+                "batch should be skipped"
             )
         extra = {k: v for k, v in found.items() if k != "loss"} if found is not loss else {}
         self._present.log.end(loss, extra)

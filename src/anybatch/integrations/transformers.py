@@ -7,11 +7,11 @@ product of both numbers is one batch while it trains, and each step hands it to 
 `Engine.backward`:
 
     loader          per_device_train_batch_size * gradient_accumulation_steps samples
-    training_step   micro-batches that fit `memory`, divided by what the whole batch has
+    training_step   micro-batches that fit `memory`, divided by what the full batch has
     all else        the Trainer's own: clipping, scheduler, callbacks, checkpoints, evaluation
 
-The loss is that of the undivided batch: what the model returns for all samples in one forward.
-Source: transformers 5.23, ``Trainer.training_step`` and ``Trainer.compute_loss``.
+The loss is that of the undivided batch: the one that the model returns for all samples in one
+forward. Source: transformers 5.23, ``Trainer.training_step`` and ``Trainer.compute_loss``.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     ``gradient_accumulation_steps``. Their product is the batch of a rank, from one call of the
     collator; while `train` runs, the first is the product and the second is 1 in `args`. So a
     step is one batch of the loader: steps, epochs, logs, checkpoints and callbacks count as before,
-    and ``on_substep_end`` is never called. What is set between two calls of `train` counts, as it
-    does there; what would accumulate in the middle of one is refused at the step. With
-    ``dataloader_drop_last`` the last batch of an epoch is left out where it is not whole. The batch
-    is padded to its longest row by the collator, and so is each micro-batch; ``cut_padding=True``
-    leaves out the columns that a micro-batch does not need (`transformers_padding`).
+    and ``on_substep_end`` is never called. Changes between two calls of `train` count, as they do
+    there; changes that would accumulate in the middle of one are refused at the step. With
+    ``dataloader_drop_last`` the last batch of an epoch is skipped if it is not full. The batch is
+    padded to its longest row by the collator, and so is each micro-batch; ``cut_padding=True`` cuts
+    the columns that a micro-batch does not need (`transformers_padding`).
 
     The loss of the model is traced (`anybatch.loss.traced`): a weighted sum of torch's own losses
     needs no declaration, and ``num_items_in_batch`` is not needed. ``label_smoothing_factor`` and
@@ -75,22 +75,22 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     once on the outputs of all. Evaluation is the Trainer's own, in parts that fit where `memory`,
     `micro_batch` or `plan` is given, one process evaluates and the loss is the model's.
 
-    Of what a subclass overrides all is called as there, in any order of classes, but for what the
-    engine takes the place of: that is refused with the name of the class.
+    All overrides of a subclass are called as there, in any order of classes, except those that the
+    engine replaces: these are refused with the name of the class.
 
     Args:
         model: as for `transformers.Trainer`, and so are `args`, `others` and `named`.
         args: the training arguments.
-        others: what it takes by place.
-        memory: what a step may hold on the device, as for `Engine`.
+        others: its positional arguments.
+        memory: budget of a step on the device, as for `Engine`.
         micro_batch: samples in a micro-batch; None (default) chooses.
         batchnorm: as for `Engine`.
         rng: as for `Engine`; "batch" draws dropout as the undivided batch would.
         plan: obey it; a checkpoint brings its own.
-        cut_padding: leave out of a micro-batch the columns that are padding in all of its rows, and
-            take rows in order of length. It is less to compute, and the plan says "not shown": the
-            gradient is that of the batch where the model heeds its attention mask. Default False.
-        named: what it takes by name.
+        cut_padding: cut the columns that are padding in all rows of a micro-batch, and sort rows by
+            length. It is less to compute, and the plan says "not shown": the gradient is that of
+            the batch if the model uses its attention mask. Default False.
+        named: its keyword arguments.
 
     Attributes:
         engine: the `Engine`, with ``engine.plan`` and ``engine.last``; None before the first step.
@@ -98,10 +98,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     Raises:
         ImportError: transformers or accelerate is not installed.
         ValueError: ``auto_find_batch_size``, which changes the batch; gradients would be
-            accumulated over several batches of the loader; `cut_padding` beside ``rng="batch"``.
+            accumulated over several batches of the loader; `cut_padding` with ``rng="batch"``.
         NotYetError: DeepSpeed, FSDP, DataParallel, a compiled model, fused losses.
         NotExactError: `compute_loss`, or another method that is not called, is overridden.
-        LossError: at the first step, where the loss of the model is not known.
+        LossError: at the first step, if the loss of the model is not recognised.
 
     Example:
         >>> trainer = Trainer(model, args, train_dataset=data, memory="8GiB")
@@ -326,7 +326,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 def plain_forward(model: nn.Module) -> Iterator[None]:
     """Remove accelerate's mixed precision from a model in the body; the caller enters autocast.
 
-    What accelerate puts around forward cannot be copied, and so not be rehearsed without data.
+    accelerate's wrapper of forward cannot be copied, and so has no dry run without data.
     """
     own = vars(model).get("_original_forward")
     wrapped = vars(model).pop("forward", None) if own is not None else None
@@ -347,5 +347,5 @@ def about_logits(size: int, plan: Plan) -> str:
     share = size / max(plan.memory.predicted, 1)
     return (
         f"{text} each time they are held, {share:.0%} of the {show_bytes(plan.memory.predicted)} "
-        "that a step is foreseen to hold; a smaller micro_batch= or shorter samples make them less"
+        "of the forecast of a step; a smaller micro_batch= or shorter samples reduce them"
     )

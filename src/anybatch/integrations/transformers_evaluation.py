@@ -1,9 +1,9 @@
 """A step of evaluation in the memory that training has: one forward of the batch, in parts.
 
-transformers evaluates a batch of ``per_device_eval_batch_size`` in one piece, whatever it takes. A
-loss that is traced adds up over parts of the batch exactly, and what else a model returns has rows
-that follow one another; so the same numbers come out of micro-batches that fit. What has no rows
-of its own, or a loss that is not traced, is left to transformers, in one piece.
+transformers evaluates a batch of ``per_device_eval_batch_size`` in one piece, of any size. A loss
+that is traced adds up over parts of the batch exactly, and the rows of other outputs can be joined;
+so micro-batches that fit yield the same numbers. Outputs without rows, and a loss that is not
+traced, are left to transformers, in one piece.
 
 Source: transformers 5.23, ``Trainer.prediction_step``.
 """
@@ -28,7 +28,7 @@ Outcome = tuple[Any, Any, Any]
 """Loss, outputs and labels, as ``Trainer.prediction_step`` returns them."""
 
 OWN = ("loss", "losses of", WEIGHTS)
-"""What is traced beside the outputs of a model."""
+"""Values that are traced with the outputs of a model."""
 
 
 class Evaluation:
@@ -36,8 +36,8 @@ class Evaluation:
 
     Args:
         model: of transformers.
-        optimizer: what its state holds is held during evaluation, too; None where there is none.
-        options: what an `Engine` is asked for; of a plan, which is for training, the micro-batch.
+        optimizer: its state is resident during evaluation, too; None where there is none.
+        options: arguments of an `Engine`; of a plan, which is for training, only the micro-batch.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, options: dict[str, Any]) -> None:
@@ -52,12 +52,12 @@ class Evaluation:
     ) -> Outcome | None:
         """Return loss, outputs and labels of a batch; None where it has to be run in one piece.
 
-        Outputs are on the host: the device has no room for those of all micro-batches.
+        Outputs are on the host: the device may not hold those of all micro-batches.
 
         Args:
-            trainer: who evaluates.
-            inputs: what the model is called with, labels among it.
-            ignored: names of outputs that nobody wants; None takes those of the model's config.
+            trainer: the trainer that evaluates.
+            inputs: arguments of the model, with labels.
+            ignored: names of outputs to skip; None uses those of the model's config.
             loss_only: outputs and labels are not wanted.
 
         Raises:

@@ -4,7 +4,7 @@ A mixture of experts adds to its loss how unevenly the experts were chosen, whic
 two means over tokens and so no sum over micro-batches. transformers has one function for it in each
 such model's file; while the engine runs, that function is `anybatch.coupled`:
 
-    loss = cross entropy + c * load_balancing_loss_func(router logits of the whole batch, mask)
+    loss = cross entropy + c * load_balancing_loss_func(router logits of the full batch, mask)
 
 Tokens, not samples, are its rows: micro-batches may be padded to different lengths.
 Source: transformers 5.23, ``load_balancing_loss_func``; Fedus et al. 2022 (Switch Transformer),
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from anybatch.lockstep.coupled import coupled
 
 NAME = "load_balancing_loss_func"
-"""What the function is called wherever it is."""
+"""Name of the function in every module."""
 
 TAKES = ("gate_logits", "num_experts", "top_k", "attention_mask")
-"""What it takes. Another one of the same name is left alone, and so refused."""
+"""Its parameters. Another one of the same name is not replaced, and so refused."""
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Losses of a `transformers.Trainer` for the engine: traced, label-smoothed or user-defined.
 
-A Trainer has three. The model returns its own (`OfModel` traces what it is made of); a label
-smoother is computed on the logits, and is a sum divided by the labels that are not ignored; a
-``compute_loss_func`` is a person's function, which divides by the items of the whole batch.
+A Trainer has three. The model returns its own (`OfModel` traces its terms); a label smoother is
+computed on the logits, and is a sum divided by the labels that are not ignored; a
+``compute_loss_func`` is a user's function, which divides by the items of the full batch.
 
     smoothed = ((1 - eps) * sum nll + eps * sum mean_v nll_v) / labels that count
 
@@ -32,10 +32,10 @@ class Items(int):
 
 
 class UserLoss:
-    """A person's ``compute_loss_func(outputs, labels, num_items_in_batch=...)``.
+    """A user's ``compute_loss_func(outputs, labels, num_items_in_batch=...)``.
 
     Attributes:
-        items: of the whole batch, over all ranks; None where nobody counts them.
+        items: of the full batch, over all ranks; None without a count.
     """
 
     def __init__(self, function: Callable[..., Tensor]) -> None:

@@ -1,17 +1,17 @@
 """Padding that no micro-batch needs, cut on request: columns that are padding in all rows.
 
 A batch is collated once, and so padded to the longest of all its rows. A Trainer that accumulates
-pads each of its small batches to its own longest, which is less to compute. What comes behind the
-last token of every row of a micro-batch is nothing to a model that heeds its attention mask. With
-``cut_padding=True`` it is cut off, and rows go in order of length, so that there is more to cut.
+pads each of its small batches to its own longest, which is less to compute. Columns behind the last
+token of every row of a micro-batch do not matter to a model that uses its attention mask. With
+``cut_padding=True`` they are cut, and rows are sorted by length, so that there is more to cut.
 
     a b c d e       a b c d e          sorted by length, the longest first: a lack of memory
     f g . . .  ──>  h i j k .          shows at once; the sum over rows has no order
     h i j k .       f g | . . .
 
-No comparison of values proves that a model heeds its mask: a maximum over all columns has padding
-in it for some rows only. So cutting is asked for, the plan says that it was not shown, and a model
-is refused whose loss of a padded row is another one without its padding. Cut are only batches of
+No comparison of values proves that a model uses its mask: a maximum over all columns contains
+padding for some rows only. So padding is cut only on request, the plan says "not shown", and a
+model is refused if the loss of a padded row changes without its padding. Cut are only batches of
 token ids, masks and labels, padded on the right.
 """
 
@@ -43,7 +43,7 @@ CUT = (
     "padding gives another gradient"
 )
 HEEDS = (
-    "a model must heed its attention mask where cut_padding=True, and the loss of a row of this "
+    "a model must use its attention mask where cut_padding=True, and the loss of a row of this "
     "batch is {full:.8g} with its padding and {cut:.8g} without: leave cut_padding out"
 )
 

@@ -17,37 +17,37 @@ WAY_OUT = (
     "coupled(lambda value: 0.1 * value)(weight.square().sum()), or leave the labels out of "
     "the batch and pass compute_loss_func=, which is exact for every loss"
 )
-"""What helps where a model's own loss is not known."""
+"""Remedy for a model's own loss that is not recognised."""
 
 
 def refuse_arguments(args: Any) -> None:
     """Refuse training arguments that conflict with the engine's decisions, or are untested.
 
     Raises:
-        ValueError: the batch size would be changed behind the person's back.
+        ValueError: the batch size would be changed silently.
         NotYetError: not possible today.
     """
     if args.auto_find_batch_size:
         raise ValueError(
-            "a batch must stay what it is, and auto_find_batch_size=True makes it smaller until it "
+            "the batch size must not change, and auto_find_batch_size=True reduces it until it "
             'fits: leave it out, and give memory="8GiB" or nothing'
         )
     if str(getattr(args.optim, "value", args.optim)) in ("lomo", "adalomo"):
         raise NotYetError(
-            f"an update must come after the gradient of the whole batch, and optim={args.optim!s} "
+            f"an update must come after the gradient of the full batch, and optim={args.optim!s} "
             "updates inside backward: take another optimizer, such as adamw_torch"
         )
     if args.n_gpu > 1:
         raise NotYetError(
             f"one process trains on one device, and this one sees {args.n_gpu} GPUs, which the "
-            "Trainer would put in DataParallel: run it under torchrun, or show it one "
+            "Trainer would put in DataParallel: run it under torchrun, or make one visible "
             "(CUDA_VISIBLE_DEVICES=0)"
         )
     for name, what in UNTRIED.items():
         if getattr(args, name, None):
             raise NotYetError(
-                f"{what} is not something that the engine can run today, and {name}="
-                f"{getattr(args, name)!r}: leave it out, or use transformers.Trainer"
+                f"{what} is not supported by the engine today, and {name}={getattr(args, name)!r}: "
+                "leave it out, or use transformers.Trainer"
             )
 
 
@@ -62,7 +62,8 @@ UNTRIED = {
 
 SKIPPED = {
     "compute_loss": (
-        "the loss must be known apart from the Trainer, to be divided by what the whole batch has",
+        "the loss must be computed outside of the Trainer, to be divided by the denominator of "
+        "the full batch",
         "pass compute_loss_func=lambda outputs, labels, num_items_in_batch=None: ... instead",
     ),
     "training_step": (
@@ -74,7 +75,7 @@ SKIPPED = {
         "override _prepare_inputs instead",
     ),
 }
-"""Methods that transformers calls in a step and this Trainer does not: why, and what to do."""
+"""Methods that transformers calls in a step and this Trainer does not: reason and remedy."""
 
 
 class Overrides:
@@ -219,9 +220,9 @@ def refuse_count(trainer: Any, base: Any, inputs: Any, passed: Any) -> None:
         class_name = trainer._overrides.anywhere("_get_num_items_in_batch")
         class_name = class_name or trainer._overrides.anywhere("get_batch_samples")
         raise NotExactError(
-            "the loss of a model must be divided by the labels that it is taken of, and "
+            "the loss of a model must be divided by the number of its labels, and "
             f"num_items_in_batch is {_number(here)} in {class_name} and {_number(there)} in "
-            "transformers.Trainer: leave it, or divide by it in compute_loss_func="
+            "transformers.Trainer: do not change it, or divide by it in compute_loss_func="
         )
 
 

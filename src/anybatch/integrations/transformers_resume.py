@@ -1,10 +1,9 @@
 """Plans of a run in its checkpoint, so that a resumed run splits each batch as before.
 
-The first batch of a run is planned with a clock, and batches with longer samples are planned from
-shapes alone, from what was foreseen before. So a checkpoint keeps the first plan, and the shapes of
-the batches at which something was planned, in order. A resumed run plans them again, on rows of
-zeros, before its first step, with the size that the clock chose. Then it splits every batch as the
-run would have that was never stopped.
+The first batch of a run is planned with a clock, and batches with longer samples are planned only
+from shapes, from earlier forecasts. So a checkpoint stores the first plan, and the shapes of the
+batches at which a plan was made, in order. A resumed run plans them again, on rows of zeros, before
+its first step, with the size that the clock chose. Then it splits every batch like an unbroken run.
 
     planned:  8 x 11, clocked ── 8 x 14 ── 8 x 16     checkpoint     resumed: again, again, again
 """
@@ -25,7 +24,7 @@ from anybatch.engine.engine import Engine
 NAME = "anybatch_plan.json"
 Shape = tuple[list[int], str]
 Shapes = tuple[dict[str, Shape], Shape | None]
-"""Shape and dtype of what a model is called with by name, and of the labels beside, if any."""
+"""Shape and dtype of a model's keyword arguments, and of separate labels, if any."""
 
 
 class History:

@@ -6,8 +6,7 @@ from there on, unless the batch is so large that it need not be.
 
     local  ── converged, and the batch is smaller than max_batch ──>  global
 
-The criterion looks at the loss of the whole batch, which all ranks have alike: all of them change
-in the same step.
+The criterion uses the loss of the full batch, which all ranks share: all change in the same step.
 
 Source: AGBN, section 4.3.
 """

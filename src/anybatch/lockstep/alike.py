@@ -1,9 +1,9 @@
 """Check of a coupled function's arguments: rows, or the same for all micro-batches and ranks.
 
-The function is called once, with the rows of all in place of one's own. All else that it is given
-comes from the micro-batch that happens to call it: a number that differs (``len(rows)``) would be
-that of one of them, and a tensor that holds no rows (class weights, prototypes) would be gathered
-as if it did, and come several times. Neither shows in the result: both are looked for before.
+The function is called once, with the rows of all in place of one's own. All other arguments are
+those of the micro-batch that happens to call it: a number that differs (``len(rows)``) would be
+that of one of them, and a tensor without rows (class weights, prototypes) would be gathered as if
+it had some, several times. The result shows neither: both are tested before.
 
     numbers, names, 0-dim tensors    the same for all, or refused
     tensors [m, ...]                 blocks that are one and the same for all are no rows: refused
@@ -37,12 +37,11 @@ class CallRecord(NamedTuple):
     Attributes:
         name: of the function.
         samples: that the model was called with.
-        words: paths of all arguments, and what can be written down; of what it holds, too.
+        words: paths of all arguments, and printable values; of its closure, too.
         numbers: the 0-dim tensors.
         objects: all else.
         alike: of each tensor with rows how many there are, where all are one and the same; else 0.
-        did: how many rows of all it was given, then its kernels and the numbers in them; empty
-            where nobody looked.
+        did: the number of rows passed, its kernels and the numbers in them; empty if not inspected.
     """
 
     name: str
@@ -78,7 +77,7 @@ def refuse_looks(calls: list[CallRecord]) -> None:
     """Compare the arguments of coupled functions in two forwards of different numbers of samples.
 
     Rows that are one and the same may be as many as the samples (a mask) or belong to none (weights
-    of one), which micro-batches of one size cannot tell; `refuse_constants` sees to all others.
+    of one), which micro-batches of one size cannot show; `refuse_constants` covers all others.
 
     Raises:
         LossError: something differs that has no rows, or equal rows are as many as before.
@@ -130,10 +129,10 @@ def meets_alike(name: str, fn: Callable[..., Any], arguments: Any, place: Around
 
 def _differs(name: str) -> LossError:
     return LossError(
-        "what a coupled function is given beside rows, and what its closure holds, must be the "
-        f"same in all micro-batches, and {name} was called with other numbers, names or objects: "
-        "compute len(rows), means and the like inside of it, where the rows are those of the whole "
-        "batch"
+        "arguments of a coupled function without rows, and the contents of its closure, must be "
+        f"the same in all micro-batches, and {name} was called with other numbers, names or "
+        "objects: compute len(rows), means and the like inside of it, where the rows are those of "
+        "the whole batch"
     )
 
 
@@ -183,7 +182,7 @@ def refuse_constants(
 ) -> None:
     """Refuse tensors that belong to no sample: parameters, and tensors that all pass alike.
 
-    Rows of one kind may all be alike (a mask of ones), if there are as many as samples, or twice.
+    Rows of an argument may all be equal (a mask of ones), if as many as samples, or twice.
 
     Args:
         name: of the function.

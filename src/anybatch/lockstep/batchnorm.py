@@ -1,8 +1,8 @@
 """BatchNorm over all parts of a batch, for every ``F.batch_norm`` of an unmodified model.
 
-torch normalises by the statistics of the rows that are here. While this mode is on, training-mode
-batch normalisation asks a meeting for the moments of all rows, and in backward for the two sums
-that its gradient needs; it computes with its own rows alone.
+torch normalises by the statistics of its own rows. While this mode is on, training-mode batch
+normalisation gets the moments of all rows from a barrier, and in backward the two sums that its
+gradient needs; it computes only with its own rows.
 
     forward    x_hat = (x - mean) / sqrt(var + eps)            mean, var of all parts
     backward   dx = w / sqrt(var + eps) * (dy - S1 / N - x_hat * S2 / N)
@@ -73,7 +73,7 @@ class Tracked:
         """Move running statistics by those of the full batch, for the first part that arrives.
 
         Args:
-            total: of the whole batch.
+            total: of the full batch.
             mean: [C], or None.
             var: [C], or None.
             momentum: the share of the new statistics.
@@ -98,15 +98,14 @@ class MeetingNorms(Norms):
 
     Args:
         tracked: shared by all parts.
-        keep: told of tensors whose memory is read past all kernels. Default nobody.
-        empty: the rows are there for the form only: they count nothing, and nothing flows back.
-            Default False.
+        keep: called with tensors whose memory is read below all modes. Default: not called.
+        empty: the rows have weight 0: they count nothing, and nothing flows back. Default False.
         moments: of rows; default `moments_of`. A rehearsal needs their shapes only.
-        route: follows forward along places that are known; None (default) where any place is.
+        route: checks forward against the inspected sites; None (default) accepts any.
         singles: forward has normalised each of several samples by itself, too. Default False.
 
     Attributes:
-        again: what is computed now was computed before, so no statistics move.
+        again: this is a recomputation, so no statistics move.
         empty: as given.
     """
 
@@ -169,7 +168,7 @@ class MeetingNorms(Norms):
         """Take in a place of forward where samples meet.
 
         Raises:
-            OtherSitesError: it has not been looked at.
+            OtherSitesError: it was not inspected.
         """
         if self._route is not None:
             self._route.comes_to(site)
@@ -194,8 +193,8 @@ class MeetingNorms(Norms):
             raise NotExactError(
                 "a micro-batch must have two samples at least where a model with BatchNorm also "
                 "calls batch_norm on one row of n * C channels (each sample by itself), and one "
-                "has a single sample, of which that cannot be told: give another micro_batch, or "
-                "call instance_norm for it"
+                "has a single sample, where the two cannot be distinguished: give another "
+                "micro_batch, or call instance_norm for it"
             )
         return found
 
@@ -231,8 +230,8 @@ class BatchPlace(NamedTuple):
     """The layer that normalises, as other parts of the batch know it.
 
     Attributes:
-        name: the path of the module; "" where it is not known.
-        key: tells layers apart within a process.
+        name: the path of the module; "" if unknown.
+        key: identifies the layer within a process.
         empty: the rows of this part are there for the form only.
     """
 
@@ -256,14 +255,14 @@ def batch_norm(
         weight: [C], or None.
         bias: [C], or None.
         eps: added to the variance.
-        layer: tells layers apart; other parts must be in the same one. Default: the only one.
+        layer: identifies the layer; other parts must be in the same one. Default: the only one.
         moments: of rows. Default `moments_of`.
 
     Returns:
         The part normalised, and the moments.
 
     Raises:
-        ValueError: the whole batch has one value a channel.
+        ValueError: the full batch has one value a channel.
     """
     layer = layer or BatchPlace()
 
@@ -381,11 +380,11 @@ def _to_input(
 ) -> Tensor:
     """Return the gradient of x.
 
-    What has x in it is a normalisation with other weights, and torch has a kernel for that.
+    The term with x is a normalisation with other weights, and torch has a kernel for that.
 
     Args:
         x: rows of this part.
-        dy: the gradient of what was made of them.
+        dy: the gradient of their result.
         weight: [C], or None.
         total: moments of all parts.
         eps: added to the variance.

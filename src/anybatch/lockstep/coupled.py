@@ -1,17 +1,16 @@
 """`coupled`: a function over rows of the full batch, inside a model that runs on a micro-batch.
 
-A loss in which samples meet (Dice, InfoNCE, experts that are to be used evenly) is the engine's to
-take where it stands outside the model. Inside of one, in Lightning's ``training_step`` or in what a
-language model returns, it would be that of some rows. `coupled` marks it: micro-batches wait for
-each other there, the last one takes the value and its gradient once, with the rows of all, and each
-goes on with the value and with the gradient of its own rows.
+A loss in which samples meet (Dice, InfoNCE, the balance of experts) is computed by the engine if it
+is outside the model. Inside of one, in Lightning's ``training_step`` or in the loss that a language
+model returns, it would be that of some rows. `coupled` marks it: micro-batches wait for each other
+there, the last one computes the value and its gradient once, with the rows of all, and each
+continues with the value and with the gradient of its own rows.
 
     forward     v = fn(rows of all), the same for all         G = dv / d rows of all, kept
     backward    d own rows = (sum of d v over all who got it) * G[own rows]
 
-The sum makes it exact however the loss of a micro-batch is weighted, as long as the weights are
-those of one whole: 1/K each, samples, tokens.
-Source: the chain rule.
+The sum makes it exact for any weights of the losses of micro-batches that add up to 1: 1/K each,
+samples, tokens. Source: the chain rule.
 """
 
 from __future__ import annotations
@@ -68,8 +67,8 @@ def coupled(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """
     if not callable(fn):
         raise LossError(
-            f"what is coupled must be a function of rows, and {type(fn).__name__} came: "
-            "anybatch.coupled(fn)(outputs, targets)"
+            "coupled must be called with a function of rows, and it was called with "
+            f"{type(fn).__name__}: anybatch.coupled(fn)(outputs, targets)"
         )
     name = getattr(fn, "__name__", type(fn).__name__)
 
@@ -144,7 +143,7 @@ def _evaluated(
 
 
 SCALES = (2.0**15, 2.0**8, 1.0)
-"""What gradients in float16 are multiplied by until backward: the first that leaves all finite."""
+"""Factors of gradients in float16 until backward: the first that leaves all finite."""
 
 
 def _gradients(value: Tensor, needs: list[Tensor]) -> tuple[list[Tensor | None], float]:
@@ -170,8 +169,8 @@ def _refuse_moved(name: str, leaves: list[Tensor], versions: list[int]) -> None:
     """
     if any(leaf._version != before for leaf, before in zip(leaves, versions, strict=True)):
         raise LossError(
-            f"a coupled function must leave its arguments as they are, and {name} writes to one of "
-            "them: clone it first"
+            f"a coupled function must not change its arguments, and {name} writes to one of them: "
+            "clone it first"
         )
 
 
@@ -184,9 +183,9 @@ def _refuse_hidden(name: str, leaves: list[Tensor], value: Tensor) -> None:
     leaf_ids = set(map(id, leaves))
     if any(id(leaf) not in leaf_ids for leaf in graph.leaves([value])):
         raise LossError(
-            f"a coupled function must be given what it trains, and {name} uses a parameter, or a "
-            "tensor with a gradient, that is none of its arguments: compute with it before the "
-            "call, or pass it as an argument, a scale as a 0-dim tensor"
+            f"a coupled function must have every tensor that it trains as an argument, and {name} "
+            "uses a parameter, or a tensor with a gradient, that is none of its arguments: "
+            "compute with it before the call, or pass it as an argument, a scale as a 0-dim tensor"
         )
 
 
@@ -198,8 +197,9 @@ def _unpacked(packed: tuple[Tensor, int]) -> Tensor:
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
-            "what a coupled function computes its gradient from must stay as it is, and it has "
-            f"changed a tensor of shape {tuple(tensor.shape)} in place: write y = y + 1, not y += 1"
+            "a coupled function must not change the tensors from which its gradient is computed, "
+            f"and it has changed a tensor of shape {tuple(tensor.shape)} in place: write y = y + "
+            "1, not y += 1"
         )
     return tensor
 

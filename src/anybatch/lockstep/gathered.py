@@ -1,9 +1,9 @@
 """`gather_batch`: the rows of the full batch, inside a model that runs on some of them.
 
 A model that compares its samples with all others (negatives of a contrastive loss inside the model)
-computes something else on a part of the batch. ``torch.distributed`` gathers over ranks; here the
-parts are micro-batches as well, which wait for each other, and the gradient of what was gathered
-goes back to the rows that it came from.
+has another result on a part of the batch. ``torch.distributed`` gathers over ranks; here the parts
+are micro-batches as well, which wait for each other, and the gradient of the gathered rows flows
+back to their sources.
 
     forward     whole = [rows of all micro-batches of all ranks], the same for all
     backward    d rows = (sum of d whole over all who got it), the part that is ours
@@ -75,7 +75,7 @@ class Around(NamedTuple):
     Attributes:
         modes: function modes that are on.
         meeting: brings the parts together; None where there are no others.
-        rows: of the whole batch, in a rehearsal that meets nobody; else 0.
+        rows: of the full batch, in a dry run of a single lane; else 0.
         part: samples that the model was called with.
         empty: the rows are there for the form only, and count nothing.
     """
@@ -95,7 +95,7 @@ class Around(NamedTuple):
 
         Args:
             rows: of a part.
-            grad: without, what comes does not depend on how many these are, nor on what is in them.
+            grad: without, the result depends neither on the number of rows, nor on their values.
         """
         if not rows.dim():
             return rows.detach(), rows.new_zeros(())
@@ -141,8 +141,8 @@ def around(what: str) -> Around:
     """Return the context of a request for the rows of the full batch.
 
     Raises:
-        GatherError: micro-batches do not wait for each other yet; they do when the step that has
-            found out so that samples meet in `what` begins again.
+        GatherError: micro-batches do not wait for each other yet; they do when the step, which has
+            now found that samples meet in `what`, begins again.
     """
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     norms = next((mode for mode in modes if isinstance(mode, NonReducingNorms)), None)

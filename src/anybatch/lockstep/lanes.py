@@ -78,9 +78,9 @@ class Lanes:
 
     Args:
         count: lanes.
-        turns: hooks that are called at every turn.
-        entered: returns what a lane runs in: the modes of the thread that started them.
-        beyond: adds what lanes of other processes have; None (default) where there are none.
+        turns: hooks that are called whenever the token is passed.
+        entered: returns the context of a lane: the modes of the thread that started them.
+        beyond: adds the parts of other processes; None (default) where there are none.
     """
 
     def __init__(
@@ -107,13 +107,13 @@ class Lanes:
         """Run ``work(lane)`` for every lane, and return when all have ended.
 
         Args:
-            work: what a lane does.
+            work: the function of a lane.
             listen: called now and then while they run; may raise, which ends them. Default nothing.
 
         Raises:
             LockstepError: the lanes do not meet in the same places.
             NoThreadError: the system starts no thread for each of them.
-            BaseException: what the first lane that failed has raised; the others were unwound.
+            BaseException: the exception of the first lane that failed; the others were unwound.
         """
         started: list[workers.Task] = []
         begun = False
@@ -148,10 +148,10 @@ class Lanes:
         except (RuntimeError, MemoryError) as error:
             stack = threads.stack_size() or "of the system's size (ulimit -s)"
             raise NoThreadError(
-                f"micro-batches that wait for each other need a thread each, and of "
-                f"{self._count} threads the system started {started}; a limit on the process's "
-                f"memory counts their stacks whole (now {stack}): take a larger micro_batch, raise "
-                "the limit, or call threading.stack_size(2**20) before the step"
+                f"micro-batches that wait for each other need a thread each, and of {self._count} "
+                f"threads the system started {started}; a limit on the process's memory counts "
+                f"their full stacks (now {stack}): give a larger micro_batch, raise the limit, or "
+                "call threading.stack_size(2**20) before the step"
             ) from error
 
     def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
@@ -208,7 +208,7 @@ class Lanes:
         """Return the lane that has reached the barrier of `key`.
 
         Raises:
-            LockstepError: the first lane of this round met for something else.
+            LockstepError: the first lane of this round is at another barrier.
         """
         if self._failure is not None:
             raise LaneLeft
@@ -217,7 +217,7 @@ class Lanes:
         if key != self._keys[first]:
             places = str(self._keys[first]), str(key)
             raise LockstepError(
-                "every micro-batch must go through the same layers where samples meet, and "
+                "every micro-batch must reach the same barriers (layers where samples meet), and "
                 f"micro-batch {first} is at {self._keys[first]} while micro-batch {lane} is at "
                 f"{key}: the model takes another path for other samples. {_way_out(places)}or give "
                 "micro_batch >= the batch size"
@@ -278,7 +278,7 @@ class Lanes:
 def _way_out(places: tuple[str, str]) -> str:
     """Return advice for two micro-batches at these barriers, as the beginning of a sentence."""
     if any("coupled" in place or "gather_batch" in place for place in places):
-        return "Call it for every micro-batch, and use what it returns in each loss, "
+        return "Call it for every micro-batch, and use its result in each loss, "
     return 'Use batchnorm="local", '
 
 
@@ -291,8 +291,8 @@ def _wait(started: list[workers.Task]) -> None:
 def _drain(first: Tensor) -> None:
     """Empty autograd's queue of this thread.
 
-    What a failed backward has left in it would be run by the next backward of this thread, or go
-    with it, after Python has lost sight of that.
+    Tasks of a failed backward would be run by the next backward of this thread, or be freed with
+    the thread, after Python has ended its state.
 
     Args:
         first: made before all else in this thread, so that its backward comes after all else.

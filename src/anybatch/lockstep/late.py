@@ -1,16 +1,16 @@
 """Batch normalisation that a model begins to call in a later step, detected without a mode.
 
-The first look at a model traces what its first forward calls. A bare ``F.batch_norm`` behind a
-flag that is switched on later would normalise each micro-batch by itself. A mode would find that,
-and every other call too, at the price of each. But ``F.batch_norm``, however a model has imported
-it, looks ``torch.batch_norm`` up when it is called: while a step runs that is divided, something
-else stands there, which costs a comparison, and no compiled model is compiled anew for it.
+The inspection traces the calls of the first forward. A bare ``F.batch_norm`` behind a flag that is
+switched on later would normalise each micro-batch by itself. A mode would find that, at a cost for
+every call. But ``F.batch_norm``, however a model has imported it, looks ``torch.batch_norm`` up
+when it is called: while a divided step runs, that attribute is replaced, which costs a comparison,
+and no compiled model is compiled anew for it.
 
     F.batch_norm, nn.BatchNorm ──> torch.batch_norm ──> training, with a part of the batch: found
                                                     └─> torch's own
 
-Not found is what has taken ``torch.batch_norm`` itself before the step (``from torch import``),
-calls from C++ (a scripted model), and what was compiled outside of a divided step.
+Not found are references to ``torch.batch_norm`` itself from before the step (``from torch
+import``), calls from C++ (a scripted model), and code compiled outside of a divided step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TRAINING = {"batch_norm": 5, "native_batch_norm": 5}
 
 
 SINGLE = "Expected more than 1 value per channel when training"
-"""What ``F.batch_norm`` says of a single sample, before it calls anything."""
+"""Error of ``F.batch_norm`` for a single sample, before it calls anything."""
 
 
 class _ThreadStep(threading.local):
@@ -49,7 +49,7 @@ _OWN: dict[str, Any] = {}
 class Singles:
     """How often a forward has normalised each of several samples by itself, at most.
 
-    That is one row of n * C channels (AdaIN); of a single sample it looks like a batch of one.
+    That is one row of n * C channels (AdaIN); for a single sample it equals a batch of one.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Listening:
         outer: the step of this thread that it is within; None where there is none.
 
     Attributes:
-        called: what was called; "" where nothing was.
+        called: the called function; "" where none was.
     """
 
     def __init__(self, singles: Singles, outer: Listening | None) -> None:
@@ -115,7 +115,7 @@ def _hear(name: str, x: Tensor) -> None:
     """Refuse to normalise samples of a part of the batch.
 
     Raises:
-        BatchStatisticsError: it is, and remembers that, whatever becomes of the error.
+        BatchStatisticsError: it is, and records that, even if the error is caught.
     """
     step = _HERE.step
     if step is not None and standalone_here() and not step.singles.takes(x):
@@ -129,10 +129,10 @@ def _refuse(name: str) -> NoReturn:
 
 @contextmanager
 def listening(before: Before, singles: Singles) -> Iterator[None]:
-    """Hear batch normalisation for training in the body, where it is called with a part of a batch.
+    """Notice training-mode batch normalisation of a part of a batch in the body.
 
     Args:
-        before: the step; it ends what an interrupt has left.
+        before: the step; it undoes a replacement that an interrupt has left.
         singles: of the model.
 
     Raises:

@@ -1,16 +1,15 @@
 """A step in lanes: micro-batches that wait for each other wherever their samples meet.
 
-Every lane runs forward, takes its share of the loss, and runs backward. BatchNorm meets in both
-directions, so each lane computes what its rows would in the undivided batch. A loss that couples
-the samples is one more meeting, of outputs, and needs no second forward: the graphs are waiting.
+Every lane runs forward, computes its share of the loss, and runs backward. BatchNorm is a barrier
+in both directions, so each lane computes its rows as in the undivided batch. A loss that couples
+the samples is one more barrier, of outputs, and needs no second forward: the graphs still exist.
 
     lane 0:  forward ─┬─ BatchNorm ─┬─ forward ─┬─ loss ─┬─ backward ─┬─ BatchNorm ─┬─ backward
     lane 1:  forward ─┘             └─ forward ─┘        └─ backward ─┘             └─ backward
 
-What waiting lanes hold leaves the device as far as there is no room for it
-(`anybatch.memory.pager`).
+Tensors of waiting lanes are offloaded as far as they do not fit (`anybatch.memory.pager`).
 
-Source: what BatchNorm over parts means: AGBN, Algorithms 1-3.
+Source: BatchNorm over parts: AGBN, Algorithms 1-3.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
         tracked: its running statistics.
 
     Returns:
-        The loss of the whole batch, a detached 0-dim tensor.
+        The loss of the full batch, a detached 0-dim tensor.
 
     Raises:
         LockstepError: the model takes another path for other samples.
@@ -97,7 +96,7 @@ def _run(step: Step, tracked: Tracked, together: LockstepState, held: HeldBack) 
 
 
 AHEAD = 1.5
-"""Turns whose bytes may wait beside the lane that runs, where no budget says how many may."""
+"""Multiple of a segment's bytes that may wait in addition to the running lane, without a budget."""
 
 
 def _pager(step: Step, meters: list[Meter]) -> Pager | None:

@@ -24,7 +24,7 @@ def values_of_a_part() -> Iterator[None]:
     except ValueError as error:
         if not str(error).startswith(SINGLE):
             raise
-        why = "it is given one value a channel"
+        why = "it has one value a channel"
         raise NotExactError(other_rows("a call in forward", why)) from error
     except RuntimeError as error:
         if TWICE not in str(error):

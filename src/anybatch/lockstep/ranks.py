@@ -154,8 +154,8 @@ def global_batchnorm(model: nn.Module, *, group: Any = None) -> nn.Module:
     odd = [f"{name or 'the model'} ({type(m).__name__})" for name, m in layers if not _usual(m)]
     if odd:
         raise NotExactError(
-            "global_batchnorm must know what a BatchNorm layer does, and these have a forward of "
-            f"their own, parametrized weights, or have not seen a batch yet: {', '.join(odd)}. "
+            "global_batchnorm replaces layers with torch's own BatchNorm, and these have a "
+            f"forward of their own, parametrized weights, or no parameters yet: {', '.join(odd)}. "
             "Run a batch through lazy layers before; for others use anybatch.Engine, which needs "
             "no layer replaced"
         )

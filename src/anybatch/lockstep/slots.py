@@ -1,12 +1,12 @@
 """State that forward sets on a model while it runs: every lane has its own.
 
-A model may keep an activation in an attribute and read it some layers later, put features in a
+A model may store an activation in an attribute and read it some layers later, put features in a
 dict by a hook, or swap its parameters for the time of a call. Run to the end, one forward does not
-disturb the next. Lanes stop in the middle, and what one has left would be found by another. So the
-first look at a model compares, wherever a lane would have to wait, what attributes, parameters and
-containers hold with what they held before; what has changed changes hands with the token.
+disturb the next. Lanes stop in the middle, and one would find the state of another. So the
+inspection compares, at every barrier, the contents of attributes, parameters and containers with
+those before; changed ones are swapped with the token.
 
-Source: found by trying to break lanes; ``threading.local`` of a person's own is not carried over.
+Source: found by trying to break lanes; ``threading.local`` of the user's is not carried over.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LaneInspection:
 
     Attributes:
         follow: the mode that follows the forward which runs; None where none does.
-        forwards: how many the look has run.
+        forwards: number of forwards of the inspection.
     """
 
     def __init__(self, modules: Modules) -> None:

@@ -2,7 +2,7 @@
 
 Grad mode, autocast, inference mode, function and dispatch modes, saved-tensor hooks and context
 variables belong to the thread that entered them. A lane that did not enter them too would compute
-in float32 under a person's autocast, on the wrong device, or out of the meter's sight.
+in float32 under the user's autocast, on the wrong device, or without the meter.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class Surroundings:
 
     @contextmanager
     def entered(self, paging: Any = None) -> Iterator[None]:
-        """Be in them, in this thread, for the body; backward stays in this thread.
+        """Enter them, in this thread, for the body; backward runs in this thread.
 
         Args:
-            paging: a dispatch mode under all of the person's, which must see what they call, and
+            paging: a dispatch mode below all of the user's, whose kernels it must intercept, and
                 above the meter. Default None.
         """
         for variable, value in self.variables.items():

@@ -1,10 +1,10 @@
 """RNG state of every lane: its draws do not depend on the lanes that run in between.
 
-A checkpointed part of a model notes the state of the generator and puts it back when it computes
-again. If it has to wait in the middle of that, the others must not find its state, nor move it. So
-torch's generators change hands with the token, and so does what forward keeps on the model. The
-first lane goes on from where the step began, the others from seeds drawn from there, without moving
-it.
+A checkpointed part of a model saves the state of the generator and restores it when it recomputes.
+If it has to wait in the middle of that, the others must not find its state, nor move it. So torch's
+generators are swapped with the token, and so is state that forward stores on the model. The first
+lane continues from the state at the beginning of the step, the others from seeds drawn from it,
+without moving it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class LaneTurns:
     Args:
         lanes: how many.
         slots: attributes and containers that each lane has of its own.
-        gradients: what a lane has left of them is added up at every turn, because the next one's
-            must not be added to it in half precision; None (default) where there are none.
-        pager: of what they hold; None (default) lets everything stay.
+        gradients: those of a lane are added up whenever the token is passed, because the next one's
+            must not be added to them in half precision; None (default) where there are none.
+        pager: of their tensors; None (default) offloads none.
         everything: Python's and numpy's generators change hands too. Default False.
     """
 

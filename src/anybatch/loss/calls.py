@@ -1,9 +1,8 @@
 """Calls of a loss in a step, with checks for state it changes and for state that forward wrote.
 
-A micro-batch's outputs are all that a loss may take from forward. What forward leaves elsewhere,
-in an attribute or a dict, is that of the last micro-batch when the loss of the whole batch is
-taken. So where forward has changed a place that the loss reaches, the loss is called under a look
-at the attributes that it reads.
+A loss may read only a micro-batch's outputs from forward. A value that forward stores elsewhere, in
+an attribute or a dict, is that of the last micro-batch when the loss of the full batch is computed.
+So if forward has changed a place that the loss reaches, its reads of attributes are traced.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ class LossCalls:
 
     Args:
         state: of the loss, as it is when the step begins.
-        noted: the paths are added to, of the state for which a loss is called once. Default: a new
-            list.
-        first: the step is the first of its kind, so values are compared. Default True.
+        noted: list for the paths of state for which a loss is called once. Default: a new list.
+        first: the step is the first of its signature, so values are compared. Default True.
         rehearsed: the loss has been called before the step, in rehearsals. Default True.
         twice: the loss is compared with itself. Default True.
 
@@ -107,11 +105,10 @@ class LossCalls:
     def watched(self, call: Callable[[], T]) -> T | None:
         """Return the result of a call without data; None where state changes or iterators exist.
 
-        State that it changes is restored. Nothing is called that draws from an iterator, which
-        cannot be.
+        State that it changes is restored. A loss that draws from an iterator is not called.
 
         Raises:
-            LossError: it reads what forward has changed.
+            LossError: it reads a place that forward has changed.
         """
         if self._state.iterators:
             self.changed = self._state.iterators
@@ -132,7 +129,7 @@ class LossCalls:
         """Run a call of the loss, record the state that it changes, and return its result.
 
         Raises:
-            LossError: it reads what forward has changed.
+            LossError: it reads a place that forward has changed.
         """
         if self.divided and self._state.names_grad:
             call = partial(_without_gradients, call, self._state.trained())
@@ -171,8 +168,8 @@ class _Gradients(TorchFunctionMode):
         if getattr(func, "__self__", None) is GRAD and id(args[0]) in self._parameters:
             raise LossError(
                 "a loss must not read the gradients that a divided batch is adding to, and it "
-                "reads .grad of a parameter of the model: compute what it takes of them before the "
-                "step and keep that number, or give micro_batch >= the batch size"
+                "reads .grad of a parameter of the model: compute the number before the step and "
+                "pass it, or give micro_batch >= the batch size"
             )
         return func(*args, **keywords(func, kwargs))
 
@@ -194,10 +191,10 @@ def _refuse(found: list[str]) -> None:
     """
     if found:
         raise LossError(
-            "a loss must compute from the outputs and targets it is given, and it reads "
-            f"{', '.join(dict.fromkeys(found))}, which forward left elsewhere than in its "
+            "a loss must compute from its outputs and targets, and it reads "
+            f"{', '.join(dict.fromkeys(found))}, which forward stored elsewhere than in its "
             "outputs and which belongs to one micro-batch only: return it from the model, as one "
-            "value a sample; what is computed from all samples (a mean), compute in the loss"
+            "value a sample; compute a value of all samples (a mean) in the loss"
         )
 
 
@@ -205,8 +202,8 @@ def _refuse(found: list[str]) -> None:
 def reads(changes: Iterable[Change]) -> Iterator[list[str]]:
     """Collect the paths of the changed places that the body reads.
 
-    An attribute is read when the object is asked for it, and not once the body has set it. What a
-    function names itself (a global, a variable around it) is read when that name is.
+    An attribute counts as read when it is looked up, unless the body has set it. A name in a
+    function (a global, a variable around it) counts as read when it is loaded.
     """
     found: list[str] = []
     classes: dict[type, dict[tuple[int, str], str]] = {}
@@ -234,7 +231,7 @@ WORD = re.compile(r"[^\W\d]\w*")
 def _names_read(names: set[str]) -> Iterator[set[str]]:
     """Collect the names that functions of the body read, instruction by instruction.
 
-    A function may name what it does not read, in a branch that is not taken.
+    A function may name attributes that it does not read, in a branch that is not taken.
     """
     read: set[str] = set()
     if not names:

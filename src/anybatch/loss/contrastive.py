@@ -1,21 +1,20 @@
 """Contrastive losses: every sample against all others of the batch, in memory linear in the batch.
 
 InfoNCE is ``F.cross_entropy(s * z @ w.T, arange(N))``: sample i is to find w_i among all w. Written
-so it couples the samples, which the engine takes as it is, and holds N x N similarities several
-times, which it cannot divide. Here they come in tiles that are thrown away (`anybatch.loss.tiles`).
-The gradient is in closed form. With x_ij = s z_i w_j, the partner's t_i = x_ii, all sums over
-j != i, the maximum m_i of x_ij and t_i, and the shares P_ij of the others:
+so it couples the samples, which the engine supports, and holds N x N similarities several times,
+which it cannot divide. Here they are computed in tiles that are discarded (`anybatch.loss.tiles`).
+The gradient is in closed form. With x_ij = s z_i w_j, the partner's t_i = x_ii, all sums over j !=
+i, the maximum m_i of x_ij and t_i, and the shares P_ij of the others:
 
     r_i = sum_j exp(x_ij - m_i)            l_i = log(r_i + exp(t_i - m_i))
     loss = mean_i (l_i - (t_i - m_i))      P_ij = exp(x_ij - m_i - l_i),  r_i exp(-l_i) in all
     d z_i = s/N sum_j P_ij (w_j - w_i)     d w_j = s/N sum_i P_ij (z_i - z_j)
 
-The partner's own share never stands there: 1 less what is nearly 1 would leave no digits where the
-loss is small. The loss is a function of s z_i w_j alone, so d s = (sum z dz + sum w dw) / 2 s costs
-nothing. Over ranks each takes the sums and the gradients of its own rows; m, r and t of all are
-what they share.
-Source: van den Oord et al. 2018, Eq. 4 (InfoNCE); Radford et al. 2021, Figure 3 (both directions);
-Chen et al. 2020, Eq. 1 (NT-Xent).
+The partner's own share does not occur: 1 less a number near 1 would leave no digits where the loss
+is small. The loss depends only on s z_i w_j, so d s = (sum z dz + sum w dw) / 2 s costs nothing.
+Over ranks each computes the sums and the gradients of its own rows; m, r and t of all are
+exchanged. Source: van den Oord et al. 2018, Eq. 4 (InfoNCE); Radford et al. 2021, Figure 3 (both
+directions); Chen et al. 2020, Eq. 1 (NT-Xent).
 """
 
 from __future__ import annotations
@@ -43,20 +42,19 @@ def contrastive(
 
     The model returns embeddings, ready to be compared (normalise them in the model): two or more
     tensors of shape [n, d] in a tuple, list or mapping, or one of shape [n, k, d]. The second
-    belongs to the first; further ones are more negatives. A 0-dim tensor beside them is a learnable
+    belongs to the first; further ones are more negatives. A 0-dim tensor after them is a learnable
     scale, which multiplies the similarities (``logit_scale.exp()`` of CLIP). Half precision is
     computed in float32.
 
     Args:
-        temperature: divides the similarities, above 0. None (default) is 1, or the scale that the
-            model returns.
+        temperature: divides the similarities, above 0. None (default) is 1, or the model's scale.
         symmetric: the second also finds the first, and the loss is the mean of both directions
             (CLIP). Default False: the first finds the second (InfoNCE).
-        within: a searching sample is also compared with all of its own kind, as negatives.
+        within: a searching sample is also compared with all samples of its own side, as negatives.
             Default False. With `symmetric` the loss is NT-Xent (SimCLR).
 
     Returns:
-        The loss. Beside the embeddings and their gradients it needs memory for a few tiles.
+        The loss. In addition to the embeddings and their gradients it needs memory for a few tiles.
 
     Raises:
         ValueError: `temperature` is not above 0, or is a tensor.
@@ -69,8 +67,8 @@ def contrastive(
     """
     if isinstance(temperature, Tensor):
         raise ValueError(
-            "temperature must be a number, and a tensor came: a temperature that is learned is a "
-            "parameter of the model, which returns its inverse beside the embeddings, as CLIP does"
+            "temperature must be a number, and it is a tensor: a learned temperature is a "
+            "parameter of the model, which returns its inverse after the embeddings, as CLIP does"
         )
     if temperature is not None and not temperature > 0:
         raise ValueError(
@@ -113,7 +111,7 @@ class Contrastive(Loss):
         if micro.targets is not None:
             raise LossError(
                 "a contrastive loss must have no targets, because samples are compared by their "
-                "places, and targets came: leave them out, engine.backward(inputs)"
+                "positions, and it has targets: leave them out, engine.backward(inputs)"
             )
         embeddings, scale = self._parsed(every, micro.size)
         if own is every:
@@ -174,7 +172,7 @@ class _Pair(NamedTuple):
 
     Attributes:
         a: the one that searches.
-        b: the one in which it does; the same number leaves out the sample itself.
+        b: the one in which it searches; the same number excludes the sample itself.
         both: b searches in a, too.
     """
 
@@ -266,7 +264,7 @@ def _weighted(
     """Return sum_j P_ij (w_j - w_i) and the like, for each embedding that is here.
 
     Args:
-        task: what is compared.
+        task: the tensors to compare.
         every: embeddings of all ranks; None where they are `own`.
         scale: of the similarities.
         own: embeddings that are here.

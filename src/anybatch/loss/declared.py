@@ -2,15 +2,15 @@
 
 Dividing each micro-batch's mean by the number of micro-batches (MBS, Algorithm 1, line 11) is the
 loss of the batch only when every micro-batch has the same denominator: not for a ragged tail, not
-for ignored or weighted targets. Here the denominator D is that of the whole batch, counted first,
+for ignored or weighted targets. Here the denominator D is that of the full batch, counted first,
 and micro-batch i contributes
 
     sum_k  c_k * numerator_k,i / D_k
 
 `Loss` is the declaration; a plain callable becomes one in `anybatch.loss.watched`. The streaming
-code asks a loss two questions: `totals` (what will be divided by, over the whole batch; None if the
-loss couples the samples) and `parts` (the numerators of one micro-batch).
-Source: MBS, section 3.4, Eq. 14-17; the exact form is ours.
+code asks a loss two questions: `totals` (the denominators over the full batch; None if the loss
+couples the samples) and `parts` (the numerators of one micro-batch). Source: MBS, section 3.4, Eq.
+14-17; the exact form is ours.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Total:
     """Term of the full batch's loss: its weight c and denominator D (None: not yet counted).
 
     Attributes:
-        sums: it is a plain sum, of any part and of the whole. Default False.
+        sums: it is a plain sum, of any part and of the full batch. Default False.
     """
 
     weight: float
@@ -89,8 +89,8 @@ class Loss(ABC):
     """A loss that declares how it divides over micro-batches.
 
     torch's own losses need no declaration, nor does a sum of them. Declare a loss of your own with
-    `per_sample`, `ratio` or `inside`; an undeclared one is exact too, but costs a second forward
-    pass.
+    `per_sample`, `ratio` or `inside`; an undeclared one is exact too, at the cost of a second
+    forward.
 
     Example:
         >>> loss = anybatch.Loss.per_sample(lambda out, y: (out - y).square().sum(-1))
@@ -100,15 +100,15 @@ class Loss(ABC):
     takes_outputs = True
     """Whether the loss is computed from the outputs; else the outputs hold it."""
     couples = False
-    """Whether samples meet in it, whatever the outputs are."""
+    """Whether samples meet in it, for any outputs."""
     believed = False
-    """Whether a person's word, which nothing has shown, says what the present step divides by."""
+    """Whether the denominator of the current step is declared by the user, and not shown."""
     doubts: tuple[str, ...] = ()
-    """Why it is not shown that what is computed is the loss of the batch."""
+    """Why it is not shown that the result is the loss of the batch."""
     declares = False
-    """Whether a person's word says what samples have of their own, which `own` returns."""
+    """Whether the losses of single samples, which `own` returns, are declared by the user."""
     counts = False
-    """Whether a person's count is what the loss is divided by."""
+    """Whether the denominator is a count by the user."""
 
     @staticmethod
     def per_sample(fn: Callable[..., Tensor]) -> Loss:
@@ -186,7 +186,7 @@ class Loss(ABC):
             inputs: of these rows.
 
         Returns:
-            The outputs, or what this loss makes of them.
+            The outputs, or those that this loss replaces.
         """
         del inputs
         return forward()
@@ -222,7 +222,7 @@ class Loss(ABC):
         return " + ".join(terms) or self.name
 
     def functions(self) -> tuple[Any, ...]:
-        """Return the person's functions; those that are modules have state and parameters."""
+        """Return the user's functions; those that are modules have state and parameters."""
         return ()
 
 
@@ -383,10 +383,10 @@ def _derivative_errors() -> Iterator[None]:
         if graph.UNUSED not in str(error):
             raise
         raise LossError(
-            "a declared loss may differentiate outputs by what forward returns beside them, and "
-            "torch.autograd.grad found that what it differentiates by is no part of their graph (a "
-            "micro-batch computes with rows of the inputs; those of targets are other tensors): "
-            "let forward return these inputs, too, or differentiate in forward, inside "
+            "a declared loss may differentiate outputs by other outputs of forward, and "
+            "torch.autograd.grad found that the tensor it differentiates by is no part of their "
+            "graph (a micro-batch computes with rows of the inputs; those of targets are other "
+            "tensors): let forward return these inputs, too, or differentiate in forward, inside "
             "`with torch.enable_grad():`, and return the derivative"
         ) from error
 

@@ -1,8 +1,8 @@
 """Rows that are no tensors: whether a loss reads the lists, texts and arrays of its samples.
 
-torch tells what happens to tensors; nobody tells what Python makes of a list, such as the largest
-of its entries. So a loss is first called with stand-ins, which answer nothing: where it asks them,
-what it computes may follow from the samples that came along.
+torch can trace operations on tensors, but not Python's on a list, such as the largest of its
+entries. So a loss is first called with placeholders, which have no values: if it reads one, its
+result may depend on the other samples.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ASKS = (
     "repr str format bytes array array_function array_ufunc eq ne lt le gt ge add radd iadd sub "
     "rsub mul rmul imul truediv rtruediv floordiv mod pow neg abs and or xor invert call enter"
 ).split()
-"""Names, without underscores, of what Python looks up on a type and not on the object."""
+"""Names, without underscores, that Python looks up on a type and not on the object."""
 
 
 class UnreadError(Exception):
@@ -31,7 +31,7 @@ class StandIn:
     """Stand-in for a list, text or array of samples, which records a read and fails.
 
     Args:
-        leaf: what it stands for.
+        leaf: the value that it replaces.
         reads: the type of the leaf is added to it, for each read.
     """
 

@@ -8,8 +8,8 @@ numerator (it adds up over micro-batches) and the denominator (it can be counted
     CrossEntropy mean = sum_i w[y_i] nll_i / sum_i w[y_i],     i over targets != ignore_index
 
 Only losses in which a row meets no other row are here. A form that is not listed, such as
-``reduction="none"``, is not known, and what is not known is never guessed.
-Source: the formulas in the documentation of torch's loss modules.
+``reduction="none"``, is not recognised, and never guessed. Source: the formulas in the
+documentation of torch's loss modules.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ TABLE: dict[Callable[..., Any], Functional] = {
         lambda a: a["log_probs"].dim() == 3 and a["targets"].dim() == 2,
     ),
 }
-"""Every loss that is known, by its functional; torch's loss modules call these."""
+"""Every recognised loss, by its functional; torch's loss modules call these."""
 
 if hasattr(F, "linear_cross_entropy"):  # from torch 2.13 on
     TABLE[F.linear_cross_entropy] = _classes_of_a_layer()

@@ -1,8 +1,8 @@
 """Places that hold Python state: their content, a comparison with it, and putting it back.
 
-A place is compared around every call of a loss, so a steady step compares what is fast: identities,
-lengths, and torch's count of writes. A first step and a rehearsal compare values, too: a write
-through ``.data`` or an array of numpy moves no count, and an entry of a long list no length.
+A place is compared around every call of a loss, so a steady step compares only identities, lengths,
+and torch's count of writes. A first step and a dry run compare values, too: a write through
+``.data`` or an array of numpy moves no count, and an entry of a long list no length.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class TensorWas(NamedTuple):
     Attributes:
         version: torch's count of writes.
         place: its address; 0 where it has none.
-        data: a second tensor on the same memory, which stays where ``.data = ...`` puts the first
-            one on another; None where it was not made.
+        data: a second tensor on the same memory, which stays there when ``.data = ...`` moves the
+            first one; None if it was not made.
         values: a copy; None where none was made.
     """
 
@@ -224,8 +224,7 @@ class TensorPlace:
     """Place of a tensor that is written to in place, or gets another ``.data``.
 
     Attributes:
-        written: a rehearsal has shown that calls write to it, so its values are copied, however
-            large it is.
+        written: a dry run has shown that calls write to it, so its values are copied at any size.
     """
 
     def __init__(self, tensor: Tensor, path: str, via: tuple[Any, str] | None) -> None:

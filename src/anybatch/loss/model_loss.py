@@ -4,8 +4,8 @@
     Engine(model, Loss.inside(count=...))    traced where it can be, and compared with the count;
                                              believed where it cannot
 
-A count is compared in two places, which must be in proportion: of a micro-batch and of the whole
-batch. Which unit a person counts in (samples, tokens, pixels) does not matter.
+A count is compared in two places, which must be in proportion: of a micro-batch and of the full
+batch. The unit of the count (samples, tokens, pixels) does not matter.
 
     count     15 of  80          contradicted: a decoder shifts its labels, and one of every
     traced    14 of  72          sample is left out
@@ -57,8 +57,8 @@ class ModelLoss(OfModel):
         if is_compiled(self._model):
             raise LossError(
                 "the loss that a model returns must be traced to divide its batch, and a model "
-                "that torch.compile has compiled as a whole cannot be: compile its parts, take the "
-                f"loss outside of it, or {WAY_OUT}"
+                "that torch.compile has compiled as a whole cannot be: compile its parts, move "
+                f"the loss out of it, or {WAY_OUT}"
             )
         outputs, traced = self._tracer.run(forward, inputs, returned_loss)
         traced["outputs"] = outputs
@@ -79,10 +79,10 @@ class DeclaredLoss(ModelLoss):
 
     Args:
         model: the model.
-        declared: what a person says of its loss.
+        declared: the user's declaration of its loss.
 
     Attributes:
-        believed: the present step divides by what the person says, and nothing has shown it.
+        believed: the current step divides by the declared count, which is not shown.
     """
 
     def __init__(self, model: nn.Module, declared: InsideLoss) -> None:
@@ -127,7 +127,7 @@ class DeclaredLoss(ModelLoss):
         """Return a micro-batch's numerators.
 
         Raises:
-            LossError: its count is not in proportion to what the model divides by.
+            LossError: its count is not in proportion to the model's denominator.
         """
         self._compare(outputs, micro)
         if any(total.term is not None for total in totals):
@@ -162,7 +162,7 @@ class DeclaredLoss(ModelLoss):
             return
         says, does = ("a mean", "a sum") if mean else ("a sum", "a mean")
         raise LossError(
-            f"Loss.inside must say what the model does, and it says that the loss is {says}, while "
+            f"Loss.inside must agree with the model, and it declares the loss as {says}, while "
             f"{term.name} in it is {does}: leave the declaration out, Engine(model) traces it"
         )
 
@@ -191,8 +191,8 @@ class Counts:
 
     Attributes:
         samples: how many.
-        declared: what a person's count says.
-        traced: what the model divides by.
+        declared: the result of the user's count.
+        traced: the model's denominator.
     """
 
     samples: int
@@ -228,11 +228,11 @@ class Counts:
         if same(a * d, c * b):
             return
         raise LossError(
-            f"Loss.inside(count=...) must count what the model divides by: of {self.samples} "
+            f"Loss.inside(count=...) must return the denominator of the model: of {self.samples} "
             f"samples count says {c:g} and the model divides by {d:g} ({name}), of {other.samples} "
             f"it says {a:g} and the model divides by {b:g}. Leave the declaration out: "
-            "Engine(model) traces what the model counts (a causal model shifts its labels, and "
-            "drops one of each sample)"
+            "Engine(model) traces the model's count (a causal model shifts its labels, and drops "
+            "one of each sample)"
         )
 
 

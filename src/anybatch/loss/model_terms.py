@@ -31,12 +31,12 @@ class TracedTerm(Term):
 
     Attributes:
         count: the denominator of these rows; 1 for a sum.
-        recipes: for the arguments with rows, how they were made of the batch, where that is known.
-        shapes: for the arguments with rows, what shape they had, the rows first.
-        dtypes: of these arguments: whole numbers are classes, others probabilities.
+        recipes: for the arguments with rows, their computation from the batch, where it was traced.
+        shapes: shapes of the arguments with rows, the rows first.
+        dtypes: of these arguments: integers are classes, others probabilities.
         factors: numbers that the model made, and the numerator was multiplied by; of no sample.
         bytes: of the first of them: the logits.
-        bounds: what the denominator of the whole batch goes through: ("least", 1), ("plus", 1e-8).
+        bounds: operations on the denominator of the full batch: ("least", 1), ("plus", 1e-8).
     """
 
     count: functionals.Count
@@ -75,9 +75,9 @@ class Weighed:
     """A sum without a gradient, by which a loss may be divided.
 
     Attributes:
-        values: what was added up.
+        values: the summed tensor.
         total: the sum.
-        bounds: what it went through since, as in `TracedTerm`.
+        bounds: later operations on it, as in `TracedTerm`.
     """
 
     values: Tensor
@@ -91,10 +91,10 @@ class Record:
 
     Attributes:
         tensor: its id is a name for as long as it lives.
-        version: of what was written to it when it was recorded.
+        version: its count of writes when it was recorded.
         node: its autograd node then.
         sums: the weighted sum of terms that it is; None where it is none.
-        stack: those that it holds beside each other; None where it holds none.
+        stack: those that it holds as entries; None where it holds none.
         number: the number that it was filled with; None where it was not.
         weights: the sum of weights that it is; None where it is none.
     """

@@ -1,9 +1,9 @@
 """The loss of a micro-batch in which nothing counts, where others wait for its backward.
 
-A mean over no targets is 0/0, and its gradient is NaN even times 0. Streaming leaves such a
-micro-batch out. In lanes it has to come along: BatchNorm, in backward, gives its rows a gradient
-that the others make. So backward starts, from 0, and what comes out of each node between the loss
-and the last places where samples meet is made 0, which is what it is.
+A mean over no targets is 0/0, and its gradient is NaN even times 0. Streaming skips such a
+micro-batch. In lockstep it must run: BatchNorm, in backward, gives its rows a gradient that depends
+on the others. So backward starts, from 0, and the output of each node between the loss and the last
+barriers is set to 0, its true value.
 
     loss ──0──> / ──0──> sum ──0──> head ──0──> BatchNorm ──dx──> body
            what only the loss reaches: hooked     │  and all behind it: as it comes

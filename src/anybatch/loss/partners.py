@@ -54,7 +54,7 @@ class Partners(TorchFunctionMode):
 
 
 def directions(model: nn.Module, loss_fn: Any, batch: TensorBatch) -> int:
-    """Return in how many directions partners are looked for: 0 where they are not."""
+    """Return the number of directions in which partners are searched, 0 for no search."""
     partners = Partners(batch.size)
     with torch.no_grad():
         outputs = call_model(model, batch.inputs)

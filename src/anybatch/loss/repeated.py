@@ -30,7 +30,7 @@ ROUNDING = 1000
 """Units in the last place by which two calls may differ."""
 
 MOST = 1e-2
-"""What they may differ by in any case, relative to the largest value."""
+"""Difference that is always accepted, relative to the largest value."""
 
 Around = Callable[[], AbstractContextManager[None]]
 FullBatchLoss = Callable[[Any, MicroBatch], Tensor]
@@ -80,10 +80,10 @@ def refuse_hidden(
     a, b = (float(one[0]) for one in found)
     two = f"the values {a:g} and {b:g}" if a != b else "two gradients"
     raise LossError(
-        "a loss that is called more than once a step must have state that anybatch can see, and it "
-        f"gave {two} for the same outputs: keep what it counts in an attribute of the loss or in a "
-        "list or a tensor that it closes over (not in a file, a library or an extension), or give "
-        "micro_batch >= the batch size, with which it is called once"
+        "a loss that is called more than once a step must have state that anybatch can restore, "
+        f"and it returned {two} for the same outputs: store its counts in an attribute of the loss "
+        "or in a list or a tensor that it closes over (not in a file, a library or an extension), "
+        "or give micro_batch >= the batch size, with which it is called once"
     )
 
 

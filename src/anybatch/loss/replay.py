@@ -1,14 +1,14 @@
 """How a tensor was made from the tensors of a batch, so that it can be made of other rows too.
 
-A model that computes its own loss shifts, pads and flattens its labels on the way to it. What the
-loss divides by depends on these labels and on nothing that the model computes, so the same few
-functions, called on the labels of the whole mini-batch, tell the denominator of the whole:
+A model that computes its own loss shifts, pads and flattens its labels for it. The denominator
+depends only on these labels, so the same few functions, called on the labels of the mini-batch,
+yield its denominator:
 
     labels ──pad──[..., 1:]──view(-1)──> target             traced for a micro-batch
     all labels ──pad──[..., 1:]──view(-1)──> all targets     made of the mini-batch
 
-Only functions that map every entry or move it are noted; a tensor that is written to in place has
-no such history any more, and nor does what shares its memory.
+Only functions that map every entry or move it are recorded; a tensor that is written to in place,
+and those that share its memory, have no such history any more.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Recipe:
     """A tensor as a function of the tensors of a batch.
 
     Attributes:
-        function: what made it; None for a tensor of the batch itself.
+        function: the function that made it; None for a tensor of the batch itself.
         args: its positional arguments, recipes among them; or the place in the batch.
         kwargs: its keyword arguments.
     """
@@ -86,10 +86,10 @@ class Recipes:
         """Record the recipe for a call's result, or drop those of a tensor that it wrote to.
 
         Args:
-            function: what was called, of which `touches` said that it matters.
-            args: with what.
-            kwargs: with what by name.
-            result: what it returned.
+            function: the called function, accepted by `touches`.
+            args: its arguments.
+            kwargs: its keyword arguments.
+            result: its return value.
         """
         if name_of(function) not in PURE:
             self._forget(args[0] if args else None)

@@ -2,9 +2,9 @@
 
 ``F.cross_entropy(logits.view(-1, V), tokens.view(-1))`` is a sum over samples;
 ``F.cross_entropy(z @ z.T, labels)`` is not, though it calls the same functional. The difference is
-whether the samples still lie apart along one dimension. This module follows that dimension (here:
+whether one dimension still holds the samples separately. This module follows that dimension (here:
 the *axis*) through the functions that only move or map single samples. For any other function it
-answers None, and the loss that uses the result is treated as coupled.
+returns None, and the loss that uses the result is treated as coupled.
 
 An axis of 0 may have several rows a sample, in the samples' order: ``[n * T, V]``.
 """
@@ -35,7 +35,7 @@ CONSTANTS = FILLED | {"tensor", "scalar_tensor"}
 QUERIES = frozenset(
     "size dim ndimension numel nelement __len__ is_floating_point is_complex get_device".split()
 )
-"""Questions about the shape and kind of a tensor: what they answer holds for every sample."""
+"""Queries of the shape and type of a tensor: their results hold for every sample."""
 PROPERTIES = frozenset("shape ndim dtype requires_grad layout".split())
 
 
@@ -57,7 +57,7 @@ def axis_after(
         name: the function's name, without its module.
         args: its positional arguments; the first is the tensor whose axis is given.
         kwargs: its keyword arguments.
-        result: what it returned.
+        result: its return value.
         axis: the dimension of ``args[0]`` along which the samples lie.
         size: the number of samples.
     """

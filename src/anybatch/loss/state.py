@@ -1,17 +1,18 @@
 """Python state that a loss function has: snapshot, comparison, restore.
 
-torch knows tensors. What a loss counts, appends or remembers lies in Python: in attributes of the
+torch tracks tensors. Counts, lists and other state of a loss are in Python: in attributes of the
 loss and of objects that it uses, in cells of closures, in globals, in lists and dicts, in a
-generator of random numbers. A loss that changes such state must be called once a step, on the whole
-batch; one that reads what forward has left on the model reads that of the last micro-batch only.
-Both are found by comparison: every place that the functions can get at is listed once, from their
-code, and its content is compared around each call.
+generator of random numbers. A loss that changes such state must be called once a step, on the full
+batch; one that reads values that forward has stored on the model reads those of the last
+micro-batch only. Both are found by comparison: every place that the functions can reach is listed
+once, from their code, and its content is compared around each call.
 
     start ── forward ── changed here and read by the loss: refused
                   └── loss ── changed here: the loss is taken as coupled, and called once
 
-Not listed are the globals of libraries, extension types, and what is found by its name at run time
-(``globals()``, a registry). What such a place holds shows in its effect (`anybatch.loss.repeated`).
+Not listed are the globals of libraries, extension types, and objects looked up by name at run time
+(``globals()``, a registry). State in such a place is found by its effect
+(`anybatch.loss.repeated`).
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ ARRAYS = (array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
-"""What shows a dict that another name holds."""
+"""A test for a dict that another name holds."""
 
 MOST = 20_000
 """Values that are followed; a function that reaches more holds a program, not state."""
@@ -78,25 +79,24 @@ OF_TORCH = frozenset(vars(nn.Module()))
 
 LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
 NAMESPACES = {"types", "argparse", "collections", "queue", "weakref", "os", "multiprocessing"}
-"""Modules of the standard library whose objects keep what they hold in plain attributes."""
+"""Modules of the standard library whose objects store their contents in plain attributes."""
 
 OPTIMIZERS = "torch.optim"
 """Where torch's optimizers and schedules are, which also do."""
 
 Snapshot = list[Any]
-"""What every place held, in their order."""
+"""The contents of every place, in their order."""
 
 
 class LossState:
     """Every place where functions can have state.
 
     Args:
-        functions: a loss, as the person gave it.
-        model: the model; its modules are compared, and their code is not followed. None (default)
-            for none.
+        functions: a loss, as the user wrote it.
+        model: the model; its modules are compared, without their code. None (default) for none.
 
     Attributes:
-        iterators: what the functions may draw from, and nothing can put back.
+        iterators: those of the functions, which cannot be restored.
         modules: the modules that they reach and that are not the model's, with paths.
         caches: functions that remember their results.
         written_by_person: some code that they run is in no library.
@@ -130,7 +130,7 @@ class LossState:
         """Return the content of every place.
 
         Args:
-            depth: how much of it is noted. Default: what shows a change.
+            depth: how much of it is recorded. Default: enough to show a change.
         """
         return [place.copy(depth) for place in self._places]
 

@@ -1,9 +1,9 @@
 """Sum of the denominators of a step's micro-batches, compared with that of the full batch.
 
 A denominator is counted before the first backward, as if every micro-batch had the shapes of the
-first one. A model that cuts its rows to the longest of those that come along has other ones:
+first one. A model that cuts its rows to the longest of a micro-batch has other ones:
 
-    labels of the whole batch, cut as the first micro-batch was     20
+    labels of the full batch, cut as the first micro-batch was     20
     what the micro-batches were divided by                          9 + 14
 """
 
@@ -23,7 +23,7 @@ from anybatch.memory.fakes import is_fake
 Count = float | int | Tensor
 
 ROUNDING = 1e-4
-"""Relative difference of counts that are no whole numbers, such as sums of class weights."""
+"""Relative difference of counts that are no integers, such as sums of class weights."""
 
 
 class Tally:
@@ -52,7 +52,7 @@ class Tally:
             names: of each term.
 
         Raises:
-            LossError: it was the last one, and together they are not the whole.
+            LossError: it was the last one, and the sum is not that of the full batch.
         """
         end = micro.begin + micro.size
         others = [
@@ -70,11 +70,11 @@ class Tally:
                 continue
             if not same(float(found), float(denominator), *map(rounding, (found, denominator))):
                 raise LossError(
-                    "a loss inside the model must be divided by what all samples have whatever "
-                    f"comes along, and {name} is divided by {float(found):g} in the micro-batches "
-                    f"and by {float(denominator):g} in the whole batch: the model cuts its rows to "
-                    "the longest of those that come along, or chooses among them. Keep one length "
-                    "(total_length=) and mask what does not count, or give micro_batch >= the "
+                    "a loss inside the model must be divided by a sum over all samples, and "
+                    f"{name} is divided by {float(found):g} in the micro-batches and by "
+                    f"{float(denominator):g} in the full batch: the model cuts its rows to the "
+                    "longest of a micro-batch, or chooses among them. Use one length "
+                    "(total_length=) and mask rows that do not count, or give micro_batch >= the "
                     "batch size"
                 )
         self.done = True

@@ -25,9 +25,9 @@ class Term:
     """One call of a listed functional.
 
     Attributes:
-        index: its place among the calls of known functionals.
+        index: its place among the calls of recognised functionals.
         function: the functional.
-        arguments: what it was called with, by name.
+        arguments: the arguments of the call, by name.
         constants: names of the arguments that are tensors and hold no samples (class weights).
         numerator: the sum over the rows.
         samples: whose rows they are. Default 0: not counted.
@@ -70,10 +70,9 @@ class Term:
     def part_of(self, other: Term) -> bool:
         """Return whether it is the same call on other samples; the options are compared elsewhere.
 
-        A rehearsal takes a constant without data for the one that was watched. The rows must be as
-        long as those of `other`, the whole batch's: what a model cuts to the longest row of a
-        micro-batch is no part of what it gives for all (the test of lengths in
-        tests/unit/loss/test_state.py).
+        A dry run accepts a constant without data for the traced one. The rows must be as long as
+        those of `other`, the full batch's: a tensor cut to the longest row of a micro-batch is no
+        part of that of all (the test of lengths in tests/unit/loss/test_state.py).
         """
         return self._is_like(other, _looks_the_same) and all(
             _rows_alike(self.arguments[name], self.samples, full, other.samples, other.axes[name])
@@ -96,7 +95,7 @@ class Numerators(TorchFunctionMode):
     """Function mode that records the numerators of a loss with a traced form.
 
     Args:
-        terms: the terms of the whole batch; `found` holds the same calls on other samples.
+        terms: the terms of the full batch; `found` holds the same calls on other samples.
         samples: how many those are.
     """
 

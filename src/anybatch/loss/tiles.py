@@ -1,20 +1,20 @@
 """Similarities of all embeddings with all others, a tile at a time: sums over them without them.
 
 The N x N matrix of a contrastive loss grows with the square of the batch: at N = 32,768 in float32
-it is 4 GiB, its exponentials as much again, and backward has both. What is wanted of it are sums
-over its rows and columns, and those can be taken of tiles that are thrown away:
+it is 4 GiB, its exponentials as much again, and backward has both. Only sums over its rows and
+columns are needed, and those can be computed from tiles that are discarded:
 
     forward     m_i = max_j s a_i b_j      r_i = sum_j exp(s a_i b_j - m_i)     running
     backward    sum_j exp(s a_i b_j - m_i - l_i) b_j                            the tile again
 
-Maximum and sum stay two numbers. In float32 their one logarithm m + log r has the digits of m
-alone, and where the loss is small all of it lies in those that are lost: at temperature 0.05 the
-gradient was wrong by 2.6e-3. For the same reason the sum leaves out one entry of each row, that of
-the true partner, whose part of the loss is known from it: see `anybatch.loss.contrastive`.
+Maximum and sum are stored as two numbers. In float32 their one logarithm m + log r has only the
+digits of m, and a small loss lies in the lost ones: at temperature 0.05 the gradient was wrong by
+2.6e-3. For the same reason the sum omits one entry of each row, that of the true partner, from
+which its part of the loss is computed: see `anybatch.loss.contrastive`.
 
 So memory is that of the embeddings and of a few tiles, linear in N, for one more product a tile
-than a matrix that is kept would need. In half precision all of it is computed in float32.
-Source: the softmax of Milakov and Gimelshein 2018 (arXiv:1805.02867), Algorithm 3, over tiles.
+than with a stored matrix. In half precision all of it is computed in float32. Source: the softmax
+of Milakov and Gimelshein 2018 (arXiv:1805.02867), Algorithm 3, over tiles.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SIDE, SIDE_THERE = 512, 4096
 """Rows and columns of a tile at most, on the host and on an accelerator."""
 
 LEAST = 256
-"""Rows and columns at least; between them a tile is no larger than what it is computed from."""
+"""Rows and columns at least; between them a tile is no larger than its embeddings."""
 
 FIRST = 2
 """Tiles that are computed of tensors without data: the others hold no more."""
@@ -105,8 +105,8 @@ def add_sums(
             `a` is `b`, of which each pair of rows is then taken once.
         partner: the row of `b` that belongs to the first of `a`, the next to the next: those pairs
             are left out. None (default) where no row has one.
-        true: [n], becomes the similarity of each row with its partner: computed as the others are,
-            or what is equal would differ by a rounding that a low temperature makes large.
+        true: [n], becomes the similarity of each row with its partner: computed like the others, or
+            equal ones would differ by a rounding that a low temperature enlarges.
     """
     for i, j in _tiles(a, b):
         tile = _similar(a, b, scale, i, j, partner, true)
@@ -130,8 +130,7 @@ def add_weighted(
         a: [n, d].
         b: [m, d].
         scale: multiplies every similarity.
-        shares: of rows, and of columns; the weight of (i, j) is the sum of both, without the one
-            that is None.
+        shares: of rows, and of columns; the weight of (i, j) is the sum of those that are not None.
         into: [n, d], to which sum_j weight b_j is added; and [m, d] or None, for sum_i weight a_i;
             where `a` is `b` both are the same, as in `add_sums`.
         partner: as in `add_sums`.
@@ -175,7 +174,7 @@ def _similar(
     """Return the scaled similarities of a tile; that of a row with its partner is -inf.
 
     They are scaled after the product: that of j with i is then the one of i with j bit for bit, and
-    what forward has summed is what backward weights, whichever side the tile is taken from.
+    backward weights the same values that forward has summed, for tiles of either side.
     """
     dtype = computed_in(a)
     tile = torch.mm(a[i].to(dtype), b[j].to(dtype).T).mul_(scale)

@@ -1,14 +1,14 @@
 """The loss that a model computes inside its forward, traced to its terms without a declaration.
 
 A model that returns its own loss is wrapped in `TracedModel`, whose forward is the model's own
-under `TracingMode`: what comes out are the terms of the loss, numerators and denominators of these
-rows. The denominator of the whole mini-batch is counted before the first backward, from the labels
-alone (`anybatch.loss.replay`); where the way from the labels to the targets is not traced, it is
-the sum of those of the micro-batches, made good at the end.
+under `TracingMode`, and returns the terms of the loss, numerators and denominators of these rows.
+The denominator of the mini-batch is counted before the first backward, from the labels only
+(`anybatch.loss.replay`); if the computation of the targets from the labels is not traced, it is the
+sum of those of the micro-batches, corrected at the end.
 
-Rows must be samples: forwards of two sizes (those of the first look at a model) must hand the
-functional rows in proportion, and the same rows to the same samples. A loss that is not a weighted
-sum of known losses, or of means and sums of the model's own, is refused by name.
+Rows must be samples: forwards of two sizes (those of the inspection) must pass the functional rows
+in proportion, and the same rows to the same samples. A loss that is not a weighted sum of
+recognised losses, or of means and sums of the model's own, is refused by name.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ Shapes = tuple[tuple[float, tuple[torch.Size, ...]], ...]
 """For each term its weight, and the shapes of its arguments with rows."""
 
 ROUNDING = 1e-12
-"""What weights of a loss may differ by that are quotients of the same numbers."""
+"""Tolerance for weights of a loss that are quotients of the same numbers."""
 
 DIVIDED = "the model divides its loss by the samples in some steps, and for one it does not show"
 
 MOST = 16
-"""Forms of a loss that are looked at; what changes in every step, a smoothing, has one in each."""
+"""Forms of a loss that are inspected; an option that changes in every step adds one in each."""
 
 WEIGHTS = "weights of"
-"""Key of the class weights of a loss among what a look is given, which must be of no sample."""
+"""Key of the class weights of a loss among the inspected tensors, which must be of no sample."""
 
 OPTIONS = "the loss is called with other options from step to step"
 
@@ -64,7 +64,7 @@ class TracedOutputs(dict[str, Any]):
     """Outputs of a model, as far as they are needed, with the traced terms of its loss.
 
     Attributes:
-        terms: weights and terms of the loss; None where it is not known.
+        terms: weights and terms of the loss; None if it is not recognised.
         odd: names of the functions that made it unknown.
         rows: samples it was called with.
     """
@@ -146,8 +146,7 @@ class Sizes:
     def divided(self, traced: TracedOutputs) -> tuple[frozenset[int], ...]:
         """Return the places of sums that the model divides by the samples, in every way that fits.
 
-        A loss may divide in some steps and not in others: its weights tell which of the ways that
-        were looked at it goes.
+        A loss may divide in some steps and not in others: its weights show the inspected form.
         """
         terms = traced.terms or []
         ways = self._divided.get(_form(terms), {frozenset[int](): []})
@@ -164,7 +163,7 @@ class Sizes:
         return self._proportional.get(_form(terms))
 
     def familiar(self, terms: Weighted) -> bool:
-        """Say whether many forms were looked at, and one of the same losses among them."""
+        """Say whether many forms were inspected, and one of the same losses among them."""
         alike = _named(terms) in self._names and all(self._proportional.values())
         return alike and len(self._proportional) >= MOST
 
@@ -181,7 +180,7 @@ class Tracer:
             with ``"loss"``, or a tuple that begins with it.
 
     Attributes:
-        sizes: what forwards of two sizes have shown.
+        sizes: results of forwards of two sizes.
         logits: bytes of the largest logits of the last forward.
     """
 
@@ -268,13 +267,13 @@ class OfModel(Loss):
 
     Args:
         model: the model.
-        way_out: what a person can do where the loss is not known, a sentence without its end.
+        way_out: the remedy for a loss that is not recognised, a sentence without its end.
     """
 
     takes_outputs = False
     _tally: Tally | None = None
     always: tuple[str, ...] = ()
-    """Why it is not shown that what is computed is the loss, whatever the present step is."""
+    """Why it is not shown, for any step, that the result is the loss."""
 
     def __init__(
         self, model: TracedModel | Tracer, way_out: str = "declare Loss.inside(count=...)"
@@ -292,7 +291,7 @@ class OfModel(Loss):
         """Count denominators from the full batch's labels; any others are counted late.
 
         Raises:
-            LossError: the loss is not a weighted sum of known losses over samples.
+            LossError: the loss is not a weighted sum of recognised losses over samples.
         """
         terms = self._terms(scope.outputs)
         self._refuse_joined(terms)
@@ -328,7 +327,7 @@ class OfModel(Loss):
 
         Raises:
             LossError: it has another form than that of the first micro-batch, or is the last one,
-                and all of them together are not divided by what the whole batch is.
+                and the sum of their denominators is not that of the full batch.
         """
         terms = self._terms(outputs)
         divided = {k for k, total in enumerate(totals) if isinstance(total.term, SumBySamples)}
@@ -348,7 +347,7 @@ class OfModel(Loss):
         """Refuse terms with rows that are not shown to belong to single samples.
 
         Raises:
-            OtherFormError: no two sizes have been seen.
+            OtherFormError: no two sizes were inspected.
             LossError: they do not grow with the samples.
         """
         proportional = self._tracer.sizes.proportional(terms)
@@ -358,9 +357,9 @@ class OfModel(Loss):
             return
         if proportional is None and not chosen(terms, masks=True):
             raise OtherFormError(
-                "a loss inside the model must be called with the same options whatever comes "
-                f"along, and no two calls of {_names(terms)} for more and for fewer samples were "
-                f"alike: {self._way_out}"
+                "a loss inside the model must be called with the same options for any samples, "
+                f"and no two calls of {_names(terms)} for more and for fewer samples had the same: "
+                f"{self._way_out}"
             )
         unequal = self._tracer.sizes.unequal(terms)
         if unequal:
@@ -370,13 +369,13 @@ class OfModel(Loss):
             )
         if chosen(terms):
             raise LossError(
-                "how many rows a loss inside the model is taken of must not depend on values, and "
-                f"for {_names(terms)} some are chosen before (x[mask]): give it all rows, those "
-                f"that do not count with ignore_index as their target, or {self._way_out}"
+                "the number of rows of a loss inside the model must not depend on values, and for "
+                f"{_names(terms)} some are selected before (x[mask]): give it all rows, those that "
+                f"do not count with ignore_index as their target, or {self._way_out}"
             )
         raise LossError(
-            f"every row that a loss inside the model is taken of must belong to one sample, "
-            f"and for {_names(terms)} the rows do not grow with the samples: {self._way_out}"
+            "every row of a loss inside the model must belong to one sample, and for "
+            f"{_names(terms)} the rows do not grow with the samples: {self._way_out}"
         )
 
     def _divided(self, traced: TracedOutputs) -> frozenset[int]:
@@ -389,8 +388,8 @@ class OfModel(Loss):
         if not ways:
             raise OtherFormError(
                 "a sum inside the model must be divided by the samples in every call or in none, "
-                f"and {_names(traced.terms or [])} has other weights than those that were looked "
-                f"at: {self._way_out}"
+                f"and {_names(traced.terms or [])} has other weights than in the inspection: "
+                f"{self._way_out}"
             )
         if len(ways) > 1:  # of one sample a sum and its mean are the same
             self.doubts += (DIVIDED,)
@@ -402,15 +401,15 @@ class OfModel(Loss):
             what = ", ".join(dict.fromkeys(outputs.odd)) or "none of them was called"
             raise LossError(
                 "the loss that a model computes inside must be a weighted sum of torch's own "
-                "losses, or of means and sums of its own over all samples, or nobody knows what it "
-                f"is divided by, and it is something else ({what}): {self._way_out}"
+                "losses, or of means and sums of its own over all samples, so that its "
+                f"denominator is known, and it is something else ({what}): {self._way_out}"
             )
         return outputs.terms
 
     def _count(self, term: TracedTerm, scope: Scope, *, single: bool) -> functionals.Count | None:
         """Return the denominator of the full batch; None where its labels do not determine it.
 
-        That of the one term of a loss may come late; of several, shapes have to tell.
+        That of a single term of a loss may be found at the end; of several, shapes must show it.
         """
         if isinstance(term, TermOfAll | SumBySamples):
             return scope.size
@@ -451,7 +450,7 @@ class OfModel(Loss):
 
 
 NEAR = 16
-"""Nodes of a graph that are asked whether they choose rows."""
+"""Nodes of a graph that are tested for a selection of rows."""
 
 
 def chosen(terms: Weighted, *, masks: bool = False) -> bool:
@@ -459,7 +458,7 @@ def chosen(terms: Weighted, *, masks: bool = False) -> bool:
 
     Args:
         terms: of a loss.
-        masks: ask for those chosen by masks alone, whose number depends on values. Default False.
+        masks: only those selected by masks, whose number depends on values. Default False.
     """
     parts = (term for _, term in terms if not isinstance(term, TermOfAll))
     nodes = [term.numerator.grad_fn for term in parts]
@@ -513,7 +512,7 @@ def _gathers() -> bool:
 def _by_sample(tensor: Tensor, rows: int) -> Tensor:
     """Return logits or labels with the samples first, where they are in proportion.
 
-    What is whole numbers is made what the look at a model compares: labels that belong to another
+    Integers are converted to the dtype that the inspection compares: labels that belong to another
     sample are as wrong as such logits (test_labels_of_another_sample_are_refused).
     """
     tensor = (

@@ -1,16 +1,16 @@
 """Trace of the torch losses that a model calls in its forward, and of their weights in its loss.
 
-``model(input_ids, labels=labels).loss`` says nothing of what it was divided by. The functional that
-the model called does: its targets are there, and its sum. `TracingMode` answers each call of a
-listed functional with ``numerator / denominator`` of its rows, which is what the functional itself
-would return, keeps both, and follows the result through arithmetic to the loss:
+``model(input_ids, labels=labels).loss`` does not show its denominator. The functional that the
+model called does: it has the targets, and the sum. `TracingMode` answers each call of a listed
+functional with ``numerator / denominator`` of its rows, which the functional itself would return,
+stores both, and traces the result through arithmetic to the loss:
 
     forward ... F.cross_entropy(a, t) ... F.mse_loss(b, s) ...   loss = 0.5 * first + second
                 numerator_1 / D_1           numerator_2 / D_2       {1: 0.5, 2: 1.0}
 
-A mean or a sum over everything is one, too, of losses that the model has computed itself, and a
-sum over everything divided by another one is a mean by weights: ``(l * m).sum() / m.sum()``. What
-else is done to a term makes the loss one that is not known; nothing is concluded from numbers.
+A mean or a sum over all elements is one, too, of losses that the model has computed itself, and
+such a sum divided by another one is a weighted mean: ``(l * m).sum() / m.sum()``. After any other
+operation on a term the loss is not recognised; nothing is concluded from numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from anybatch.loss.replay import Recipes, name_of, touches
 from anybatch.loss.sums import Sum, arithmetic
 
 SAME = frozenset("to contiguous reshape view squeeze unsqueeze mean sum".split())
-"""Functions that leave a single number what it is."""
+"""Functions that do not change a single number."""
 IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}
 SWAPPED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "rsub", "rsub": "sub"}
 """Functions of a number and a term, as functions of the term and the number."""
@@ -52,7 +52,7 @@ FILLS = frozenset(
 """Functions that make a number that is the same for all samples."""
 REDUCTIONS = {torch.mean: "mean", Tensor.mean: "mean", torch.sum: "sum", Tensor.sum: "sum"}
 CONVERTS = frozenset("float double to type type_as".split())
-"""Functions that leave the number of rows that count what it is."""
+"""Functions that do not change the number of rows that count."""
 
 
 @cache
@@ -71,10 +71,10 @@ class TracingMode(TorchFunctionMode):
     """Function mode that traces the loss of a model run inside it, for `combination`.
 
     Args:
-        inputs: what the model is called with, any tree of tensors [n, ...].
+        inputs: arguments of the model, any tree of tensors [n, ...].
 
     Attributes:
-        terms: the known functionals that were called, in order.
+        terms: the recognised functionals that were called, in order.
         arguments: of each those that have rows, such as logits and labels.
         odd: names of functions that did something to a term that is not followed.
         rows: samples that the model is called with.
@@ -327,8 +327,8 @@ class TracingMode(TorchFunctionMode):
         """Return a sum of terms after arithmetic with one number; None where that is no such sum.
 
         The number may be a 0-dim tensor that the model has computed, such as a learned weight:
-        ``(-s).exp() * loss + s``. The look at the model shows that neither a sample nor the number
-        of samples has a part in it (test_what_is_no_sum_over_samples_is_refused).
+        ``(-s).exp() * loss + s``. The inspection shows that it depends neither on a sample nor on
+        the number of samples (test_what_is_no_sum_over_samples_is_refused).
         """
         factors: tuple[Tensor, ...] = ()
         match operands:
@@ -400,7 +400,7 @@ class TracingMode(TorchFunctionMode):
     def _axis(self, values: Tensor) -> int:
         """Return the dimension of a model's own values in which the samples lie: first, or [T, n].
 
-        Where it is another one, their rows belong to others, which the look at a model sees.
+        If it is another one, their rows belong to other samples, which the inspection finds.
         """
         if not self.rows or values.shape[0] % self.rows == 0:
             return 0

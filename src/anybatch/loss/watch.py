@@ -1,15 +1,15 @@
 """Watch a loss function being called, and find the sum over samples in it, if it is one.
 
-A person writes ``lambda out, y: F.cross_entropy(out, y) + 0.5 * F.mse_loss(...)``; torch sees only
+A user writes ``lambda out, y: F.cross_entropy(out, y) + 0.5 * F.mse_loss(...)``; torch sees only
 tensors. A ``TorchFunctionMode`` sees the functionals. `LossTrace` answers each call of a listed
-functional with an empty numerator, follows the samples from the model's outputs to its arguments
+functional with an empty numerator, traces the samples from the model's outputs to its arguments
 (`rows`), and follows the results to the returned value, which must be a weighted sum of them:
 
     loss = sum_k c_k * numerator_k / denominator_k
 
-Whatever else happens to the outputs, the targets or the terms makes the loss unknown: nothing is
-concluded from numbers that happen to agree. Two watches of different numbers of samples must show
-the same calls (`same_calls`), so that no number that depends on the size has slipped in but c_k.
+After any other operation on the outputs, the targets or the terms the loss is not recognised:
+nothing is concluded from numbers that happen to agree. Two traces of different numbers of samples
+must show the same calls (`same_calls`), so that no number but c_k depends on the size.
 """
 
 from __future__ import annotations

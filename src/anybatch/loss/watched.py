@@ -1,7 +1,7 @@
 """Plain callable as a loss: a sum of listed losses where traced as one, else a coupled loss.
 
 At the first micro-batch of a step the function is called on outputs that have shapes and no data
-(meta tensors), with the targets of the whole batch: that gives the weight and the denominator of
+(meta tensors), with the targets of the full batch: that gives the weight and the denominator of
 every term as the undivided batch has them. It is called once more at the size of a micro-batch, to
 see that nothing but the weights depends on the size. Then each micro-batch takes its numerators.
 
@@ -38,7 +38,7 @@ class NotAPartError(Exception):
 
 
 MANY = 100
-"""Calls of a loss that are known to be alike at all sizes, before they are forgotten."""
+"""Cached calls of a loss that were found equal at all sizes."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class FullBatchTrace:
     """Traced loss of the full batch, for comparison with that of its parts.
 
     Attributes:
-        key: what other steps have in common with it, where their losses are the same.
+        key: equal for steps with the same loss.
         outputs: of the first micro-batch, without data.
         targets: the same.
         layout: where each output holds the samples.
@@ -87,7 +87,7 @@ class CallableLoss(Loss):
         self._held: set[Any] = set()
 
     def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """Return the loss as the person wrote it."""
+        """Return the loss as the user wrote it."""
         return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
 
     def totals(self, scope: Scope) -> list[Total] | None:
@@ -127,7 +127,7 @@ class CallableLoss(Loss):
         """Call the loss, and take the numerators from it.
 
         Raises:
-            NotAPartError: it is another function of these samples than of the whole batch, or fails
+            NotAPartError: it is another function of these samples than of the full batch, or fails
                 on them (``squeeze()`` of a single sample).
         """
         terms = [total.term for total in totals if total.term is not None]
@@ -166,8 +166,8 @@ class CallableLoss(Loss):
     ) -> tuple[tuple[Weighted, LossTrace] | None, bool]:
         """Trace the loss of the full batch; return whether it reads rows that are no tensors.
 
-        What a list says of the samples must be seen in each part of the batch, and what one among
-        the outputs says of all of them is not known.
+        The values of a list of samples must be read in each part of the batch, and those of a list
+        among the outputs are unknown for all of them.
         """
         recorded = StandInReads()
         if not (holds(outputs) or holds(targets)):
@@ -197,7 +197,7 @@ class CallableLoss(Loss):
     def _holds_in_all_parts(self, trace: FullBatchTrace, scope: Scope) -> bool:
         """Compare with the loss of each size of a micro-batch; of each one, where it reads lists.
 
-        All is known so before the first backward.
+        So all denominators are counted before the first backward.
         """
         if trace.reads and scope.batch is not None:
             # A dry run, too, compares all rows, and not only its first few
@@ -284,7 +284,7 @@ class Rehearsed(CallableLoss):
         self._held = loss._held
 
     def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
-        """Return the loss as the person wrote it, if it can be had, with a gradient in any case."""
+        """Return the loss as the user wrote it, if it can be computed, always with a gradient."""
         outside = sys.exception()
         try:
             return super().full_batch(outputs, micro)

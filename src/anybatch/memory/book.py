@@ -1,9 +1,8 @@
 """Record of the storages that lanes use in their segments, made by the first of them.
 
-Lanes go through the same layers in the same order. So the storage that a lane makes as its 17th is
-to it what the 17th of another is to that one, and what the first lane in a segment, between two
-barriers, has needed of what was there before, the next one will need too: it can be prefetched
-before it runs, and what will not be needed can be evicted first.
+Lanes run the same layers in the same order. So the 17th storage of a lane corresponds to the 17th
+of another. The next lane will need the earlier storages that the first lane has needed in a
+segment, between two barriers: they can be prefetched before it runs, and others evicted first.
 
     segment 3 of lane 7:   uses its 4th, 17th, 18th
     segment 3 of lane 6:   its own 4th, 17th, 18th are on their way while lane 7 computes

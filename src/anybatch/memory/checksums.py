@@ -1,8 +1,8 @@
 """Checksums of offloaded bytes, for debugging.
 
-A disk, a driver or another program may change what waits in a store. torch would compute with it,
-and the gradients would look like any others. A file system with checksums of its own is seldom at
-hand; so a sum of every block is kept in memory when it leaves, and compared when it returns:
+A disk, a driver or another program may change tensors in a store. torch would compute with it, and
+the gradients would look like any others. A file system with checksums of its own is seldom at hand;
+so a sum of every block is recorded in memory when it is offloaded, and compared when it returns:
 
     leaves    block 0 | block 1 | block 2        sums kept: s0 s1 s2
     returns   block 0 | block 1*| block 2        s1 differs: an error, and no gradient
@@ -33,8 +33,8 @@ def require_same(memory: memoryview, sums: Sums, where: str) -> None:
     """Require that bytes that have returned have the sums that they left with.
 
     Args:
-        memory: what has returned.
-        sums: of what had left.
+        memory: the returned bytes.
+        sums: of the offloaded bytes.
         where: it was meanwhile, in words.
 
     Raises:
@@ -44,9 +44,9 @@ def require_same(memory: memoryview, sums: Sums, where: str) -> None:
         if found != wanted:
             begin, end = number * BLOCK, min((number + 1) * BLOCK, len(memory))
             raise StoreError(
-                "what returns to the device must be what had left it, and of a tensor of "
+                "an offloaded tensor must return unchanged, and of a tensor of "
                 f"{show_bytes(len(memory))} the bytes from {begin} to {end} have changed in "
-                f"{where}: something has written there (a disk that fails, another program, a "
-                "write to .data), so name another folder (store=) or find it; the gradients of "
-                "this step are not complete, so set them to zero before the next"
+                f"{where}: a failing disk, another program or a write to .data has changed it, so "
+                "name another folder (store=) or find the cause; the gradients of this step are "
+                "not complete, so set them to zero before the next"
             )

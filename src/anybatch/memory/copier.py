@@ -1,9 +1,9 @@
 """A thread that copies while the lane with the token computes.
 
-A copy to a file or from it waits for the kernel of the system, not for Python: the thread gives the
-interpreter away meanwhile. Jobs are done in the order in which they were started, so what is read
-back was written before. Where the device has streams they run on one of their own, which waits for
-all that was computed until then.
+A copy to a file or from it waits for the kernel of the system, not for Python: the thread releases
+the interpreter lock meanwhile. Jobs are done in the order in which they were started, so a block is
+written before it is read back. Where the device has streams they run on one of their own, which
+waits for all earlier kernels.
 
     lane with the token:  kernels of lane 1 ....... kernels of lane 2 ....... kernels of lane 3
     this thread:          lane 0 goes, lane 2 comes │ lane 1 goes, lane 3 comes
@@ -27,9 +27,9 @@ class Job:
     """A copy on its way.
 
     Attributes:
-        work: what does it. Who has started it takes this away when it has ended.
+        work: the function that copies; removed by the caller when it has ended.
         done: it has ended.
-        error: what it has raised, or None.
+        error: the exception that it raised, or None.
     """
 
     __slots__ = ("after", "done", "error", "work")
@@ -44,10 +44,10 @@ class Job:
 class Copier:
     """Does jobs in order, in a thread of the pool from the first of them on, or before.
 
-    Where no thread can be had, who asks for a job does it.
+    Where no thread can be started, the caller does the job.
 
     Args:
-        device: what is copied from and to, beside the host.
+        device: the other side of a copy from or to the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Copier:
         """Return when it has ended.
 
         Raises:
-            BaseException: what it has raised.
+            BaseException: the exception that it raised.
         """
         if not job.done:
             with self._done:

@@ -1,9 +1,9 @@
-"""A step's tensors without data: the person's own model, loss, optimizer and batch, as fakes.
+"""A step's tensors without data: the user's model, loss, optimizer and batch, as fakes.
 
-torch's FakeTensorMode runs every kernel on shapes alone. A model built under it would be another
-one than the person's, and ``functional_call`` on theirs lets a module keep a fake in an attribute.
-So the model is copied with its tensors replaced on the way: the copy shares no tensor with the
-original, costs no memory, and is thrown away.
+torch's FakeTensorMode runs every kernel on shapes only. A model built under it would not be the
+user's, and ``functional_call`` on the user's lets a module store a fake in an attribute. So the
+model is copied with its tensors replaced: the copy shares no tensor with the original, costs no
+memory, and is discarded.
 
     model ──deepcopy, parameter -> fake parameter──> fake model      the same for loss and optimizer
 """
@@ -88,7 +88,7 @@ class Fakes:
             modules: the modules in it; their parameters, buffers and other tensors are replaced.
 
         Raises:
-            Exception: whatever `copy.deepcopy` raises; not everything can be copied.
+            Exception: any error of `copy.deepcopy`; not everything can be copied.
         """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch asks a result that is kept for its gradient
@@ -203,7 +203,7 @@ class _Listens(TorchFunctionMode):
 
 @contextmanager
 def interrupted_between_functions() -> Iterator[None]:
-    """Hear Ctrl-C only between functions of torch while the body computes with fakes.
+    """Raise Ctrl-C only between functions of torch while the body computes with fakes.
 
     Kernels ask a fake for its device, which is Python code. An error in there ends the process.
     """

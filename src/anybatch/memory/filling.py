@@ -1,15 +1,15 @@
 """The most bytes of indivisible storages that fit within a limit.
 
 Lanes that are offloaded while they run hold, before each kernel, no more than a limit. But a
-storage is resident or offloaded, nothing between, so what is there is a sum of sizes.
-Where all of them are large the limit is missed by as much as one, and a plan that counts the limit
-itself foresees more than is ever held. The sums that can be are found as in the subset-sum problem,
-on the bits of an integer:
+storage is either resident or offloaded, so the resident bytes are a sum of sizes. If all of them
+are large the sum is below the limit by up to one storage, and a plan that counts the limit itself
+predicts more than is ever held. The possible sums are found as in the subset-sum problem, on the
+bits of an integer:
 
     sizes 4, 4, 4    limit 10     sums 0 4 8 12         8
     sizes 4, 4, 3    limit 10     sums 0 3 4 7 8 11     8
 
-What is small fills any gap and needs no sums.
+Small storages fill any gap and need no sums.
 
 No torch here: sizes are data. Source: Bellman, Dynamic Programming (1957), for the sums.
 """
@@ -24,7 +24,7 @@ LEAST = 256
 """Storages of less than the limit over this are small: they fill gaps together."""
 
 WIDEST = 2**20
-"""Sums that are told apart; where there were more, the limit itself is taken."""
+"""Sums that are distinguished; with more, the limit itself is used."""
 
 
 def filled(sizes: Mapping[int, int], limit: int) -> int:

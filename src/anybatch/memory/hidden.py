@@ -1,22 +1,22 @@
 """Memory of a kernel's results that a dry run does not show.
 
-A kernel on fakes returns the shapes that torch's formulas for them name, and some of these are not
-what the real kernel returns. Three kinds are known:
+A kernel on fakes returns the shapes that torch's formulas for them name, and some of these differ
+from those of the real kernel. Three cases are known:
 
     a mean     its scalar lies in the memory of all its terms
     an LSTM    what its forward keeps for backward is foreseen as empty, and its backward returns
                the gradients of two biases, foreseen as one
     BatchNorm  a gradient of its input that nobody has requested is foreseen, and not made
 
-What an LSTM keeps is the library's secret: some buffers, each of so many bytes a row and
-rounded up to a page. So a few rows of zeros are run once, and r rows are bounded by
+The memory that an LSTM saves is undocumented: some buffers, each of so many bytes a row and rounded
+up to a page. So a few rows of zeros are run once, and r rows are bounded by
 
     bytes(r) <= r * bytes(R) / R + pages
 
-as every buffer of R rows holds at least R times what a row does. That run takes memory: a step of
-one row has as much as R = 1 needs, and more rows are run where a budget has room for them, twice as
-many again and again, so that more room never tells of more. Anything else is found by the small
-real step that each forecast is compared with (`anybatch.planner.ladder`).
+as every buffer of R rows holds at least R times the bytes of a row. That run takes memory: a step
+of one row has as much as R = 1 needs, and more rows are run if a budget permits, in powers of two,
+so that a larger budget never yields a larger bound. Anything else is found by the small real step
+that each forecast is compared with (`anybatch.planner.ladder`).
 
 Source: oneDNN's guide to its RNN primitive, "Workspace".
 """
@@ -47,7 +47,7 @@ BACKWARD = "aten.mkldnn_rnn_layer_backward.default"
 """Its backward."""
 
 NORMALISED = "aten.native_batch_norm_backward.default"
-"""The backward of BatchNorm; its last argument says which results are asked for."""
+"""The backward of BatchNorm; its last argument selects the results."""
 
 BIASES = 3, 4
 """Which of its results are the gradients of the two biases."""
@@ -56,7 +56,7 @@ OF_ROWS = (0, 5, 6)
 """Its arguments that have rows, [..., rows, features]."""
 
 MOST = 8
-"""Rows that are run at most, a power of two: what is rounded up is an eighth of it for each."""
+"""Rows that are run at most, a power of two: the rounding is an eighth of it for each."""
 
 PAGES = 8 * 4096
 """Bytes that all its buffers are rounded up by, at most."""
@@ -75,7 +75,7 @@ def completed(name: str, args: tuple[Any, ...], result: Any, spare: int) -> Any:
     Args:
         name: of the kernel.
         args: that it was given.
-        result: what it returned.
+        result: its return value.
         spare: bytes within which some rows of zeros may be run.
     """
     if name == RECURRENT and torch.is_grad_enabled():  # without, it keeps nothing

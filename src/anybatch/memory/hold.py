@@ -1,8 +1,8 @@
 """Storages of waiting lanes: resident, offloaded, or being copied.
 
 Copies are made by a thread while a lane computes (`anybatch.memory.copier`). Memory counts from
-when it is allocated until it is freed, so what is on its way is here. `anybatch.memory.pager`
-decides what is evicted.
+when it is allocated until it is freed, so a storage that is being copied is resident.
+`anybatch.memory.pager` decides what is evicted.
 
     RESIDENT ─evict─> EVICTING ─copied─> OFFLOADED ─call─> PREFETCHING ─copied─> RESIDENT
       ^                   │ used             └────────────────used─────────────────^
@@ -31,7 +31,7 @@ class Held:
     """One storage of a lane.
 
     Attributes:
-        storage: a weak reference; it is not kept alive here.
+        storage: a weak reference, which does not keep it alive.
         size: bytes that its memory takes.
         nbytes: bytes that it holds.
         lane: whose it is.
@@ -39,10 +39,10 @@ class Held:
         used: the segment in which it was used last.
         state: RESIDENT, EVICTING (being copied out), OFFLOADED or PREFETCHING (being copied in).
         has_copy: a copy of its bytes is in the store, or on its way there.
-        used_while_leaving: it was used while it was copied out; until that has ended its memory is
-            there, whoever drops it, so it counts with what waits.
+        used_while_leaving: it was used while it was copied out; until that has ended its memory
+            exists, even if it is dropped, so it counts as waiting.
         pinned: it is never evicted: more than one lane has used it, or its address was read.
-        job: the copy that was started last, until it is known to have ended.
+        job: the copy that was started last, until its end was noticed.
     """
 
     __slots__ = (
@@ -64,7 +64,7 @@ class Hold:
     Args:
         store: where they go.
         device: of the storages.
-        meters: count what is here.
+        meters: count the resident bytes.
 
     Attributes:
         all: by the address of the storage.
@@ -189,7 +189,7 @@ class Hold:
         self._moving.append((key, held, held.job))
 
     def wait(self) -> bool:
-        """Wait for the first of those on their way; return False where none is leaving."""
+        """Wait for the first eviction in progress; return False where there is none."""
         if not self.going:
             return False
         try:

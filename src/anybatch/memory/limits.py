@@ -1,14 +1,14 @@
 """Default memory budget of a step: the smallest of the limits of the process.
 
-On the CPU a process can be limited by its control group, by ``setrlimit``, and by what the machine
-has left; whichever ends first ends the training, and the first of them by a kill that no program
-can catch. A fifth of it is left alone. On a GPU it is what the driver says is free, less a
+On the CPU a process can be limited by its control group, by ``setrlimit``, and by the free memory
+of the machine; the lowest limit ends the training, and a control group by a kill that no program
+can catch. A fifth of it is not used. On a GPU it is the free memory that the driver reports, less a
 twentieth: the allocator rounds up, and libraries take workspace.
 
     budget = what the tensors of the process hold now + share * what is left
 
-The processes that torchrun starts on one machine share what the machine has left, and what a
-control group has: each takes its part. A GPU is one rank's.
+The processes that torchrun starts on one machine share the free memory of the machine, and of a
+control group: each uses its part. A GPU belongs to one rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def available_memory(device: torch.device) -> tuple[int, str]:
         ``(bytes, words)``, less a share for all else: a fifth on the host, else a twentieth.
 
     Raises:
-        ValueError: the system does not tell.
+        ValueError: the system does not report it.
     """
     there = accelerator.of(device)
     if not there.host:
@@ -44,7 +44,7 @@ def available_memory(device: torch.device) -> tuple[int, str]:
     limits = sorted(_shared(_host_limits(Path("/"))))
     if not limits:
         raise ValueError(
-            "memory= must be given where the system does not tell what is left, such as "
+            "memory= must be given where the system does not report its free memory, such as "
             f'memory="4GiB", and it is None on {device}'
         )
     free, words = limits[0]

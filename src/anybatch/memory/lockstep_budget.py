@@ -1,10 +1,10 @@
 """Capacity for waiting lanes: the budget, less the needs of the kernel that needs the most.
 
 The lane that runs needs of its own memory only what the kernels of its segment touch, between two
-barriers. What it has made in earlier segments may be offloaded until then, as that of all other
-lanes may. So a step in lanes is, at every kernel t of a segment, what is there in any case and what
-has been touched in this segment (`resident`), and in addition what waits. No more waits than the
-capacity, nor than all lanes have made:
+barriers. Its storages of earlier segments may be offloaded until then, like those of all other
+lanes. So the bytes of a step in lanes are, at every kernel t of a segment, the fixed ones and those
+touched in this segment (`resident`), plus the waiting ones. No more wait than the capacity, nor
+than all lanes have made:
 
     waits_t      = untouched_t + (lanes - 1) * max(a lane's bytes at both ends of the segment)
     capacity(s)  = budget - max resident_t over all t of s where resident_t + waits_t > budget
@@ -12,7 +12,7 @@ capacity, nor than all lanes have made:
 
 A segment in which little is touched, as in forward while there are no gradients yet, leaves more
 capacity than the last ones of backward. Other lanes are at one of the two ends of the segment,
-because a lane waits nowhere else. Where all that waits fits, nothing is evicted at all.
+because a lane waits nowhere else. If all waiting storages fit, nothing is evicted.
 
 No torch here: a lane is data.
 """
@@ -32,7 +32,7 @@ Sizes = Counter[int]
 """Bytes of a storage -> how many there are of it."""
 
 WAITING = "waiting, at most"
-"""The owner of what micro-batches that wait for others may hold."""
+"""The owner of the bytes of waiting micro-batches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,16 +40,14 @@ class Lane:
     """A lane of a step, kernel by kernel, as its rehearsal has shown it; all of it in bytes.
 
     Attributes:
-        resident: owner -> what is there and may not be evicted: what is there once for all lanes,
-            and what the segment of this lane has touched.
-        untouched: [events] what this lane has made in earlier segments and not touched in this one.
-        at_barrier: [events] what a lane holds that has not begun this segment, or has ended it: the
-            more.
-        segments: [events] the number of the segment, from 1; 0 for what may be in any of them.
-        stays: what each lane has of its own and that is never evicted; one lane's is in `resident`.
+        resident: owner -> bytes that may not be evicted: those that exist once for all lanes, and
+            those touched in the segment of this lane.
+        untouched: [events] bytes of this lane from earlier segments, not touched in this one.
+        at_barrier: [events] bytes of a lane before this segment, or after it: the larger.
+        segments: [events] number of the segment, from 1; 0 for events that may be in any of them.
+        stays: bytes of each lane that are never evicted; those of one lane are in `resident`.
         makes: the most that a kernel makes in each segment, the first one first.
-        shared: the most that has come in each segment and may not be evicted, or is there for all
-            lanes.
+        shared: the most bytes of each segment that may not be evicted, or that all lanes share.
         storages: in each segment the sizes of storages, and how many of each there are at most, of
             a lane that waits; and of the one that runs.
     """
@@ -68,7 +66,7 @@ class Lane:
 
         Args:
             lanes: how many.
-            shown: bytes of outputs that are kept for an observer. Default 0.
+            shown: bytes of outputs for an observer. Default 0.
 
         Returns:
             [events]

@@ -1,15 +1,14 @@
 """Live bytes of tensors, counted as they are born and freed, on any device, real or fake.
 
-``torch.cuda.max_memory_allocated`` exists for CUDA alone, tells one number, and needs the memory. A
-dispatch mode sees every tensor that a kernel returns; a weak reference on its storage tells when
-the memory is free again. The same mode counts a step on fake tensors, which costs no memory at all.
+``torch.cuda.max_memory_allocated`` exists only for CUDA, returns one number, and needs the memory.
+A dispatch mode intercepts every tensor that a kernel returns; a weak reference on its storage shows
+when the memory is free again. The same mode counts a step on fake tensors, without memory.
 
     kernel t returns a storage  ──>  live from t on
     the storage is freed        ──>  until the next kernel
 
-What a kernel allocates and frees inside itself is not seen, unless it says so (`within_kernel`).
-Storages that were there before are counted where they are named (`Meter(existing=...)`), and
-otherwise belong to the caller.
+Allocations inside a kernel are not counted, unless it reports them (`within_kernel`). Existing
+storages are counted if named (`Meter(existing=...)`), and otherwise belong to the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from anybatch.memory.hidden import completed, terms
 from anybatch.memory.timeline import Timeline, record
 
 STEP = "activations"
-"""The owner of what a step allocates and nobody else has claimed."""
+"""The owner of allocations of a step without another owner."""
 
 FOREIGN = ""
 """The owner of storages that were there before and are not counted."""
@@ -53,8 +52,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         device: only tensors on this type of device count.
         existing: owner -> tensors that are there already and count.
-        spare: bytes that may be tried with real tensors where a kernel on fakes tells too little
-            (`anybatch.memory.hidden`). Default 0: what a step of one row has anyway.
+        spare: bytes for real tensors where a kernel on fakes shows too little
+            (`anybatch.memory.hidden`). Default 0: those of a step of one row.
 
     Attributes:
         live: bytes live now, each storage rounded up as the device's allocator does it.

@@ -1,14 +1,14 @@
 """A file without a name: made, written and read at a place, on systems that know less than Linux.
 
-Linux lets an open file lose its name, reads and writes at a place without moving a pointer that
-threads share, and goes past the page cache. What a system has not is done otherwise:
+Linux can unlink an open file, read and write at an offset without moving a pointer that threads
+share, and bypass the page cache. Missing features of a system are replaced:
 
     name        unlinked while open         Windows: deleted by the system when it is closed
     at a place  pwrite, preadv              else one thread at a time: seek, then read or write
     past cache  O_DIRECT                    else through the page cache
     room        of the file                 Windows: of its folder
 
-Each is looked for when it is needed, so that a test can take it away.
+Each is looked up when it is needed, so that a test can remove it.
 
 Source: the availability notes of Python's `os` and `tempfile`.
 """
@@ -22,7 +22,7 @@ import threading
 from pathlib import Path
 
 BY_FILE = os.name == "posix"
-"""Whether the system tells an open file's room; else its folder is asked for."""
+"""Whether the system reports the free space of an open file; else that of its folder is used."""
 
 _SEEKING = threading.Lock()
 
@@ -72,7 +72,7 @@ def write_at(descriptor: int, view: memoryview, begin: int) -> int:
 
 
 def read_at(descriptor: int, view: memoryview, begin: int) -> int:
-    """Fill with the bytes from `begin` on, and return how many came."""
+    """Fill with the bytes from `begin` on, and return their number."""
     if hasattr(os, "preadv"):
         return os.preadv(descriptor, [view], begin)
     with _SEEKING:

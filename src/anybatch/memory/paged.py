@@ -29,7 +29,7 @@ OWNER = "paged parameters"
 """Owner of the limit, in a ledger: parameters and gradients, and a part of an update's state."""
 
 PAGES = "pages"
-"""The attribute of a mode that brings in what kernels read: where parameters are."""
+"""The attribute of a mode that prefetches parameters for kernels: where parameters are."""
 
 
 class BoundedMemory(Protocol):
@@ -55,7 +55,7 @@ class BoundedMemory(Protocol):
 
         Args:
             accesses: their keys, and whether they are written to.
-            name: of what needs them.
+            name: of the kernel that needs them.
         """
 
 
@@ -96,7 +96,7 @@ class Paged:
     def here_for(self, tensor: Tensor | None) -> Iterator[None]:
         """Have the memory of a tensor here at the beginning of the body, if it comes and goes.
 
-        Whoever asks for its address there has only looked at it: it does not stay for that.
+        A read of its address there is no use of it, and does not make it resident.
         """
         if tensor is None or not self.holds(tensor):
             yield

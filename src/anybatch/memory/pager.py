@@ -1,21 +1,21 @@
 """Pager of waiting lanes' storages: evicted while a lane waits, back when a kernel needs them.
 
-``saved_tensors_hooks`` move what autograd saves, and nothing else: what Python holds at a meeting
-(inputs, the branch of a residual, the tensor that is normalised) would stay, a fifth of the full
-batch's peak however small the micro-batches. Here a tensor keeps its storage, and the storage gives
-up its memory: its bytes are copied out, and it is resized to nothing. Every kernel is seen before
-it runs, in forward and in backward (`anybatch.memory.paging`), and what it needs is there when it
-does.
+``saved_tensors_hooks`` move only the tensors that autograd saves: those that Python holds at a
+barrier (inputs, the branch of a residual, the normalised tensor) would stay resident, a fifth of
+the full batch's peak for micro-batches of any size. Here a tensor retains its storage, and the
+storage frees its memory: its bytes are copied out, and it is resized to nothing. Every kernel is
+intercepted before it runs, in forward and in backward (`anybatch.memory.paging`), and its storages
+are resident when it does.
 
     lane 0 runs ── barrier ── its storages leave, the furthest next use first ── ... ── it is next:
     what it will use comes ahead of it; what was not written to need not be copied out again
 
-Who runs next is known, and what it will use has been shown by the first lane that was there.
+The next lane is determined, and the first lane in its segment has shown its storages.
 
-Where not even one lane fits, the lane that runs gives up memory, too: before each of its kernels
-so much is evicted that what the kernel needs fits, of the lanes that wait first, and then of its
-own what it has not used for longest. What a chain of layers saves first is needed last in backward,
-so that is also what is needed last.
+Where not even one lane fits, the running lane is offloaded, too: before each of its kernels so much
+is evicted that the tensors of the kernel fit, first from waiting lanes, and then its own least
+recently used storages. Storages that a chain of layers saves first are needed last in backward, so
+those are also needed last.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from anybatch.memory.meter import Meter
 from anybatch.memory.stores import Store
 
 SMALL = 256
-"""Bytes below which a storage stays where no budget is to be kept: its copies would cost more."""
+"""Bytes below which a storage is not evicted without a budget: its copies would cost more."""
 
 
 class Pager:
@@ -44,12 +44,11 @@ class Pager:
         capacity: bytes, the same in every segment or of each.
         store: where the rest goes.
         device: of the storages; others are never evicted.
-        meters: count what is here. Default none.
+        meters: count the resident bytes. Default none.
         small: bytes below which a storage is never evicted. Default `SMALL`.
-        segments: waiting lanes may hold, in addition, what a lane has held in a segment, so many
-            times. Default 0.
-        inside: what all of them may hold, the lane that runs among them; None (default) lets that
-            one hold whatever it will.
+        segments: multiple of a lane's bytes in a segment for waiting lanes. Default 0.
+        inside: bytes that all lanes may hold, the running one included; None (default) does not
+            limit that one.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Pager:
     def around(self, lane: int) -> None:
         """Begin a lane's next segment: evict and prefetch for it.
 
-        What it has used until now waits from here on, where what waits has a capacity of its own.
+        Its storages wait from here on, if waiting storages have a capacity of their own.
         """
         if self.limit is None and not self._segments:
             self._untouched()
@@ -135,8 +134,8 @@ class Pager:
     def before(self, keys: Iterable[int]) -> None:
         """Evict storages until a kernel's operands fit, where there is a limit.
 
-        What the next lane will use comes in what space is left then, and not before the kernel has
-        run, whenever a copy ends meanwhile: it would take the space that was made.
+        Storages of the next lane are prefetched into the space left after the kernel, and not
+        before, even if a copy ends meanwhile: they would take the space that was freed.
 
         Args:
             keys: of the storages that it needs; they are not evicted.
@@ -266,8 +265,8 @@ class Pager:
     def _others(self, lane: int, segment: int) -> int:
         """Return the bytes of others to hold next to a lane in a segment; any excess is evicted.
 
-        In a segment that no lane has shown, what does not fit is evicted when its kernels run. In
-        others a lane holds most when a kernel has made something, for which the limit leaves space.
+        In a segment that no lane has shown, storages are evicted when its kernels run. In others
+        the peak of a lane is after a kernel has made its outputs, for which the limit leaves space.
         """
         limit = self._limit_in(segment)
         if self.limit is None:
@@ -285,8 +284,8 @@ class Pager:
         """Evict storages that have not been touched.
 
         Args:
-            wanted: bytes; what is more begins to leave.
-            limit: bytes; what is more has left in the end.
+            wanted: bytes, above which evictions begin.
+            limit: bytes, above which evictions have ended on return.
             distance: how far lanes are from running.
         """
         hold = self._hold
@@ -317,8 +316,8 @@ class Pager:
         """Prefetch the storages that the next lane will use, as far as recorded and as they fit.
 
         Args:
-            most: bytes that may be here, those of the lane that runs among them: what a smaller
-                lane has shown of this segment tells too little of it. None where there is no limit.
+            most: bytes that may be resident, those of the running lane included: a smaller lane has
+                shown too few for this segment. None where there is no limit.
         """
         if self._next is None or self._next == self._lane:
             return

@@ -1,7 +1,7 @@
 """Shows every kernel of a lane to the pager, before and after it runs.
 
-A dispatch mode hears each of them, in forward and in backward. That costs as much as a small kernel
-does, so there is no such mode where nothing will have to leave (`anybatch.lockstep.lockstep`).
+A dispatch mode intercepts each of them, in forward and in backward. That costs as much as a small
+kernel, so there is no such mode where nothing will be evicted (`anybatch.lockstep.lockstep`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from anybatch.memory.pager import key_of
 
 PLAIN = frozenset({Tensor, Parameter})
 OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
-"""Types that hold no tensor; asked for first, because every kernel has some."""
+"""Types that hold no tensor; tested first, because every kernel has some."""
 
 
 class KernelObserver(Protocol):
@@ -47,7 +47,7 @@ class Paging(TorchDispatchMode):
     """Dispatch mode that makes operands of kernels resident, and registers their results.
 
     Args:
-        pager: who does it.
+        pager: the pager that does it.
     """
 
     supports_higher_order_operators = True

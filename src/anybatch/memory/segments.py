@@ -1,16 +1,16 @@
 """Expandable CUDA segments: memory made of pages, so that offloaded tensors fit on return.
 
-torch's allocator takes memory in segments and splits them. Where tensors leave and return all the
-time, the free parts of many segments are bytes enough and yet no place: in simulation best fit
-loses a half of what is held, and pages a few hundredths (`benchmarks.simulators.fragmentation`).
-The paper has pages of its own for that, by virtual addresses; torch has them since 2.1, switched
-off:
+torch's allocator allocates segments and splits them. If tensors are offloaded and return all the
+time, the free parts of many segments are enough bytes and yet in no one piece: in simulation best
+fit loses a half of the held bytes, and pages a few hundredths
+(`benchmarks.simulators.fragmentation`). The paper has pages of its own for that, by virtual
+addresses; torch has them since 2.1, switched off:
 
     PYTORCH_ALLOC_CONF=expandable_segments:True
 
-It holds for the whole process, and only memory that is taken afterwards has it. So a library must
-not switch it on behind a person's back; a plan says how it is. The command, which begins its own
-process, asks for it, unless somebody has said otherwise or memory has been taken already.
+It holds for the whole process, and only for memory that is allocated afterwards. So a library must
+not switch it on silently; a plan states it. The command, which begins its own process, switches it
+on, unless the user has set it or memory has been allocated already.
 
 Source: Hayakawa and Narihira, section 4; torch, "Optimizing memory usage".
 """
@@ -26,7 +26,7 @@ from anybatch.core import accelerator
 
 SETTING = "expandable_segments:True"
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where a person says it, the first one that is set counts."""
+"""Where a user sets it; the first one that is set counts."""
 
 
 class Segments(Protocol):
@@ -97,7 +97,7 @@ class CudaSegments:
             return "CUDA segments: fixed (memory was taken before they could be made expandable)"
         chosen = f"{settings},{SETTING}" if settings else SETTING  # it replaces all that was set
         torch._C._accelerator_setAllocatorSettings(chosen)
-        return "CUDA segments: expandable (what leaves and returns leaves no gaps)"
+        return "CUDA segments: expandable (offloaded and prefetched tensors leave no gaps)"
 
 
 def _settings() -> str:

@@ -35,7 +35,7 @@ class Spill:
     """Choice of whether saved tensors are offloaded, and of their store.
 
     Attributes:
-        way: "auto", "off", "host" or "file"; the last two send tensors away in any case.
+        way: "auto", "off", "host" or "file"; the last two always offload tensors.
         folder: of the file; None is the system's folder for temporary files.
     """
 
@@ -137,9 +137,9 @@ def maker(
     """Return a function that makes the store.
 
     Args:
-        destination: "host", "file", a folder for the file, or None: what the device takes.
+        destination: "host", "file", a folder for the file, or None: that nearest to the device.
         device: that is left.
-        check: compare checksums of what returns with those of what had left. Default False.
+        check: compare checksums of returned tensors with those at offloading. Default False.
 
     Raises:
         ValueError: it means nothing on this device.
@@ -154,7 +154,7 @@ def maker(
             return partial(make, folder, direct=True, check=check)
     raise ValueError(
         'store must be "file" or a folder that is there, or "host" from a GPU, and it is '
-        f"{str(destination)!r} on {type_of(device)}: leave it out to have what is nearest to the "
+        f"{str(destination)!r} on {type_of(device)}: leave it out for the store nearest to the "
         "device"
     )
 
@@ -167,7 +167,7 @@ def require_place(store: str, device: torch.device) -> None:
     """
     if store not in takes(device):
         raise ValueError(
-            f"a plan must be obeyed as it was made, and by this one saved tensors go to "
+            "a plan must be executed without changes, and by this one saved tensors go to "
             f"{WORDS[store]}, and from {device.type} they go to {WORDS[store_of(device)]}: plan "
             f"again, with the model on {device.type}"
         )

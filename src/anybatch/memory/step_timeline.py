@@ -1,9 +1,8 @@
 """Timeline of a step: live bytes by owner after every event, the budget, and timed copies.
 
-A ledger (`anybatch.memory.timeline`) is rows of bytes. To see a step one also needs the phases it
-goes through, and where copies run beside kernels a clock: a profiler shows these of a step that was
-run, here they are of one that is planned. It is data, so that a picture, a terminal and a test read
-the same thing:
+A ledger (`anybatch.memory.timeline`) is rows of bytes. A view of a step also needs its phases, and
+a clock if copies run beside kernels: a profiler shows these of a step that was run, here they are
+of one that is planned. It is data, so that a picture, a terminal and a test read the same thing:
 
     bytes     ▁▃▅▇██▇▇▆▅▃▂      after every event, by owner; below the budget
     kernels   ████████▁████▇    when something ran; a gap is a stall
@@ -52,7 +51,7 @@ class Move(NamedTuple):
     Args:
         name: of the storage.
         size: bytes.
-        back: it returns; else it leaves.
+        back: it returns; else it is offloaded.
         begin: seconds from the beginning of the step.
         end: the same, when the copy has ended.
     """
@@ -68,7 +67,7 @@ class Phase(NamedTuple):
     """A part of a step.
 
     Attributes:
-        name: such as "first look" or "update".
+        name: such as "update".
         first: the place of its first event.
     """
 
@@ -100,7 +99,7 @@ class StepTimeline:
         phases: parts of the step, in order; the first begins at event 0.
         seconds: time of each event, never before that of the previous one; None where only the
             order is known.
-        end: seconds of the whole step; 0 where times are not known.
+        end: seconds of the full step; 0 where times are unknown.
         runs: times of kernels: ``begin`` and ``end`` in seconds, in order.
         moves: copies of storages: ``name``, ``size`` in bytes, ``back`` (True: to the device),
             ``begin`` and ``end``, in the order in which they began.
@@ -197,7 +196,7 @@ class StepTimeline:
     def _busy(self, intervals: Iterable[Interval], borders: Floats) -> Floats:
         """Return the share of each stretch between `borders` that some intervals cover.
 
-        Intervals of one kind never overlap: kernels, and the copies of one way, are in a queue.
+        Intervals of one sort never overlap: kernels, and copies in one direction, are queued.
         """
         covered = np.zeros(len(borders) - 1)
         for begin, end in ((one.begin, one.end) for one in intervals):
@@ -238,7 +237,7 @@ def grid(step: StepTimeline, width: int = WIDTH, height: int = HEIGHT) -> list[l
     """Return live bytes as rows of letters, the top row first.
 
     Args:
-        step: what is shown.
+        step: the step to show.
         width: letters, at most.
         height: rows; the top one ends at `scale` bytes.
     """

@@ -34,7 +34,7 @@ BOUNCE = 4 << 20
 class Store(Protocol):
     """Keeps bytes by a key.
 
-    What `writing` and `reading` return does the copy, in whatever thread; all else is done at once.
+    The functions returned by `writing` and `reading` copy, in any thread; all else is done at once.
     """
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
@@ -61,9 +61,9 @@ def store_errors(what: str, *, of: str, then: str) -> Iterator[None]:
     """Explain an error of the system that the body raises.
 
     Args:
-        what: could not be done to the store, such as "written to".
-        of: what it keeps, in words.
-        then: what has become of that.
+        what: the failed action on the store, such as "written to".
+        of: its contents, in words.
+        then: the consequence, in words.
 
     Raises:
         StoreError: in place of an error of the system's.
@@ -74,8 +74,8 @@ def store_errors(what: str, *, of: str, then: str) -> Iterator[None]:
         raise
     except OSError as error:
         raise StoreError(
-            f"{of} must be kept, and its store could not be {what} ({error}): make room there, or "
-            f"name another folder (store=); {then}"
+            f"{of} must be stored, and its store could not be {what} ({error}): free space there, "
+            f"or name another folder (store=); {then}"
         ) from error
 
 
@@ -92,17 +92,17 @@ def require_space(
     Args:
         size: bytes that it will be sent.
         space: bytes that it can hold; None where that cannot be determined.
-        of: what is sent, in words.
+        of: the sent tensors, in words.
         folder: of its file, in words.
-        otherwise: what to do but for making space there.
+        otherwise: another remedy than freeing space there.
 
     Raises:
         StoreError: it has not.
     """
     if space is not None and space < size:
         raise StoreError(
-            f"{of} must fit where it goes, and that is {show_bytes(size)}, and {folder} has "
-            f"{show_bytes(space)} left: make room there, {otherwise}"
+            f"{of} must fit in its store, and that is {show_bytes(size)}, and {folder} has "
+            f"{show_bytes(space)} left: free space there, {otherwise}"
         )
 
 
@@ -115,7 +115,7 @@ class HostStore:
     """Host memory, page-locked where that makes copies from the device faster.
 
     Args:
-        check: compare checksums of what returns with those of what had left. Default False.
+        check: compare checksums of returned tensors with those at offloading. Default False.
     """
 
     def __init__(self, *, check: bool = False) -> None:
@@ -164,13 +164,13 @@ class _Place:
 class FileStore:
     """An unlinked file for storages of the host, gone with the process, however that ends.
 
-    It is read by its owner alone. Space that was dropped is used again, first fit by size.
+    Only its owner reads it. Freed space is reused, first fit by size.
 
     Args:
         folder: where the file is; None (default) is the system's folder for temporary files.
         direct: past the page cache, which would fill the memory that this is to spare; where the
             system can. Each thread has a buffer of `BOUNCE` bytes for it. Default False.
-        check: compare checksums of what returns with those of what had left. Default False.
+        check: compare checksums of returned tensors with those at offloading. Default False.
 
     Raises:
         OSError: the folder cannot be written to, or is full.
@@ -217,8 +217,8 @@ class FileStore:
     def _require(self, storage: Any) -> None:
         if not of(storage.device).host:  # its pointer means nothing here
             raise StoreError(
-                "a FileStore must be given memory of the host, and the storage is on "
-                f"{storage.device}: take StagedStore, or HostStore"
+                f"a FileStore stores memory of the host, and the storage is on {storage.device}: "
+                "use StagedStore, or HostStore"
             )
 
     def _write(self, storage: Any, place: _Place) -> None:
@@ -368,8 +368,7 @@ def store_on(device: torch.device, destination: str | None = None) -> Store:
 
     Args:
         device: that is left.
-        destination: "host", "file", or the folder of the file; None (default) is what the
-            device takes.
+        destination: "host", "file", or the folder of the file; None (default) is the nearest store.
     """
     folder = None if destination in (None, "host", "file") else Path(str(destination))
     if of(device).host:
@@ -377,7 +376,7 @@ def store_on(device: torch.device, destination: str | None = None) -> Store:
     return HostStore() if destination in (None, "host") else StagedStore(folder)
 
 
-SENT = "what leaves the device"
+SENT = "an offloaded tensor"
 
 
 def empty(size: int, device: torch.device) -> Any:

@@ -1,8 +1,8 @@
 """The ledger: live bytes by owner at every event of a step, and how they grow with a micro-batch.
 
-A training step allocates and frees in a fixed order. Peaks alone do not extrapolate, because the
-event at which the peak lies moves with the size: a straight line through two of them is too
-low. But at each event the bytes are affine in the number of samples, so two traced steps give all:
+A training step allocates and frees in a fixed order. Peaks do not extrapolate, because the event at
+which the peak lies moves with the size: a straight line through two of them is too low. But at each
+event the bytes are affine in the number of samples, so two traced steps give all:
 
     live_t(n) = a_t + b_t * n          peak(n) = max_t live_t(n)
     n_max(M)  = min_t floor((M - a_t) / b_t)
@@ -23,7 +23,7 @@ Span = tuple[str, int, int, int]
 """Owner, bytes, and the events ``first <= t < end`` after which they are live."""
 
 UNLIMITED = 1 << 40
-"""What `AffineTimeline.largest` returns where no event grows with the samples."""
+"""Result of `AffineTimeline.largest` where no event grows with the samples."""
 
 
 class NotAffineError(Exception):
@@ -35,8 +35,8 @@ class Timeline:
     """Live bytes by owner, after each event of a step.
 
     Attributes:
-        owners: who holds bytes, such as "parameters" or "activations".
-        events: what happened, in order, such as "aten.convolution.default".
+        owners: names of holders, such as "parameters" or "activations".
+        events: names of events, in order, such as "aten.convolution.default".
         live: int64 [events, owners], bytes.
         spans: the allocations that `record` was given; empty where there were none.
         grain: bytes to whose multiples each of them was rounded up; 1 (default) is none.
@@ -122,8 +122,8 @@ class Lines:
     """Allocations with bytes affine in the samples, each rounded up by itself.
 
     Attributes:
-        base: int64 [allocations], bytes asked for at no sample of the line.
-        slope: int64 [allocations], bytes asked for a sample.
+        base: int64 [allocations], requested bytes at no sample of the line.
+        slope: int64 [allocations], requested bytes for a sample.
         owner: int64 [allocations], place of the owner.
         first: int64 [allocations], the first event after which it is live.
         end: int64 [allocations], the first event after which it is not.
@@ -191,8 +191,7 @@ class AffineTimeline:
             high: at m.
             n: samples.
             m: more samples.
-            margin: what the slope is multiplied by, from 0 samples on; 1 (default) for events that
-                are just affine.
+            margin: factor of the slope, from 0 samples on; 1 (default) for exactly affine events.
 
         Raises:
             NotAffineError: they do not show the same events.

@@ -3,12 +3,12 @@
     storage r   ═══ saved ╸ dropped                      ╺ made again ═══ asked for ... dies
     its source  ═══ saved ═══ kept or moved, as is planned ═══ used ═══ asked for ... dies
 
-Making it again is a function of its own, before the interval in which it is asked for first. It
-reads what it is made from, so whatever plans a step has that in memory then; what it makes is
-another variable. Which storages: those with the fewest seconds for their bytes, and not two of
-which one is made from the other, unless both are asked for soon after one another.
+Recomputation is a function of its own, before the interval that first requests the storage. It
+reads its operands, so any planner has them resident then; its result is another variable. Chosen
+are the storages with the fewest seconds for their bytes, and not two of which one is made from the
+other, unless both are requested soon after one another.
 
-Source: `benchmarks.simulators.recompute` does the same where every kernel is known.
+Source: `benchmarks.simulators.recompute` does the same with every kernel recorded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Again:
 
     Attributes:
         trace: it.
-        made: cut -> what is made again at it, in order.
+        made: cut -> storages recomputed at it, in order.
         of: variable -> its storage.
     """
 
@@ -110,8 +110,8 @@ def choices(
 
     Args:
         recording: the step.
-        link: what it takes longer to make again than to move both ways is not cheap.
-        moved: what leaves where nothing is made again.
+        link: a storage is not cheap if recomputing it is slower than moving it out and back.
+        moved: offloaded storages without recomputation.
     """
     sizes = recording.sizes
     order = _together(recording, link)

@@ -1,9 +1,9 @@
 """Belady + fit: eviction of the variable with the furthest next use where a function does not fit.
 
 That is optimal where all pages have one size and one comes at a time (Belady 1966). Here sizes
-differ, and the walk gives up too much: a small variable leaves, and soon after a large one that
-would have done for both. So the largest that need not have left stay after all (`anybatch.offload
-.fit`), which also says when the others go and come.
+differ, and the walk evicts too much: a small variable is evicted, and soon after a large one that
+would have sufficed for both. So the largest that need not be evicted stay resident
+(`anybatch.offload.fit`), which also schedules the others.
 
 Source: the paper asks for the same with one hyperparameter, `window`.
 """
@@ -20,14 +20,14 @@ from anybatch.offload.trace import Trace
 
 
 def belady(trace: Trace, budget: int) -> Schedule:
-    """Plan a step within a budget: the furthest next use leaves, and comes back early.
+    """Plan a step within a budget: the furthest next use is evicted, and prefetched early.
 
     Args:
-        trace: the step; its seconds are not asked for.
+        trace: the step; its seconds are not used.
         budget: bytes.
 
     Raises:
-        BudgetError: one function alone needs more.
+        BudgetError: a single function needs more.
     """
     gaps = furthest_leaves(trace, budget)
     chosen = fitted(trace, budget, gaps, lambda gap: (-trace.size(gap.v),))
@@ -38,7 +38,7 @@ def furthest_leaves(trace: Trace, budget: int) -> list[Gap]:
     """Return the gaps in which Belady's rule offloads variables.
 
     Raises:
-        BudgetError: one function alone needs more.
+        BudgetError: a single function needs more.
     """
     walk = _Walk(trace, budget)
     for i, function in enumerate(trace.functions):

@@ -4,9 +4,9 @@
     hiding   what hides its travel best: where computing nearly is
     ends     the same before memory runs short and after: where it is short for a moment
 
-They know nothing of the link and have nothing to tune; the simulator says which is the fastest. If
-even that one waits for a copy, the paper's policy is tried too, with nine windows. It makes room
-long before it needs it, which costs nothing while the link is idle, and now and then wins a little.
+They do not depend on the link and have nothing to tune; the simulator selects the fastest. If even
+that one waits for a copy, the paper's policy is tried too, with nine windows. It frees memory long
+before it is needed, which costs nothing while the link is idle, and now and then wins a little.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def plan(trace: Trace, budget: int, link: Link) -> Schedule:
         link: between device and host.
 
     Raises:
-        BudgetError: one function alone needs more.
+        BudgetError: a single function needs more.
 
     Example:
         >>> schedule = plan(trace, 16 << 30, Link(out=25e9, back=25e9))
@@ -52,7 +52,7 @@ def by_rule(trace: Trace, budget: int, link: Link) -> Schedule:
     """Return the fastest of the three rules' schedules.
 
     Raises:
-        BudgetError: one function alone needs more.
+        BudgetError: a single function needs more.
     """
     return fastest(trace, link, (rule(trace, budget) for rule in (belady, hiding, ends)))
 

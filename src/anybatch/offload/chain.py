@@ -3,8 +3,8 @@
     bytes     there │ mu_0's course │ there │ mu_1's course │ there │ mu_2's course │ the rest
     seconds          ──────────────> ──────────────────────> ──────────────────────>
 
-What comes before, between and after them (a first look, an update) was never timed. Where it holds
-more than they do it is one event at the end, so that the peak is that of the whole step.
+The work before, between and after them (an inspection, an update) was never timed. If it holds more
+than they do it is one event at the end, so that the peak is that of the full step.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from anybatch.offload.course import Course
 from anybatch.offload.unroll import OWNERS, THERE, of_course
 
 OUTSIDE = "before, between or after"
-"""The phase of what is not a part of a micro-batch."""
+"""The phase outside of micro-batches."""
 
 
 class Stretch(NamedTuple):
     """One micro-batch.
 
     Attributes:
-        there: bytes beside what it makes itself.
-        course: what it does.
+        there: bytes in addition to its own.
+        course: its plan.
     """
 
     there: int
@@ -43,7 +43,7 @@ def chained(stretches: Sequence[Stretch], *, budget: int, most: int, clocked: bo
         stretches: its micro-batches, in order.
         budget: bytes that it may hold.
         most: bytes that it holds at most, outside of micro-batches too.
-        clocked: they were run; else their seconds mean nothing, and only the order is told.
+        clocked: they were run; else their seconds mean nothing, and only the order is shown.
     """
     steps = [of_course(one.course) for one in stretches]
     phases, ledgers = list[Phase](), list[Timeline]()

@@ -4,7 +4,7 @@
                   │          does not fit ──> everything leaves at once and returns on demand
                   └ with cheap storages made again, if something has to leave and that is faster
 
-On demand it holds what was held while it was recorded, which is the least that hooks can do.
+On demand it holds the bytes of the recording, which are the least that hooks can reach.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Course:
 
     Attributes:
         recording: the step.
-        stages: of each interval, and of what is made again before it; None where everything leaves
-            and returns on demand.
+        stages: of each interval, and of the recomputations before it; None if everything is
+            offloaded and returns on demand.
         predicted: the most bytes that will be there.
-        sent: bytes that leave.
+        sent: offloaded bytes.
         seconds: how long the step takes, if nothing disturbs it.
         there: bytes that are there all the time: parameters, inputs, gradients of before.
         budget: bytes that the step may hold, these among them.
@@ -75,7 +75,7 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
         more: bytes that are there by now and were not when it was recorded.
 
     Raises:
-        BudgetError: it does not fit with everything away.
+        BudgetError: it does not fit with everything offloaded.
     """
     there = recording.outside + more
     step = remade(recording, ())
@@ -110,8 +110,8 @@ def _planned(recording: Recording, step: Again, memory: int, there: int, link: L
 def wanted(schedule: Schedule) -> Schedule:
     """Return a schedule without the copies of variables that no later stage frees.
 
-    The window rule copies whatever it passes. What dies while it is copied would keep its bytes
-    until that has ended, which no schedule counts.
+    The window rule copies every variable that it passes. A storage that dies while it is copied
+    would hold its bytes until the end of the copy, which no schedule counts.
     """
     freed, stages = set[int](), list[Stage]()
     for stage in reversed(schedule.stages):
@@ -123,9 +123,9 @@ def wanted(schedule: Schedule) -> Schedule:
 def too_little(needed: int, budget: int) -> BudgetError:
     """Return the error for a step that does not fit with all movable storages offloaded."""
     return BudgetError(
-        f"a step must fit in memory, and with all saved tensors offloaded it holds "
-        f"{show_bytes(needed)} (weights, gradients, and what its kernels work with), and "
-        f'{show_bytes(budget)} is given: give memory="{-(-needed // 1024)}KiB" or more, or a '
+        "a step must fit in memory, and with all saved tensors offloaded it holds "
+        f"{show_bytes(needed)} (weights, gradients, and the tensors of its kernels), and the "
+        f'budget is {show_bytes(budget)}: give memory="{-(-needed // 1024)}KiB" or more, or a '
         "smaller batch",
         needed=needed,
         budget=budget,

@@ -2,7 +2,7 @@
 
 Policies that go through the functions one by one call `bring` and `evict`; a draft counts bytes,
 and where they run short it waits for the oldest copy that has begun, as the paper does (Fig. 2b).
-What is wanted again before its copy was waited for has never been evicted.
+A variable that is needed again before its copy was awaited has never been evicted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Draft:
 
     Attributes:
         stage: the stage that is being written.
-        here: what is on the device, leaving or not.
-        leaving: what may be freed once its copy has ended, the oldest first.
-        held: bytes of what is here.
+        here: variables on the device, in eviction or not.
+        leaving: variables that may be freed after their copy, the oldest first.
+        held: bytes on the device.
     """
 
     def __init__(self, trace: Trace, budget: int) -> None:
@@ -112,8 +112,9 @@ class Draft:
 def too_small(trace: Trace, budget: int) -> BudgetError:
     """Return the error for one function that does not fit in the budget by itself."""
     return BudgetError(
-        f"a step needs {show_bytes(trace.floor)} on the device even if everything else is away, "
-        f"and it was given {show_bytes(budget)}: give it as much, or make the micro-batch smaller",
+        f"a step needs {show_bytes(trace.floor)} on the device even with everything else "
+        f"offloaded, and its budget is {show_bytes(budget)}: give as much, or a smaller "
+        "micro-batch",
         needed=trace.floor,
         budget=budget,
     )
@@ -124,8 +125,8 @@ def over_budget(trace: Trace, budget: int, i: int, held: int) -> BudgetError:
     if trace.floor > budget:
         return too_small(trace, budget)
     return BudgetError(
-        f"a policy must let enough leave for each function, and at stage {i} this one holds "
-        f"{show_bytes(held)} of {show_bytes(budget)}: let more leave, or bring less back ahead",
+        f"a policy must evict enough for each function, and at stage {i} this one holds "
+        f"{show_bytes(held)} of {show_bytes(budget)}: evict more, or prefetch less",
         needed=held,
         budget=budget,
     )

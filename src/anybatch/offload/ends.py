@@ -6,10 +6,9 @@ runs short, and one after memory is free again, for the return:
     last use ── the copy hides here ──╮ memory is short ╭── the return hides here ── next use
                      before           first          last          after
 
-So what stays first has the fewest seconds a byte at the shorter of its two ends; among equals, as
-where memory is short nearly always, between its two uses (`anybatch.offload.hiding`). That counts
-where a budget is a little below what a step needs, and a stall of one small variable is all there
-is to lose.
+So the first to stay resident has the fewest seconds a byte at the shorter of its two ends; among
+equals, as with memory nearly always short, between its two uses (`anybatch.offload.hiding`). That
+matters with a budget a little too small, where only a stall of one small variable can be lost.
 
 Source: this project.
 """
@@ -34,7 +33,7 @@ def ends(trace: Trace, budget: int) -> Schedule:
         budget: bytes.
 
     Raises:
-        BudgetError: one function alone needs more.
+        BudgetError: a single function needs more.
     """
     clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
     clock.append(clock[-1])  # after the end

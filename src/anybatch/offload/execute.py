@@ -1,15 +1,15 @@
 """The hooks of one step: autograd saves a tensor, and asks for it.
 
 ``torch.autograd.graph.save_on_cpu`` copies every saved tensor when it is saved, back when it is
-asked for, and waits for both. Here a step that was seen before follows its course: at every cut
-some storages begin to leave, some have left, and some begin to return for a later one.
+requested, and waits for both. Here a recorded step follows its schedule: at every cut some
+evictions begin, some have ended, and some prefetches for a later cut begin.
 
     pack    ──> copies of what was used last begin; what has left gives its memory; returns begin
     kernels        │ a thread writes what leaves, another reads what returns
     unpack  ──> (the same) ... and what is asked for is there, or is waited for
 
-A step that does not do what was recorded leaves its course at that cut. From there on everything
-leaves at once and returns on demand, which is right for any step.
+A step that differs from the recording drops its schedule at that cut. From there on everything is
+offloaded at once and returns on demand, which is right for any step.
 
 Source: Hayakawa and Narihira, section 3.
 """
@@ -39,7 +39,7 @@ class StepHooks:
 
     Args:
         mover: moves storages.
-        device: of those that may leave.
+        device: of tensors that may be offloaded.
         watch: records the step; None follows a course.
         courses: by their first cut.
 
@@ -125,8 +125,8 @@ class StepHooks:
     def forget_copies(self) -> None:
         """Let go of copies that have ended, after a failure.
 
-        What one has raised holds the frames of the step, those hold its graph, and that holds what
-        was saved, where the garbage collector does not look.
+        An exception holds the frames of the step, those hold its graph, and that holds the saved
+        tensors, in cycles that the garbage collector cannot find.
         """
         for saved in self._living():
             saved.out = saved.back = None
@@ -190,8 +190,8 @@ class StepHooks:
     def _moving(self, course: Course, variables: Iterable[int]) -> Iterator[Saved]:
         """Yield those of a stage's storages that can move: they live, and are not dropped.
 
-        What is made again later may be saved more than once before; a schedule moves it between,
-        and it was dropped when it was saved first.
+        A storage that is recomputed later may be saved more than once before; a schedule moves it
+        in between, and it was dropped when it was saved first.
         """
         for v in variables:
             saved = self._saved[course.step.of[v]]()

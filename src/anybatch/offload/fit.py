@@ -1,6 +1,6 @@
 """Fit of gaps to a budget: latest wait for each eviction, earliest begin of each prefetch.
 
-No clock is asked, so there is nothing to tune, and a schedule holds what it holds on any machine.
+No clock is used, so there is nothing to tune, and a schedule holds the same bytes on any machine.
 
     stay    of the gaps that were proposed, drop those without which everything fits
     freed   await a copy at the last stage up to which there is room for it; the last copy first
@@ -25,7 +25,7 @@ SpareBytes = npt.NDArray[np.int64]
 """Bytes to spare at each stage."""
 
 Order = Callable[[Gap], tuple[float, ...]]
-"""What stays first has the smallest."""
+"""The first to stay resident has the smallest."""
 
 
 def fitted(trace: Trace, budget: int, gaps: Iterable[Gap], order: Order) -> list[Gap]:

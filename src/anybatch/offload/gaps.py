@@ -4,9 +4,9 @@
     v  ────────p═══════════freed ─ ─ ─ ─ ─ ─ ─ ─ ─back══════════════q──────
                └copy.......└awaited               └.............
 
-A schedule is a choice of gaps, with two stages for each. What is on the host when the step begins
-and ends has a gap before its first use and one after its last, and these are no choice: the first
-gives nothing up, and from the last nothing returns.
+A schedule is a choice of gaps, with two stages for each. A variable on the host when the step
+begins and ends has a gap before its first use and one after its last, and these are no choice: the
+first frees nothing, and from the last nothing returns.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Policy that evicts variables with the best hidden copies: most seconds between uses per byte.
 
-A copy and a return cost time only where they take longer than what is computed meanwhile. So of all
-times in which variables are not used, those with the fewest seconds a byte are spent on the device,
-as far as bytes allow, and in the others variables are away:
+A copy and a return cost time only where they take longer than the kernels meanwhile. So of all
+intervals in which variables are not used, those with the fewest seconds a byte are spent on the
+device, as far as bytes permit, and in the others variables are offloaded:
 
     stays first:  (seconds from last to next use) / bytes    the smallest
 
 The paper's distance between two uses is such a ratio, too, with bytes in place of seconds. Belady's
-rule looks at the next use alone, and may let something large leave for a short time.
+rule considers only the next use, and may evict a large variable for a short time.
 
 Source: this project; Hayakawa and Narihira, section 3, for the distance.
 """
@@ -30,7 +30,7 @@ def hiding(trace: Trace, budget: int) -> Schedule:
         budget: bytes.
 
     Raises:
-        BudgetError: one function alone needs more.
+        BudgetError: a single function needs more.
     """
     clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
     clock.append(clock[-1])  # after the end

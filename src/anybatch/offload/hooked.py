@@ -1,7 +1,7 @@
 """Step under its hooks, and its cleanup after a failure or an interrupt.
 
-Whatever ends the body, hooks and modes are gone and threads have ended afterwards. What a failed
-step has offloaded is lost, for nothing can request it any more.
+For any end of the body, hooks and modes are removed and threads have ended afterwards. The
+offloaded tensors of a failed step are dropped, for nothing can request them any more.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Hooked:
     """Runs the body under the hooks of a step.
 
     Args:
-        step: what the hooks do.
-        mover: moves storages; after a failure what it has kept is lost.
+        step: the functions of the hooks.
+        mover: moves storages; after a failure those that it holds are lost.
         watch: records the body; None where it is not recorded.
     """
 

@@ -1,14 +1,14 @@
 """Micro-batches in sequence, each with saved tensors offloaded as far as its budget requires.
 
-`anybatch.offload` knows one step and a budget for all that is there. Here the ledger has counted
-what else is there, so a micro-batch has a limit for what it makes itself; and there are several
-signatures of them: the first finds no sums of gradients, the last may be smaller.
+`anybatch.offload` has one step and a budget for all bytes. Here the ledger has counted the other
+bytes, so a micro-batch has a limit for its own; and there are several signatures of them: the first
+finds no sums of gradients, the last may be smaller.
 
     mu_0  recorded      mu_1  recorded      mu_2, mu_3 ...  planned      mu_k smaller: recorded
     next step: all of them planned
 
-One that does not do what was recorded offloads everything, which is right for any, and the next
-of its signature is recorded again.
+One that differs from the recording offloads everything, which is right for any, and the next of its
+signature is recorded again.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Keeping:
 
     Args:
         make: returns a store.
-        device: whose tensors leave.
+        device: whose tensors are offloaded.
 
     Attributes:
         capacity: bytes that the first micro-batch of a step may make, and any other.
         moved: bytes that were copied out and back since `begin`.
-        remade: bytes that were dropped, and computed again from what else was saved.
+        remade: bytes that were dropped, and recomputed from other saved tensors.
         waited: seconds in which a micro-batch waited for copies.
         recorded: micro-batches that were recorded.
     """
@@ -60,7 +60,7 @@ class Keeping:
         """Do `work`, forward and backward of `size` samples.
 
         Raises:
-            StoreError: there is no room where tensors go, or a write or a read has failed.
+            StoreError: there is no space in the store, or a write or a read has failed.
         """
         cache = self._caches.setdefault((first, size), ScheduleCache())
         limit = self.capacity[0 if first else 1]

@@ -1,7 +1,7 @@
 """Mover of saved storages between the device and a store, with readable error messages.
 
-A thread writes and another reads, so that both ways are used at once; what is needed at once is
-copied at once, in the thread that needs it. Memory is taken and given back in that thread alone.
+A thread writes and another reads, so that both directions are used at once; a storage needed
+immediately is copied in the thread that needs it. Only that thread allocates and frees memory.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Mover:
     """Storages on their way.
 
     Args:
-        make: returns a store, when something leaves for the first time.
+        make: returns a store, called at the first eviction.
         device: of the storages.
 
     Attributes:
         out: bytes that were copied out since `begin`.
         back: bytes that were copied back.
-        waited: seconds in which somebody waited for either.
+        waited: seconds of waiting for either.
         rates: bytes and seconds of the copies out, and of those back, that nothing else hid.
-        ended: names and last copies of storages that nobody wants any more.
+        ended: names and last copies of storages that are not needed any more.
     """
 
     def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
@@ -63,7 +63,7 @@ class Mover:
         return self._keys
 
     def send(self, saved: Saved) -> None:
-        """Begin a copy; the memory stays until `free`."""
+        """Begin a copy; the memory is held until `free`."""
         if saved.copied:
             return
         with _store_errors("written to"):
@@ -224,7 +224,7 @@ class Mover:
 def gone() -> StoreError:
     """Return the error for a tensor in a store that is closed."""
     return StoreError(
-        "what autograd saved must be there, and the step that saved it has failed, or its store "
+        "a saved tensor must be in its store, and the step that saved it has failed, or its store "
         "was closed: run forward again"
     )
 

@@ -1,4 +1,4 @@
-"""`anybatch.offload`: a person's own forward and backward within a byte budget.
+"""`anybatch.offload`: a user's own forward and backward within a byte budget.
 
     with off:   step 1   recorded: all that autograd saves leaves at once, and every byte is counted
     with off:   step 2   planned: what must leave does, and returns before it is asked for
@@ -153,8 +153,8 @@ class Offload:
         course = followed if newest is None else newest.course(self.memory)
         if course is None:
             raise RuntimeError(
-                "a step must have been recorded before its timeline can be told, and none has "
-                "been: run one inside this offload()"
+                "a step must have been recorded before it has a timeline, and none has been: run "
+                "one inside this offload()"
             )
         return of_course(course)
 
@@ -165,7 +165,7 @@ class Offload:
     def _courses(self) -> dict[Cut, Course]:
         """Return the courses of the recorded steps, or none so that this step is recorded.
 
-        More may be there than when they were (gradients), of which it is not known when it counts.
+        More may be there than at the recording (gradients), which count at unknown times.
         """
         cache, found = self._cache, dict[Cut, Course]()
         for cut, one in () if cache.to_record else cache.recorded.items():
@@ -235,7 +235,7 @@ def offload(
 
     Raises:
         ValueError: `memory` or `store` is not valid here.
-        BudgetError: on leaving a recorded step: with everything offloaded it held more than
+        BudgetError: at the end of a recorded step: with everything offloaded it held more than
             `memory`. Its gradients are right.
         StoreError: in a step, or on entering it: the store is full, a write or a read has failed,
             or a block returned with another checksum (`check`).

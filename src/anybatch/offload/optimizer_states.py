@@ -1,8 +1,8 @@
 """`anybatch.offload_states`: training state that is resident only while it is used.
 
-AdamW keeps two tensors for every parameter, and looks at them once a step, for an instant. Between
-two steps they wait in host memory or in a file, and during a step they pass through memory a few at
-a time. Parameters and gradients can do the same. A person's loop stays as it is.
+AdamW has two tensors for every parameter, and reads them once a step. Between two steps they are in
+host memory or in a file, and during a step they pass through memory a few at a time. Parameters and
+gradients can do the same. The user's loop does not change.
 
     forward, backward    no state in memory; parameters and gradients as kernels ask for them
     optimizer.step()     a part of it, the part before on its way out, the part behind on its way in
@@ -252,7 +252,7 @@ def offload_states(
             the CPU. The file has no name, and disappears with the process.
 
     Returns:
-        An object with ``back()``, which makes everything resident again, as leaving
+        An object with ``back()``, which makes everything resident again, as exiting
         ``with states:`` does, and ``close()``, which drops the offloaded state of the optimizer.
 
     Raises:

@@ -1,16 +1,15 @@
 """Recipe to recompute a saved tensor from other saved tensors, read from autograd's graph.
 
-The conv after a BatchNorm and a ReLU saves the ReLU's result, which is as large as what BatchNorm
-has saved, and is cheap to have from it. ``torch.utils.checkpoint`` could drop it, if the model were
-written for that. Here the graph behind a tensor that is being saved says what it was made by:
+The conv after a BatchNorm and a ReLU saves the ReLU's result, which is as large as the saved tensor
+of BatchNorm, and cheap to compute from it. ``torch.utils.checkpoint`` could drop it, if the model
+were written for that. Here the graph behind a saved tensor shows its computation:
 
     saved tensor ── ReluBackward0 ── NativeBatchNormBackward0 ── its saved input, weight
                                                                └─ bias, a leaf
 
 A recipe is read in the step in which it is used, so its constants and operands are those of this
-step. Operands are what nodes of the graph have saved through the same hooks, which know when such a
-tensor is written to; leaves; and what rules make of these. Where anything else comes in, there is
-no recipe.
+step. Operands are tensors that nodes of the graph have saved through the same hooks, which notice
+writes to them; leaves; and results of rules on these. With any other operand, there is no recipe.
 
 Source: Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3.
 """
@@ -36,7 +35,7 @@ DEPTH = 8
 """Operations that a recipe may have one after another."""
 
 SLACK = 4 << 10
-"""Bytes that any operation may make beside its result."""
+"""Bytes that any operation may allocate in addition to its result."""
 
 Bring = Callable[[Saved], Any]
 """Returns a storage, in memory."""
@@ -112,8 +111,8 @@ class Operation:
 
     Attributes:
         rule: how.
-        operands: of what.
-        constants: with what.
+        operands: its operands.
+        constants: its constants.
         shape: of the result.
         dtype: of the result.
     """
@@ -155,7 +154,7 @@ class RecomputeRecipe:
     """How to have a storage again.
 
     Args:
-        operation: the last of what is to be done.
+        operation: the last one of the recipe.
         tensor: fills the storage.
     """
 

@@ -1,4 +1,4 @@
-"""Recording, as data, of the saved tensors of a step in a person's own loop.
+"""Recording, as data, of the saved tensors of a step in a user's own loop.
 
 A step is cut where autograd saves a tensor or asks for one; between cuts its kernels run unseen.
 
@@ -7,9 +7,9 @@ A step is cut where autograd saves a tensor or asks for one; between cuts its ke
     storage 0   ══════════════════════╸                           ═════   used: there in any case
                                        ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─         may be away, or not
 
-While forward still works with a storage it cannot leave: a hook has autograd's part in it alone.
-The recording is made while everything leaves as soon as it can, so what lived then has to live: it
-is the rest of each interval, beside the storages that are used in it.
+A storage that forward still uses cannot be offloaded: a hook has only autograd's reference to it.
+The recording is made while everything is offloaded as soon as possible, so bytes that lived then
+must live: they are the rest of each interval, in addition to the storages used in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from anybatch.offload.trace import Function, Trace, Variable
 
 STAYED = -1
-"""The number of a storage that does not leave."""
+"""The number of a storage that is not offloaded."""
 
 
 class Cut(NamedTuple):
@@ -30,7 +30,7 @@ class Cut(NamedTuple):
     Attributes:
         saves: it saves it.
         number: of its storage, in the order in which they are saved first; `STAYED` for no number.
-        looks: shape and dtype of what is saved.
+        looks: shape and dtype of the saved tensor.
         size: bytes of its storage.
     """
 
@@ -47,7 +47,7 @@ class Remake:
     Attributes:
         sources: the storages that it is made from.
         seconds: how long it took.
-        work: the most bytes meanwhile, beside its own and theirs.
+        work: the most bytes meanwhile, in addition to its own and theirs.
     """
 
     sources: tuple[int, ...]

@@ -1,8 +1,8 @@
 """Which nodes of autograd's graph stand for cheap operations, and how to do one of them again.
 
-Autograd's graph is made for backward. But a node also knows its kind, its constants and, where its
-backward needs them, its operands: that is enough to do forward again, as long as the kernel called
-here is the one that ran there.
+Autograd's graph is made for backward. But a node also has its type, its constants and, where its
+backward needs them, its operands: that is enough to repeat forward, if the kernel called here is
+the one that ran there.
 
     NativeBatchNormBackward0   _saved_eps, the saved input, weight ──> native_batch_norm again
 

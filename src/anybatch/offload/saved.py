@@ -1,15 +1,15 @@
 """Handle that autograd holds in place of a saved tensor, on a storage that may be offloaded.
 
 Many saved tensors share a storage: the output of a ReLU is saved by it and by the layer after it, a
-transposed view beside its base. The storage moves once, and every handle knows its own part of it.
+transposed view with its base. The storage moves once, and every handle describes its part.
 
     handle ┐
     handle ├──> saved storage ──> here, or a copy in the store
     handle ┘    (dies with its last handle)
 
-torch gives up its check for writes in place where hooks are set. Here a handle keeps a tensor
-without memory that shares the count of writes with the saved one, so a later write is found even
-when the memory has long been somebody else's.
+torch has no check for writes in place where hooks are set. Here a handle holds a tensor without
+memory that shares the count of writes with the saved one, so a later write is found even when the
+memory was reused long ago.
 
 Not all that share a storage share that count: the parts of ``unsafe_chunk`` have one each, and
 torch's own GRU and LSTM cells write to one part while another is saved. So the storage knows the
@@ -35,7 +35,7 @@ from anybatch.memory.copier import Job
 from anybatch.memory.fakes import uncached
 
 SMALL = 64 << 10
-"""Bytes below which a storage stays: moving it costs more than it frees."""
+"""Bytes below which a storage is not offloaded: moving it costs more than it frees."""
 
 
 class Saved:
@@ -45,11 +45,11 @@ class Saved:
         number: in the order in which storages are saved first in a step.
         key: its name in the store.
         size: bytes.
-        counts: those of writes that it was saved under, each by a probe, and what it stood at.
+        counts: counters of writes under which it was saved, each by a probe, with its value then.
         storage: it, where it is held here; None where nothing here holds it.
         weak_storage: a weak reference on it, wherever it is held.
         copied: a copy is in the store, or on its way there.
-        out: that copy, until it is known to have ended.
+        out: that copy, until its end was noticed.
         back: a return that is under way, or None.
         recipe: how to make it again; None where it is moved.
     """
@@ -187,7 +187,7 @@ def probe(tensor: Tensor) -> Tensor:
 def one_count(counted: Tensor, tensor: Tensor) -> bool:
     """Say whether a write to one tensor counts as a write to the other.
 
-    torch does not tell, so the count is moved and put back.
+    torch has no query for it, so the count is moved and restored.
 
     Args:
         counted: a `probe`.
@@ -206,8 +206,8 @@ def one_count(counted: Tensor, tensor: Tensor) -> bool:
 def uncounted(kernel: str) -> NotExactError:
     """Return the error for a write to a saved tensor that autograd does not know of."""
     return NotExactError(
-        f"a saved tensor that leaves must be written before it is saved, and {kernel} writes to "
-        "one afterwards, which autograd does not count: take another layer (LeakyReLU or PReLU for "
+        f"a tensor must not be written to after it was saved and offloaded, and {kernel} writes to "
+        "one afterwards, which autograd does not count: use another layer (LeakyReLU or PReLU for "
         "RReLU), write to a copy instead of .data, or give memory for a step without offload"
     )
 

@@ -5,9 +5,9 @@
                 f_i
                 outs:  variables whose copy to the host begins after f_i
 
-A copy and the bytes it frees are two things. `outs` begins the copy and the variable stays usable;
-`frees`, at a later stage or at none, waits for the copy to end. A variable that has returned and
-was not written since has its copy still, and is freed again without another one.
+A copy and the bytes it frees are two things. `outs` begins the copy and the variable remains
+usable; `frees`, at a later stage or at none, waits for the copy to end. A variable that has
+returned and was not written since has its copy still, and is freed again without another one.
 
 Memory is counted in the order of the stages: a variable's bytes count from the stage of its `ins`
 to that of its `frees`. So how much a schedule holds does not depend on how fast anything is, and a

@@ -1,8 +1,8 @@
 """Recorded steps, found by their first cuts, and the course of each within a memory.
 
-A step does what was recorded, or it does not, and then it is recorded again: more often in a row
-the more often that happens, for shapes may change from step to step. What a step does is planned
-once for every number of bytes that it may hold and that are there in addition.
+A step that differs from the recording is recorded again: more often in a row the more often that
+happens, for shapes may change from step to step. A step is planned once for every limit and number
+of other bytes.
 
     recorded ──> found by its first cut ──> course within a memory ──> followed ── missed ┐
        ^                                                                                  │
@@ -62,9 +62,9 @@ class Recorded:
     Args:
         recording: the step.
         link: how fast storages have gone.
-        watch: recorded it; knows whose gradients may be there by now. None (default) where what is
-            there beside a step is counted elsewhere.
-        there: bytes that were allocated before, where known. Default 0.
+        watch: recorded it; has the leaves whose gradients may exist by now. None (default) if other
+            bytes are counted elsewhere.
+        there: bytes that were allocated before, if counted. Default 0.
 
     Attributes:
         recording: the step.

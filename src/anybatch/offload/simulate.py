@@ -7,9 +7,9 @@ one queue for both ways.
     out           |   x    |  y   |
     in                        |    z    |
 
-A function begins when the one before it has ended, the copies of what is freed before it and of
-what it writes to have, and all that it reads has returned. A return begins when the function before
-its stage has ended: until then its bytes may be somebody else's.
+A function begins when the one before it has ended, the copies of variables freed before it or
+written by it have ended, and all variables that it reads have returned. A return begins when the
+function before its stage has ended: until then its bytes may be in use.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def simulate(trace: Trace, schedule: Schedule, link: Link) -> Simulation:
         link: how fast variables move.
 
     Raises:
-        ScheduleError: more than the budget is held, something is used while it is away, freed
-            without a copy, brought back while it is here, or missing at the end.
+        ScheduleError: more than the budget is held, or a variable is used while offloaded, freed
+            without a copy, prefetched while resident, or missing at the end.
     """
     run = _Run(trace, schedule, link)
     for i, stage in enumerate(schedule.stages):
@@ -98,16 +98,18 @@ class _Run:
         """Free the bytes of variables; all that follows waits for their copies."""
         self.gate = self.clock
         for v in variables:
-            self._require(v in self.here, i, v, "here when it is freed", "away")
+            self._require(v in self.here, i, v, "resident when it is freed", "offloaded")
             self._require(v in self.copied, i, v, "copied before it is freed", "not")
-            self._require(not self.trace.variables[v].stays, i, v, "left alone", "freed")
+            self._require(
+                not self.trace.variables[v].stays, i, v, "on the device throughout", "freed"
+            )
             self.gate = max(self.gate, self.copied[v], self.here.pop(v))
             self.held -= self.trace.size(v)
 
     def bring(self, i: int, variables: tuple[int, ...]) -> None:
         """Begin returns."""
         for v in variables:
-            self._require(v not in self.here, i, v, "away when it returns", "here")
+            self._require(v not in self.here, i, v, "offloaded when it returns", "resident")
             self._require(v in self.copied, i, v, "on the host when it returns", "not")
             begin = max(self.in_clock, self.gate, self.copied[v])
             self.in_clock = begin + self.trace.size(v) / self.link.back
@@ -122,7 +124,7 @@ class _Run:
         """Run a function once all that it reads is there."""
         function = self.trace.functions[i]
         for v in function.reads:
-            self._require(v in self.here, i, v, "here when it is used", "away")
+            self._require(v in self.here, i, v, "resident when it is used", "offloaded")
         self.held += self.trace.bytes_of(function.makes)
         self._fits(i)
         self.trail.append(self.held)
@@ -140,7 +142,7 @@ class _Run:
     def copy(self, i: int, variables: tuple[int, ...]) -> None:
         """Begin copies to the host."""
         for v in variables:
-            self._require(v in self.here, i, v, "here when it is copied", "away or dead")
+            self._require(v in self.here, i, v, "resident when it is copied", "offloaded or dead")
             begin = max(self.out_clock, self.clock, self.here[v])
             self.out_clock = begin + self.trace.size(v) / self.link.out
             if not self.link.duplex:
@@ -152,9 +154,9 @@ class _Run:
         """Check the state at the end of the step, and return the result of the simulation."""
         last = len(self.trace.functions)
         for v in self.trace.after:
-            self._require(v in self.here, last, v, "here at the end", "away")
+            self._require(v in self.here, last, v, "resident at the end", "offloaded")
         for v in self.trace.hosted:
-            self._require(v not in self.here, last, v, "on the host at the end", "here")
+            self._require(v not in self.here, last, v, "on the host at the end", "resident")
         self.trail.append(self.held)
         copies = (self.copied[v] for v in self.trace.hosted)
         seconds = max([self.clock, *self.here.values(), *copies])
@@ -174,7 +176,7 @@ class _Run:
         if self.held > self.schedule.budget:
             raise ScheduleError(
                 f"a schedule must hold at most its budget of {self.schedule.budget} bytes, and at "
-                f"stage {i} it holds {self.held}: free something before, or bring less"
+                f"stage {i} it holds {self.held}: evict more before, or prefetch less"
             )
 
     def _require(self, holds: bool, i: int, v: int, what: str, found: str) -> None:  # noqa: FBT001

@@ -4,7 +4,7 @@
     variables   x w a       a w b       b ...              read, written in place, or made
                                 ^ a's last use: its bytes are free after f1, or at the next one
 
-A trace is data. It says nothing about where a variable is; that is what a schedule decides.
+A trace is data. It does not contain where a variable is; a schedule decides that.
 
 Source: Hayakawa and Narihira, "Out-of-core training", sections 2 and 3, Figure 1: function-sequence
 and variable-sequence.
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 NEVER = 1 << 60
-"""What `Trace.next_use` returns for a variable that no later function uses."""
+"""Result of `Trace.next_use` for a variable that no later function uses."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Variable:
     """Bytes that live and die together, such as a tensor's storage.
 
     Attributes:
-        name: what a person calls it.
+        name: its name for users.
         size: bytes.
         before: it is on the device when the step begins.
         after: it must be there when the step ends, so it never dies.
-        stays: it never leaves; a copy of a few bytes costs more than it frees.
+        stays: it is never offloaded; a copy of a few bytes costs more than it frees.
         host: where it is before and after the step, it is on the host then, not on the device.
     """
 
@@ -47,7 +47,7 @@ class Function:
     """One kernel of the step.
 
     Attributes:
-        name: what a person calls it.
+        name: its name for users.
         reads: variables it needs, by their place in `Trace.variables`; also those it writes to.
         makes: variables that begin with it.
         writes: those of `reads` that it changes in place.
@@ -56,7 +56,7 @@ class Function:
         seconds: how long it takes once its variables are there.
         backward: it comes after the forward pass.
         draws: it takes random numbers, so that it gives something else the second time.
-        again: it has run before, and what it made then was dropped.
+        again: it has run before, and its result of then was dropped.
     """
 
     name: str
@@ -93,8 +93,8 @@ class Trace:
         for one in self.variables:
             if one.host and (one.stays or not (one.before and one.after)):
                 raise ValueError(
-                    "what is on the host between steps must be there before and after them and may "
-                    f"not stay on the device, and {one.name} is not so: set before and after"
+                    "a variable on the host between steps must be there before and after them and "
+                    f"not on the device, and {one.name} is not so: set before and after"
                 )
         for i, function in enumerate(self.functions):
             for v in function.reads:
@@ -107,8 +107,8 @@ class Trace:
     def _require(self, holds: bool, v: int, i: int, what: str) -> None:  # noqa: FBT001
         if not holds:
             raise ValueError(
-                f"a variable must be {what}, and function {i}, {self.functions[i].name}, does not "
-                f"keep to it for {self.variables[v].name}: give the functions in their order"
+                f"a variable must be {what}, and function {i}, {self.functions[i].name}, breaks "
+                f"this for {self.variables[v].name}: give the functions in their order"
             )
 
     @cached_property
@@ -159,7 +159,7 @@ class Trace:
 
     @cached_property
     def in_the_end(self) -> int:
-        """Bytes there when the step ends, where nothing ever leaves."""
+        """Bytes at the end of the step without offloading."""
         return self.bytes_of(self.after) + self.bytes_of(self.hosted)
 
     @cached_property
@@ -169,7 +169,7 @@ class Trace:
 
     @cached_property
     def live(self) -> tuple[int, ...]:
-        """Bytes live during each function where nothing ever leaves."""
+        """Live bytes during each function without offloading."""
         held, found = self.bytes_of(self.before) + self.bytes_of(self.hosted), []
         for function, dead in zip(self.functions, self.dies, strict=True):
             held += self.bytes_of(function.makes)
@@ -220,8 +220,8 @@ class Trace:
     def with_states_on_the_host(self) -> Trace:
         """Return the same step with its persistent variables on the host before and after it.
 
-        These are parameters, statistics and optimizer states; so what a step needs at least on the
-        device has no states in it but those of one function.
+        These are parameters, statistics and optimizer states; so the floor of a step on the device
+        contains only the states of one function.
         """
         return Trace(
             tuple(replace(v, host=v.before and v.after and not v.stays) for v in self.variables),

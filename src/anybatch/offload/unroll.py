@@ -1,14 +1,14 @@
 """Timeline of a planned step under `offload`: bytes by owner, and copies under way.
 
 A schedule counts bytes stage by stage and has no clock; a simulation has the clock and one sum of
-bytes. Played together they tell of every storage where it is at each moment:
+bytes. Run together they show where every storage is at each moment:
 
     storage   made ── saved ── on its way out ── copied ── away ── on its way back ── saved ── dead
                                └──── copy ───┘                     └──── copy ────┘
 
-Bytes count until they are given up, so a storage whose copy has ended is still there; and from the
-moment at which the schedule asks for them, so one that waits for its turn on the link is on its way
-back already. The sums are those that the schedule was planned with.
+Bytes count until they are freed, so a storage whose copy has ended is still resident; and from the
+moment at which the schedule requests them, so one that waits for the link is on its way back
+already. The sums are those that the schedule was planned with.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from anybatch.offload.trace import Trace
 THERE, REST, SAVED = "weights, inputs, gradients", "kernels, new gradients", "saved"
 LEAVING, COPIED, RETURNING = "on its way out", "copied, not given up", "on its way back"
 OWNERS = (THERE, REST, SAVED, LEAVING, COPIED, RETURNING)
-"""Who holds bytes: what was there before; what kernels work with and new gradients; and what
-autograd saves, in four states."""
+"""Owners: existing tensors; operands of kernels and new gradients; saved tensors in four states."""
 
 
 class _Change(NamedTuple):
@@ -49,7 +48,7 @@ def unroll(trace: Trace, schedule: Schedule, link: Link, *, there: int = 0) -> S
         trace: the step; its functions have their seconds.
         schedule: made for it.
         link: how fast variables move.
-        there: bytes beside those of the trace, that are there all the time.
+        there: bytes in addition to the trace, resident all the time.
 
     Raises:
         ScheduleError: as from `simulate`.
@@ -116,10 +115,10 @@ def _changes(trace: Trace, schedule: Schedule, run: Simulation) -> Iterator[_Cha
 
 
 def _on_demand(course: Course) -> StepTimeline:
-    """Return a step in which everything leaves as soon as it can and returns when it is needed.
+    """Return a step that offloads everything as soon as possible, to return when needed.
 
-    What an interval uses and the most of its rest need not be there at once: the recorded peak
-    bounds their sum.
+    The storages of an interval and the peak of its rest need not be there at once: the recorded
+    peak bounds their sum.
     """
     recording, link = course.recording, course.link
     limit = recording.peak - recording.outside

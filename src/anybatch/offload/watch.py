@@ -1,8 +1,8 @@
 """The recording of a step: every live byte, cut where autograd saves and asks.
 
-A dispatch mode counts what lives (`anybatch.memory.meter`). What autograd alone would hold is away
-while a step is recorded, so what is counted is what no hook can move. It is counted apart: the
-storages that may move while somebody works with them, and the rest.
+A dispatch mode counts live bytes (`anybatch.memory.meter`). Tensors that only autograd would hold
+are offloaded while a step is recorded, so the counted bytes are those that no hook can move. Two
+sums are counted: storages that may move while forward uses them, and the rest.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ class ExcludedWork:
 
 
 class StepRecorder(Meter):  # type: ignore[no-untyped-call]
-    """Records a step while everything leaves as soon as it can.
+    """Records a step while everything is offloaded as soon as possible.
 
     Args:
         device: of the tensors that count.
         tries: bytes within which it is tried to make storages again; by default it is not.
-        there: bytes that were allocated before and count among these, where known; None where
-            `tries` is for what the step makes alone.
+        there: bytes that were allocated before and count among these, if known; None if `tries` is
+            only for the step's own.
 
     Attributes:
         tried: the most bytes that the step made while something was tried.
         asides: the kernels, as they were counted, in which it was tried.
         outside: bytes that were there before, and were used.
-        leaves: weak references on the leaves among them that want a gradient.
+        leaves: weak references on the leaves among them that require a gradient.
         gradients: bytes of the gradients that these had.
     """
 

@@ -1,8 +1,8 @@
 """Saved tensors that are never offloaded: above all weights, which are resident anyway.
 
-``save_on_cpu`` sends away whatever autograd saves, the weights of every layer among it, which frees
+``save_on_cpu`` offloads everything that autograd saves, the weights of every layer too, which frees
 nothing. A weight is saved as itself, as a view (``weight.t()``), or as the copy in another dtype
-that autocast makes and keeps: the graph behind it tells, because it ends at once in a leaf.
+that autocast makes and caches: the graph behind it shows this, because it ends at once in a leaf.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALIKE = frozenset(
     for name in "Alias Detach Expand Permute ReshapeAlias Slice Squeeze Split T Select "
     "ToCopy Transpose Unsqueeze UnsafeView View".split()
 )
-"""Nodes whose result is a view of what they are given, or a copy in another dtype."""
+"""Nodes whose result is a view of their input, or a copy in another dtype."""
 
 LEAF = "torch::autograd::AccumulateGrad"
 
@@ -32,8 +32,8 @@ def may_move(tensor: Tensor, device: torch.device, least: int) -> bool:
 
     Args:
         tensor: as autograd saves it.
-        device: tensors elsewhere stay.
-        least: bytes of a storage below which it stays.
+        device: tensors elsewhere are not offloaded.
+        least: bytes of a storage below which it is not offloaded.
     """
     return (
         type(tensor) in MOVES

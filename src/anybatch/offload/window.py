@@ -6,9 +6,9 @@
     (b) where that does not fit, the oldest copy    (d) unless it is never used again, or is in the
         to the host is awaited before f_i               window already
 
-Kindnesses to it: a variable is not copied again if nothing has written to it since; one that comes
-into the window before its copy was awaited does not travel; and what is there when the step begins,
-outside of the window, leaves after the first function.
+Improvements to it: a variable is not copied again if nothing has written to it since; one that
+enters the window before its copy was awaited is not moved; and variables outside of the window when
+the step begins are evicted after the first function.
 
 Source: Hayakawa and Narihira, section 3, Figure 2.
 """
@@ -30,7 +30,7 @@ def window(trace: Trace, budget: int, size: int) -> Schedule:
         size: bytes of the schedule-window; the variables of one function are always in it.
 
     Raises:
-        BudgetError: the window and what must stay do not fit.
+        BudgetError: the window and the resident variables do not fit.
     """
     draft, sequence = Draft(trace, budget), _Sequence(trace, size)
     for i, function in enumerate(trace.functions):
@@ -57,7 +57,7 @@ class _Sequence:
         """Move the window to function `i`.
 
         Returns:
-            The variables in it behind those of the function, and what has just come in.
+            The variables in it after those of the function, and those that have just entered it.
         """
         own = self._left + len(self._trace.functions[i].uses)
         new = []

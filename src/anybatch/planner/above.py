@@ -1,16 +1,16 @@
 """Search of micro-batch sizes above the largest that fits, with saved tensors offloaded.
 
-A trial costs several micro-batches, all the larger for being above the largest that fits. So what
-has been timed below says first what could be won at all. A micro-batch costs more for every sample
-the more samples it has, once the device is busy; so the line through what was timed is the least
-that larger ones take. And what does not fit has to go and come back.
+A trial costs several micro-batches, all larger than the largest that fits. So the times of smaller
+sizes first bound the possible gain. A micro-batch costs more for every sample the more samples it
+has, once the device is busy; so the line through the times is a lower bound for larger ones. And
+bytes that do not fit have to be moved out and back.
 
     seconds     t(8) │  t(16) ─ ─ ─ ─ the line goes on ─ ─ ─ ─>  at least so many
     bytes            │ cap        what is too much, out and back  at least so many seconds
 
-No trial where either leaves less than a twentieth of a step to be won. After two in a row that have
-lost there are two points of another line, that of offloaded ones, and it says the same of what is
-larger still: where moving costs much whatever the size, large micro-batches may yet win.
+No trial if either leaves less than a twentieth of a step to be gained. Two in a row that have lost
+are two points of another line, that of offloaded ones, which bounds larger sizes: if moving costs
+much for any size, large micro-batches may still win.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping
 from anybatch.planner.choice import between, step_seconds
 
 GAIN = 0.05
-"""Share of a step that a trial must be able to win: probes do not tell less apart."""
+"""Share of a step that a trial must be able to win: timings do not distinguish less."""
 
 MOVED = 0.5
-"""Share of what is too much that has to move at least: the rest may be computed again instead."""
+"""Share of the excess that has to move at least: the rest may be recomputed instead."""
 
 SLOWER = 1.1
 """Times the best so far, after which a trial is not repeated: it has lost."""
@@ -60,7 +60,7 @@ def try_above(
         best: seconds of a step of the best of these.
         sizes: samples in the micro-batches that are considered, none of them timed; ascending.
         size: N_B, samples in the mini-batch.
-        moving: samples -> the seconds in which a step in such micro-batches moves what it must.
+        moving: samples -> the seconds in which a step in such micro-batches moves its excess.
         trial: times one.
 
     Returns:

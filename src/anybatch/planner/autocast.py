@@ -1,9 +1,9 @@
 """Autocast of a CUDA device that is not there, in effect for a dry run on the host.
 
-A dry run is made of the host's tensors, which CUDA's autocast leaves alone, and the host's own has
-other lists: it keeps a softmax or a LayerNorm in bfloat16 that CUDA computes and saves in float32.
-So while a plan is made, the host's autocast is on where CUDA's is, and casts as CUDA's does. Only
-what both cast down is left to torch, which keeps the casts of weights.
+A dry run uses the host's tensors, which CUDA's autocast does not cast, and the host's own has other
+lists: it computes a softmax or a LayerNorm in bfloat16 that CUDA computes and saves in float32. So
+while a plan is made, the host's autocast is on where CUDA's is, and casts as CUDA's does. Only
+operators that both cast down are left to torch, which caches the casts of weights.
 
     torch.autocast("cuda", bfloat16)  ──>  both types on  ──>  linear       torch's own kernel
                                                                softmax      in float32, as on CUDA
@@ -68,13 +68,13 @@ SET_DTYPE = frozenset(
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
     """.split()
 )
-"""Operators with a dtype, which is float32 where nobody gives one."""
+"""Operators with a dtype, which defaults to float32."""
 
 APPEND_DTYPE: dict[str, tuple[str, tuple[Any, ...]]] = {
     "norm.Scalar": ("norm.ScalarOpt_dtype", (None, 2)),
     "norm.ScalarOpt_dim": ("norm.ScalarOpt_dim_dtype", (None, None, None, False)),
 }
-"""Operators, those that take a dtype beside the same arguments (float32), and their defaults."""
+"""Operators, those with the same arguments and a dtype (float32), and their defaults."""
 
 PROMOTE = frozenset(
     """
@@ -93,7 +93,7 @@ SWITCHED_OFF = (
     "torch.autocast of CUDA around the plan: torch has no CUDA here and switches it off; "
     'torch.set_autocast_enabled("cuda", True) and torch.set_autocast_dtype switch it on'
 )
-"""Sentence of a plan that cannot tell whether autocast was wanted."""
+"""Sentence of a plan for which the use of autocast is unknown."""
 
 Call = Callable[..., Any]
 
@@ -234,7 +234,7 @@ def _kernel(name: str, policy: Policy | None, *, replaces: bool) -> Call:
 
     Args:
         name: of the operator.
-        policy: CUDA's; None where its autocast leaves the operator alone.
+        policy: CUDA's; None if its autocast does not cast the operator.
         replaces: the host's autocast has a kernel, too.
     """
     key = getattr(torch._C.DispatchKey, HERE)

@@ -1,6 +1,6 @@
 """The bytes that a step may hold: the default, and the error where they are too few.
 
-A budget counts what the step's own tensors hold already, and all that the step allocates.
+A budget includes the existing tensors of the step, and all that the step allocates.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> Bud
     cut = "undivided" if n == size else "with micro-batches of one sample"
     workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
     return BudgetError(
-        f"a step must fit in memory, and {cut} it needs "
-        f"{show_bytes(floor)} ({listed}), and {show_bytes(budget)} is there ({source}): give "
-        f"{enough(floor)} or more, {workspace}a smaller model, smaller samples, or "
-        "an optimizer that keeps less",
+        f"a step must fit in memory, and {cut} it needs {show_bytes(floor)} ({listed}), and the "
+        f"budget is {show_bytes(budget)} ({source}): give {enough(floor)} or more, {workspace}a "
+        "smaller model, smaller samples, or an optimizer with less state",
         needed=floor,
         budget=budget,
     )
@@ -70,9 +69,9 @@ def ran_out(device: torch.device, budget: int, source: str) -> BudgetError:
     every = there.left(device) + there.allocated(device)
     return BudgetError(
         f"a few samples must fit on {device} before a step is planned, and in a dry run of them "
-        f"memory ran out: it has {show_bytes(every)} for all tensors of this process, and "
-        f"{show_bytes(budget)} may be held ({source}). Free memory of the device, or give smaller "
-        "samples or a smaller model, or micro_batch= instead of memory=, which runs nothing before",
+        f"memory ran out: it has {show_bytes(every)} for all tensors of this process, and the "
+        f"budget is {show_bytes(budget)} ({source}). Free memory of the device, or give smaller "
+        "samples or a smaller model, or micro_batch= instead of memory=, which needs no dry run",
         needed=every + 1,
         budget=budget,
     )
@@ -88,9 +87,9 @@ def on_cuda(
 ) -> Forecast:
     """Return the forecast plus the workspace and the other tensors of CUDA's allocator.
 
-    Workspace is measured at one sample, at few, and at the most that fit: what kernels take for few
-    samples is not what more need. Only what fits is run. Where nothing does, or memory runs out, it
-    is that of cuBLAS as it is assumed of a device that is not there.
+    Workspace is measured at one sample, at few, and at the most that fit: kernels use other
+    workspaces for few samples than for more. Only sizes that fit are run. If none does, or memory
+    runs out, it is that of cuBLAS as assumed for a device that is not there.
 
     Args:
         found: without them.

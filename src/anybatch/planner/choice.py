@@ -26,7 +26,7 @@ CLOSE = 1.3
 """Times the best, within which a size is timed again."""
 
 ROUNDS = 2
-"""Times that those are timed again, later: whoever shares the machine may have left by then."""
+"""Times that those are timed again, later: other programs on the machine may have ended by then."""
 
 LONG = 0.5
 """Seconds of a micro-batch that need not be timed again."""
@@ -144,7 +144,7 @@ def step_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
 def between(timed: Mapping[int, float], n: int) -> float:
     """Return the seconds of `n` samples, on the line between the nearest sizes that were timed.
 
-    Below the smallest size a micro-batch costs what that one costs: a part of it is fixed.
+    Below the smallest size a micro-batch costs as much as that one: a part of it is fixed.
     """
     if n in timed:
         return timed[n]

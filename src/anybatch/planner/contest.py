@@ -1,9 +1,9 @@
 """Choice between resident and offloaded saved tensors where both fit, by measured seconds.
 
-Where not even one sample fits, what autograd saves is offloaded. Elsewhere it may be: then a
+Where not even one sample fits, saved tensors are offloaded. Elsewhere they may be: then a
 micro-batch can be larger than the largest that fits in memory, and a batch whose samples meet in
-BatchNorm need not go in lanes. Which is faster hangs on the network, the device and the store, so
-both are run, where that can pay (`anybatch.planner.above`).
+BatchNorm need not run in lockstep. Which is faster depends on the network, the device and the
+store, so both are run, where that can pay (`anybatch.planner.above`).
 
     streaming    4   8   16 │                16 is the largest that fits
                             │ 32   64  128   the same with saved tensors offloaded, until that loses
@@ -30,7 +30,7 @@ from anybatch.planner.resident import ResidentSizes
 
 StepTimer = Callable[[int, Capacity, OffloadPlan | None], float | None]
 """Samples in a micro-batch, bytes of those that wait, and the offloading of the one that runs ->
-seconds of a step, infinitely many where it runs out of memory; None where they cannot be told."""
+seconds of a step, infinity if it runs out of memory; None if unknown."""
 
 
 def faster(
@@ -84,9 +84,9 @@ def _lanes(
 ) -> tuple[RunPlan, float | None]:
     """Return the fastest lanes of `n` or more samples, and the seconds of a step.
 
-    What a single micro-batch costs does not tell: the more of them there are, the more often they
-    wait for each other. So twice as many are tried, for as long as that pays. No seconds where
-    they cannot be told.
+    The cost of a single micro-batch does not decide: the more of them there are, the more often
+    they wait for each other. So twice as many samples are tried, for as long as that is faster. No
+    seconds if they are unknown.
     """
     steps: dict[int, float] = {}
     for m in [n, *(m for m in _evenly(above(n, resident.largest), size) if m > n)]:
@@ -152,7 +152,7 @@ def _or_offloaded(
     Args:
         resident: as above.
         offloading: as above.
-        stays: the fastest way so far.
+        stays: the fastest plan so far.
         size: N_B, samples in the mini-batch.
         seconds: of a step that way.
         time_step: as above.

@@ -54,7 +54,7 @@ class Decision:
 
     Args:
         request: the batch.
-        terms: what it has to keep to.
+        terms: its constraints.
         precedent: of earlier batches; this one adds to it.
         foreseen: the forecasts made so far; one that is missing is made.
         workspaces: of convolutions.
@@ -76,7 +76,7 @@ class Decision:
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
-            NotYetError: saved tensors have to leave, and the parameters are spread over ranks.
+            NotYetError: saved tensors would be offloaded, and parameters are sharded over ranks.
         """
         request, signature, way = self._request, self._request.signature, self._terms.spill.way
         divides = self._precedent.fixed is not None and self._precedent.fixed < signature.size

@@ -1,13 +1,13 @@
 """A plan as the step it stands for: a forecast at the micro-batch that was chosen, as it passes.
 
-A plan tells the peak and who holds it. Why it is the peak, and how far below it the rest of a step
-stays, is in the lines of the forecast it was made from:
+A plan has the peak and its owners. Why it is the peak, and how far below it the rest of a step is,
+follows from the lines of its forecast:
 
     inspection │ mu_0  mu_1  mu_2 │ update        at n: a_t + b_t * n bytes after every event
 
-The peak of it is the plan's. What the plan counts beside the lines has no hour: what one more
-rehearsal found is there from beginning to end, and the bytes of micro-batches that wait as long as
-there are any.
+The peak of it is the plan's. Bytes that the plan counts in addition to the lines have no position
+in time: those found by another dry run are drawn from beginning to end, and the bytes of waiting
+micro-batches as long as there are any.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
     """Return the step of a plan as it passes.
 
     Args:
-        foreseen: what the plan was made from.
+        foreseen: the forecast of the plan.
         planned: the plan.
         size: N_B, samples in the mini-batch.
 
@@ -70,5 +70,5 @@ def _title(n: int, size: int, *, lanes: bool) -> str:
     count = -(-size // n)
     title = f"{size} samples in {count} micro-batches of {n}"
     if lanes:
-        return f"{title}, one of them and room for those that wait"
+        return f"{title}, one of them and the bytes of waiting ones"
     return f"{title}, the first {MICRO_BATCHES}" if count > MICRO_BATCHES else title

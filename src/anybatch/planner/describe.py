@@ -27,7 +27,7 @@ def describe(
     """Return how a batch is run, and why.
 
     Args:
-        foreseen: what its steps hold.
+        foreseen: forecast of its steps.
         n: samples in a micro-batch, as was chosen.
         size: N_B, samples in the mini-batch.
         timed: micro-batch -> seconds, where they were taken.
@@ -82,7 +82,7 @@ def _shown(
 ) -> tuple[dict[str, int], Capacity] | None:
     """Return owner -> bytes at the peak of a step in lanes, and the budget of waiting lanes.
 
-    None where what a lane touches is not known.
+    None if the bytes that a lane touches are unknown.
     """
     lane = lane_of(foreseen, n, size, rehearsed=confirmed)
     if lane is None:
@@ -94,15 +94,15 @@ def _shown(
 
 
 SHARED = ("parameters", "buffers", "optimizer", "transfer buffers", "shards")
-"""Owners of what is there once for all lanes."""
+"""Owners of bytes that exist once for all lanes."""
 
 
 def _waiting_bytes(left: int, owners: Mapping[str, int], lanes: int) -> int | None:
     """Return the bytes that waiting lanes may hold; None where all that they hold fits.
 
     Args:
-        left: bytes of the budget beside a lane at its peak.
-        owners: who holds what at that peak.
+        left: bytes of the budget above a lane at its peak.
+        owners: owners and bytes at that peak.
         lanes: how many.
     """
     lane = sum(count for owner, count in owners.items() if owner not in SHARED)

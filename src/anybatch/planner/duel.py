@@ -1,9 +1,9 @@
 """Comparison of a few close micro-batch sizes by full steps, run alternately.
 
-Sizes are timed one after another, by a micro-batch each. A machine that others use is not the same
-from one to the next, and between its micro-batches a step does things that are in none of them:
-rows are cut, gradients added up, memory is given back and taken again. So those that came out close
-are run again as whole steps, first all of them once and then all of them again:
+Sizes are timed one after another, by a micro-batch each. A shared machine changes from one to the
+next, and between its micro-batches a step does work that is in none of them: rows are cut,
+gradients added up, memory is freed and allocated again. So close sizes are run again as full steps,
+first all of them once and then all of them again:
 
     timed        4: .31   8: .24   9: .25   16: .26   32: .40        of a step, by its micro-batch
     duel         8: .27   9: .22   16: .25    8: .27   9: .21 ...    chosen: 9
@@ -30,7 +30,7 @@ LONG = 2.0
 """Seconds of a step, after which it is not run again only to be compared."""
 
 StepSeconds = Callable[[int], float | None]
-"""Samples in a micro-batch -> seconds of a whole step; None where that cannot be told."""
+"""Samples in a micro-batch -> seconds of a full step; None if unknown."""
 
 
 def duel(timed: Mapping[int, float], size: int, step: StepSeconds) -> dict[int, float]:
@@ -68,8 +68,8 @@ def as_in_steps(
     """Return seconds of one micro-batch as they are in a step.
 
     Args:
-        timed: size -> seconds of one micro-batch, as timed alone.
-        steps: size -> seconds of a whole step that was run; each of these is in `timed`.
+        timed: size -> seconds of one micro-batch, timed by itself.
+        steps: size -> seconds of a full step that was run; each of these is in `timed`.
         size: N_B, samples in the mini-batch.
 
     Returns:

@@ -1,8 +1,8 @@
 """Forecast of a step's live bytes at every micro-batch size, as lines through its dry runs.
 
 A forecast is data and arithmetic. It has the timelines of a divided and of an undivided step as
-functions of the samples, and what is there beside them: the optimizer's state, copies of buffers,
-the first inspection, the update. How it is made is `anybatch.planner.ladder`.
+functions of the samples, and the bytes in addition: the optimizer's state, copies of buffers, the
+first inspection, the update. How it is made is `anybatch.planner.ladder`.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from anybatch.planner.rehearse import Inspection
 ASIDE = "gradients set aside"
 """The owner of gradients that were there before a step; at the update the sums are in them."""
 
-DRAW = "a draw of the whole batch"
-"""The owner of what is there while every micro-batch draws as the whole batch would."""
+DRAW = "a draw of the full batch"
+"""The owner of bytes that exist while every micro-batch makes a full-batch draw."""
 
 GATHERED = "gathered of all samples"
 """The owner of rows that a model gathers, and that no micro-batch may offload."""
 
 SHARDS = "shards"
-"""The owner of what remains of parameters that were gathered, and of this rank's gradients."""
+"""The owner of remains of gathered parameters, and of this rank's gradients."""
 
 WORKSPACE = "workspace"
-"""The owner of what convolutions allocate beside their operands and results."""
+"""The owner of allocations of convolutions in addition to their operands and results."""
 
 OF_UPDATE = ("optimizer", ASIDE, SHARDS, WORKSPACE)
-"""Owners of what a rehearsed update has itself, or has not at all."""
+"""Owners that a dry run of an update has itself, or has not at all."""
 
 STATES = ("parameters", "buffers", "gradients")
 """Owners of a rehearsal's bytes that are there once, however many micro-batches wait."""
 
-DIVIDED, UNDIVIDED = "three micro-batches", "the whole batch"
+DIVIDED, UNDIVIDED = "three micro-batches", "the full batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
 SHARE = 24
 """Masks hold this part of an inspection's bytes or less: a byte a row of a tensor, or few."""
 
 MASKS = 12
-"""Blocks of masks beside that, where a block is larger than its mask.
+"""Blocks of masks in addition, where a block is larger than its mask.
 
 With 6 and with 8 of them two losses of `tests/devices/test_budget.py` held a block more."""
 
@@ -74,15 +74,15 @@ class Forecast:
         inspection: findings of the first inspection.
         case: the fakes, where there are some: a size can be rehearsed exactly.
         entries: bytes that a sample adds to sparse gradients, whose sums grow.
-        draws: samples -> bytes of each draw of a forward, where it is made for the whole batch.
+        draws: samples -> bytes of each draw of a forward, where it is made for the full batch.
         global_samples: of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
         indivisible: the model takes no fewer samples than the batch has.
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         recorded: sizes whose convolutions were recorded, and these.
-        lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> that lane as
-            it was rehearsed; None where that tells nothing.
+        lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> the dry run
+            of that lane; None if it is not usable.
     """
 
     how: str
@@ -126,14 +126,14 @@ class Forecast:
     def least(self, size: int) -> tuple[int, int]:
         """Return the size of micro-batches that needs the fewest bytes, and these.
 
-        One sample, or all: a small batch undivided has no sums of gradients beside it.
+        One sample, or all: a small batch undivided has no sums of gradients in addition.
         """
         found = {n: max(self.confirm(n, size), self.peak(n, size)) for n in (1, size)}
         n = min(found, key=lambda n: (found[n], n))
         return n, found[n]
 
     def largest(self, budget: int, size: int) -> int:
-        """Return the most samples in a micro-batch with which a step stays within `budget` bytes.
+        """Return the most samples in a micro-batch with which a step fits in `budget` bytes.
 
         Args:
             budget: bytes.
@@ -206,9 +206,9 @@ class Forecast:
         return rehearse.divided(case, n, self.inspection, accumulator=accumulator)
 
     def convolutions(self, n: int) -> KernelRecorder | None:
-        """Return the convolutions of a micro-batch of `n`; None where there are no fakes to tell.
+        """Return the convolutions of a micro-batch of `n`; None without a dry run on fakes.
 
-        Those of a step are that of all its micro-batches: `n`, and what the last one has.
+        Those of a step are those of all its micro-batches: of `n`, and of the last one.
         """
         if self.case is None:
             return None

@@ -1,13 +1,13 @@
 """Store of forecasts by signature, in which a larger batch's forecast bounds smaller batches.
 
-A person's lengths and image sizes change from batch to batch, and a rehearsal for each would cost
-seconds. A batch whose rows are all at least as large holds no less, so its forecast will
-do; and what is rehearsed anew is rounded up, so that it bounds the next ones too.
+Lengths and image sizes may change from batch to batch, and a dry run for each would cost seconds. A
+batch whose rows are all at least as large holds no less, so its forecast suffices; and the shapes
+of a new dry run are rounded up, so that it bounds the next ones too.
 
     lengths 300, 410, 120, 500, 31 ...      rehearsed: 300, 512, 32
 
-A number that comes with the rows may decide what is held (how many tokens are kept), or nothing at
-all (a count of steps). Two numbers that hold the same show that it is the latter.
+A number in a batch may decide the held bytes (a number of selected tokens), or nothing at all (a
+count of steps). Two numbers that hold the same show that it is the latter.
 """
 
 from __future__ import annotations

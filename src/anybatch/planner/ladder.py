@@ -44,7 +44,7 @@ NEAR = 4
 """Samples of the smaller of two more rehearsals on real rows: kernels round what they allocate."""
 
 FARTHER = {16: 1.01, 8: 1.05}
-"""Samples of the larger one, if it fits -> what the bytes a sample are multiplied by."""
+"""Samples of the larger one, if it fits -> factor of the bytes a sample."""
 
 NEAR_MARGIN = 1.2
 """The same, where neither fits: rounded up weighs most."""
@@ -53,16 +53,16 @@ ROUNDING = 16384
 """Bytes that a kernel may round an allocation up by, between sizes that were rehearsed: 4 pages."""
 
 MARGIN = 1.1
-"""What a line through measured peaks is multiplied by: their events may move."""
+"""Factor of a line through measured peaks: their events may move."""
 
 SLACK = 4096
 """Bytes of scalars that a real step may hold and a fake one not."""
 
 UNKNOWN_STATE = 2
-"""Copies of its parameters that an optimizer nobody knows is expected to keep, as Adam does."""
+"""Copies of its parameters that an unknown optimizer is assumed to hold, as Adam does."""
 
 COLLECTIVES = 16384
-"""Bytes of the numbers that ranks tell each other."""
+"""Bytes of the numbers that ranks exchange."""
 
 FIXED = ("parameters", "buffers", "gradients", "rounding")
 """Owners whose bytes do not depend on the samples."""
@@ -99,14 +99,14 @@ def forecast(
         verify: measure one small real step, and do not believe a rehearsal that it contradicts;
             without, nothing real is run, so there is only the first rung.
         others: bytes of these that other tensors hold. Default 0.
-        on_device: adds what a device holds beside a step's tensors, which has to be there before
-            anything real is run. Default: nothing, as on the host.
+        on_device: adds bytes of a device in addition to a step's tensors, needed before a real run.
+            Default: none, as on the host.
 
     Returns:
         The forecast of the highest rung that holds.
 
     Raises:
-        Exception: what the step itself raises on real rows; without `verify`, on fakes.
+        Exception: that of the step on real rows; without `verify`, on fakes.
     """
     update, held = _state(case, optimizer)
     state = update, held | _shards(case) | ({OWNER: case.page_bytes} if case.page_bytes else {})
@@ -165,8 +165,8 @@ def _on_rows(case: Case, state: State, available: int) -> Forecast:
 def _from_one(found: Forecast, one: Forecast, case: Case) -> Forecast:
     """Return the forecast with micro-batches of one sample as they were measured.
 
-    A line through larger ones is only a guess there, and `one` is all that few bytes tell. So
-    the floor is the same, however many there were.
+    A line through larger ones is only a guess there, and with few bytes only `one` exists. So the
+    floor is the same for any number of bytes.
 
     Args:
         found: of larger micro-batches.
@@ -202,7 +202,7 @@ def _spare(case: Case, held: int, available: int) -> int:
 
 
 State = tuple[Timeline | None, dict[str, int]]
-"""The update of an optimizer, and what is there beside a step: its state, a piece that is sent."""
+"""The update of an optimizer, and bytes in addition to a step: its state, a piece that is sent."""
 
 
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
@@ -248,7 +248,7 @@ def _of_one(case: Case, state: State) -> Forecast | None:
 def _undivided(case: Case, state: State) -> Forecast | None:
     """Return the forecast of a batch that cannot be divided, from fakes of it; None without.
 
-    A micro-batch of any size holds what all of it holds: the batch fits as it is, or not at all.
+    A micro-batch of any size holds the bytes of the full batch: that fits undivided, or not at all.
     """
     if case.lazy or case.global_samples:
         return None
@@ -288,7 +288,7 @@ def _on_real(case: Case, state: State) -> Forecast:
         if not any(isinstance(module, torch.jit.ScriptModule) for _, module in case.modules):
             raise
         raise NotExactError(
-            "the kernels of a step must be counted for a budget, and a torch.jit.ScriptModule "
+            "the kernels of a step must be metered for a budget, and a torch.jit.ScriptModule "
             f"failed there ({str(error).splitlines()[0]}): use the module it was made of, or give "
             "micro_batch= instead of memory="
         ) from error
@@ -405,7 +405,7 @@ def _alike(steps: list[Timeline]) -> bool:
 def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> Line:
     """Return the line through two timelines, or through the peaks of one or more.
 
-    What was rehearsed only at one sample is there just as it was.
+    Bytes of a dry run at only one sample are counted unchanged.
     """
     found = list(steps)
     if sizes == (1,):
@@ -444,7 +444,7 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
         n: samples.
         found: the forecast.
         case: the real one.
-        fewer: more samples are run, too: whatever `n` raise is no error of the step.
+        fewer: more samples are run, too: an exception with `n` is no error of the step.
     """
     fakes = found.case
     assert fakes is not None

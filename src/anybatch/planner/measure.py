@@ -20,15 +20,15 @@ from anybatch.planner.updates import state_tensors
 def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[[], int | None]]:
     """Read the most bytes that a device's allocator has handed out in the body.
 
-    Its statistic is the person's, too, and cannot be put back once it was reset. It tells this peak
-    where it grows in the body, and where nothing above what is allocated now was ever in it.
+    Its statistic is the user's, too, and cannot be restored after a reset. It shows this peak if it
+    grows in the body, or if it was no more than the allocated bytes at the beginning.
 
     Args:
-        device: without such a statistic, nothing is known.
-        anew: reset the statistic where it would not tell. Default False.
+        device: without such a statistic, the peak is unknown.
+        anew: reset the statistic if it would not show the peak. Default False.
 
     Yields:
-        What returns the bytes; None where they are not known.
+        A function that returns the bytes; None if unknown.
     """
     counts = accelerator.of(device)
     if not counts.peaks:
@@ -79,15 +79,14 @@ def measured(
     """Count the peak bytes of the body, with the tensors that were live before it.
 
     Args:
-        device: an allocator that tells its peak counts for itself; elsewhere the body runs under
-            the meter.
+        device: its allocator's peak, if it records one; else the body runs under the meter.
         modules: their tensors are there.
         optimizer: and its state.
         before: and the gradients that were there.
-        shards: and what stays of parameters that were gathered.
+        shards: with remains of gathered parameters.
 
     Yields:
-        What returns the bytes once the body is done.
+        A function that returns the bytes after the body.
     """
     if accelerator.of(device).peaks:
         with live_peak(device, {}) as peak:

@@ -1,8 +1,8 @@
 """Record of the storages that each phase of a lane touches, in place of a pager.
 
-A pager (`anybatch.memory.pager`) gets of every kernel what it needs and what it has made. The
-recorder here gets the same, and only writes it down: for each storage of the lane the phase that
-needed it last, until it dies. A barrier of one lane ends a phase where BatchNorm would wait.
+A pager (`anybatch.memory.pager`) gets the inputs and outputs of every kernel. The recorder here
+gets the same, and only records it: for each storage of the lane the phase that needed it last,
+until it dies. A barrier of one lane ends a phase where BatchNorm would wait.
 
     use, take ──> phase of each storage ──> untouched: those of earlier phases
 """

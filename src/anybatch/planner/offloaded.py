@@ -2,8 +2,8 @@
 
 Smaller micro-batches send less: the same bytes hold a larger share of them. Larger ones compute
 faster. So sizes are timed as they would be run, and without timing the one that sends least is
-taken. What was chosen is rehearsed once more on real rows, all of it offloaded, because kernels
-may keep workspace that no fake knows of; that also tells how fast the store is.
+chosen. The chosen one runs dry once more on real rows, all of it offloaded, because kernels may
+have workspace that no fake shows; that also measures the speed of the store.
 
     floor on fakes <= budget ──> sizes ──> timed ──> one ──> recorded on real rows ──> rooms, stall
 """
@@ -37,19 +37,19 @@ from anybatch.planner.offloaded_step import Fitted, OffloadedStep, rehearse_offl
 from anybatch.planner.probe import LONG, seconds
 
 SAVED = "saved tensors"
-"""The owner of what is resident between forward and backward, where some of it is offloaded."""
+"""The owner of resident saved tensors, where some of them are offloaded."""
 
 
 class OffloadedSizes:
     """Choice of a size with saved tensors offloaded, for one signature.
 
     Attributes:
-        foreseen: what its steps hold in memory.
+        foreseen: forecast of its steps.
         full_batch: the batch must not be divided.
         times: size -> seconds of a micro-batch, where it was timed.
 
     Args:
-        foreseen: what its steps hold in memory.
+        foreseen: forecast of its steps.
         case: returns the real one.
         size: N_B, samples in the mini-batch.
         most: samples that a micro-batch may have.
@@ -138,7 +138,7 @@ class OffloadedSizes:
             enough: seconds after which a first run is taken as it is.
 
         Raises:
-            StoreError: what is offloaded does not fit in the store.
+            StoreError: the offloaded tensors do not fit in the store.
         """
         if not self.fits(n):
             return None
@@ -176,7 +176,7 @@ class OffloadedSizes:
 
         Raises:
             BudgetError: they do not.
-            StoreError: what is offloaded does not fit in the store.
+            StoreError: the offloaded tensors do not fit in the store.
         """
         if not self.fits(n):
             self._refuse(n)
@@ -219,9 +219,9 @@ class OffloadedSizes:
         workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
         raise BudgetError(
             f"a step must fit in memory, and {cut}, with all saved tensors offloaded, it needs "
-            f"{show_bytes(needed)} ({listed}), and {show_bytes(self._budget)} is there "
-            f"({self._source}): give {smaller}{enough(needed)} or more, "
-            f"{workspace}smaller samples, or an optimizer that keeps less",
+            f"{show_bytes(needed)} ({listed}), and the budget is {show_bytes(self._budget)} "
+            f"({self._source}): give {smaller}{enough(needed)} or more, {workspace}smaller "
+            "samples, or an optimizer with less state",
             needed=needed,
             budget=self._budget,
         )

@@ -1,9 +1,9 @@
 """Dry run of a step with all saved tensors offloaded: its floor, and its plan for a budget.
 
-A rehearsal on tensors without data says what a step holds; with hooks that send whatever autograd
-saves to nowhere it says what is left of that: the floor of a step out of core. The same rehearsal
-records each micro-batch as planners take it, so a budget is turned into an offload plan before
-anything has run. On real rows, with a real store, it also tells seconds.
+A dry run on tensors without data yields the bytes of a step; with hooks that drop all saved tensors
+it yields the rest: the floor of a step out of core. The same dry run records each micro-batch for
+the planners, so a budget is turned into an offload plan before anything has run. On real rows, with
+a real store, it also yields seconds.
 
     ledger   states, gradients, inputs ... │ mu_0: floor ... course ... │ mu_1 ...
     budget   M - what is there beside it  = available to a micro-batch
@@ -47,7 +47,7 @@ class RehearsedMicroBatch(NamedTuple):
         there: bytes that were live when it began.
         begin: kernels counted before it.
         end: kernels counted after it.
-        recording: what it made itself.
+        recording: of its own storages.
     """
 
     first: bool
@@ -62,12 +62,12 @@ class OffloadedStep:
     """Recorded step with all saved tensors offloaded.
 
     Attributes:
-        owners: who holds what at its peak.
+        owners: owners and bytes at its peak.
         between: the most bytes that are live while no micro-batch is computed.
         parts: its first micro-batches.
         link: how fast saved tensors went and returned.
-        held: bytes that are there beside all this.
-        other_peak: who holds what at the peak of what comes before and after the step.
+        held: bytes in addition to all this.
+        other_peak: owners and bytes at the peak before and after the step.
         clocked: it was run, so its seconds are those of a step.
     """
 
@@ -178,13 +178,13 @@ def rehearse_offloaded(
     """Run a step with its saved tensors offloaded, on fake tensors or real rows.
 
     Args:
-        foreseen: what is known of such steps.
+        foreseen: forecast of such steps.
         case: on fakes, or the real one.
         n: samples in a micro-batch.
         size: N_B, samples in the mini-batch.
         make: returns the store of a real one; None (default) keeps nothing, for fakes.
-        tries: bytes that a real one may hold while it is tried what is cheap to compute again.
-            Default 0: nothing is, for fakes have no values to compare.
+        tries: bytes that a real one may hold during trials of recomputation. Default 0: no trials,
+            for fakes have no values to compare.
     """
     recorders: list[Recorder] = []
     divided, inspection = foreseen.divides(n, size), foreseen.inspection
@@ -241,10 +241,10 @@ class Recorder:
     """Recorder of micro-batches with all their saved tensors offloaded.
 
     Args:
-        case: what is rehearsed.
+        case: the case of the dry run.
         meter: counts its bytes.
         make: returns a store; None keeps nothing.
-        tries: bytes that may be live while it is tried what is cheap to compute again.
+        tries: bytes that may be live during trials of recomputation.
 
     Attributes:
         parts: the micro-batches so far.
@@ -273,9 +273,9 @@ class Recorder:
             work()
         if self._meter.events - begin != watch.events:
             raise NotYetError(
-                "where saved tensors are to leave, each kernel of a step must be seen twice, and "
-                "some are seen once (sparse gradients make others): give more memory, so that none "
-                "has to leave, or sparse=False"
+                "to offload saved tensors, each kernel of a step must run in two dry runs, and "
+                "some run in one only (sparse gradients make others): give more memory, so that "
+                "none is offloaded, or sparse=False"
             )
         self.tried.update(begin + t for aside in watch.asides for t in aside)
         self.parts.append(

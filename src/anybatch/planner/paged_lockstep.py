@@ -39,23 +39,23 @@ from anybatch.planner.touching import GRADIENTS, lane_of
 from anybatch.planner.widths import Widths, widths
 
 OF_LANES = "all micro-batches, kernel by kernel"
-"""The phase of what lanes do between two barriers, and then between the next."""
+"""The phase of lanes between two barriers, and then between the next."""
 
 SHARED = "shared by lanes"
-"""The owner of what lanes find together and all of them use."""
+"""The owner of tensors that all lanes share."""
 
 LANES = "lanes"
-"""The owner of what all micro-batches hold, the one that runs among them."""
+"""The owner of tensors of all micro-batches, the running one included."""
 
 
 class LockstepPhase(NamedTuple):
     """Memory of one lockstep phase between two barriers, in bytes.
 
     Attributes:
-        absent: what comes later of gradients and of what all lanes share.
+        absent: later bytes of gradients and of shared tensors.
         makes: the most that a kernel makes.
-        storages: sizes of what lanes have, and how many there are of each; None if unclear.
-        more: what lanes may hold above the limit.
+        storages: sizes of the storages of lanes, with their counts; None if unclear.
+        more: bytes that lanes may hold above the limit.
     """
 
     absent: int
@@ -68,7 +68,7 @@ class PagedLockstep:
     """Choice of a size for lanes that are paged between kernels, for one signature.
 
     Args:
-        foreseen: what its steps hold in memory.
+        foreseen: forecast of its steps.
         size: N_B, samples in the mini-batch.
         device: where it is computed.
         most: samples that a micro-batch may have.
@@ -106,9 +106,9 @@ class PagedLockstep:
     def best(self) -> int:
         """Return the most samples, of 1, 2, 4 ..., that fit; 0 where none do.
 
-        What is evicted of larger lanes is no less, but they meet less often and their kernels are
-        larger. Over ranks all that there are may be in one lane. What holds more samples holds no
-        less, so a few of these sizes are rehearsed, and not all.
+        Larger lanes evict no less, but they wait less often and their kernels are larger. Over
+        ranks all samples may be in one lane. More samples hold no less, so a few of these sizes run
+        dry, and not all.
         """
         undivided = self._most >= self._size and not self._foreseen.global_samples
         sizes = [1 << k for k in range(self._most.bit_length()) if 1 << k < self._most]
@@ -121,7 +121,7 @@ class PagedLockstep:
 
         Raises:
             BudgetError: they do not fit.
-            StoreError: what is evicted does not fit in the store.
+            StoreError: the evicted tensors do not fit in the store.
         """
         found, count = self._of(n), count_micro_batches(self._size, n)
         if not self.fits(n):
@@ -140,7 +140,7 @@ class PagedLockstep:
             owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
             floor=self._of(1).floor,
             undivided=foreseen.peak(size, size),
-            how=f"{foreseen.how}, all that a kernel does not need away",
+            how=f"{foreseen.how}, with all that a kernel does not need offloaded",
             candidates=self._candidates(),
         )
         offload = OffloadPlan(
@@ -176,9 +176,9 @@ class PagedLockstep:
         smaller = f"micro_batch={self.best()} or less, or " if n > 1 and self.best() else ""
         raise BudgetError(
             f"a step must fit in memory, and in lanes of {show_samples(n)}, with all tensors that "
-            f"a kernel does not need offloaded, it needs {show_bytes(found.floor)}, and "
-            f"{show_bytes(self._budget)} is there ({self._source}): give {smaller}"
-            f"{enough(found.floor)} or more, smaller samples, or an optimizer that keeps less",
+            f"a kernel does not need offloaded, it needs {show_bytes(found.floor)}, and the budget "
+            f"is {show_bytes(self._budget)} ({self._source}): give {smaller}{enough(found.floor)} "
+            "or more, smaller samples, or an optimizer with less state",
             needed=found.floor,
             budget=self._budget,
         )
@@ -211,7 +211,7 @@ class PagedLockstep:
     def _fullest(self, n: int, phases: list[LockstepPhase]) -> dict[str, int]:
         """Return owner -> bytes in the phase in which all lanes hold the most.
 
-        What comes later is counted where it will be, and less by as much for lanes.
+        Later bytes are counted at their events, and lanes have as many fewer.
         """
         found, limit = self._of(n), self._left(n)
         every = found.every(count_micro_batches(self._size, n))

@@ -1,8 +1,8 @@
 """Planner from a budget in bytes to a micro-batch, decided once for each signature.
 
-The first batch is foreseen (`anybatch.planner.forecast`), the sizes that fit are timed
+The first batch is forecast (`anybatch.planner.forecast`), the sizes that fit are timed
 (`anybatch.planner.probe`), and the fastest is chosen (`anybatch.planner.decision`), unless a plan
-that was given says it already. What comes later is never timed again:
+that was passed in decides it already. Later batches are never timed again:
 
     another batch size, such as a last partial one     the same plan
     smaller samples (shorter sequences)                bounded by forecasts of larger ones
@@ -46,10 +46,10 @@ class Planner:
     """Planner with a budget, and the forecasts and decisions within it.
 
     Args:
-        budget: bytes; None takes what is left on the device when the first batch comes.
-        fixed: samples in a micro-batch that must be kept to; None (default) chooses.
+        budget: bytes; None is the free memory of the device at the first batch.
+        fixed: required samples in a micro-batch; None (default) chooses.
         timed: run the sizes that fit to find the fastest. Default True.
-        settled: what a plan made before has decided; nothing is foreseen for the first batch.
+        settled: decisions of an earlier plan; no forecast for the first batch.
 
     Attributes:
         spill: store of offloaded tensors.
@@ -106,10 +106,10 @@ class Planner:
 
         Args:
             signature: of the batch.
-            make_case: returns what is rehearsed; called where nothing is known yet.
+            make_case: returns the case of a dry run; called without a forecast.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
-            time_step: times a whole step of it.
+            time_step: times a full step of it.
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
@@ -132,7 +132,7 @@ class Planner:
     def timeline(self, signature: Signature) -> StepTimeline | None:
         """Return the timeline of a step of this signature.
 
-        None where none was foreseen, and of a plan that was given in which saved tensors leave.
+        None without a forecast, and for a plan passed in that offloads saved tensors.
         """
         signature = self._foreseen.plain(signature)
         planned, foreseen = self._planned.get(signature), self._foreseen.bound(signature)
@@ -243,8 +243,8 @@ def planner_of(
             )
         if memory is not None or micro_batch is not None or workspace is not None:
             raise ValueError(
-                "a plan decides memory, micro_batch and workspace, and one of them was given "
-                "beside it: leave them out, or leave plan out"
+                "a plan decides memory, micro_batch and workspace, and one of them was given with "
+                "it: leave them out, or leave plan out"
             )
         if plan.memory is None:
             return None

@@ -19,9 +19,8 @@ class Precedent:
     """How batches are run.
 
     Attributes:
-        fixed: samples in a micro-batch that must be kept to; None (default) chooses.
-        best: samples in the micro-batch that was chosen first, and elements of each; None (default)
-            before that.
+        fixed: required samples in a micro-batch; None (default) chooses.
+        best: samples in the micro-batch chosen first, and elements of each; None (default) before.
         sends: whether saved tensors were offloaded.
         decided: forecasts made, and decisions of a plan that was given.
     """

@@ -1,8 +1,8 @@
-"""Seconds of a micro-batch: a candidate is run on the device, and everything is put back.
+"""Seconds of a micro-batch: a candidate is run on the device, and all state is restored.
 
-A model of time would have to know caches, allocators and kernels. So each size is run: once to warm
-up (kernels are chosen, pages are mapped), then a few times, and the median counts. What a long one
-takes is told well enough by a single run.
+A model of time would have to include caches, allocators and kernels. So each size is run: once to
+warm up (kernels are chosen, pages are mapped), then a few times, and the median counts. For a long
+one a single run is enough.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ RUNS = 3
 RECORDED = 2
 """Micro-batches that are recorded: one that finds no sums of gradients, and one that does.
 
-Of a size that a batch has once it is one. The next one decides what leaves, which takes longer than
-to do it, so it is not timed either."""
+Of a size that a batch has once it is one. The next one plans its offloading, which takes longer
+than to run it, so it is not timed either."""
 
 LONG = 0.5
 """Seconds after which a first run is taken as it is."""
@@ -54,8 +54,7 @@ def seconds(
         case: the real one; its model, gradients and RNG state are restored.
         inspection: findings of the first inspection.
         n: samples in the micro-batch.
-        accumulator: its gradients are added to one, which small micro-batches pay for more often.
-            Default False.
+        accumulator: its gradients are added to one, a cost for each micro-batch. Default False.
         offload: where its saved tensors may go; the first of each sort are recorded, and one more
             is planned: these are not timed.
         enough: seconds after which a first run is taken as it is. Default: those of a long one.
@@ -111,10 +110,10 @@ def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | No
         case: the real one.
         inspection: findings of the first inspection.
         n: samples in the micro-batch.
-        held: bytes of tensors that it holds at its peak, beside what is allocated before.
+        held: bytes of tensors that it holds at its peak, in addition to those allocated before.
 
     Returns:
-        Bytes of workspace; 0 on a device that does not tell, None where memory runs out.
+        Bytes of workspace; 0 on a device without a statistic, None if memory runs out.
     """
     there = accelerator.of(case.device)
     if not there.peaks:

@@ -1,10 +1,9 @@
 """Dry run of a step under the meter, on fake tensors or a few rows: its bytes at every event.
 
-What a formula for activations forgets (a loss's intermediates, the gradient that waits to be added,
-what is kept of a first pass) the step itself knows. So nothing is modelled: the mechanism that will
-run the batch is run, on fakes of the model, the loss and the rows, for three micro-batches: the
-first finds no gradients, the second finds them and another micro-batch on its way, the third is
-like the second. The events of later ones are the same again.
+A formula for activations omits a loss's intermediates, the gradient that waits to be added, and the
+outputs of a first pass. So nothing is modelled: the mechanism itself is run, on fakes of the model,
+the loss and the rows, for three micro-batches: the first finds no gradients, the second finds them
+and another micro-batch on its way, the third is like the second, and so are later ones.
 
     inspection: forward, forward of fewer │ mu_0 │ mu_1 │ mu_2 │ update  bytes live at every kernel
 
@@ -79,11 +78,11 @@ def inspect_model(case: Case, n: int) -> tuple[Timeline, Inspection]:
     """Run the first inspection of a model under the meter, as a step would.
 
     Args:
-        case: what is rehearsed.
+        case: the case of the dry run.
         n: samples in a micro-batch.
 
     Returns:
-        What it holds, and what it finds out.
+        Its bytes, and its findings.
     """
     exact_norms = case.batchnorm == "exact" and not case.lanes
     with (
@@ -121,7 +120,7 @@ Sends = Callable[[Meter], MicroBatchOffloader]
 """Returns where the saved tensors of a rehearsal go."""
 
 Around = Callable[[], AbstractContextManager[Any]]
-"""Returns what something is run in."""
+"""Returns a context."""
 
 
 def divided(
@@ -136,12 +135,12 @@ def divided(
     """Rehearse the first micro-batches of a divided step.
 
     Args:
-        case: what is rehearsed.
+        case: the case of the dry run.
         n: samples in a micro-batch.
         inspection: findings of the first inspection.
         accumulator: gradients are summed in an accumulator.
-        sends: returns what offloads saved tensors; None (default) keeps them resident.
-        around: returns what a loss of all outputs is taken in. Default nothing.
+        sends: returns the offloader of saved tensors; None (default) offloads none.
+        around: returns the context of a loss of all outputs. Default none.
     """
     with metered(case) as (meter, before):
         gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
@@ -164,7 +163,7 @@ def kernels(case: Case, n: int, inspection: Inspection) -> KernelRecorder:
     """Return the convolutions recorded in a micro-batch; the case is made of fakes.
 
     Args:
-        case: what is rehearsed.
+        case: the case of the dry run.
         n: samples in the micro-batch.
         inspection: findings of the first inspection.
     """
@@ -246,7 +245,7 @@ def full_batch(
 def _gathered(step: Step, case: Case, around: Around) -> None:
     """Rehearse both passes of a coupled loss: few micro-batches, and the loss of all samples.
 
-    Over ranks what is joined here is sent to where the samples of all of them are.
+    Over ranks the joined outputs are sent to the tensor of all samples.
     """
     rows, micro_batches = case.rows, step.feed()
     first = next(micro_batches)

@@ -24,10 +24,10 @@ class PlanningRequest:
 
     Attributes:
         signature: of the batch.
-        case: returns what is rehearsed.
+        case: returns the case of a dry run.
         optimizer: its state counts, as it will be.
         refuse_division: raises where the batch must not be divided.
-        time_step: times a whole step of it.
+        time_step: times a full step of it.
     """
 
     signature: Signature
@@ -58,8 +58,8 @@ class PlanningRequest:
         """
         if self.spread:
             raise NotYetError(
-                "saved tensors do not leave the device today where parameters are spread over "
-                'ranks: plan with offload="off", or let every rank keep all parameters'
+                "saved tensors cannot be offloaded today where parameters are sharded over ranks: "
+                'plan with offload="off", or without sharding'
             )
 
     @cached_property

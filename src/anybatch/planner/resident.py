@@ -31,12 +31,12 @@ class ResidentSizes:
     """Choice of a size with all saved tensors resident, for one signature.
 
     Attributes:
-        foreseen: what steps hold in memory.
+        foreseen: forecast of steps.
         times: size -> seconds of a micro-batch, where it was timed.
-        steps: size -> seconds of a whole step, where that was run.
+        steps: size -> seconds of a full step, if that was run.
 
     Args:
-        foreseen: what its steps hold in memory.
+        foreseen: forecast of its steps.
         case: returns the real one.
         signature: of the batch.
         budget: bytes.
@@ -102,7 +102,7 @@ class ResidentSizes:
         """Return the fastest size, as timed; close sizes are compared by full steps.
 
         Args:
-            step: times one. In lanes that is not asked here: they cost what they wait for.
+            step: times one. Not used here for lockstep, whose cost is in the waits.
         """
         size = self._signature.size
         times = search(self.largest, size, self.seconds)
@@ -159,6 +159,6 @@ class ResidentSizes:
         except NotExactError as error:
             needed = self.foreseen.peak(self._signature.size, self._signature.size)
             raise NotExactError(
-                f"{error}. Undivided the batch needs {show_bytes(needed)}, and "
-                f"{show_bytes(self._budget)} is there ({self._source})"
+                f"{error}. Undivided the batch needs {show_bytes(needed)}, and the budget is "
+                f"{show_bytes(self._budget)} ({self._source})"
             ) from None

@@ -1,8 +1,8 @@
 """How a budget is shared between micro-batches and the workspace of their convolutions.
 
 Bytes of workspace buy faster algorithms and cost samples: a smaller micro-batch may be worth it, or
-not. Neither side can say alone, so whole plans are made for a few shares of the budget, a step of
-each is run, and the fastest is kept.
+not. Neither side shows which, so full plans are made for a few shares of the budget, a step of each
+is run, and the fastest is chosen.
 
     budget  │ floor │ half of the rest │ micro-batches │ ──> plan ──> seconds
             │ floor │ an eighth │ micro-batches        │ ──> plan ──> seconds     the fewest
@@ -23,7 +23,7 @@ from anybatch.core.units import show_bytes, show_seconds
 from anybatch.errors import BudgetError
 
 SHARES = (2, 8, 32)
-"""Of what the budget leaves above the floor, one part in so many goes to workspace."""
+"""Divisors of the budget above the floor, for the share of workspace."""
 
 LEAST = 1 << 20
 """Bytes of workspace below which no share is tried."""
@@ -37,7 +37,7 @@ def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], floa
 
     Args:
         foresee: workspace in bytes, or None -> the plan with it.
-        seconds: runs a step of a plan, and tells.
+        seconds: runs a step of a plan, and returns its seconds.
 
     Raises:
         BudgetError: not even without workspace a micro-batch of one sample fits.

@@ -2,7 +2,7 @@
 
     gradients set aside │ hooks of parameters off │ what modules keep is noted │ the step │ all back
 
-Fakes are thrown away, so of these only what forward keeps elsewhere is put back.
+Fakes are discarded, so only state that forward stores outside of them is restored.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def unharmed(case: Case, rows: int, *, writes: bool) -> Case:
 
 
 def own_rows(case: Case, rows: int) -> TensorBatch:
-    """Return the first rows as copies, but for leaves that receive a gradient."""
+    """Return the first rows as copies, except leaves that receive a gradient."""
     pair = (case.rows.inputs, case.rows.targets)
     count = min(rows, case.rows.size)
     with case.mode():
@@ -63,13 +63,13 @@ def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
         undivided: the batch is not divided, so BatchNorm is torch's own. Default False.
 
     Raises:
-        LossError: the loss draws from an iterator, which cannot be put back.
+        LossError: the loss draws from an iterator, which cannot be restored.
     """
     if case.state is not None and case.state.iterators:
         raise LossError(
-            "a loss must have state that can be restored where a step is rehearsed, and it reaches "
-            f"an iterator ({', '.join(case.state.iterators)}): give micro_batch=, which rehearses "
-            "nothing, or count in an attribute"
+            "a loss must have state that can be restored after a dry run, and it reaches an "
+            f"iterator ({', '.join(case.state.iterators)}): give micro_batch=, which needs no dry "
+            "run, or count in an attribute"
         )
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
     attributes = PythonState()

@@ -1,16 +1,15 @@
 """Memory touched by each phase of a lane, traced by a dry run of that lane only.
 
-A phase goes from one barrier to the next. What a lane has made in earlier phases may be evicted
-until a kernel needs it (`anybatch.memory.pager`), so the memory of a lane that runs is what its
-phase has touched so far. Which tensors these are need not be modelled: the lane runs as it will,
-through the same BatchNorm and under the same mode, with a recorder in place of the pager.
+A phase goes from one barrier to the next. Storages of earlier phases may be evicted until a kernel
+needs them (`anybatch.memory.pager`), so the memory of a running lane is that touched by its phase
+so far. These tensors need not be modelled: the lane runs as in the step, through the same BatchNorm
+and under the same mode, with a recorder in place of the pager.
 
     kernels      conv  relu  conv │ wait │ norm  relu  conv │ wait │ ...
     touched      a,x   ab    abc  │      │ cd    cde   cdef │      │
     untouched    -     -     -    │      │ ab    ab    ab   │      │
 
-Where phases end otherwise than in BatchNorm, or one lane does not show what is there, nothing is
-said.
+If phases do not end in BatchNorm, or one lane does not show all bytes, there is no result.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) ->
     """Return a lane of `n` samples; None where its memory depends on other lanes.
 
     Args:
-        foreseen: what is known of such steps; it remembers the lanes that were rehearsed.
+        foreseen: forecast of such steps; it caches dry runs of lanes.
         n: samples in a micro-batch.
         size: N_B, samples in the mini-batch.
         rehearsed: rehearse it where that was not done before. Default True.
@@ -70,7 +69,7 @@ def step_of(
 
     Args:
         lane: one of them.
-        foreseen: what is there beside them.
+        foreseen: forecast, for the bytes in addition.
         n: samples in a micro-batch.
         size: N_B, samples in the mini-batch.
         budget: bytes.
@@ -160,7 +159,7 @@ class LaneRehearsal:
 
     Args:
         meter: counts the bytes of the rehearsal.
-        case: what is rehearsed.
+        case: the case of the dry run.
         coupled: in some phase lanes wait once more, for the loss of all outputs.
     """
 
@@ -231,8 +230,8 @@ class LaneRehearsal:
     def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
         """Return the bytes of gradients that are made after the phase of each event.
 
-        The lane that counts has found sums of earlier ones. A step begins without any, and lanes
-        are in the same phase: what is there by the end of one, the first lane has shown.
+        The measured lane has found sums of earlier ones. A step begins without any, and lanes are
+        in the same phase: the first lane has shown those that exist by the end of one.
 
         Args:
             rehearsed: [events of the rehearsal] bytes of gradients.
@@ -251,8 +250,8 @@ class LaneRehearsal:
     def with_loss(self, lane: Lane, line: Timeline) -> Lane:
         """Return the lane with the loss of all outputs, which the last of them computes.
 
-        It came before all lanes in the rehearsal. Where in a phase it comes does not matter: it is
-        counted beside the most that a phase has touched, and the most that waits.
+        It was before all lanes in the dry run. Its position in a phase does not matter: it is added
+        to the most that a phase has touched, and the most that waits.
         """
         before, resident = line.live[: self._first], lane.resident
         if not self._first:

@@ -1,6 +1,6 @@
 """Optimizer state and update of a forecast, by a dry run on fakes before the first step.
 
-The state is made by the first ``optimizer.step()``; until then only a rehearsal tells its bytes.
+The state is made by the first ``optimizer.step()``; until then only a dry run shows its bytes.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def update(
     Args:
         optimizer: the real one.
         modules: all that a step runs; their tensors are there too.
-        sharded: has made them whole for the step alone. Default None.
+        sharded: has gathered them only for the step. Default None.
 
     Returns:
-        What it holds, in parts where its state is offloaded; None where the optimizer is not
+        Its bytes, in parts if its state is offloaded; None if the optimizer is not
         torch's own, or reads a value.
     """
     fakes = Fakes()
@@ -132,8 +132,8 @@ def _step_in_parts(
 def _with_parts(found: Timeline, available: int) -> Timeline:
     """Return a timeline in which parts fill their budget, since they overlap as they are paged.
 
-    What all the state needs is the most that can be in it. Bytes that parameters share with it are
-    counted where theirs is.
+    The bytes of all the state are the most that can be in it. Bytes shared with parameters are
+    counted with those.
     """
     live = found.live.copy()
     if IN_PARTS in found.owners:

@@ -1,12 +1,12 @@
 """Memory of a lane paged between kernels: the inputs and results of its widest kernel.
 
-Where all of a lane may leave between two kernels (`anybatch.memory.pager`), a step holds what is
-there once for all lanes, what the next kernel needs, and what it makes. A rehearsal without data
-tells all three, and how much a lane would hold if nothing left.
+If all of a lane may be evicted between two kernels (`anybatch.memory.pager`), a step holds the
+bytes that exist once for all lanes, and the inputs and outputs of the next kernel. A dry run
+without data yields these, and the bytes of a lane without eviction.
 
     kernel t     needs a, b (made by this lane) ──> makes c         widest: max needs, max makes
 
-A loss of all outputs is computed by one lane, and what it makes may be evicted as well.
+A loss of all outputs is computed by one lane, and its tensors may be evicted as well.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Widths:
     """Memory of a step in lanes that are paged between kernels, in bytes.
 
     Attributes:
-        there: owner -> what is there once for all lanes, the inputs of one among it.
-        other_peak: owner -> the peak of what comes before and after the step.
-        needs: the most that a kernel needs of what its lane has made.
+        there: owner -> bytes that exist once for all lanes, the inputs of one included.
+        other_peak: owner -> bytes at the peak before and after the step.
+        needs: the most bytes of its lane that a kernel needs.
         makes: the most that a kernel makes.
         events: kernels of a lane, forward and backward.
-        held: what it has after each of them.
+        held: its bytes after each of them.
         joined: the most that a loss of all outputs has at once, which one of the lanes computes.
     """
 
@@ -75,7 +75,7 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     """Rehearse a lane.
 
     Args:
-        foreseen: what is known of such steps.
+        foreseen: forecast of such steps.
         fakes: the case without data.
         n: samples in a micro-batch; all of them only where other ranks have more.
         size: N_B, samples in the mini-batch.
@@ -149,7 +149,7 @@ class WidthRecorder:
         meter: counts the bytes of the rehearsal.
 
     Attributes:
-        needs: the most bytes that a kernel has needed of what its micro-batch has made.
+        needs: the most bytes of its micro-batch that a kernel has needed.
         makes: the most bytes that a kernel has made.
         spans: where each micro-batch begins and ends, in kernels.
         sizes: samples of each.
@@ -180,7 +180,7 @@ class KernelBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         meter: counts bytes, around this.
 
     Attributes:
-        needs: the most bytes that one has needed of what was made under this mode.
+        needs: the most bytes made under this mode that one has needed.
         makes: the most bytes that one has made.
     """
 

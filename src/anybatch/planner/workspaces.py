@@ -1,13 +1,13 @@
 """Workspace of convolutions in a plan: a bound before kernels are chosen, then the actual bytes.
 
-Until a size has been chosen a step may take all the workspace that was granted. Which kernels one
-has is recorded on fakes. They are chosen before it is timed, so its seconds are those it will have;
-and of the size that was taken the plan counts what its kernels really allocate.
+Until a size has been chosen a step may use all the granted workspace. Its kernels are recorded on
+fakes. They are chosen before it is timed, so its seconds are the final ones; and for the chosen
+size the plan counts the actual allocations of its kernels.
 
     all workspace counted ──> sizes that fit ──> kernels of each chosen, timed ──> one ──> counted
 
-What was granted is a ceiling. Where it leaves too little for a step, kernels may take half of what
-the budget has above that step without them, and where even that is too much, nothing.
+The granted workspace is a ceiling. If it leaves too little for a step, kernels may use half of the
+budget above that step without them, and if even that is too much, nothing.
 
 Source: u-cuDNN, section III; the trade of a smaller micro-batch for a faster algorithm is the
 guide's, section 3.1.
@@ -60,7 +60,7 @@ class Workspaces:
         """Decide, with a smaller workspace where nothing fits next to the requested one.
 
         Args:
-            budget: returns the bytes that a step may hold, when that is known.
+            budget: returns the bytes that a step may hold, when decided.
             decide: returns how a step is run.
 
         Raises:
@@ -91,7 +91,7 @@ class Workspaces:
         """Return a step timer that first chooses the convolutions of the step.
 
         Args:
-            foreseen: returns what is known when it is timed.
+            foreseen: returns the forecast when it is timed.
             time_step: times it.
         """
 
@@ -112,12 +112,11 @@ class Workspaces:
     ) -> RunPlan:
         """Choose how all convolutions of a step are computed, and count their actual workspace.
 
-        Where micro-batches wait, saved tensors leave or a network shares its workspace, all of it
-        stays counted.
+        In lockstep, with offloading or a workspace for a network, all of it is counted.
 
         Args:
             found: how the step is run.
-            foreseen: its forecast; None where there is none that tells its kernels.
+            foreseen: its forecast; None if there is none with its kernels.
             size: N_B, samples in the mini-batch.
             forecast_with: returns the forecast with so many bytes of workspace.
         """
@@ -148,7 +147,7 @@ class Workspaces:
 def _settled(found: RunPlan, predicted: int, rows: tuple[tuple[str, int], ...]) -> Memory:
     """Return the memory of a plan, with the predicted bytes in the chosen candidate.
 
-    The others keep all the workspace that they may take: theirs was not looked at.
+    The others count all the workspace that they may use: theirs was not recorded.
     """
     memory = found.memory
     candidates = tuple(

@@ -1,9 +1,9 @@
 """`check`: test that a split mini-batch gives the gradients, buffers and loss of the full batch.
 
-Nobody should have to believe it. A copy of the model runs one real batch undivided and split in
-several ways, in float64, and every gradient, every buffer and the loss are compared by the measure
-of Law 1 (`anybatch.tools.exactness`). Where they differ, or where the engine refuses, the report
-says in words what meets what, where, and which line to write.
+Exactness can be tested. A copy of the model runs one real batch undivided and split in several
+ways, in float64, and every gradient, every buffer and the loss are compared by one measure
+(`anybatch.tools.exactness`). Where they differ, or where the engine refuses, the report says in
+words which samples meet, where, and which line to write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from anybatch.tools.exactness import error_of, tolerance
 __all__ = ["Finding", "Report", "Split", "check"]
 
 ROUNDING = {True: 1e-5, False: 1e-3}
-"""What two undivided runs may differ by, in float64 or not; more is no rounding."""
+"""Difference of two undivided runs, in float64 or not, above which it is no rounding."""
 
 ISLAND = 1e-9
 """More than this is no rounding of float64: something computes in float32."""
@@ -115,7 +115,7 @@ class _Check:
         self._restore = restore
         if several():
             raise NotYetError(
-                "a check compares with the whole batch in one process, and there are several: run "
+                "a check compares with the full batch in one process, and there are several: run "
                 "it before init_process_group, or in a process of its own"
             )
         if batch.size < 2:
@@ -199,7 +199,7 @@ class _Check:
         return not bad
 
     def _bound(self, truth: _CheckRun) -> float:
-        """Return the bound of Law 1: ten times the largest difference between undivided runs.
+        """Return the bound: ten times the largest difference between undivided runs.
 
         They differ in the order of the rows, or in the number that backward starts from, which
         shows the rounding of each row where the order of the rows does not.
@@ -279,7 +279,7 @@ class _Check:
         if reads:
             self._find(
                 f"forward reads values of tensors at {', '.join(reads[:3])}: what it decides for "
-                "the whole batch it may decide otherwise for a part (data-dependent control flow)"
+                "the full batch it may decide otherwise for a part (data-dependent control flow)"
             )
 
     def _first_meeting(self, batch: TensorBatch) -> str | None:
@@ -287,7 +287,7 @@ class _Check:
             return diagnose.first_meeting(self.model, batch)
         except Exception as error:
             first = diagnose.first_line(error)
-            self._find(f"forward runs on the whole batch and not on half of it ({first})")
+            self._find(f"forward runs on the full batch and not on half of it ({first})")
             return None
 
     def _explain_loss(self, splits: tuple[Split, ...]) -> None:
@@ -353,7 +353,7 @@ def _meeting(norms: list[str]) -> str:
 
 
 def _sizes(size: int) -> list[int]:
-    """Return micro-batches of 1, of half, and one that leaves a ragged tail."""
+    """Return micro-batches of 1, of half, and one with a smaller last micro-batch."""
     ragged = next((n for n in range(size // 2 + 1, size) if size % n), None)
     return sorted({1, -(-size // 2), *([ragged] if ragged else [])})
 

@@ -57,8 +57,8 @@ class Measured:
         """
         if samples > max(self.timed):
             raise ValueError(
-                f"computing must be measured up to the mini-batch, and {samples} samples are asked "
-                f"for and {max(self.timed)} measured at most: measure that size too"
+                f"computing must be measured up to the mini-batch, and {samples} samples are "
+                f"requested and {max(self.timed)} measured at most: measure that size too"
             )
         return between(self.timed, samples)
 

@@ -1,9 +1,8 @@
 """Diagnosis of a split model: questions that find why it differs from the undivided one.
 
-Each question is asked of a copy of the model and answered with a name or a line of source: which
-module gives other outputs for half of the rows, where forward reads a value and may decide by it,
-whether it draws random numbers, which buffers it moves. How the copies are made stands here too,
-and the report that the answers go into.
+Each test runs on a copy of the model and returns a name or a line of source: which module has other
+outputs for half of the rows, where forward reads a value and may decide by it, whether it draws
+random numbers, which buffers it moves. The copies and the report are also made here.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Report:
         exact: every split gives the gradient of the undivided batch, and that is finite.
         samples: size of the batch.
         dtype: the precision of the comparison.
-        bound: the largest error that counts as exact (Law 1).
+        bound: the largest error that counts as exact.
         splits: one entry a micro-batch size.
         findings: differences and costs, each with its reason and a remedy.
     """
@@ -179,8 +178,8 @@ def _rebound(fn: FunctionType, memo: dict[int, Any], *, always: bool = False) ->
 
     Args:
         fn: a function.
-        memo: what was copied, as `copy.deepcopy` has it.
-        always: return another function whatever `fn` reads. Default False.
+        memo: the copies, in the form of `copy.deepcopy`.
+        always: return another function, whether or not `fn` reads replaced values. Default False.
     """
 
     def copy_of(value: Any) -> Any:

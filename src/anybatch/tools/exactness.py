@@ -1,4 +1,4 @@
-"""The one measure of exactness (Law 1), used by every test, every benchmark and `check`.
+"""The one measure of exactness, used by every test, every benchmark and `check`.
 
 In float64, the error of a tensor is ``max|g - g0| / max(max|g0|, 0.01 * largest)`` where
 ``largest`` is the largest entry of all true tensors: a tensor whose truth is zero (a convolution

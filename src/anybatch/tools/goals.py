@@ -1,6 +1,6 @@
 """Goals for more GPUs, parsed from a user's arguments, and the forecast that answers them.
 
-Words and numbers of a person are read here, once: a goal, a network, a training's length.
+A user's words and numbers are read here, once: a goal, a network, a training's length.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def goal_of(
     goals = {"gpus": gpus, "speedup": speedup, "deadline": deadline}
     named = {name: value for name, value in goals.items() if value is not None}
     if len(named) > 1:
-        raise ValueError(f"at most one goal can be reached, and {sorted(named)} came: leave one")
+        raise ValueError(f"at most one goal can be given, and {sorted(named)} were: leave one")
     gpus = None if gpus is None else _count("gpus", gpus)
     speedup = None if speedup is None else _above_0("speedup", speedup)
     deadline = None if deadline is None else _above_0("deadline", deadline)
@@ -68,16 +68,16 @@ def goal_of(
             )
     if loader is None and requested:
         raise ValueError(
-            "what more GPUs bring follows from steps of the real loop, and there is no loader for "
-            f"{', '.join(requested)}: give loader="
+            "the gain by more GPUs follows from steps of the real loop, and there is no loader "
+            f"for {', '.join(requested)}: give loader="
         )
     steps = 0
     if deadline is not None:
         length = length_of(loader)
         if length is None:
             raise ValueError(
-                "a deadline is for a number of steps, and the loader does not know its length: "
-                "give a speedup instead"
+                "a deadline is for a number of steps, and the loader has no length: give a "
+                "speedup instead"
             )
         steps = epochs * length
     return Goal(gpus, speedup, deadline, steps, _servers(servers))
@@ -121,12 +121,12 @@ def scale_of(
         plan: of its steps.
         profile: of some of them.
         optimizer: whose parameters' gradients are summed.
-        goal: what is wanted.
-        network: what carries them; None costs nothing.
+        goal: the goal.
+        network: the network of the sums; None costs nothing.
         size: N_B, samples of the mini-batch that was planned.
 
     Raises:
-        ValueError: there are fewer samples in a mini-batch than GPUs that are asked for.
+        ValueError: there are fewer samples in a mini-batch than requested GPUs.
     """
     if goal.gpus is not None and goal.gpus > profile.samples:
         raise ValueError(
@@ -150,8 +150,8 @@ def scale_of(
 def of_micro_batches(steps: Mapping[int, float], size: int) -> dict[int, float]:
     """Return the seconds of one micro-batch, from those of a step that it divides.
 
-    A step is as many whole ones as there are, and one of the rest, which lies between smaller sizes
-    (`anybatch.planner.choice.step_seconds`); so they are taken by size, the smallest first.
+    A step consists of full micro-batches, and one of the rest, whose seconds are interpolated from
+    smaller sizes (`anybatch.planner.choice.step_seconds`); so sizes are processed in rising order.
 
     Args:
         steps: samples in a micro-batch -> seconds of a step.

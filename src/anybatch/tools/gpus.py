@@ -1,15 +1,15 @@
 """How many GPUs are worth it, from one number: the share of a step that they do not divide.
 
 A step is computing, T_C, and overhead that nothing hides, T_O; R_O = T_O / T_C. On G GPUs computing
-takes T_C / G and the overhead what it took:
+takes T_C / G and the overhead does not change:
 
     1 GPU    |cccccccccccccccc|oo|
     4 GPUs   |cccc|oo|                speedup 18 / 6 = 3, efficiency 3 / 4
 
     efficiency = (1 + R_O) / (1 + G R_O)          speedup = G * efficiency < 1 + 1 / R_O
 
-It takes one measurement. What it leaves out is that summing gradients takes longer the more GPUs
-there are, and that a small share of a mini-batch is computed less well: see `anybatch.tools.loop`.
+It needs one measurement. It ignores that summing gradients takes longer the more GPUs there are,
+and that a small share of a mini-batch is computed less well: see `anybatch.tools.loop`.
 
 Source: guide, Lemma 3.1 and its proof, Equations 9 to 13.
 """
@@ -77,7 +77,7 @@ def speedup(overhead: float, gpus: int) -> float:
 
 
 def speedup_limit(overhead: float) -> float:
-    """Return 1 + 1 / R_O, below which every speedup stays; infinite without overhead.
+    """Return 1 + 1 / R_O, the bound of every speedup; infinite without overhead.
 
     Raises:
         ValueError: `overhead` is below 0 or not finite.

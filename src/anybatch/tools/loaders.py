@@ -1,7 +1,7 @@
 """Facts about a user's data loader: length, RNG generators, a worker's seconds a mini-batch.
 
-What workers hide is measured in a worker: opened files belong to the process that has opened them,
-and a data set that was read here before its workers are forked would hand them its own.
+Loading that workers hide is measured in a worker: opened files belong to the process that has
+opened them, and a data set read here before its workers are forked would pass them its own.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Stream(IterableDataset[Any]):
 
 
 class _Collated:
-    """Collates as the person's function does, and returns the seconds of all."""
+    """Collates as the user's function does, and returns the seconds of all."""
 
     def __init__(self, collate: Callable[[Any], Any], clock: Clock) -> None:
         self._collate, self._clock = collate, clock

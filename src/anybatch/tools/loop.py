@@ -1,7 +1,7 @@
 """Model of the seconds of a step on G GPUs: Lemma 3.1 with the overhead divided by its source.
 
-The lemma has one overhead, which stays as it is. In a real loop some of it divides, some stays,
-some grows, and some is hidden until computing is short enough to show it:
+The lemma has one constant overhead. In a real loop some of it divides, some is constant, some
+grows, and some is hidden until computing is short enough to show it:
 
     T(G) = t_c(n / G) + T_serial + T_parallel / G + T_update + T_allreduce(G)     in the foreground
     or what hidden workers take for a mini-batch, if that is longer
@@ -10,9 +10,9 @@ some grows, and some is hidden until computing is short enough to show it:
     4 GPUs   |cccccccc|s|p|u|aaaa|                      u update        a summing of gradients
     hidden   |llllllllllll|                             l loading by workers
 
-A mini-batch of n samples is divided among the GPUs; the largest share, n / G rounded up, is what
-the others wait for. t_c is measured: a small share is computed less well than a large one. Summing
-is a ring, 2 (G - 1) messages of M / G bytes each.
+A mini-batch of n samples is divided among the GPUs; all wait for the largest share, n / G rounded
+up. t_c is measured: a small share is computed less well than a large one. Summing is a ring, 2 (G -
+1) messages of M / G bytes each.
 
 With t_c(n) = b n, one serial overhead and nothing else this is the lemma.
 
@@ -42,7 +42,7 @@ class StepCosts:
         work: of loading and the like that waits, divided as far as it can be.
         update: of the optimizer.
         summing: of gradients, as far as it is not hidden.
-        waiting: for what hidden workers have not loaded yet.
+        waiting: for mini-batches that hidden workers have not loaded yet.
     """
 
     compute: float
@@ -88,10 +88,10 @@ class Loop:
     Attributes:
         samples: n, in a mini-batch over all GPUs.
         compute: seconds of forward and backward by samples.
-        work: seconds that a step waits for beside computing. Default none.
+        work: seconds that a step waits for in addition to computing. Default none.
         hidden: seconds of workers that load while the step computes. Default none.
         update: seconds of the optimizer. Default 0.
-        gradients: what is summed, and how. Default None: nothing.
+        gradients: the bytes to sum, and the network. Default None: nothing.
     """
 
     samples: int
@@ -150,8 +150,8 @@ class Loop:
     def saturation(self) -> Saturation:
         """Return where more GPUs stop to pay, of as many as there are samples at most.
 
-        Shares are whole samples: one GPU more may gain nothing and two of them do. So a number is
-        the last that is worth it if no larger one gains 5 % for each GPU more.
+        Shares are integers of samples: one GPU more may gain nothing and two of them do. So a
+        number is the last that is worth it if no larger one gains 5 % for each GPU more.
         """
         times = self._all
         fastest = times.index(min(times)) + 1

@@ -74,8 +74,7 @@ def plan(
         micro_batch: samples; None (default) chooses.
         batchnorm: as in `Engine`.
         rng: "micro_batch" (default) or "batch".
-        timed: time the sizes that fit. Default True; if False the plan takes the largest that
-            fits.
+        timed: time the sizes that fit. Default True; if False the plan has the largest that fits.
         offload: "auto" (default) offloads saved tensors if a micro-batch of one sample does not
             fit with them, and if timing shows that a step is faster so: with larger micro-batches
             or lanes (micro-batches in lockstep), or with the undivided batch instead of lanes.
@@ -98,7 +97,7 @@ def plan(
             says that they are not measured. `loader` needs `optimizer`. Default None: the plan
             has the seconds of candidates only.
         split: splits its mini-batches, as in `anybatch.profile`. Default: pairs.
-        gpus: a goal: the number of GPUs. Default None: the table alone.
+        gpus: a goal: the number of GPUs. Default None: only the table.
         speedup: a goal: how many times as fast as one GPU.
         deadline: a goal: seconds for all `epochs`; the loader must know its length.
         epochs: Default 1.
@@ -143,8 +142,8 @@ def plan(
     )
     if loader is not None and optimizer is None:
         raise ValueError(
-            "a loader is given for the seconds of whole steps, and no optimizer that takes them: "
-            "give optimizer="
+            "a loader is for the seconds of full steps, which need an optimizer, and there is "
+            "none: give optimizer="
         )
 
     target = None if device is None else _absent_device(device, loader)
@@ -209,6 +208,6 @@ def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:
         )
     if foresees and several():
         raise NotYetError(
-            "what more GPUs bring is foreseen from one process, and there are several: plan "
+            "the gain by more GPUs is predicted from one process, and there are several: plan "
             "without torchrun"
         )

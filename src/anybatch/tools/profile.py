@@ -1,7 +1,7 @@
 """`profile`: a real training loop, a few steps of it, and where its time goes.
 
 The loop is run as it would be, with its loader, its engine and its optimizer
-(`anybatch.tools.watched`), and everything is put back.
+(`anybatch.tools.watched`), and all state is restored.
 
 Source: Zou et al. (the guide), sections 2.1 and 3.2: "profile the training program for a couple of
 epochs".
@@ -75,8 +75,8 @@ def profile(
     Raises:
         ValueError: `steps` is less than 1, `enough` is finite over ranks, or `loader` yields
             nothing.
-        NotYetError: the optimizer's state is offloaded, it steps with a closure, or a parameter
-            is lazy.
+        NotYetError: the optimizer's state is offloaded, its step needs a closure, or a parameter is
+            lazy.
         AnybatchError: `Engine.backward` would raise it.
 
     Example:
@@ -93,8 +93,8 @@ def profile(
         )
     if engine.states is not None:
         raise NotYetError(
-            "a loop cannot be profiled today where the optimizer's state waits elsewhere: profile "
-            "with a plan without states"
+            "a loop cannot be profiled today with offloaded optimizer state: profile with a plan "
+            "without states"
         )
     optimizer = bare(optimizer)
     step = signature(optimizer.step).parameters.get("closure")
@@ -108,8 +108,8 @@ def profile(
     leaves = trained(modules, optimizer)
     if any(is_lazy(leaf) for leaf in leaves):
         raise NotYetError(
-            "parameters must have data before a loop is profiled, since all is put back, and some "
-            "are still lazy: run the model on one sample first"
+            "parameters must have data before a loop is profiled, since all state is restored, "
+            "and some are still lazy: run the model on one sample first"
         )
     with _sampled_as_before(loader), as_it_was(modules, leaves, optimizer):
         watched = WatchedLoop(loader, engine, optimizer, split or pair, clock)
@@ -131,7 +131,7 @@ def step_seconds(
 
     Args:
         engine: with a plan.
-        optimizer: whose parameters are put back; None where there is none.
+        optimizer: whose parameters are restored; None where there is none.
         inputs: of the mini-batch.
         targets: of the mini-batch.
     """

@@ -1,8 +1,8 @@
 """Profile of a training loop: seconds of the guide's seven steps, and the part not hidden.
 
-A profiler lists kernels; a person wants to know what the loop waits for. Steps overlap: workers
-load while the device computes, so what a step *takes* is not what it *costs*. Only what the loop
-waits for counts as overhead, and only that limits what more GPUs can bring.
+A profiler lists kernels; a user wants to know what the loop waits for. Steps overlap: workers load
+while the device computes, so what a step *takes* is not what it *costs*. Only what the loop waits
+for counts as overhead, and only that limits what more GPUs can bring.
 
     takes   ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓  loading, by two workers
             ░░░░░░░░░░░░▓▓▓▓  hidden behind computing │ shows
@@ -28,7 +28,7 @@ RESAMPLED = 2000
 LEVEL = 0.95
 """Of the interval."""
 FEW = 6
-"""Steps below which no interval is told: what was not drawn cannot be drawn again."""
+"""Steps below which no interval is stated: a resample of so few says too little."""
 
 
 @dataclass(frozen=True)
@@ -123,15 +123,17 @@ def profiled(passed: Sequence[Passed], conditions: Conditions, *, seed: int = 0)
     """Return the profile of these steps.
 
     Args:
-        passed: the steps that were seen, at least one.
+        passed: the measured steps, at least one.
         conditions: of the loop, for its remedies.
         seed: of the resampling. Default 0.
 
     Raises:
-        ValueError: no step was seen.
+        ValueError: no step was measured.
     """
     if not passed:
-        raise ValueError("a profile needs at least one step, and none was seen: give more steps")
+        raise ValueError(
+            "a profile needs at least one step, and none was measured: give more steps"
+        )
     shows = np.array([[one.shows.get(name, 0.0) for name in STAGES] for one in passed])
     takes = np.array([[one.takes.get(name, 0.0) for name in STAGES] for one in passed])
     takes = np.maximum(takes, shows)

@@ -1,7 +1,8 @@
 """Question that a plan answers: a mini-batch, its budget, and permitted offloading.
 
-One forecast answers it where everything stays. Where a budget is to be shared with convolutions, or
-something has to leave first, several are made, each by an engine of its own, until one is taken:
+One forecast is enough if everything is resident. If a budget is to be shared with convolutions, or
+tensors must be offloaded first, several plans are made, each by its own engine, until one is
+chosen:
 
     workspace      engine ──> plan, one or a few     the fastest        (`anybatch.planner.sharing`)
     states         all stay │ state leaves │ all of the model leaves    the first that fits
@@ -37,9 +38,9 @@ from anybatch.tools.profiled import Profile
 from anybatch.tools.scaled import Goal
 
 AUTO = "auto"
-"""What has a workspace, or where states wait, found out."""
+"""Plans with workspace, or with offloaded states."""
 
-NOT_MEASURED = "whole steps were not measured, since the optimizer's state waits elsewhere"
+NOT_MEASURED = "full steps were not measured, since the optimizer's state is offloaded"
 
 
 @contextmanager
@@ -59,8 +60,8 @@ def refuse_absent(
     """Refuse requests that a dry run for an absent device cannot serve.
 
     Raises:
-        ValueError: the model is not on the host, `memory` is more than the device leaves, or a
-            `workspace` is to be measured.
+        ValueError: the model is not on the host, `memory` is more than the free memory of the
+            device, or a `workspace` is to be measured.
     """
     device.budget(memory)
     elsewhere = [p.device for p in model.parameters() if p.is_meta or not of(p.device).host]
@@ -81,10 +82,10 @@ class Question:
     """Question for a plan: a mini-batch, a factory of engines, and the user's settings.
 
     Attributes:
-        model: whose parameters may leave.
+        model: whose parameters may be offloaded.
         optimizer: whose state may.
         batch: inputs and targets.
-        make: makes an engine; takes what a plan decides, or the plan.
+        make: makes an engine from the arguments that a plan decides, or from the plan.
         memory: of a step, as for `Engine`.
         micro_batch: samples, or None.
         offload: as for `anybatch.plan`.
@@ -118,9 +119,9 @@ class Question:
 
         Args:
             workspace: of one convolution; "auto" shares the budget; None (default) has none.
-            states: "host" or "file": where the optimizer's state waits, and parameters and
-                gradients where nothing fits otherwise; "auto" has it wait where nothing fits
-                otherwise; None (default) has all stay.
+            states: "host" or "file": store of the optimizer's state, and of parameters and
+                gradients if nothing fits otherwise; "auto" offloads it if nothing fits otherwise;
+                None (default) offloads none.
             timed: time the sizes that fit. Default True.
 
         Raises:

@@ -76,9 +76,9 @@ class Remedy:
     """Advice, with the figures behind it and its largest gain.
 
     Attributes:
-        what: as an order.
+        what: the remedy, as an imperative.
         because: the figures that call for it.
-        gain: of a step's seconds, 0 to 1: what it can bring at most.
+        gain: share of a step's seconds, 0 to 1, that it can save at most.
     """
 
     what: str
@@ -95,7 +95,7 @@ def remedies(
     """Return the remedies that make the loop faster, the largest gain first.
 
     Args:
-        stages: what each of the seven steps takes and shows.
+        stages: total and visible seconds of each of the seven steps.
         seconds: of a step, mean.
         waits: of each step for its mini-batch.
         conditions: of the loop.

@@ -4,8 +4,8 @@
     profiled steps ───────────┼──> loop (`anybatch.tools.loop`) ──> T(G) ──> table, goal
     bytes of gradients, link ─┘
 
-Computing on a share of the mini-batch is that of its micro-batches; what the loop waits for storage
-stays as it is, and what it prepares is divided, since each rank prepares its own share.
+Computing on a share of the mini-batch is that of its micro-batches; the wait for storage is
+constant, and preparation is divided, since each rank prepares its own share.
 
 Source: Zou et al. (the guide), section 3.2, Lemma 3.1.
 """
@@ -47,7 +47,7 @@ class Goal:
         gpus: so many.
         speedup: so many times as fast as one.
         deadline: seconds, for so many `steps`.
-        steps: of the whole training.
+        steps: of the full training.
         servers: parameter servers of `gpus` workers that do not wait for each other, or "auto" for
             the fewest that hide their traffic; None (default) for none.
     """
@@ -90,7 +90,7 @@ def scaled(
         timed: samples -> seconds of a micro-batch, as far as they were timed; may be empty.
         gradient_bytes: of all parameters.
         link: between GPUs; None costs nothing.
-        goal: what is wanted.
+        goal: the goal.
     """
     loop = loop_of(profile, micro_batch, timed, gradient_bytes, link)
     gpus, words = goal.answer(loop)
@@ -154,7 +154,7 @@ def _hidden(load: LoopStage, prepare: LoopStage, workers: int, rest: float) -> t
         load: waiting for the storage.
         prepare: on a core.
         workers: that share both.
-        rest: seconds of a step beside loading.
+        rest: seconds of a step without loading.
     """
     takes, shows = (load.takes + prepare.takes) / workers, load.shows + prepare.shows
     hidden = Work(load.takes / workers, prepare.takes / workers)

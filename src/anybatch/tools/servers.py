@@ -8,12 +8,11 @@ T_C. The traffic of N_w workers is divided among N_ps servers, each of bandwidth
 
 Three things are beyond the lemma. A worker's own link carries 2 S_p bytes a round, and no number
 of servers makes it faster. A server that holds the largest share of the parameters, because one
-tensor stays whole or the load is not even, is asked for more than the others. And a loop that does
-not pull ahead waits for all of it: T = T_C + T_io.
+tensor is not divided or the load is not even, has more traffic than the others. And a loop that
+does not pull ahead waits for all of it: T = T_C + T_io.
 
 Utilisation is T_C over the seconds of a round. Here it is that of a fluid: traffic that flows
-evenly. Real transfers queue, so it is what is reached at best
-(`benchmarks.simulators.parameter_servers`).
+evenly. Real transfers queue, so it is an upper bound (`benchmarks.simulators.parameter_servers`).
 
 Source: guide, Lemma 3.2, Equations 7 and 8, and the three measures of section 3.3.
 """
@@ -39,8 +38,8 @@ class Cluster:
         hottest: share of the parameters that one server holds however many there are, such as the
             largest tensor's. Default 0: they are divided evenly.
         pipelined: pulls and pushes run while workers compute. Default True.
-        duplex: links carry pulls and pushes at the same time. Default False: one after another, as
-            in the lemma.
+        duplex: links carry pulls and pushes at once. Default False: one after another, as in the
+            lemma.
     """
 
     workers: int
@@ -131,7 +130,7 @@ class Servers:
 
     Attributes:
         count: the fewest; None where no number of them reaches it.
-        reason: what is in the way then, else "".
+        reason: the obstacle then, else "".
     """
 
     count: int | None
@@ -171,7 +170,7 @@ def remedies(cluster: Cluster, servers: int) -> dict[str, Cluster]:
 
     Returns:
         Measure -> the cluster with it: "compute" longer, such as by a larger mini-batch,
-        "bandwidth" of servers and workers higher, "balance" of the load where that alone is enough.
+        "bandwidth" of servers and workers higher, "balance" of the load if only that is needed.
         Nothing if it is hidden already, or nothing is pulled ahead.
 
     Source: guide, section 3.3, measures 1 to 3.

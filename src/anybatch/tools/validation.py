@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 ROUNDING = 1e-9
-"""Part of a figure that is taken for rounding when it is compared with a whole number or a goal."""
+"""Share of a figure that counts as rounding in a comparison with an integer or a goal."""
 
 
 def at_least(least: float, **numbers: float) -> None:

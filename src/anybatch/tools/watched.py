@@ -1,7 +1,7 @@
 """A training loop that is watched: the host's clock is read between its parts.
 
-What loading takes while workers hide it is measured beside the loop, in a worker: its time on a
-core is preparation, the rest is waiting for the storage.
+Loading that workers hide is measured outside of the loop, in a worker: its time on a core is
+preparation, the rest is waiting for the storage.
 
     wait for a mini-batch │ zero_grad, backward     │ step
     load, prepare         │ host to device, compute │ parameter update      each until it has ended
@@ -170,7 +170,7 @@ class WatchedLoop:
 def _loading(waited: float, busy: float, hidden: Loading | None) -> dict[str, float]:
     """Return the seconds of loading and of preparation in a wait for a mini-batch.
 
-    Of workers both are hidden by the same time, so what shows is as they are to each other.
+    With workers both are hidden by the same time, so the visible parts have the same ratio.
     """
     if hidden is None:
         prepare = min(busy, waited)
@@ -188,8 +188,8 @@ def again_and_again(loader: Iterable[Any]) -> Iterator[tuple[bool, Any]]:
     """
     if iter(loader) is loader:
         raise ValueError(
-            "loader must be one that can be started again, and it is an iterator, which ends: give "
-            "what it was made from"
+            "loader must be one that can be started again, and it is an iterator, which ends: "
+            "give the iterable it was made from"
         )
     while True:
         first = True

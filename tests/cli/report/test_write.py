@@ -108,7 +108,7 @@ def test_a_folder_of_an_older_version_has_a_page_too(command: Command, copied: P
     page = page_in(copied)
     assert "The run has not ended: it goes on, or it was killed." in page.text
     assert "1 line of metrics.jsonl could not be read" in page.text
-    assert "How the planned step passes was not kept" in page.text
+    assert "The timeline of the planned step was not stored" in page.text
     assert not [one for one in page.all("figure") if one.attributes["id"] == "timeline-figure"]
 
 
@@ -118,8 +118,8 @@ def test_a_folder_of_an_older_version_has_a_page_too(command: Command, copied: P
         ("plan.json", b"{}", "plan.json cannot be explained by this version: a plan must hold"),
         ("plan.json", b"\xff", "plan.json is no text."),
         ("timeline.json", b"[]", "timeline.json cannot be drawn by this version: a step must"),
-        ("summary.json", b"{", "summary.json is not what a run writes"),
-        ("summary.json", b"7", "summary.json is not what a run writes"),
+        ("summary.json", b"{", "summary.json is not in the form that a run writes"),
+        ("summary.json", b"7", "summary.json is not in the form that a run writes"),
     ],
 )
 def test_a_file_that_is_broken_is_named_and_the_rest_is_shown(
@@ -275,6 +275,6 @@ def test_a_plan_writes_a_page_only_on_request(
     assert page.all("pre")[0].text == " ".join(str(plan).split())
     assert page.by_id("timeline-figure").all("svg")
     assert "anybatch plan --model cnn:4 --batch-size 64 --memory 400KiB --threads 1" in page.text
-    assert "without it a plan leaves nothing behind" in " ".join(
+    assert "without it a plan writes nothing" in " ".join(
         command("plan", "--help").stdout.replace("│", " ").split()
     )

@@ -73,7 +73,8 @@ SIZE = 'the size of a device must be bytes such as in "cuda:24GiB", and it is '
         (
             {"device": "cuda:"},
             SIZE
-            + "'' in 'cuda:': write it like that; one that is there has an index, as in cuda:0",
+            + "'' in 'cuda:': write it like that; a device of this machine has an index, as in "
+            "cuda:0",
         ),
         *(
             (
@@ -88,8 +89,8 @@ SIZE = 'the size of a device must be bytes such as in "cuda:24GiB", and it is '
         (
             {"device": "mps:16GiB"},
             "a device that is not there must be a CUDA device with the size of its memory, such as "
-            "\"cuda:24GiB\", and it is 'mps:16GiB': write it like that; a device of another "
-            "type has no size, so name its type alone, and give memory=",
+            "\"cuda:24GiB\", and it is 'mps:16GiB': write it like that; for a device of "
+            "another type name only the type, and give memory=",
         ),
         (
             {"device": "cuda:0"},

@@ -110,7 +110,7 @@ def test_a_packed_sequence_is_refused() -> None:
 
 def test_a_graph_behind_the_inputs_is_refused() -> None:
     x = torch.zeros(3, requires_grad=True) * 2
-    with pytest.raises(BatchError, match="inputs has a graph behind it.*detach"):
+    with pytest.raises(BatchError, match="inputs has an autograd graph.*detach"):
         tree.batch_size(inputs=x)
 
 

@@ -591,7 +591,7 @@ def test_an_observer_that_changes_gradients_is_refused(
 ) -> None:
     model, (x, y) = mlp(), batch()
     engine = Engine(model, loss, micro_batch=micro_batch)
-    with pytest.raises(anybatch.errors.NotExactError, match="what observe= calls changes .grad"):
+    with pytest.raises(anybatch.errors.NotExactError, match="observe= changes .grad"):
         engine.backward(x, y, observe=lambda *_: moves(model))
 
 

@@ -202,7 +202,7 @@ def test_unusual_buffers_are_no_reason_to_fail(
 def test_a_buffer_that_forward_fills_first_is_watched_too() -> None:
     """A running mean registered as None kept that of the last micro-batch."""
     model, (x, y) = Moves(None, to_mean).double(), batch()
-    with pytest.raises(NotExactError, match="must not depend on the samples.*: b. A queue"):
+    with pytest.raises(NotExactError, match="must not depend on the samples.*: b. Update a queue"):
         Engine(model, F.cross_entropy, micro_batch=4).backward(x, y)
     assert model.b is None
 

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "Algorithm 1": (
         lambda: nn.Sequential(*(nn.BatchNorm1d(5) for _ in range(6))).double(),
         Loss.algorithm1(F.cross_entropy),
-        r"3 \(BatchNorm1d\) and 2 more\), and Algorithm 1 to the letter takes the loss of each",
+        r"3 \(BatchNorm1d\) and 2 more\), and Algorithm 1 to the letter computes the loss of each",
     ),
     "a kernel called by its name": (
         lambda: Hidden().double(),

@@ -173,7 +173,7 @@ def test_lanes_that_meet_for_other_things_are_a_mismatch() -> None:
 
 @pytest.mark.parametrize(
     ("key", "way_out"),
-    [("coupled f", "use what it returns in each loss"), ("bn", 'Use batchnorm="local"')],
+    [("coupled f", "use its result in each loss"), ("bn", 'Use batchnorm="local"')],
 )
 def test_a_mismatch_names_the_way_out_of_where_lanes_meet(key: str, way_out: str) -> None:
     with pytest.raises(LockstepError, match=way_out):

@@ -108,7 +108,7 @@ def test_a_mask_is_named_and_the_advice_is_exact(seed: int, micro_batch: int) ->
     inputs, targets = batch()
     targets = targets.masked_fill(torch.rand(N) < 0.4, -100)
     model = Inside(masked)
-    with pytest.raises(LossError, match=r"some are chosen before \(x\[mask\]\).* ignore_index"):
+    with pytest.raises(LossError, match=r"some are selected before \(x\[mask\]\).* ignore_index"):
         Engine(model, micro_batch=micro_batch).backward((inputs, targets))
     want = undivided(model, lambda out: out, (inputs, targets), None)
     advised = Inside(F.cross_entropy)

@@ -173,7 +173,7 @@ MADE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("size", [3, 6])
 @pytest.mark.parametrize("name", MADE)
 def test_weights_that_samples_make_are_refused(name: str, size: int, norm: bool) -> None:
-    """Micro-batches of the same classes give the same weights, and the whole batch others."""
+    """Micro-batches of the same classes give the same weights, and the full batch others."""
     engine = Engine(Inside(MADE[name], norm=norm), micro_batch=size)
     with pytest.raises(NotExactError, match="class weights.* from the samples"):
         engine.backward(batch(12))

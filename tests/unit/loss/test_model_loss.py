@@ -401,8 +401,8 @@ def test_a_plain_sum_that_cannot_be_traced_is_believed(micro_batch: int, norm: b
 @pytest.mark.parametrize(
     ("lose", "count", "match"),
     [
-        (shifted, None, "says that the loss is a sum, while cross_entropy in it is a mean"),
-        (summed, unshifted, "says that the loss is a mean, while cross_entropy in it is a sum"),
+        (shifted, None, "declares the loss as a sum, while cross_entropy in it is a mean"),
+        (summed, unshifted, "declares the loss as a mean, while cross_entropy in it is a sum"),
     ],
 )
 def test_a_sum_and_a_mean_contradict_each_other(lose: Lose, count: Any, match: str) -> None:

@@ -185,8 +185,8 @@ EXACT: dict[str, Lose] = {
 
 OF_ITS_OWN = "belong to one sample"
 UNKNOWN = "weighted sum of torch's own losses"
-WEIGHS = "what weighs a loss inside"
-DIVIDED = "divided by what all samples have"
+WEIGHS = "weights of a loss inside"
+DIVIDED = "divided by a sum over all samples"
 
 REFUSED: dict[str, tuple[Lose, str]] = {
     "count changed": (lambda m, x, y, w: (each(m, x, y) * w).sum() / changed(w.sum()), UNKNOWN),

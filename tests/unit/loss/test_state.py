@@ -496,7 +496,7 @@ READS: dict[str, tuple[str, Callable[[Any], LossFn], str]] = {
     "attribute": (
         "attribute",
         lambda m: lambda o, y: F.cross_entropy(o / m.scale, y),
-        r"reads m\.scale, which forward left elsewhere",
+        r"reads m\.scale, which forward stored elsewhere",
     ),
     "number": ("number", lambda m: lambda o, y: F.cross_entropy(o / m.scale, y), r"m\.scale"),
     "by name": (
@@ -626,7 +626,7 @@ def test_what_forward_begins_to_store_later_is_refused_then() -> None:
         engine = Engine(model, loss, micro_batch=4)
         engine.backward(x, y)
         model.what = "number"
-        with pytest.raises(LossError, match="scale, which forward left"):
+        with pytest.raises(LossError, match="scale, which forward stored"):
             engine.backward(x, y)
 
 

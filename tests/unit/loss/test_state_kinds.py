@@ -434,7 +434,9 @@ def test_state_that_nothing_lists_is_refused_for_its_effect(
     def loss(o: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(o * up(path), y)
 
-    with pytest.raises(LossError, match="must have state that anybatch can see, and it gave the"):
+    with pytest.raises(
+        LossError, match="must have state that anybatch can restore, and it returned the"
+    ):
         Engine(net(), loss, **options).backward(*batch())
 
 

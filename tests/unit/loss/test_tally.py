@@ -30,7 +30,7 @@ def test_parts_that_are_the_full_batch_are_compared_once_all_are_in() -> None:
 
 
 def test_parts_that_are_not_the_full_batch_are_refused_with_both_numbers() -> None:
-    with pytest.raises(LossError, match="other is divided by 23 .* and by 20 in the whole"):
+    with pytest.raises(LossError, match="other is divided by 23 .* and by 20 in the full"):
         added([None, 20], (0, 4, [1, 12]), (4, 4, [1, 11]))
 
 

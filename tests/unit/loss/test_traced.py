@@ -158,7 +158,7 @@ def penalty(logits: Tensor, labels: Tensor) -> Tensor:
     [
         (contrast, "do not grow with the samples: declare|samples must not meet"),
         (by_size, "that of cross_entropy is . for . samples and . for .: declare"),
-        (penalty, r"is added to it, .* in mean computes it .*anybatch.coupled"),
+        (penalty, r"added to it, .* in mean computes it .*anybatch.coupled"),
         (lambda logits, labels: logits.amax(), r"something else \(Amax\)"),
     ],
 )

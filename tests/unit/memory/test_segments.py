@@ -109,5 +109,7 @@ def test_the_command_asks_and_says_so(
     context: object = Context()
     reported = process.allocate(context, "default", "cuda", budgeted=True)  # type: ignore[arg-type]
     assert reported.startswith("malloc: ")
-    assert reported.endswith("CUDA segments: expandable (what leaves and returns leaves no gaps)")
+    assert reported.endswith(
+        "CUDA segments: expandable (offloaded and prefetched tensors leave no gaps)"
+    )
     assert allocator.applied == [SETTING]

@@ -557,7 +557,9 @@ def test_the_timeline_of_a_step_is_what_it_was_planned_to_hold_and_to_move(name:
 
     low, high = bounds(model, step)
     off = offload((low + high) // 2)
-    with pytest.raises(RuntimeError, match="a step must have been recorded before its timeline"):
+    with pytest.raises(
+        RuntimeError, match="a step must have been recorded before it has a timeline"
+    ):
         off.timeline()
     for variant in ("recorded", "planned", "planned"):
         model.zero_grad()

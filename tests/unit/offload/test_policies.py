@@ -64,7 +64,7 @@ def test_from_the_floor_on_there_is_a_schedule_and_it_does(name: str) -> None:
                 assert found.peak <= budget
                 assert found.seconds == pytest.approx(trace.seconds + found.stall)
         if trace.floor:
-            with pytest.raises(BudgetError, match="even if everything else is away") as caught:
+            with pytest.raises(BudgetError, match="even with everything else offloaded") as caught:
                 ALWAYS[name](trace, trace.floor - 1)
             assert caught.value.needed == trace.floor
 
@@ -126,7 +126,7 @@ def test_other_policies_do_or_say_that_they_cannot(name: str) -> None:
 
 def test_a_policy_that_offloads_too_little_says_so() -> None:
     trace = network(20, Random(1), weights=False)
-    with pytest.raises(BudgetError, match="let more leave, or bring less back ahead") as caught:
+    with pytest.raises(BudgetError, match="evict more, or prefetch less") as caught:
         fixed_distance(trace, trace.floor, 30, 1)
     assert caught.value.needed > caught.value.budget == trace.floor
 

@@ -72,12 +72,16 @@ def stages(**changed: Stage) -> tuple[Stage, ...]:
 
 BAD = [
     (stages(at1=Stage()), 10, "at most its budget of 10 bytes, and at stage 1 it holds 14"),
-    (stages(at3=Stage()), 10, "must be here when it is used, and at stage 3 a is away"),
+    (stages(at3=Stage()), 10, "must be resident when it is used, and at stage 3 a is offloaded"),
     (stages(at0=Stage()), 10, "must be copied before it is freed, and at stage 1 a is not"),
-    (stages(at1=Stage(frees=(1, 1))), 10, "must be here when it is freed"),
-    (stages(at3=Stage(ins=(1, 1))), 20, "must be away when it returns, and at stage 3 a is here"),
+    (stages(at1=Stage(frees=(1, 1))), 10, "must be resident when it is freed"),
+    (
+        stages(at3=Stage(ins=(1, 1))),
+        20,
+        "must be offloaded when it returns, and at stage 3 a is resident",
+    ),
     (stages(at2=Stage(ins=(3,))), 20, "must be on the host when it returns, and at stage 2 c"),
-    (stages(at3=Stage(ins=(1,), outs=(1,))), 20, "must be here when it is copied"),
+    (stages(at3=Stage(ins=(1,), outs=(1,))), 20, "must be resident when it is copied"),
     (
         OFFLOADED.stages[:-1],
         10,
@@ -101,7 +105,11 @@ def with_a(**what: bool) -> Trace:
 
 def test_what_must_be_there_at_the_end_or_remain_is_requested() -> None:
     gone = Schedule("", 20, (Stage(), Stage(), Stage(), Stage(outs=(1,)), Stage(frees=(1,))))
-    with pytest.raises(ScheduleError, match="must be here at the end, and at stage 4 a is away"):
+    with pytest.raises(
+        ScheduleError, match="must be resident at the end, and at stage 4 a is offloaded"
+    ):
         simulate(with_a(after=True), gone, LINK)
-    with pytest.raises(ScheduleError, match="must be left alone, and at stage 1 a is freed"):
+    with pytest.raises(
+        ScheduleError, match="must be on the device throughout, and at stage 1 a is freed"
+    ):
         simulate(with_a(stays=True), OFFLOADED, LINK)

@@ -150,7 +150,7 @@ def test_writing_to_what_is_offloaded_is_refused_and_replacing_it_is_not() -> No
     assert equal(values(plain[1]), values(optimizer))
     states = anybatch.offload_states(optimizer, memory=LIMIT)
     optimizer.state[model[0].weight]["exp_avg"].zero_()
-    with pytest.raises(StoreError, match="must not be written to while it is away"):
+    with pytest.raises(StoreError, match="must not be written to while it is offloaded"):
         optimizer.step()
     states.close()
 
@@ -355,7 +355,7 @@ def test_no_state_is_lost_where_a_copy_fails(
     optimizer.zero_grad()
     gradients(model, 2)
     before = [p.detach().clone() for p in parameters]
-    with pytest.raises(StoreError, match=r"No space left on device.*make room there"):
+    with pytest.raises(StoreError, match=r"No space left on device.*free space there"):
         optimizer.step()
     failing.on = False
     assert len(optimizer.param_groups[0]["params"]) == len(parameters)
@@ -480,7 +480,7 @@ def test_a_plan_whose_states_are_offloaded_is_obeyed_within_its_prediction(make:
 def test_a_plan_for_states_needs_their_optimizer_and_a_store_of_the_device(tmp_path: Path) -> None:
     model, batch = wide(1), rows()
     options: Any = {"micro_batch": 4, "timed": False, "memory": "1MiB"}
-    with pytest.raises(ValueError, match="there is none: give optimizer="):
+    with pytest.raises(ValueError, match="there is no optimizer: give optimizer="):
         anybatch.plan(model, nn.MSELoss(), batch, states="file", **options)
     optimizer = adamw(model.parameters())
     with pytest.raises(ValueError, match='store must be "file" or a folder that is there'):

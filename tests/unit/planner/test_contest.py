@@ -191,7 +191,7 @@ INF = float("inf")
 @pytest.mark.parametrize(
     ("lanes", "wider", "chosen", "offloaded"),
     [
-        (5.0, 6.0, SIZE, True),  # the whole batch with all away, which takes 1.2 s
+        (5.0, 6.0, SIZE, True),  # the full batch with all away, which takes 1.2 s
         (1.0, 6.0, 3, False),
         (INF, 6.0, SIZE, True),
         (5.0, 1.1, 4, True),  # lanes that leave while they run

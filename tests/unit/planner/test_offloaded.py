@@ -208,7 +208,7 @@ def test_no_space_is_noticed_before_the_step(
     handle = model.register_forward_pre_hook(lambda *_: ran.append(1))
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-        with pytest.raises(StoreError, match="what leaves the device must fit where it goes"):
+        with pytest.raises(StoreError, match="an offloaded tensor must fit in its store"):
             engine.backward(*batch)
     handle.remove()
     assert ran == []

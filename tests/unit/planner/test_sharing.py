@@ -146,4 +146,4 @@ def test_what_one_process_can_do_is_refused_elsewhere() -> None:
     with ranks(2) as pool:
         for reported in pool.run(shared_over_ranks):
             assert "not shared with convolutions over ranks" in reported[0]
-            assert all("foreseen from one process" in one for one in reported[1:])
+            assert all("predicted from one process" in one for one in reported[1:])

@@ -314,7 +314,7 @@ def test_a_batch_that_cannot_be_cut_is_a_refused_split() -> None:
     report = anybatch.check(mlp(Fixed()), F.cross_entropy, batch())
     assert not report.exact
     assert "(ValueError: ten rows, please)" in str(report)
-    assert "runs on the whole batch and not on half of it (ten rows, please)" in str(report)
+    assert "runs on the full batch and not on half of it (ten rows, please)" in str(report)
 
     class Squeezed(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

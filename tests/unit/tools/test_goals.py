@@ -48,7 +48,7 @@ def test_a_goal_is_what_was_said() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"gpus": 2, "speedup": 2}, r"at most one goal.*\['gpus', 'speedup'\] came"),
+        ({"gpus": 2, "speedup": 2}, r"at most one goal.*\['gpus', 'speedup'\] were"),
         ({"gpus": 0}, "gpus must be a whole number of at least 1, and it is 0"),
         ({"gpus": 1.5}, "gpus must be a whole number"),
         ({"speedup": -1}, "speedup must be a number above 0, and it is -1"),
@@ -63,8 +63,8 @@ def test_a_goal_is_what_was_said() -> None:
         ({"gpus": 2, "loader": None}, "there is no loader for gpus: give loader="),
         ({"network": "10Gbit", "loader": None}, "there is no loader for network"),
         ({"network": "fast"}, 'network must be bits a second such as "10Gbit"'),
-        ({"deadline": 9, "loader": iter(())}, "the loader does not know its length"),
-        ({"deadline": 9, "loader": STREAM}, "the loader does not know its length"),
+        ({"deadline": 9, "loader": iter(())}, "the loader has no length"),
+        ({"deadline": 9, "loader": STREAM}, "the loader has no length"),
     ],
 )
 def test_what_means_nothing_is_refused(options: dict[str, Any], expected: str) -> None:

@@ -195,7 +195,9 @@ def test_a_plan_with_a_loader_tells_the_pace_of_full_steps() -> None:
 
 def test_a_loader_needs_an_optimizer() -> None:
     model, batch = mlp(), rows()
-    with pytest.raises(ValueError, match="no optimizer that takes them: give optimizer="):
+    with pytest.raises(
+        ValueError, match="which need an optimizer, and there is none: give optimizer="
+    ):
         anybatch.plan(model, F.cross_entropy, batch, loader=[batch])
 
 
@@ -221,7 +223,7 @@ def test_states_are_offloaded_automatically_where_nothing_fits_otherwise() -> No
     assert found == planned(tight, optimizer, states="file")
     reported = planned(tight, optimizer, states="auto", loader=[batch])
     assert reported.pace is None
-    assert "whole steps were not measured" in reported.reasons[-1]
+    assert "full steps were not measured" in reported.reasons[-1]
     with pytest.raises(anybatch.errors.BudgetError):
         planned(weights, None, states="auto")
 

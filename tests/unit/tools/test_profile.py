@@ -265,7 +265,7 @@ def test_what_cannot_be_put_back_is_reported_and_the_rest_is() -> None:
     frozen = nn.Parameter(torch.zeros(1).expand(8), requires_grad=False)
     before = model.weight.detach().clone()
     with (
-        pytest.raises(RuntimeError, match="what tried steps have moved") as failed,
+        pytest.raises(RuntimeError, match="the state that tried steps changed") as failed,
         as_it_was(walk(model), [frozen, *model.parameters()], opt),
         torch.no_grad(),
     ):
@@ -277,7 +277,7 @@ def test_what_cannot_be_put_back_is_reported_and_the_rest_is() -> None:
         as_it_was(walk(model), [frozen, *model.parameters()], opt),
     ):
         raise KeyboardInterrupt
-    assert "could not be put back" in stopped.value.__notes__[0]
+    assert "could not be restored" in stopped.value.__notes__[0]
 
 
 def test_rng_of_samplers_and_what_ends_are_restored() -> None:
@@ -366,7 +366,7 @@ def test_what_is_lazy_or_waits_elsewhere_is_refused() -> None:
         model, F.cross_entropy, batches[0], memory="1MiB", optimizer=adam, states="file"
     )
     engine = Engine(model, F.cross_entropy, optimizer=adam, plan=plan)
-    with pytest.raises(anybatch.errors.NotYetError, match="optimizer's state waits elsewhere"):
+    with pytest.raises(anybatch.errors.NotYetError, match="with offloaded optimizer state"):
         anybatch.profile(batches, engine, adam)
 
 

@@ -89,7 +89,7 @@ def test_it_prints_and_is_data() -> None:
 
 
 def test_a_profile_of_no_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="needs at least one step, and none was seen"):
+    with pytest.raises(ValueError, match="needs at least one step, and none was measured"):
         profiled([], CALM)
 
 

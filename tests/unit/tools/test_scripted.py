@@ -70,7 +70,7 @@ def test_frozen_statistics_are_exact() -> None:
 
 
 def _undivided(net: nn.Module) -> dict[str, Tensor]:
-    """Return what the whole batch gives; a copy of a script has no leaves."""
+    """Return what the full batch gives; a copy of a script has no leaves."""
     net.zero_grad()
     loss = LOSS(net(X), Y)
     loss.backward()
@@ -107,5 +107,5 @@ def test_batch_norm_in_a_script_is_refused_where_the_batch_is_divided(
 def test_a_script_that_torch_cannot_optimise_under_a_budget_is_refused() -> None:
     net = _traced(_inner(nn.BatchNorm1d(8)))
     LOSS(net(X), Y).backward()  # torch optimises it in its second call
-    with pytest.raises(NotExactError, match="kernels of a step must be counted for a budget"):
+    with pytest.raises(NotExactError, match="kernels of a step must be metered for a budget"):
         anybatch.Engine(net, LOSS, memory="1MiB").backward(X, Y)

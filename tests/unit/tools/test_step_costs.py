@@ -51,7 +51,7 @@ def test_a_line_and_a_table_agree_where_the_table_is_one() -> None:
 def test_below_what_was_measured_a_share_costs_the_smallest_and_above_it_is_refused() -> None:
     table = Measured({4: 1.0, 8: 1.5})
     assert table.seconds(1) == 1.0
-    with pytest.raises(ValueError, match="9 samples are asked for and 8 measured at most"):
+    with pytest.raises(ValueError, match="9 samples are requested and 8 measured at most"):
         table.seconds(9)
     with pytest.raises(ValueError, match="timed must hold at least one size"):
         Measured({})

@@ -1,14 +1,14 @@
 """AmoebaNet-D: the evolved image classifier that MBS trains, of any depth and width.
 
 torch has no AmoebaNet. A network is a row of cells; a cell makes five sums of two operations each,
-every operation reading an earlier state of the cell, and concatenates the sums nobody has read:
+every operation reading an earlier state of the cell, and concatenates the unread sums:
 
     state 0 = output of the last cell, state 1 = output of the cell before it (both 1x1-projected)
     state 2 + k = op_a(state i_a) + op_b(state i_b),  k = 0..4
 
 The architecture is the two tables below. The paper's figure and the authors' program disagree on
 what a normal cell concatenates; the program's choice, [0, 3, 4, 6], is the one that gives the
-parameter counts of GPipe's Table 1, so it is taken.
+parameter counts of GPipe's Table 1, so it is used.
 
 Sources: Real et al. 2018, "Regularized evolution", Figure 4 and section "AmoebaNet-D"; Huang et al.
 2018, "GPipe", Table 1. torchgpipe's benchmark was read for the indices; two things differ from it:

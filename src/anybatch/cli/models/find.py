@@ -1,11 +1,11 @@
-"""Find a model by name: a built-in one, or any callable of the person's own code.
+"""Find a model by name: a built-in one, or any callable of the user's code.
 
     resnet20  resnet18  resnet34  resnet50  resnet101  cnn[:WIDTH]  unet[:WIDTH]
     amoebanet-d[:LAYERS,FILTERS]            package.module:callable
 
 A callable is called with `num_classes` and `in_channels` where its signature takes them, so that a
-constructor that needs neither works as it is. The module is looked for in the working directory
-too, which an installed command does not do by itself.
+constructor that needs neither works unchanged. The module is searched in the working directory too,
+which an installed command does not do by itself.
 """
 
 from __future__ import annotations

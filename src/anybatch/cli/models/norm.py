@@ -1,8 +1,8 @@
 """The normalisation layer of every built-in model, chosen by name.
 
 BatchNorm makes the samples of a batch meet, so a network with it needs more than micro-batches to
-be exact. GroupNorm (Wu and He 2018) keeps each sample to itself; torch has it, but it must be told
-a number of groups that divides the channels, which a network of any width cannot fix beforehand.
+be exact. GroupNorm (Wu and He 2018) normalises each sample by itself; torch has it, but it needs a
+number of groups that divides the channels, which a network of any width cannot fix beforehand.
 """
 
 from __future__ import annotations

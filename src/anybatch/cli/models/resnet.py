@@ -1,8 +1,8 @@
 """Residual networks: ResNet-18, 34, 50, 101 for large images and small, and ResNet-20 for CIFAR.
 
 torchvision has the large ones, but only with a stem that shrinks a 32x32 image to 8x8 before the
-first block, and with no build beside every torch. Here the stem and the normalisation are
-parameters; with `stem="imagenet", norm="batch"` the parameter counts are the published ones.
+first block, and with no build for every torch. Here the stem and the normalisation are parameters;
+with `stem="imagenet", norm="batch"` the parameter counts are the published ones.
 
 Source: He et al. 2015, "Deep residual learning", sections 3.3 and 4.2; the stride of a bottleneck
 sits in its 3x3 convolution, as in torchvision.

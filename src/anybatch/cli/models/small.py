@@ -1,7 +1,7 @@
 """A small convolutional network: the default for images of a few pixels, such as the digits.
 
-A ResNet is too much for an 8x8 image. Two levels of two convolutions see the whole of it, and
-train on two CPU cores in seconds.
+A ResNet is too much for an 8x8 image. Two levels of two convolutions cover all of it, and train on
+two CPU cores in seconds.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The page that a run or a plan leaves: data in, one HTML text out."""
+"""The page of a run or a plan: data in, one HTML text out."""

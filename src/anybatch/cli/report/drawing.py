@@ -2,7 +2,7 @@
 
 They are small, 420 units wide, so that their letters can be read on a telephone, and have no
 legend: that of the page is real text, which wraps. matplotlib is an optional extra and is drawn
-with as in `curves`; a person's own matplotlibrc has no say, so the same data give the same bytes.
+with as in `curves`; a user's matplotlibrc has no effect, so the same data give the same bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Line:
 
     Attributes:
         x: where.
-        y: how much; what is no finite number leaves a gap.
+        y: the value; one that is not finite leaves a gap.
         low: lower edge of a band around it, as long as `y`; empty for none.
         high: the upper edge.
     """
@@ -55,8 +55,8 @@ class Titled:
 
     Attributes:
         name: of the element, unique in a page.
-        title: what it shows.
-        description: what is to be seen in it.
+        title: its title.
+        description: its contents, in words.
     """
 
     name: str
@@ -77,9 +77,9 @@ def draw_lines(titled: Titled, lines: Sequence[Line], x_label: str, *, integer: 
     """Return lines over an axis as SVG.
 
     Args:
-        titled: what the figure is called.
+        titled: title of the figure.
         lines: the first has the first style, and so on.
-        x_label: what the axis counts.
+        x_label: label of the axis.
         integer: it counts in integers. Default True.
     """
     with _axes(x_label) as (axes, done):

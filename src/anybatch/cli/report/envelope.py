@@ -1,8 +1,8 @@
 """Planned step as few numbers: for each stretch of it, bytes by owner at its highest moment.
 
 A step has thousands of events, and a page and a run folder want a few hundred. Every k-th event
-would lose the peak, and the peak is what the step is shown for. So each stretch is shown by the
-moment at which the most was live, as a chart in letters does:
+would lose the peak, and the step is shown for its peak. So each stretch is shown by the moment at
+which the most was live, as a chart in letters does:
 
     events      .:|:..:|||:.   ..:.:|::..
     stretches    |     |    |    :   |   :      the peak is in one of them
@@ -27,12 +27,12 @@ class Envelope:
     """A planned step, stretch by stretch.
 
     Attributes:
-        title: what step it is, in words.
-        facts: what it holds and, where that is known, how long it takes, in words.
+        title: the step, in words.
+        facts: its bytes and, if known, its seconds, in words.
         budget: bytes that it may hold.
         peak: bytes that it holds at most.
         timed: edges are seconds; else they are places of events.
-        owners: who holds bytes, in the order in which they are stacked, from below.
+        owners: owners of bytes, in the order in which they are stacked, from below.
         edges: where stretches begin, and the last one ends; one more than there are stretches.
         live: [stretches][owners], bytes.
         busy: [stretches][3], shares in which kernels ran, copies went out, and came back.

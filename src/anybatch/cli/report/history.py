@@ -1,7 +1,7 @@
 """History of a run from metrics.jsonl, with the valid lines read even if others are damaged.
 
-A process that is killed may leave half a line, and a disk may leave worse. A line that is not what
-the log writes is counted and left out: the page says how many there were.
+A process that is killed may leave half a line, and a disk may leave worse. A line in another form
+than the log's is counted and skipped: the page has the count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LoggedStep:
 
     Attributes:
         step: its number, from 1.
-        loss: of the whole mini-batch.
+        loss: of the mini-batch.
         speed: samples a second.
         peak: bytes held at most; None where that was not measured.
         spent: its seconds; None in the log of a version that did not write them separately.
@@ -46,12 +46,12 @@ class LoggedStep:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run as its log tells it.
+    """A run according to its log.
 
     Attributes:
         steps: in order.
         epochs: the complete ones, in order.
-        changes: what changed on the way, a sentence each.
+        changes: changes during the run, a sentence each.
         broken: lines that could not be read.
     """
 

@@ -1,8 +1,8 @@
 """Overhead of a run's own steps: R_O, its ratio to computing, the one input of Lemma 3.1.
 
-A profile takes its steps apart and puts all back; a run has taken thousands, and its log says how
-long each waited for its mini-batch, computed, and did all else. That is enough for the lemma, and
-for nothing more: what of it would be divided among GPUs too is not known.
+A profile runs single steps and restores all state; a run has made thousands, and its log has the
+seconds of each for its mini-batch, computing, and the rest. That is enough for the lemma, and for
+nothing more: the part of it that GPUs would also divide is unknown.
 
     |wwww|cccccccccccccccccccc|rr|     R_O = (w + r) / c, of the sums over all steps
 

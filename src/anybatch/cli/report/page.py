@@ -1,9 +1,9 @@
 """Page about a run, made from its record by a pure function from data to HTML.
 
 A page that is put together from strings is injected into by the first folder named
-`<script>alert(1)</script>`. Here jinja2 escapes whatever it is given, but for two things that are
-made here: the style sheet and the drawings, which are serialised from a tree. And should that ever
-fail, the page itself forbids scripts, and everything that is not in it, by its first line.
+`<script>alert(1)</script>`. Here jinja2 escapes everything, except two texts that are made here:
+the style sheet and the drawings, which are serialised from a tree. As a second barrier, the first
+line of the page forbids scripts, and everything that is not in it.
 
     RunRecord ──sections──> Page ──page.html.j2, page.css──> one text, no other file, no network
 """

@@ -1,8 +1,7 @@
 """Parts of a page: sections of sentences, facts, figures and tables.
 
-A page that asks the run for what it shows, as it is written, can be tested only by reading HTML.
-Here the page is data first: the template lays it out and decides nothing, and a test reads numbers
-from a `Table`.
+A page that reads the run while it is written can be tested only by reading HTML. Here the page is
+data first: the template lays it out and decides nothing, and a test reads numbers from a `Table`.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class Fact:
     """A name and its value.
 
     Attributes:
-        name: of what.
+        name: of the value.
         value: in words.
         more: a remark in small print; "" for none.
         code: the value is to be copied. Default False.
@@ -37,12 +36,12 @@ class Table:
 
     Attributes:
         name: of the element, unique in a page.
-        caption: what it shows.
+        caption: its caption.
         columns: their headings.
         rows: as many cells as there are columns.
-        words: places of the columns that hold words, not figures, beside the first.
+        words: places of the columns that hold words, not figures, except the first.
         marked: places of the rows that stand out.
-        shares: of each row, the length of a bar beside its heading, 0 to 1; empty for no bars.
+        shares: of each row, the length of a bar next to its heading, 0 to 1; empty for no bars.
     """
 
     name: str
@@ -59,10 +58,10 @@ class Key:
     """An entry of a figure's legend.
 
     Attributes:
-        name: what it stands for.
+        name: its meaning.
         swatch: how it is drawn.
-        style: which of the styles of that kind.
-        more: a figure beside the name.
+        style: number of the style.
+        more: a figure after the name.
     """
 
     name: str
@@ -77,12 +76,12 @@ class Figure:
 
     Attributes:
         name: of the element, unique in a page.
-        title: what it shows.
-        description: what is to be seen in it, for those who do not see it.
+        title: its title.
+        description: its contents in words, for screen readers.
         drawing: the picture as SVG; "" where there is none.
         missing: why there is none.
         keys: its legend, in the order in which it is read.
-        numbers: what is drawn.
+        numbers: the drawn values.
     """
 
     name: str
@@ -108,7 +107,7 @@ class Section:
         figures: of it.
         tables: of it.
         text: to be shown letter by letter; "" for none.
-        text_name: what that is.
+        text_name: name of the text.
     """
 
     name: str
@@ -132,7 +131,7 @@ class Page:
         title: its heading.
         tone: how it ended, as a colour and a sign.
         ending: the same in words.
-        notes: what the reader must know before all else.
+        notes: remarks at the top of the page.
         sections: in order; none is empty.
     """
 

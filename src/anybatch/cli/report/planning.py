@@ -54,7 +54,7 @@ def _owners(found: Memory) -> Table:
     rows += [("together", found.predicted), ("budget", found.budget)]
     return Table(
         "owners",
-        "Who holds the predicted peak",
+        "Owners of the predicted peak",
         ("Owner", "Memory", "Of the budget"),
         tuple((name, show_bytes(count), percent(count / found.budget)) for name, count in rows),
         marked=frozenset({len(rows) - 2}),
@@ -164,7 +164,7 @@ def _candidates(plan: Plan) -> tuple[Table, ...]:
     )
     chosen = frozenset(i for i, (_, why) in enumerate(every) if why.startswith("chosen"))
     names = ("Micro-batch", "Verdict", "A step", "Memory", *(("Saved tensors",) if both else ()))
-    title = "What was considered, and why it lost"
+    title = "Other plans, and why they lost"
     return (Table("candidates", title, names, rows, frozenset({1, 4}), chosen),)
 
 

@@ -14,7 +14,7 @@ from anybatch.cli.report.history import RunHistory
 from anybatch.cli.settings import Settings
 
 NONE = RunHistory()
-"""The log of what was not trained."""
+"""The log of a plan without training."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class RunRecord:
 
     Attributes:
         command: which of the two.
-        config: what config.json holds, or would.
-        summary: what summary.json holds; None for a plan, and for a run that has not ended.
-        history: what the log tells; empty for a plan.
+        config: contents of config.json, written or not.
+        summary: contents of summary.json; None for a plan, and for a run that has not ended.
+        history: contents of the log; empty for a plan.
         plan: None where there is none.
         step: the planned step; None where it was not foreseen or is not saved.
-        notes: what is missing and why, a sentence each.
+        notes: missing parts and reasons, a sentence each.
     """
 
     command: Literal["train", "plan"]

@@ -1,8 +1,8 @@
 """Record of a run folder for a page: its files read again, and notes on missing ones.
 
-A report is made at the end of a run, and whenever somebody asks for it: of a run that is going on,
-of one that was killed, of one that an older version wrote. So only config.json must be there; of
-everything else the page says what it lacks.
+A report is made at the end of a run, and at any time on request: of a run in progress, of one that
+was killed, of one that an older version wrote. So only config.json must exist; the page lists all
+other missing parts.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def record_of(folder: Path, summary: Mapping[str, Any] | None = None) -> RunReco
         notes.append(f"{log.NAME} cannot be read: {error.strerror}.")
     plan, step = _plan(folder, notes), _step(folder, notes)
     if step is None and plan is not None and plan.memory is not None and not notes:
-        notes.append("How the planned step passes was not kept, so it is not drawn here.")
+        notes.append("The timeline of the planned step was not stored, so it is not drawn here.")
     return RunRecord("train", config, summary, RunHistory.of(text), plan, step, notes=tuple(notes))
 
 
@@ -74,7 +74,7 @@ def _summary(folder: Path, notes: list[str]) -> Mapping[str, Any] | None:
         found = text
     if found is None or isinstance(found, dict):
         return found
-    notes.append("summary.json is not what a run writes, so how it ended is not known.")
+    notes.append("summary.json is not in the form that a run writes, so its end is unknown.")
     return None
 
 

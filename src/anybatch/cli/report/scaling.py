@@ -1,7 +1,7 @@
 """Section of a page on the gain from more GPUs.
 
-A plan with a goal has foreseen them. A training has not, but it has taken steps: Lemma
-3.1 says from these alone what more GPUs could bring at most.
+A plan with a goal has predicted them. A training has not, but it has run steps: Lemma 3.1 bounds
+the gain by more GPUs from these only.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _by_lemma(found: Overhead, samples: int) -> Section:
         for count in gpus
     )
     columns = ("GPUs", "A step", "Speedup", "Efficiency")
-    table = Table("scaling-numbers", "What more GPUs bring at most", columns, rows)
+    table = Table("scaling-numbers", "Gain by more GPUs, at most", columns, rows)
     figure = _curves({"Lemma 3.1": [speedup(ratio, count) for count in gpus]}, gpus, table)
     return Section("scale", "Scale-out", facts=facts, points=points, figures=(figure,))
 
@@ -90,7 +90,7 @@ def _figure(found: Scale) -> Figure:
     rows = found.rows
     names = ("GPUs", "A step", "Speedup", "Efficiency", "Lemma 3.1")
     table = Table(
-        *("scaling-numbers", "What more GPUs are worth", names),
+        *("scaling-numbers", "Gain by more GPUs", names),
         tuple(
             (
                 *(str(row.gpus), show_seconds(row.seconds), number(row.speedup)),

@@ -1,6 +1,6 @@
 """matplotlib's SVG made a part of a page: its colours are the page's, its names are read aloud.
 
-What matplotlib writes is a file by itself: it fixes colours, so it is a white sheet on a dark page;
+A figure of matplotlib is a file by itself: it fixes colours, so it is a white sheet on a dark page;
 its ids are those of every other figure; its fonts are its own; and a screen reader finds nothing in
 it. So a figure is drawn in stand-in colours, one for each role, and here each becomes a variable of
 the page's style sheet:
@@ -21,10 +21,10 @@ HATCHES = (
     *("M0 4H8", "M2 2h1M6 6h1", "M4 0V8", "M0 0L8 8M8 0L0 8", "M1 4h2M5 4h2M1 0h2M5 0h2"),
     *("M0 4H8M4 0V8", "M1 2l3 3l3-3"),
 )
-"""What is drawn over a band, in a square of 8, so that it is told apart without its colour."""
+"""Patterns over a band, in a square of 8, to distinguish it without its colour."""
 
 LINES, BANDS = 3, len(HATCHES)
-"""Styles of lines and of bands that a page can tell apart."""
+"""Distinct styles of lines and of bands."""
 
 ROLES = {
     "#0a0000": "var(--ink)",
@@ -35,7 +35,7 @@ ROLES = {
     **{f"#0c00{i:02x}": f"var(--band-{i})" for i in range(BANDS)},
     **{f"#0d00{i:02x}": f"url(#hatch-{i})" for i in range(BANDS)},
 }
-"""Colour that a figure is drawn in -> what it becomes."""
+"""Colour of a drawn figure -> its replacement."""
 
 INK, MUTED, GRID, LIMIT = list(ROLES)[:4]
 
@@ -63,8 +63,8 @@ def inlined(svg: bytes, name: str, title: str, description: str) -> str:
     Args:
         svg: as matplotlib writes it.
         name: of the figure, unique in the page.
-        title: what it is called.
-        description: what is to be seen in it.
+        title: its title.
+        description: its contents, in words.
     """
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):

@@ -67,7 +67,7 @@ def percent(share: float) -> str:
 
 
 def seconds(count: float) -> str:
-    """Return seconds as a person says them."""
+    """Return seconds in readable units."""
     if not math.isfinite(count):
         return "not finite"
     if count < 60:

@@ -17,8 +17,9 @@ from anybatch.core.modules import Modules, in_training
 from anybatch.errors import NotExactError
 
 WAY_OUT = (
-    'Use batchnorm="local" to normalise each micro-batch by its own statistics, knowingly; or call '
-    "eval() on these layers, replace them by GroupNorm, or give micro_batch >= the batch size"
+    'Use batchnorm="local" to normalise each micro-batch by its own statistics, which is inexact; '
+    "or call eval() on these layers, replace them by GroupNorm, or give micro_batch >= the batch "
+    "size"
 )
 
 SCRIPTED = ("aten::batch_norm", "aten::native_batch_norm", "aten::_batch_norm_impl_index")
@@ -37,7 +38,7 @@ class GatherError(BatchStatisticsError):
     """Error of a forward that gathers the rows of the full batch.
 
     Attributes:
-        call: what it calls for that, in words.
+        call: the call of it, in words.
     """
 
     def __init__(self, what: str) -> None:
@@ -102,7 +103,7 @@ def refuse_lanes(modules: Modules, names: list[str], *, literal: bool) -> None:
     Args:
         modules: of the model.
         names: the layers where samples meet.
-        literal: the loss is Algorithm 1 to the letter, which knows no whole batch.
+        literal: the loss is Algorithm 1 to the letter, which knows no full batch.
 
     Raises:
         NotExactError: naming the first of the layers.
@@ -114,7 +115,7 @@ def refuse_lanes(modules: Modules, names: list[str], *, literal: bool) -> None:
     ]
     reason = f"torch.compile has compiled {compiled[0]}" if compiled else ""
     if literal:
-        reason = "Algorithm 1 to the letter takes the loss of each micro-batch by itself"
+        reason = "Algorithm 1 to the letter computes the loss of each micro-batch by itself"
     if reason:
         shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
         raise NotExactError(

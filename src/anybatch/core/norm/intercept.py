@@ -1,7 +1,7 @@
 """Every batch normalisation of a thread, wherever a model calls it, under an unmodified model.
 
-Swapping modules is not enough: a bare ``F.batch_norm`` would stay as it is, silently. A function
-mode sees modules and bare calls alike. It is off while it handles a call, and ``backward`` is one:
+Swapping modules is not enough: a bare ``F.batch_norm`` would stay unchanged, silently. A function
+mode intercepts modules and bare calls. It is off while it handles a call, and ``backward`` is one:
 there it has to be entered again, because checkpointed parts of a model are computed anew in it.
 """
 
@@ -106,9 +106,8 @@ class Norms(TorchFunctionMode):
         if any(isinstance(t, Tensor) and is_batchedtensor(t) for t in (input, weight, bias)):
             raise NotExactError(
                 "batch normalisation must be called outside torch.func.vmap where the batch is "
-                "divided, because its samples then come in parts, and it was called inside: call "
-                "it on the batch itself, loop instead of vmap, or give micro_batch >= the batch "
-                "size"
+                "divided, which passes its samples in parts, and it was called inside: call it on "
+                "the batch itself, loop instead of vmap, or give micro_batch >= the batch size"
             )
         running = running_mean, running_var
         return self.normalise(input, running, weight, bias, momentum, eps)

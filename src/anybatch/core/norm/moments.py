@@ -6,14 +6,14 @@ of the variance at mean 1000. Moments about the parts' own means merge without t
     N = n_1 + n_2      mean = mean_1 + n_2 / N * (mean_2 - mean_1)
     M2 = M2_1 + M2_2 + n_1 n_2 / N * (mean_2 - mean_1)^2
 
-torch's own kernel for them takes four times as long on the CPU as all else that BatchNorm does, one
-value after another. Here rows that fit in the cache are read three times by kernels that take many
-values at once: their mean, what is left without it, and the sums of that and of its squares.
+torch's own kernel for them takes four times as long on the CPU as the rest of BatchNorm, one value
+after another. Here rows that fit in the cache are read three times by kernels that process many
+values at once: their mean, the difference from it, and the sums of that and of its squares.
 
     mean = mean(x)      y = x - mean      mean += sum(y) / n      M2 = sum(y^2) - sum(y)^2 / n
 
-The sums are those of BatchNorm's backward, sum dy and sum dy * x_hat, with y for both. That y has
-almost no mean left is what makes the last term small, and the difference exact.
+The sums are those of BatchNorm's backward, sum dy and sum dy * x_hat, with y for both. y has almost
+no mean left, so the last term is small, and the difference exact.
 
 Source: Chan, Golub, LeVeque 1979 and 1983; AGBN, Algorithms 2 and 3, which merge by ``E[x^2] -
 E[x]^2``.
@@ -138,7 +138,7 @@ def merged(one: Moments, other: Moments) -> Moments:
 def merged_in_order(
     packed: list[Tensor], add: Callable[[Moments, Moments], Moments] = merged
 ) -> Moments:
-    """Return the moments of parts that came as one tensor each, merged in their order."""
+    """Return the moments of parts of one tensor each, merged in their order."""
     first, *others = map(Moments.unpacked, packed)
     for other in others:
         first = add(first, other)

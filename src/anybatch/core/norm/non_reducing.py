@@ -63,11 +63,11 @@ class NonReducingNorms(Norms):
     Args:
         counters: the ``num_batches_tracked`` of all modules.
         observer: records where samples meet. Default none.
-        rows: of the whole batch, where what is gathered shall be as large. Default 0: it is not.
+        rows: of the full batch, if gathered tensors shall be as large. Default 0: they are not.
 
     Attributes:
-        gathered: bytes of what was gathered so far.
-        called: what functions of the whole batch were called with, in order.
+        gathered: bytes gathered so far.
+        called: arguments of functions of the full batch, in order.
         singles: calls that normalise each of several samples by itself.
     """
 

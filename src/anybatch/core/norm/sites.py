@@ -1,8 +1,8 @@
 """Sites of a forward where samples meet, recorded for a comparison with later steps.
 
-What lanes share has been compared wherever they wait for each other, and found to be the same or
-given to each of its own (`anybatch.lockstep.slots`). A model that waits in another place in a later
-step (a flag that is switched on) has not been inspected there: it is inspected again.
+State that lanes share has been compared at every barrier, and is either the same or separate for
+each lane (`anybatch.lockstep.slots`). A model that reaches another barrier in a later step (a flag
+that is switched on) was not inspected there: it is inspected again.
 
     recorded:  A B C, A C     a lane reaches  A ─> C ─> the end: recorded    A ─> D: inspect again
 """
@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 Site = tuple[str, int, int]
-"""A place where samples meet: what is called, the channels and the dimensions."""
+"""A place where samples meet: the called function, the channels and the dimensions."""
 
 Way = tuple[Site, ...]
 """All places of one forward, in order."""

@@ -1,8 +1,8 @@
 """Kernels that draw, and how a micro-batch runs each of them for the full batch.
 
-torch marks every kernel that may draw (``nondeterministic_seeded``), and composite ones (dropout,
-attention, LSTM) come as what they are made of. What a kernel draws for an entry must depend on the
-place of the entry alone, or the rows that are not here would have to be known:
+torch tags every kernel that may draw (``nondeterministic_seeded``), and composite ones (dropout,
+attention, LSTM) are intercepted as their parts. The draw of an entry must depend only on the place
+of the entry, or the rows of other micro-batches would be needed:
 
     written    bernoulli_, uniform_, normal_ ...     fill a tensor that is there
     sized      rand, randn, randint, normal          are given a size
@@ -57,7 +57,7 @@ OURS = ("aten", "prim", "prims", "profiler", "_c10d_functional", "c10d", "c10d_f
 """Where kernels come from that say whether they draw."""
 
 STATEFUL = {"aten::_cudnn_rnn": "dropout", "aten::miopen_rnn": "dropout"}
-"""Kernels with an RNG of their own, and what switches it on."""
+"""Kernels with an RNG of their own, and the argument that switches it on."""
 
 
 @cache
@@ -139,12 +139,12 @@ class Draw:
         """Draw for the full batch, and return the entries of `rows`.
 
         Args:
-            law: where samples lie; there are some.
-            full: the pattern of the draw of the whole batch.
+            law: layout of the samples; there are some.
+            full: the pattern of the draw of the full batch.
             rows: those of this micro-batch.
 
-        Memory: the draw of the whole batch is there until this returns; "like" and "normal" have
-        what they draw from beside it.
+        Memory: the full-batch draw is resident until this returns; "like" and "normal" have their
+        arguments in addition.
         """
         return getattr(self, f"_{self.category}")(law, full, rows)
 
@@ -185,8 +185,9 @@ class Draw:
         own, p = self.args[0], self.args[1]
         if not of(own.device).host and not _aligned(own, rows):
             raise NotExactError(
-                "what dropout draws on a GPU depends on where its input lies, and it lies in the "
-                "middle of another tensor: give dropout a tensor of its own, such as x.clone()"
+                "the draws of dropout on a GPU depend on the address of its input, which must be "
+                "a tensor of its own, and it is a view into another tensor: give dropout a tensor "
+                "of its own, such as x.clone()"
             )
         mask = self.func(empty(full, own).fill_(1), *self.args[1:], **self.kwargs)[1]
         own_mask = torch.empty_like(own, dtype=mask.dtype).copy_(law.select(mask, rows))
@@ -233,7 +234,7 @@ def fault_of(name: str, law: Law, dims: int) -> str | None:
 
     Args:
         name: of the kernel.
-        law: of the draw.
+        law: layout of the draw.
         dims: how many dimensions it has.
     """
     if law.dim is None:

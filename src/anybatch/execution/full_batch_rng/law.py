@@ -85,9 +85,9 @@ class Law:
 
     Attributes:
         dim: the dimension; None where it is the same for all samples.
-        before: the dimension is [before, n, after]; None is whatever is left.
-        after: the same; one of the two is known.
-        order: dimensions of more than one entry as they lie in memory, those far apart first.
+        before: the dimension is [before, n, after]; None is the rest.
+        after: the same; one of the two is not None.
+        order: dimensions of more than one entry as they lie in memory, the largest stride first.
     """
 
     dim: int | None
@@ -119,7 +119,7 @@ class Law:
             rows: its rows.
 
         Returns:
-            The pattern; None where the one that is given follows another law.
+            The pattern; None if the one passed in has another layout.
         """
         dim = self.dim
         if dim is None:
@@ -178,14 +178,14 @@ class Law:
 
 
 def fitted(patterns: Sequence[Pattern], counts: Sequence[int]) -> Law | None:
-    """Return the law of a draw that was observed at several numbers of samples.
+    """Return the layout of a draw that was observed at several numbers of samples.
 
     Args:
         patterns: of the draw, at each number; the first is of the most samples.
         counts: the numbers, all different.
 
     Returns:
-        The law, neighbours a sample; None where there is none.
+        The layout, neighbours a sample; None where there is none.
     """
     shapes = [pattern.sizes for pattern in patterns]
     if len({len(shape) for shape in shapes}) > 1:

@@ -1,6 +1,6 @@
-"""The laws of the draws of a model, learnt from forwards of few rows.
+"""The layouts of the draws of a model, learnt from forwards of few rows.
 
-No shape tells which of its dimensions are samples: a micro-batch of 8 with 8 features draws [8, 8].
+No shape shows which of its dimensions are samples: a micro-batch of 8 with 8 features draws [8, 8].
 So the model is called at several numbers of rows with the same RNG, and the same draws are
 compared: the dimension that has grown holds the samples. Where it holds several entries a sample,
 one sample's are made NaN, and must show in that sample's outputs and in no other's. At last the
@@ -10,8 +10,8 @@ smaller batch is drawn as a part of the larger one, and its outputs must be thos
     4 rows   [4, 8, 5]    [8, 5]        drawn as 4 of the 8, they give the outputs of these
     7 rows   [7, 8, 5]    [14, 5]       an odd number, where there is one
 
-Draws that are known are made for the whole batch, so a path that is chosen by a coin is the one
-that the step will take; after one that is not known the RNG goes on alike at every size.
+Draws with a known layout are made for the full batch, so a branch that is chosen at random is the
+one that the step will take; after one without, the RNG advances equally at every size.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from anybatch.execution.inspection import (
 from anybatch.execution.step import NO_GRAPH, Layout, Step, copied
 
 FEW = 8
-"""Rows from which laws are learnt, or as few as there are; more where the model wants them."""
+"""Rows from which layouts are learnt, or fewer if there are fewer; more if the model needs them."""
 
 
 class DrawnForward(NamedTuple):
@@ -60,15 +60,15 @@ class DrawnForward(NamedTuple):
 
 
 def learn(step: Step) -> None:
-    """Learn the laws of the draws that the step will make and that have none yet.
+    """Learn the layouts of the draws that the step will make and that have none yet.
 
     RNGState, buffers and attributes are left as they were.
 
     Args:
-        step: a step that has not begun; its `draws` take in the laws.
+        step: a step that has not begun; its `draws` record the layouts.
 
     Raises:
-        NotExactError: a draw cannot be made for the whole batch.
+        NotExactError: a draw cannot be made for the full batch.
     """
     assert step.draws is not None
     rng = RNGState.now()
@@ -79,8 +79,8 @@ def learn(step: Step) -> None:
             pairs = ([few] if full.size > FEW else []) + [(full, part)]
             if not any(Lesson(step, start, *pair).run() for pair in pairs):
                 raise NotExactError(
-                    "draws of the whole batch are known from forwards of several sizes, and the "
-                    f"model cannot be called with {part.size} rows: give larger micro-batches. "
+                    "the layout of a full-batch draw is found by forwards of several sizes, and "
+                    f"the model cannot be called with {part.size} rows: give larger micro-batches. "
                     f"{WAY_OUT}"
                 )
     except BaseException:
@@ -119,7 +119,7 @@ def _made_up(step: Step) -> tuple[MicroBatch, MicroBatch]:
 
 
 class Lesson:
-    """The forwards from which laws are learnt; `run` runs them.
+    """The forwards from which layouts are learnt; `run` runs them.
 
     Args:
         step: the step.
@@ -173,9 +173,9 @@ class Lesson:
         gap = row_mismatch(first.outputs, again.outputs, layout, m)
         if gap is not None and not self._step.local:
             raise NotExactError(
-                f"rows drawn as a part of a larger batch must give what they give in it, and "
-                f"{gap}: forward draws from a generator of its own, or samples meet by what is "
-                f"drawn (a permutation of them). {WAY_OUT}"
+                "rows drawn as a part of a larger batch must give the same outputs as in it, and "
+                f"{gap}: forward draws from a generator of its own, or samples meet by a draw (a "
+                f"permutation of them). {WAY_OUT}"
             )
 
     def _call(
@@ -212,7 +212,7 @@ class Lesson:
             return None
 
     def _fit(self, runs: list[tuple[int, DrawnForward]]) -> None:
-        """Find the laws of the draws; all runs must have made the same draws."""
+        """Find the layouts of the draws; all runs must have made the same draws."""
         counts = [n for n, _ in runs]
         for same in zip_longest(*(run.draws for _, run in runs)):
             there = [draw for draw in same if draw is not None]
@@ -264,6 +264,6 @@ def _key(draw: EncounteredDraw) -> tuple[Any, ...]:
 
 def _refused(draw: EncounteredDraw, why: str) -> NotExactError:
     return NotExactError(
-        f"random draws must be those of the whole batch, and {draw.name} at {draw.place.words} "
+        f"random draws must be those of the full batch, and {draw.name} at {draw.place.words} "
         f"cannot be: {why}. {WAY_OUT}"
     )

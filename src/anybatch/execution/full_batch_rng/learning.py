@@ -1,4 +1,4 @@
-"""Draws without a law: recorded, made for the present rows, and changed for a try."""
+"""Draws of unknown layout: recorded, made for the present rows, and changed for a trial."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from anybatch.execution.full_batch_rng.shared import SharedDraws
 from anybatch.execution.full_batch_rng.site import Site, site
 
 EXTREMES = 64
-"""Draws of which the least and the largest stand for what an entry may be."""
+"""Draws whose least and largest value represent the range of an entry."""
 
 
 class EncounteredDraw(NamedTuple):
-    """Draw without a law, as one forward has recorded it; it holds no tensor."""
+    """Draw of unknown layout, as one forward has recorded it; it holds no tensor."""
 
     place: Site
     number: int
@@ -34,8 +34,8 @@ class Mark(NamedTuple):
     """Change to one sample's entries of a draw: NaN, the least or the largest value.
 
     Attributes:
-        draw: its place among those without a law.
-        law: says which entries.
+        draw: its place among those of unknown layout.
+        law: layout that selects the entries.
         sample: whose.
         value: "nan", "least" or "most".
         salt: other numbers let the draws behind it come out otherwise.
@@ -49,14 +49,14 @@ class Mark(NamedTuple):
 
 
 class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Dispatch mode that records draws without a law, and makes them for its rows or a few more.
+    """Dispatch mode that records draws of unknown layout, for its rows or a few more.
 
     Args:
-        shared: of the step; draws that it knows are made for the whole batch.
-        rows: where the rows are in the whole batch.
-        among: how many rows `fitted` laws draw for, and where the rows are among these.
-        fitted: laws of draws, by their place among those without a law.
-        mark: what is done to one of these.
+        shared: of the step; draws that it knows are made for the full batch.
+        rows: where the rows are in the full batch.
+        among: number of rows that `fitted` layouts draw for, and the place of the rows in them.
+        fitted: layouts of draws, by their place among those of unknown layout.
+        mark: the change of one of these.
     """
 
     supports_higher_order_operators = True
@@ -142,7 +142,7 @@ def _extreme(draw: Draw, *, most: bool) -> Tensor:
 
 
 def _drawn(draw: Draw, law: Law, rows: RowRange) -> Any:
-    """Draw by a law; None where the law is not this draw's."""
+    """Draw by a layout; None if it is not this draw's."""
     full = law.full_pattern(draw.pattern, rows)
     if full is None:
         return None

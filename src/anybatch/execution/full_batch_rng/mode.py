@@ -1,17 +1,17 @@
 """Dispatch mode in which a micro-batch draws the undivided batch's numbers for its rows.
 
 ``torch.random.fork_rng`` gives a micro-batch the RNG state of the step's start, and then it still
-draws the numbers of the *first* rows, because a generator gives as many as are requested. So every
-draw is made for the full batch, by the same kernel, in the same shape and place in memory, and the
-micro-batch gets its rows. All micro-batches then move the RNG state alike, to where the undivided
-batch would leave it.
+draws the numbers of the *first* rows, because a generator returns as many as are requested. So
+every draw is made for the full batch, by the same kernel, in the same shape and place in memory,
+and the micro-batch gets its rows. All micro-batches then advance the RNG state equally, to that
+after the undivided batch.
 
     RNG at the start ──> mu_0: draw [N, C], keep rows 0..n    ──> RNG as after the full batch
     RNG at the start ──> mu_1: draw [N, C], keep rows n..2n   ──> the same
 
-What is computed again in backward is recognised by the RNG state, which checkpointing restores.
+Recomputation in backward is recognised by the RNG state, which checkpointing restores.
 
-Memory: while a draw is made, there is one of the whole batch; it is freed before the next kernel.
+Memory: while a draw is made, there is one of the full batch; it is freed before the next kernel.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the forward of a micro-batch, from the RNG state of the step's start.
 
         Raises:
-            UnknownDrawError: something is drawn that has no law yet.
-            NotExactError: it draws what the whole batch would not.
+            UnknownDrawError: a draw has no known layout yet.
+            NotExactError: it makes a draw that the full batch would not.
         """
         if not self._on:
             return run()
@@ -216,8 +216,8 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._count != len(shared.draws) or not now.same_as(shared.end):
                 raise NotExactError(
                     "every micro-batch must draw as often as the others, and one has left the "
-                    f"random generators elsewhere: what forward draws depends on the samples. "
-                    f"{WAY_OUT}"
+                    "random generators in another state: the draws of forward depend on the "
+                    f"samples. {WAY_OUT}"
                 )
             return
         if not shared.laws.steady and not now.others_as(shared.start):
@@ -234,7 +234,7 @@ def _same(one: Pattern | None, other: Pattern) -> bool:
 def _loaded() -> NotExactError:
     return NotExactError(
         "samples must be loaded without the global random generators, and loading a "
-        "micro-batch moved them: the whole batch would be loaded before its forward "
+        "micro-batch moved them: the full batch would be loaded before its forward "
         f"draws. Load with workers=1 or more, or draw from a generator. {WAY_OUT}"
     )
 

@@ -35,9 +35,9 @@ def unmoved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         moved = state_now() != before
     if moved:
         raise NotExactError(
-            f"random draws must be seen to be made for the whole batch, and {func} draws inside "
-            "its kernel: take a way that draws in the open, without out=, or such as "
-            f"torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for attention. {WAY_OUT}"
+            f"random draws must be intercepted to be made for the full batch, and {func} draws "
+            "inside its kernel: use a function that calls a kernel of torch for the draw, without "
+            f"out=, or torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for attention. {WAY_OUT}"
         )
     return result
 
@@ -62,8 +62,8 @@ def refuse_generator(draw: Draw) -> None:
     """
     if draw.generator:
         raise NotExactError(
-            f"random draws must come from the global generators, and {draw.name} is given one of "
-            "its own (generator=), which every micro-batch would move: leave generator= out. "
+            f"random draws must come from the global generators, and {draw.name} has one of its "
+            "own (generator=), which every micro-batch would advance: leave generator= out. "
             f"{WAY_OUT}"
         )
 
@@ -71,20 +71,21 @@ def refuse_generator(draw: Draw) -> None:
 def drawn_late(draw: Draw) -> NotExactError:
     """Return the error for a draw in backward that is none of forward."""
     return NotExactError(
-        f"draws in backward must be those of forward made again, and {draw.name} draws anew (a "
-        "hook on a gradient, or checkpoint with preserve_rng_state=False): every micro-batch would "
-        f"draw for itself. {WAY_OUT}"
+        f"draws in backward must repeat those of forward, and {draw.name} draws anew (a hook on a "
+        "gradient, or checkpoint with preserve_rng_state=False): every micro-batch would draw for "
+        f"itself. {WAY_OUT}"
     )
 
 
 def refuse_scripted(model: nn.Module) -> None:
-    """Refuse a scripted part in training mode: its interpreter lets no draw be looked at.
+    """Refuse a scripted part in training mode: its interpreter does not let a mode intercept draws.
 
     Raises:
         NotExactError: there is one.
     """
     if any(isinstance(m, torch.jit.ScriptModule) and in_training(m) for m in model.modules()):
         raise NotExactError(
-            "random draws must be seen to be made for the whole batch, and a part of the model is "
-            f"a torch.jit.ScriptModule in training mode: use the module it was made of. {WAY_OUT}"
+            "random draws must be intercepted to be made for the full batch, and a part of the "
+            "model is a torch.jit.ScriptModule in training mode: use the module it was made of. "
+            f"{WAY_OUT}"
         )

@@ -1,4 +1,4 @@
-"""Laws of the draws of a model, and the state of draws that a step's micro-batches share."""
+"""Layouts of the draws of a model, and the state of draws that a step's micro-batches share."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from anybatch.execution.full_batch_rng.site import Site
 
 
 class UnknownDrawError(Exception):
-    """A draw was made that has no law yet: learn it, and begin the step again."""
+    """A draw has no layout yet: learn it, and begin the step again."""
 
 
 class Laws:
-    """Laws of the draws of one signature, by place.
+    """Layouts of the draws of one signature, by call site.
 
     Attributes:
-        steady: what forward draws from Python and numpy does not depend on the number of rows.
-        requested: places that had no law when the laws were learnt last.
+        steady: draws of forward from Python and numpy do not depend on the number of rows.
+        requested: call sites without a layout when layouts were learnt last.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class Laws:
         self._held: list[Site] = []
 
     def find(self, place: Site, number: int) -> Law | None:
-        """Return the law of a draw by place and number; None where it has none."""
+        """Return the layout of a draw by call site and number; None where it has none."""
         laws = self._laws.get(place.chain, {})
         if number in laws:
             return laws[number]
@@ -40,7 +40,7 @@ class Laws:
         return next(iter(same)) if len(same) == 1 else None
 
     def add(self, place: Site, number: int, law: Law) -> None:
-        """Take in a law."""
+        """Record a layout."""
         self._held.append(place)
         self._laws.setdefault(place.chain, {})[number] = law
 
@@ -60,7 +60,7 @@ class SharedDraws:
     """State of draws that the micro-batches of a step share.
 
     Attributes:
-        laws: the recorded laws of draws.
+        laws: the recorded layouts of draws.
         size: N_B, samples in the mini-batch, over all ranks.
         modules: ids of the modules of the model.
         before: samples of the ranks before this one.
@@ -68,7 +68,7 @@ class SharedDraws:
         start: the RNG state with which every micro-batch begins.
         end: the state after the forward of one.
         draws: of the forward of the first micro-batch, in order.
-        paused: what is drawn now is the whole batch's own.
+        paused: draws are now the full batch's own.
     """
 
     laws: Laws

@@ -1,9 +1,9 @@
 """Place of a draw in a program, by which the next step finds it again.
 
-The k-th draw of a forward pass is another one once a layer has been skipped by a coin. What stays
-is the place: the chain of calls that leads to it, and the modules whose calls are among these. A
-part that is checkpointed is computed again under another chain; it is recognised by the RNG
-state, which checkpointing restores (`anybatch.execution.full_batch_rng.mode`).
+The k-th draw of a forward pass is another one once a layer is skipped at random. The call site does
+not change: the chain of calls that leads to it, and the modules whose calls are among these. A
+checkpointed part is recomputed under another chain; it is recognised by the RNG state, which
+checkpointing restores (`anybatch.execution.full_batch_rng.mode`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from anybatch.errors import NotExactError
 
 CALL: CodeType = nn.Module._call_impl.__code__
 OUTSIDE = ("anybatch.execution.step", "anybatch.core.modules")
-"""The modules that call the model: what lies before them is the same for all draws."""
+"""The modules that call the model: frames before them are the same for all draws."""
 
 OURS = "anybatch.execution.full_batch_rng."
 """The modules that stand between a draw and its kernel."""
@@ -35,7 +35,7 @@ class Site(NamedTuple):
     Attributes:
         chain: a number for each call, and for each module that is called.
         words: the innermost place in a file that is not torch's, for people.
-        codes: keep what the numbers name alive.
+        codes: keep the code objects of the ids alive.
     """
 
     chain: tuple[int, ...]
@@ -60,7 +60,7 @@ def site(modules: Collection[int]) -> Site:
         code = frame.f_code
         if code.co_name == COMPILED:
             raise NotExactError(
-                "random draws of a compiled model cannot be those of the whole batch: its kernels "
+                "random draws of a compiled model cannot be those of the full batch: its kernels "
                 'draw otherwise than what they were made of. Use rng="micro_batch", or do not '
                 "compile"
             )

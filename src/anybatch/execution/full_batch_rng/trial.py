@@ -30,10 +30,10 @@ Differ = Callable[[Tensor, Tensor], Tensor]
 
 
 class Trial(NamedTuple):
-    """Trial that finds the law of one draw.
+    """Trial that finds the layout of one draw.
 
     Attributes:
-        draw: its place among those that are not known.
+        draw: its place among those of unknown layout.
         call: returns the outputs of forward where one sample's entries are marked; None where the
             model cannot take that.
         outputs: those where nothing is marked.
@@ -48,13 +48,13 @@ class Trial(NamedTuple):
     size: int
 
     def holds(self, law: Law) -> bool:
-        """Say whether a law gives the first sample and the last the entries that are theirs."""
+        """Say whether a layout assigns the first and the last sample their own entries."""
         return all(self._reached(law, sample) == {sample} for sample in {0, self.size - 1})
 
     def _reached(self, law: Law, sample: int) -> set[int]:
-        """Return the samples with outputs that depend on the entries `law` gives to one sample.
+        """Return the samples with outputs that depend on the entries of one sample by `law`.
 
-        Dropout may have dropped what would show it, so it is tried until it has shown twice.
+        Dropout may have dropped the entries that would show it, so it is tried until shown twice.
         """
         found: list[set[int]] = []
         for salt in range(TRIES):

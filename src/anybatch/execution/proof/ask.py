@@ -1,9 +1,9 @@
 """Asking a kernel itself: NaN in the numbers of one sample, and where it comes out.
 
-0 x NaN is NaN, so a result that stays finite has no part of what was NaN, whatever the values are.
-A kernel may swallow NaN (a maximum, `nan_to_num`) or take none (LAPACK), and integers hold none. So
-it is given other values too, and its results are compared bit for bit. Integers, of which few
-values can be tried, are taken to stay in their row where the result has that row.
+0 x NaN is NaN, so a finite result does not depend on the entries that were NaN, for any values. A
+kernel may swallow NaN (a maximum, `nan_to_num`) or refuse it (LAPACK), and integers hold none. So
+it is run with other values too, and its results are compared bit for bit. Integers, of which few
+values can be tried, are assumed to affect their own row if the result has that row.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[T
 
     Args:
         call: the call, which has been made.
-        before: its arguments as they were before it, copies of what it has written to.
+        before: its arguments before the call, copies of those it has written to.
         unfollowed: gets the error of a kernel that takes neither NaN nor other values.
     """
     leaves, spec = tree_flatten(before)
@@ -123,7 +123,7 @@ class _Again:
 
     Args:
         call: the call.
-        leaves: its arguments as they were before it.
+        leaves: its arguments before the call.
         spec: how these lie in its arguments.
         chosen: where the sample has a part in each; None where it has none.
     """

@@ -1,8 +1,8 @@
 """Comparison of the full batch's forward with that of a micro-batch, on fake tensors.
 
-A few rows tell nothing of what a model does with more of them: a branch on ``len(x)``, ghost
-batches of a fixed size, a factor that is the number of samples. Without data the whole batch costs
-no memory, and the same functions must be called with the same numbers for it and for a micro-batch.
+A few rows do not show how a model computes more of them: a branch on ``len(x)``, ghost batches of a
+fixed size, a factor that is the number of samples. Without data the full batch costs no memory, and
+the same functions must be called with the same numbers for it and for a micro-batch.
 
     48 samples   linear  batch_norm [48]   mul 0.5    relu
     12 samples   linear  batch_norm [12]   mul 0.5    relu      congruent
@@ -84,8 +84,8 @@ class CallTrace:
     def end(self) -> None:
         """Remove the words of freed tensors from the calls: no record shows how these were made.
 
-        What stays is the model's, or lies beside it: whether it is one or another of two such
-        tensors may depend on how many samples there are.
+        Tensors that persist are the model's, or outside of it: which of two such tensors is used
+        may depend on the number of samples.
         """
         gone = {word for word, tensor in self.outside.items() if tensor() is None}
         if gone:
@@ -169,7 +169,7 @@ OUTSIDE = "tensor "
 def _comparable(a: Called, b: Called) -> tuple[Called, Called]:
     """Return two calls without the words of outside tensors where only one takes a stored tensor.
 
-    The other one has made it, which is seen by what it called.
+    The other one has made it, which its calls show.
     """
     words = [[word for word in one.words if word.startswith(OUTSIDE)] for one in (a, b)]
     if len(words[0]) == len(words[1]):
@@ -274,10 +274,10 @@ def sizes_of(samples: int, micro_batch: int, followed: int = 0) -> list[int]:
     Kernels of one row lie in memory in other ways, and take other ways through.
 
     Args:
-        samples: of the whole batch.
+        samples: of the full batch.
         micro_batch: samples of a micro-batch.
-        followed: rows in which samples were followed: what was seen of them holds where more
-            compute the same. Default 0: none were.
+        followed: rows in which samples were traced: their result holds for more if those compute
+            the same. Default 0: none.
     """
     parts = {max(micro_batch, 2), samples % micro_batch, followed}
     return [samples, *(n for n in parts if 2 <= n < samples)]
@@ -305,9 +305,9 @@ def compare(
         sizes: numbers of samples.
         run: ``run(model, inputs, samples)`` calls it, and returns its outputs.
         trains: with a graph; else without gradients.
-        values: what Python reads of tensors in a forward, in order. Default: nothing is known.
+        values: Python's reads of tensors in a forward, in order. Default: unknown.
         singles: compare numbers that are computed with a number by itself, too. Default False.
-        backward: compare what hooks and functions of one's own call in backward. Default False.
+        backward: compare the calls of custom hooks and functions in backward. Default False.
         earlier: a call of so many samples comes before each, and may keep something; 0 is as many.
             Default None: no call does.
     """
@@ -426,11 +426,11 @@ def trace(
         inputs: rows without data.
         size: how many.
         run: calls the model.
-        record: takes what was called.
-        full: what the whole batch has called, and its samples.
+        record: records the calls.
+        full: the calls of the full batch, and its samples.
         trains: build a graph.
-        values: what Python reads of tensors, in order.
-        singles: note what is computed with a number by itself, too. Default False.
+        values: Python's reads of tensors, in order.
+        singles: record computations with a single number, too. Default False.
         backward: run that, too. Default False.
     """
     paths = Paths(model)
@@ -491,7 +491,7 @@ def _differ(full: CallTrace, part: CallTrace, n: int, m: int) -> Verdict:
 
 
 def _broken(full: CallTrace, part: CallTrace, n: int, m: int) -> Iterator[str]:
-    """Yield the first call, and the first cut, that breaks the law of sizes."""
+    """Yield the first call, and the first cut, that breaks the rule of sizes."""
     for ours, theirs in ((full.calls, part.calls), (full.cuts, part.cuts)):
         pairs = zip(ours, theirs, strict=False)
         broken = next((a for a, b in pairs if breaks(*_comparable(a, b), n, m)), None)

@@ -1,8 +1,8 @@
 """A declared loss, followed: each sample's part of it is its own, and the parts add up.
 
-A person says that a loss is a mean over samples, or a sum divided by a count. It is, where the
-gradient of an output row has had a part of its own sample alone, and neither the losses nor that
-gradient change with how many rows come along.
+A user declares that a loss is a mean over samples, or a sum divided by a count. It is, if the
+gradient of an output row depends only on its own sample, and neither the losses nor that gradient
+change with the number of rows.
 
     4 rows    sum of losses a + b + c + d    gradient of rows  a b c d
     3 rows    sum of losses     b + c + d    gradient of rows    b c d
@@ -46,9 +46,9 @@ from anybatch.execution.proof.verdict import (
 COUNTING = "a declared loss must compute the same for any number of samples, and it does otherwise"
 
 Own = Callable[[Any, MicroBatch], Tensor]
-"""Returns what samples are declared to have of their own: losses of shape [n], or their sum."""
+"""Returns the declared losses of single samples: of shape [n], or their sum."""
 
-DECLARED = "the loss is taken as it was declared"
+DECLARED = "the declaration of the loss is trusted"
 INSTEAD = "Give the loss without a declaration: it is exact then, in two passes where it must be"
 
 
@@ -105,14 +105,14 @@ class _LossCall:
 class DeclaredSizes:
     """Comparison of the calls of a declared loss for numbers of samples, without data.
 
-    It outlives the rows that it was made of: of these it keeps shapes, and what is no tensor.
+    It outlives the rows that it was made of: it stores their shapes, and values without tensors.
 
     Args:
         loss: on output rows.
         rows: of the outputs, as leaves.
         loss_rows: outputs and targets of these rows.
-        values: what Python reads of tensors in a call, in order.
-        shown: nothing else about the loss is in doubt, so what differs is refused.
+        values: Python's reads of tensors in a call, in order.
+        shown: nothing else about the loss is in doubt, so a difference is refused.
     """
 
     def __init__(
@@ -136,10 +136,10 @@ class DeclaredSizes:
     def __call__(self, sizes: Sequence[int]) -> Verdict:
         """Compare the calls for the full batch with those for its micro-batches.
 
-        What differs for a single sample leaves a doubt: its kernels may be others.
+        A difference for a single sample leaves a doubt: its kernels may be others.
 
         Args:
-            sizes: numbers of samples, the first of which is the whole batch.
+            sizes: numbers of samples, the first of which is the full batch.
         """
         many = [size for size in sizes if size > 1]
         found = self._compare(many) if len(many) > 1 else Verdict()
@@ -204,10 +204,10 @@ class Declared:
         """Return the verdict of the calls under masks, and of calls at `sizes` on fake tensors.
 
         Args:
-            sizes: numbers of samples, the first of which is the whole batch.
+            sizes: numbers of samples, the first of which is the full batch.
 
         Raises:
-            GatherError: it calls what is marked by `anybatch.coupled`, and there are no lanes yet.
+            GatherError: it calls a function marked by `anybatch.coupled`, outside of lockstep.
         """
         if all(axis is None for axis in self._layout):
             return Verdict("", ("the outputs hold no samples that a declared loss could be of",))
@@ -217,7 +217,7 @@ class Declared:
         except GatherError:
             if not self._lanes:
                 raise  # micro-batches will wait for each other
-            why = "it brings samples together by anybatch.coupled"
+            why = "it combines samples by anybatch.coupled"
         except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
             if out_of_memory(error, outside=outside):
                 raise
@@ -244,7 +244,7 @@ class Declared:
         if counts:
             doubts.append("it takes a mean over the targets that count, and makes it a sum again")
         if drawn:
-            doubts.append("it draws random numbers, and what it divides by cannot be compared")
+            doubts.append("it draws random numbers, and its denominators cannot be compared")
         if lengths is None:
             doubts.append("it makes other numbers of its own for more rows than for fewer")
         found = _doubted(*doubts)
@@ -314,8 +314,8 @@ class Declared:
         if agree:
             return ""
         return (
-            "a declared loss must give each sample the same loss whatever others come with it, and "
-            f"it gives other numbers for {self._all_rows.size} rows than for {self._part.size}: it "
+            "a declared loss must give each sample the same loss with any other samples, and it "
+            f"gives other numbers for {self._all_rows.size} rows than for {self._part.size}: it "
             "takes a mean over the rows, or divides by how many there are"
         )
 
@@ -342,7 +342,7 @@ def _meets(run: _LossCall) -> str:
             row, others = strange
             pair = " and ".join(map(str, sorted({row, *others})[:2]))
             return (
-                "samples must not meet in a loss that is declared to be of single ones, and "
+                "samples must not meet in a loss that is declared to be a sum over them, and "
                 f"samples {pair} meet in {output.origin or 'the loss'}"
             )
     return ""

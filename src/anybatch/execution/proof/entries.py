@@ -1,8 +1,8 @@
 """Check of a declared loss that reads non-tensor rows: the full batch against its micro-batches.
 
-What Python makes of a list (the largest entry, whether a word is among them) leaves no trace in the
-tensors. So the loss is taken of the whole batch and of every micro-batch, with the outputs of a few
-rows in place of all, and each row must have the same loss and the same gradient in both.
+Python's computations on a list (the largest entry, whether a word is among them) leave no trace in
+the tensors. So the loss is computed on the full batch and on every micro-batch, with the outputs of
+a few rows in place of all, and each row must have the same loss and the same gradient in both.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from anybatch.loss.entries import holds, unread
 
 READS = "the declared loss: it reads rows that are no tensors, which cannot be followed"
 
-FAILS = "the declared loss: it fails on the rows of the whole batch"
-LISTS = "what a list, a text or an array says of all that it is given"
+FAILS = "the declared loss: it fails on the rows of the full batch"
+LISTS = "a list, a text or an array of all rows"
 PLACES = "the place of a row in the batch, or with how many rows there are"
 
 MOST = 1 << 20
-"""Numbers of outputs and targets that are compared: a look must not take what a step would not."""
+"""Numbers of outputs and targets that are compared: no more memory than a step."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Entries:
         """Return the verdict on a loss that reads non-tensor rows, or the number of rows.
 
         A constant that is cut to the rows, whose first entries are alike, is another one for later
-        rows of the whole batch only.
+        rows of the full batch only.
 
         Args:
-            batch: the whole; None where it is not there, or there is no room to compare.
+            batch: the full one; None if it is unavailable, or memory does not permit to compare.
             micro_batch: samples in a micro-batch.
             counts: the loss asks how many rows there are.
         """
@@ -117,8 +117,8 @@ class Entries:
         if all(map(alike, full, parts)):
             return ""
         return (
-            "a declared loss must give each sample the same loss whatever others come with it, and "
-            f"it gives other numbers for {batch.size} rows than for {micro_batch} of them: it "
+            "a declared loss must give each sample the same loss with any other samples, and it "
+            f"gives other numbers for {batch.size} rows than for {micro_batch} of them: it "
             f"computes with {words}. {INSTEAD}"
         )
 

@@ -2,11 +2,11 @@
 
 A model may compute something else in a later step: a warm-up ends, a switch is set, a module is
 replaced. Most of that shows in the autograd graph of a micro-batch, or in the plain numbers of the
-person's own modules, in their hooks and functions, in what these name, and in what a batch holds
-beside its rows. Both are compared in every step; where Python reads numbers of tensors, so are the
-tensors of one number. What forward itself has put into a list or an object is no change of it. A
-declared loss is looked at with the model, and so is compared with it. What changes none of these is
-found in the steps that look at samples again anyway.
+user's own modules, in their hooks and functions, in the names that these use, and in the values of
+a batch outside of its rows. Both are compared in every step; if Python reads numbers of tensors, so
+are the tensors of one number. Additions of forward itself to a list or an object are no change of
+it. A declared loss is inspected with the model, and so is compared with it. Other changes are found
+in the steps that inspect samples again anyway.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from anybatch.execution.outside import (
 )
 
 MOST = 16
-"""Graphs, and models, of a kind of batch that are looked at; a coupled loss has a graph, too."""
+"""Graphs, and models, of a signature that are inspected; a coupled loss has a graph, too."""
 
 
 class Familiar:
-    """The graphs and the models that were looked at."""
+    """The graphs and the models that were inspected."""
 
     def __init__(self) -> None:
         self._now: Any = None
@@ -48,7 +48,7 @@ class Familiar:
 
     @property
     def full(self) -> bool:
-        """Whether no more graphs are looked at."""
+        """Whether no more graphs are inspected."""
         return len(self._graphs) >= MOST
 
     def has_model(
@@ -57,12 +57,12 @@ class Familiar:
         functions: Sequence[Any] = (),
         arguments: Any = None,
     ) -> bool:
-        """Say whether a model need not be looked at.
+        """Say whether a model need not be inspected.
 
         Args:
             modules: paths and modules, of a declared loss too.
             functions: of a declared loss. Default: there is none.
-            arguments: trees that the model, and such a loss, are given. Default: nothing is known.
+            arguments: trees of arguments of the model, and of such a loss. Default: unknown.
         """
         now = parts(modules)
         if now != self._parts:  # to follow the code takes longer than to read what it names
@@ -123,7 +123,7 @@ class Familiar:
 
         Args:
             roots: the tensors.
-            looked: the model has just been looked at, so it is from now on.
+            looked: the model has just been inspected, so it is from now on.
         """
         outline = graph.outline(roots)
         if looked or not self._graphs:

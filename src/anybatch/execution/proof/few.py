@@ -1,8 +1,8 @@
 """Check of rows chosen by their values, where a few rows do not show the result of more.
 
-How many rows ``h[m]``, ``nonzero`` or ``masked_select`` has is up to the values. Of the rows that
-are looked at it may be none, or those of one sample: then nothing meets in their mean, and in a
-batch something would.
+The number of rows of ``h[m]``, ``nonzero`` or ``masked_select`` depends on values. Of the inspected
+rows it may be none, or those of one sample: then no samples meet in their mean, as they would in a
+batch.
 
     h[m]        h[m].mean(0)        h - h[m].mean(0)
     [1, C]      brought together    and given to others: a doubt

@@ -1,9 +1,9 @@
 """Dispatch mode that follows samples through each kernel of a forward and, optionally, backward.
 
-Real values flow as they would; the masks flow beside them (`anybatch.execution.proof.rules`). What
-is noted on the way: the module and the kernel in which samples first meet, numbers that Python
-reads of several samples, kernels that could not be followed, and the rows that each call of batch
-normalisation holds.
+Real values are computed as usual; the masks are computed with them
+(`anybatch.execution.proof.rules`). Recorded are the module and the kernel in which samples first
+meet, numbers that Python reads of several samples, kernels that could not be followed, and the rows
+that each call of batch normalisation holds.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ REGROUPS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_copy", "unfla
 """Kernels that give a tensor other dimensions."""
 
 READS = frozenset(("_local_scalar_dense", "equal", "allclose"))
-"""Kernels that return what Python computes with."""
+"""Kernels that return a value to Python."""
 
 LOSSES = frozenset(
     (
@@ -106,7 +106,7 @@ LOSSES = frozenset(
         "_ctc_loss",
     )
 )
-"""Kernels that a loss inside a model ends in: what they are given must be rows."""
+"""Kernels that a loss inside a model ends in: their inputs must be rows."""
 
 
 class NormCall(NamedTuple):
@@ -130,30 +130,28 @@ class Notes:
     """Findings that are recorded while samples are followed.
 
     Attributes:
-        read: places where Python reads a number of a sample: (module, kind).
+        read: places where Python reads a number of a sample: (module, sort).
         values: numbers that Python has read of any tensor, in order.
         unfollowed: kernels that could not be followed: (module, kernel, error).
-        lost: where samples had met that came into a loss inside the model; "" where none did.
+        lost: where samples had met before a loss inside the model; "" where none did.
         norms: calls of batch normalisation, in order.
         frequencies: tables whose gradient is scaled by how often a batch has each entry.
         shuffles: random orders that were drawn: (module, how long).
         draws: random numbers that were drawn: (module, kernel, shapes).
-        seeded: where a generator was not as the last kernel, or what came before, has left it.
+        seeded: where a generator was not in the state after the last kernel, or before the first.
         backward: where samples meet in backward.
         operators: kernels that are no torch kernels, and higher-order ones.
-        numbers: what Python gives to kernels that compute with it: (module, kernel, numbers).
+        numbers: Python's numbers in arithmetic of kernels: (module, kernel, numbers).
         made: kernels in which no sample has a part (`anybatch.execution.proof.places`).
         parts: where some samples are cut off from the others, and their numbers brought together.
-        collisions: where samples choose what they write to, and two may choose the same.
+        collisions: where samples choose the places they write to, and two may choose the same.
         positions: where some rows are read or written by their place in the batch.
         fixed: where rows are read or written at places that are the same for any number of rows.
         counted: where numbers that are alike for all rows are others for more rows.
-        regroups: (module, shape, dimensions along which samples lie) of what was given other
-            dimensions, in order.
-        saving: where what autograd saves is changed.
-        longest: where rows are made as long as the longest of those that come along, and whether
-            they are of several lengths.
-        counters: where a person's code computes with the counter of a batch normalisation.
+        regroups: (module, shape, dimensions along which samples lie) of reshaped tensors, in order.
+        saving: where saved tensors are changed.
+        longest: where rows are padded to the longest of the call, and whether lengths differ.
+        counters: where a user's code computes with the counter of a batch normalisation.
         few: where rows were brought together that are chosen by their values, and too few were.
         mixes_orders: a kernel computed with rows in an order and with rows in none.
         cuts: rows are sliced along the samples.
@@ -204,14 +202,14 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: whose modules are named.
         masks: of all tensors that samples have had a part in.
-        lengths: calls whose results are as long as there are samples. Default: none are known.
+        lengths: calls whose results are as long as there are samples. Default: none.
         samples: the sample that each row stands for.
         fewer: rows of the forward that has shown the lengths.
-        guard: what kernels run in. Default: nothing.
+        guard: context of kernels. Default: none.
 
     Attributes:
         masks: of all tensors that samples have had a part in.
-        notes: what has been noted.
+        notes: the records.
         backward: kernels belong to a backward pass.
         samples: the sample that each row stands for.
         paths: names the module that runs.
@@ -336,8 +334,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def packed(self) -> Iterator[None]:
         """Take the kernels in the body, a function of packed sequences, for one kernel.
 
-        How many there are, and what they cut off, tells how long samples are; each sample is
-        computed the same whatever is beside it, which the masks show.
+        Their number, and the places of their cuts, depend on the lengths of samples; each sample is
+        computed the same with any others, which the masks show.
         """
         notes, calls = self.notes, self._calls
         self.notes, self._packed = Notes(), True
@@ -534,7 +532,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.notes.fixed.append(f"{self.path}, in {rows.name}")
 
     def alike(self, tensor: Tensor) -> bool:
-        """Say whether a tensor was made without samples, and tells no row from another."""
+        """Say whether a tensor was made without samples, and is equal for all rows."""
         record = self._alike.get(tensor.untyped_storage()._cdata) if plain(tensor) else None
         if record is None or record.expired():  # type: ignore[no-untyped-call]
             return False
@@ -721,8 +719,8 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Note where a sum over samples is used in a way that is not linear in it.
 
         In backward the gradients of parameters are sums over samples. A kernel that is not linear
-        in such a sum, or that brings it together with one sample's numbers, gives to the whole
-        batch another gradient than to its parts.
+        in such a sum, or that brings it together with one sample's numbers, gives to the full batch
+        another gradient than to its parts.
         """
         mixed = [
             one
@@ -766,7 +764,7 @@ def _for_places(call: Call) -> list[Tensor]:
 
 
 COUNTS, MEAN = frozenset(("nll_loss_backward", "nll_loss2d_backward")), 1
-"""Kernels that are given the weight of all samples, and divide by it in a mean alone."""
+"""Kernels with the weight of all samples as an input, used only as the divisor of a mean."""
 
 ADDITIVE = frozenset(
     "add add_ sub sub_ neg sum cat stack copy_ clone detach _to_copy _unsafe_view mean "
@@ -794,7 +792,7 @@ def ours(prefixes: tuple[str, ...] = ()) -> bool:
     A mode of ours that only passes a call on does not read.
 
     Args:
-        prefixes: names that modules of known code begin with. Default: `READERS`.
+        prefixes: prefixes of the modules of trusted code. Default: `READERS`.
     """
     frame, measures = sys._getframe(1), False
     while frame.f_back is not None:
@@ -813,7 +811,7 @@ METRICS = "torchmetrics."
 """Modules that read numbers; their values have all samples where an integration calls them."""
 
 PASSES = frozenset(("__torch_function__", "__torch_dispatch__"))
-"""Methods of modes, which call what was called."""
+"""Methods of modes, which call the intercepted function."""
 
 COUNTING = ("torch.nn.modules.batchnorm",)
 """Modules of batch normalisation, which count their calls."""
@@ -822,7 +820,7 @@ READERS = (
     *("torch.nn.modules.rnn", "torch.nn.utils.rnn", "torch.distributions."),
     "transformers.masking_utils",
 )
-"""Modules that read numbers of samples, and compute the same for each row whatever these are.
+"""Modules that read numbers of samples, and compute the same for each row for any of them.
 
 Packed sequences: how many samples a step of time has. Distributions: whether their arguments are
 valid. transformers: whether a mask masks anything, which is left out where it does not.
@@ -855,7 +853,7 @@ def _places(call: Call) -> int:
 def _reduced(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
     """Return copies of results with fewer numbers than an operand.
 
-    Functions that have the rows of the whole batch may count them; a metric may count what it has.
+    Functions that have the rows of the full batch may count them; a metric may count what it has.
     """
     largest = max(one.numel() for one in operands)
     if any(one.numel() >= largest for one in made) or samples_here() == -1 or ours():

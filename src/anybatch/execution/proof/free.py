@@ -1,8 +1,8 @@
 """Tensors in which no sample has a part, and which of them may number the rows.
 
-An `arange(len(x))` that is divided or compared tells the first rows from later ones. Draws and
-constants tell none, whatever is computed with them element by element; nor does what has no
-dimension as long as there are rows, or several times as long.
+An `arange(len(x))` that is divided or compared distinguishes the first rows from later ones. Draws
+and constants do not, after any computation element by element; nor do tensors without a dimension
+as long as there are rows, or several times as long.
 
     arange(n) // 8    ones(n).cumsum(0) > 8    ones(n, 5).sum(0) > 8      by places, by a count
     rand(n) < 0.1     ones(n, 5).cumsum(1) / 2   full((n,), 3) == 0       neither
@@ -47,7 +47,7 @@ ALONG = frozenset(
     "sum mean prod amax amin cumsum cumprod softmax log_softmax norm logsumexp std var any all "
     "argmax argmin flip count_nonzero diff".split()
 )
-"""Functions that bring together what lies along dimensions."""
+"""Functions that reduce or mix along dimensions."""
 
 
 class FreeTensors:

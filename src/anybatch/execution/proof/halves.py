@@ -1,8 +1,8 @@
 """Comparison of gradients: a few rows in two micro-batches must add up to the same rows in one.
 
-Masks tell which samples meet in a backward that is not torch's own. They do not tell a number that
-counts rows from another one, nor a row that is treated by its place. Gradients are numbers that can
-be added, so here they are compared, up to rounding:
+Masks show which samples meet in a backward that is not torch's own. They do not show a number that
+counts rows, nor a row that is treated by its place. Gradients can be added, so here they are
+compared, up to rounding:
 
     backward(rows 0 1 2 3)  =  backward(rows 0 1) + backward(rows 2 3)
 """
@@ -31,9 +31,9 @@ def add_up(
     Args:
         run: calls the model, each time as the first time.
         full: the rows.
-        axes: where each output holds the samples, None where it holds none; None in place of all
-            where the model returns its loss: the first dimension of what is beside it.
-        leaves: what gets a gradient; what they have is put back.
+        axes: where each output holds the samples, None where it holds none; None in place of all if
+            the model returns its loss: the first dimension of the other outputs.
+        leaves: tensors that get a gradient; their previous ones are restored.
     """
     half = full.size // 2
     held = [leaf.grad for leaf in leaves]
@@ -126,7 +126,7 @@ def _sum(pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
 def _alike(one: Tensor | None, other: Tensor | None, scale: float) -> bool:
     """Compare gradients up to rounding; a result that counts rows or places is far from it.
 
-    As in Law 1, one whose true value is 0 is compared with the largest of all.
+    A gradient whose true value is 0 is compared with the largest of all.
     """
     if one is None or other is None:
         return one is other

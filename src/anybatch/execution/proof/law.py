@@ -2,7 +2,7 @@
 
 Two forwards without data, of 48 samples and of 12, call the same functions in the same order. Then
 each size is the same in both, or so many for each sample, and each number is the same, or one such
-size. What is cut off at a fixed place, or at a part of the samples, keeps neither:
+size. A cut at a fixed place, or at a part of the samples, keeps neither:
 
     48 samples   x [48, 7]   x[:8] [8, 7]    x.topk(48 // 5)   weight.select(0, 48 // 20)
     12 samples   x [12, 7]   x[:8] [8, 7]    x.topk(12 // 5)   weight.select(0, 12 // 20)
@@ -41,13 +41,13 @@ STEPS = frozenset(
 """Functions by which places of rows (``arange(n) // 8``) differ only where there are many rows."""
 
 DIAGONALS = frozenset(("tril", "triu", "tril_", "triu_"))
-"""Functions that keep what lies on one side of a diagonal."""
+"""Functions that select one side of a diagonal."""
 
 FILLS = frozenset(("full", "new_full"))
 """Functions that are given a size and a number."""
 
 CUTS = frozenset("slice select narrow split split_with_sizes tensor_split unbind chunk".split())
-"""Kernels that give a part of what they are given."""
+"""Kernels that return a part of their input."""
 
 
 class Called(NamedTuple):
@@ -56,7 +56,7 @@ class Called(NamedTuple):
     Attributes:
         path: the module.
         name: of the function or kernel.
-        numbers: what Python gives, in order; slices as their parts.
+        numbers: arguments from Python, in order; slices as their parts.
         words: parameters and buffers among the operands, by name; other values, written down.
         shapes: of the results, then of the tensors that are given.
         made: how many of `shapes` are results.
@@ -93,7 +93,7 @@ def called(
         path: the module.
         name: of the function.
         arguments: its arguments.
-        result: what it returned.
+        result: its return value.
         names: names of parameters and buffers, by id.
         outside: names a tensor that was there before the forward; "" for another. Default: none is.
         free: no sample has a part in the tensors that are given. Default False.
@@ -133,12 +133,12 @@ def _leaves(arguments: Any) -> Iterator[Any]:
 
 
 def breaks(full: Called, part: Called, n: int, m: int) -> bool:
-    """Say whether a call breaks the law.
+    """Say whether a call breaks the rule of sizes.
 
     Args:
         full: of `n` samples.
         part: the same call of `m`.
-        n: samples of the whole batch.
+        n: samples of the full batch.
         m: those of a micro-batch, fewer.
     """
     if len(full.shapes) != len(part.shapes):
@@ -208,7 +208,7 @@ def _steps(full: Called, part: Called, n: int) -> bool:
 
 
 def _rolls(full: Called, part: Called) -> bool:
-    """Say whether rows are rolled: a roll by 12 leaves 4 rows, and 3, where they are."""
+    """Say whether rows are rolled: a roll by 12 moves neither 4 rows nor 3."""
     shape, other = full.shapes[full.made], part.shapes[part.made]
     half = len(full.numbers) // 2
     dims = [int(d) for d in full.numbers[half:]] if half else range(len(shape))

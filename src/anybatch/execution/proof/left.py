@@ -1,8 +1,8 @@
-"""Samples that a call of forward leaves on a model: in attributes, containers and closures.
+"""Samples that a call of forward stores on a model: in attributes, containers and closures.
 
-A layer may make its state anew where the number of rows is another one, and compute with it where
-that is the same; a bank may be used once it is full. Calls of different sizes show neither. So what
-holds samples after a call is found here, and where there is any, the call is made again.
+A layer may create its state anew for another number of rows, and compute with it for the same
+number; a bank may be used once it is full. Calls of different sizes show neither. So state that
+holds samples after a call is found here, and if there is any, the call is made again.
 
     forward(3 rows)  ->  model.state = [3, C], of samples
     forward(3 rows)  ->  outputs with a part of the earlier call: refused;  without: it only keeps
@@ -22,13 +22,13 @@ from anybatch.core.python_state import HOOKS, MANY, Attributes
 from anybatch.execution.proof.masks import Masks
 
 DEEP = 6
-"""Objects inside each other, below which nothing is looked for."""
+"""Depth of nested objects of the search."""
 
 MOST = 20_000
-"""Objects after which nothing more is looked for: a model may hold its data."""
+"""Objects after which the search ends: a model may hold its data."""
 
 Left = dict[int, tuple[str, int]]
-"""Id of a container -> what it is called, and how many tensors of samples it holds."""
+"""Id of a container -> its name, and the number of tensors of samples in it."""
 
 
 def left_behind(model: nn.Module, masks: Masks) -> Left:

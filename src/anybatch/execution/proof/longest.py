@@ -1,8 +1,8 @@
 """Check of rows that are as long as the longest row of their batch: ``pad_packed_sequence``.
 
-Without ``total_length`` its result ends where the longest row of a micro-batch ends, and what is
-averaged over it is another for the whole batch. A few rows are made one step longer: with NaN in
-that step it shows who reads it, and with padding whether that matters.
+Without ``total_length`` its result ends where the longest row of a micro-batch ends, and a mean
+over it is another for the full batch. A few rows are made one step longer: NaN in that step shows
+whether it is read, and padding whether that matters.
 
     rows of 3, 5 and 2 steps      out [3, 5, C]      out.mean(1): another in a batch with 6 steps
     one step more, NaN            out [3, 6, C]      out[rows, length - 1]: as before
@@ -49,7 +49,7 @@ class Longer(TorchFunctionMode):
     """Makes rows in the body one step longer than the longest.
 
     Args:
-        fill: what the step holds; None (default) is what the person pads with.
+        fill: value of the step; None (default) is the user's padding.
     """
 
     def __init__(self, fill: float | None = None) -> None:
@@ -79,7 +79,7 @@ def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | Non
 
     Args:
         call: runs forward on the same rows, without a graph, each time as the first time.
-        outputs: what it gave.
+        outputs: its outputs.
         draws: it draws numbers, which one step more would change.
     """
     try:
@@ -102,9 +102,9 @@ def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | Non
 def depends(path: str) -> str:
     """Return the refusal of outputs that depend on the longest row."""
     return (
-        "each row must be computed alike whatever comes along when the batch is split, and "
-        f"pad_packed_sequence in {path} makes rows as long as the longest of those that come "
-        f"along, on which the outputs depend: give it total_length=x.shape[1], or {UNDIVIDED}"
+        "the computation of a row must not depend on the other rows when the batch is split, and "
+        f"pad_packed_sequence in {path} makes rows as long as the longest of a micro-batch, on "
+        f"which the outputs depend: give it total_length=x.shape[1], or {UNDIVIDED}"
     )
 
 

@@ -10,7 +10,7 @@ three more bits follow integers that speak of places among samples:
     CUT        the dimension of samples was cut by position
 
 A tensor of rows [4, C] has the mask [[1], [2], [4], [8]]: it stays that small for as long as
-samples stay apart. Masks are kept by storage, so that views and writes in place share them.
+samples do not meet. Masks are recorded by storage, so that views and writes in place share them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from anybatch.core.accelerator import of
 
 SAMPLES, EARLIER, PLACE, LOOSE, CUT = 0x1F, 0x10, 0x20, 0x40, 0x80
 ALL = 0x0F
-"""What a number gets that no sample has a part in by its value, and all have by their places."""
+"""Mark of a number that depends on no sample by its value, and on all by their places."""
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 """Types of numbers that may be places."""
 
 ROWS = 4
-"""The most samples that can be told apart."""
+"""The most samples that can be distinguished."""
 
 Origin = Callable[[], str]
 """Returns the operation in which samples first met."""
@@ -115,9 +115,9 @@ def geometry(tensor: Tensor) -> Geometry:
 
 
 def elsewhere(mask: Tensor, here: Geometry, there: Geometry) -> Tensor | None:
-    """Return the mask of another view of the same elements; None where geometry does not tell.
+    """Return the mask of another view of the same elements; None if geometry does not show it.
 
-    A mask varies along few dimensions, and it is looked up along these alone: spread over all
+    A mask varies along few dimensions, and it is looked up only along these: spread over all
     elements it would take a quarter of the memory of its tensor.
 
     Args:
@@ -276,7 +276,7 @@ class Masks:
         """Return how many storages of samples are held by something else than some tensors.
 
         Args:
-            ours: tensors that may hold a storage: one that has more holders than these is kept.
+            ours: tensors that may hold a storage: the mask of one with more holders remains.
             besides: tensors whose storages do not count. Default: there are none.
         """
         self._give_up()

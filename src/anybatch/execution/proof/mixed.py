@@ -1,8 +1,8 @@
 """Outputs without rows that samples have had a part in: none of these may be trained.
 
 An output without rows counts as a constant, the same for every micro-batch. By its value it may be
-one (a gate that is 0) while its gradient is of the samples: `gate * h.mean(0)`. A loss that leaves
-it out is another matter.
+one (a gate that is 0) while its gradient is of the samples: `gate * h.mean(0)`. A loss that does
+not use it is accepted.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def refuse_trained(paths: Sequence[str], trained: Iterable[bool], mixed: frozens
     for at, (path, trains) in enumerate(zip(paths, trained, strict=True)):
         if trains and at in mixed:
             raise NotExactError(
-                "what has no rows must be the same for every micro-batch when the batch is split, "
-                f"and the loss trains {path}, in which samples of one micro-batch have a part: "
-                "return one value a sample, in a tensor of shape [n], and bring these together in "
-                f"the loss, or {UNDIVIDED}"
+                "outputs without rows must be the same for every micro-batch when the batch is "
+                f"split, and the loss trains {path}, which depends on samples of one micro-batch: "
+                "return one value a sample, in a tensor of shape [n], and combine these in the "
+                f"loss, or {UNDIVIDED}"
             )
 
 

@@ -1,7 +1,7 @@
 """Path of the module that runs, found in the frames of Python on request.
 
-Hooks on modules would say it too, but torch calls a module with hooks by a closure, which keeps its
-arguments alive for as long as an error keeps the frame: memory that has run out stays taken.
+Hooks on modules would show it too, but torch calls a module with hooks by a closure, which holds
+its arguments with the frame of an error: after an out-of-memory error that memory is not freed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CALL = nn.Module._call_impl.__code__
 """Every call of a module goes through it, and holds the module as `self`."""
 
 BEGINS = frozenset(("forward", "backward", "trace"))
-"""Functions of this package that run a model: what is around them is not part of it."""
+"""Functions of this package that run a model: frames around them are not part of it."""
 
 
 class Paths:

@@ -1,9 +1,9 @@
 """Tensors that are as long as there are samples, and in which no sample has a part.
 
-An `arange(len(x))` numbers the samples, an `eye` tells them apart, and noise of `x.shape` has a row
-for each: what adds such a number to a row computes other things for the same row elsewhere, and
-what takes the mean of such noise brings samples together. Their sizes give them away: the same call
-is so many times longer where there are so many times more rows.
+An `arange(len(x))` numbers the samples, an `eye` distinguishes them, and noise of `x.shape` has a
+row for each: adding such a number to a row computes another result for the same row elsewhere, and
+a mean of such noise combines samples. They are recognised by their sizes: the result of the same
+call grows in proportion to the rows.
 
     4 rows    arange [4]    randn [4, 8]    zeros [3]
     2 rows    arange [2]    randn [2, 8]    zeros [3]       the first two belong to samples
@@ -42,7 +42,7 @@ CUTS = frozenset(
 """Views of a part, or of parts, of a dimension."""
 
 MOST = 1 << 22
-"""Numbers of an operand up to which a kernel is asked with others in its place."""
+"""Size of an operand up to which a kernel is tested with other values in it."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -53,7 +53,7 @@ class Made(NamedTuple):
     Attributes:
         name: of it.
         gave: shapes of its results.
-        took: shapes of its operands, and of what those it writes to are a part of.
+        took: shapes of its operands, and of the bases of those it writes to.
         made: the results of a reduction, which may be counts. Default: of other kernels none.
         first: the first number of each result that is no view, and computes with several.
     """
@@ -102,7 +102,7 @@ def shapes(tensors: Iterable[Tensor]) -> Shapes:
 def scalars(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the numbers that Python gives to a kernel which computes with them.
 
-    Whole numbers are sizes and dimensions too: of these only what a pointwise kernel is given.
+    Integers are sizes and dimensions too: of these only arguments of pointwise kernels.
     """
     if "batch_norm" in func._schema.name:  # its momentum counts the batches
         return ()
@@ -119,7 +119,7 @@ def plain(tensor: Tensor) -> bool:
 def in_rows(tensor: Tensor) -> bool:
     """Say whether a tensor is one in rows, and no stand-in; its memory may be elsewhere.
 
-    Its address is not asked for: a weight that is away would be brought back, and stay.
+    Its address is not read: an offloaded weight would be made resident.
     """
     return (
         type(tensor) in (Tensor, Parameter)  # none that waits for its first input
@@ -149,9 +149,9 @@ def marks(
         fewer: its shape for fewer rows.
         samples: the sample that each row of the forward stands for.
         rows: how many fewer rows were.
-        outside: it was made of numbers, one for each row, that no kernel has made. What a kernel
-            makes of others are places.
-        tells: says whether other values of what it was made of would differ along a dimension.
+        outside: it was made of numbers, one for each row, that no kernel has made. Results of a
+            kernel on others are places.
+        tells: says whether other values of its operands would differ along a dimension.
     """
     n, found = len(samples), None
     if not plain(tensor) or tensor.dim() != len(fewer):
@@ -261,7 +261,7 @@ class FreeCall:
         )
 
     def _some_of(self, part: Tensor, base: Tensor) -> bool:
-        """Say whether a view leaves out entries of its base along those dimensions."""
+        """Say whether a view omits entries of its base along those dimensions."""
         if not part.numel() or part.dtype != base.dtype or not (plain(part) and plain(base)):
             return bool(base.numel())
         size = base.untyped_storage().nbytes() // base.element_size()
@@ -274,7 +274,7 @@ class FreeCall:
         """Return a test of whether other values would differ: in result `at`, along `dim`.
 
         A table of zeros is one like any other. Numbers that are never trained, and are the same
-        along a dimension, stay so.
+        along a dimension, remain so.
 
         Args:
             n: how many rows there are.
@@ -346,7 +346,7 @@ def _rounded(one: Tensor, other: Tensor) -> bool:
 
 
 DIGITS = 32
-"""Roundings by which sums of a few hundred numbers differ; what counts 3 and 4 rows is far off."""
+"""Rounding of sums of a few hundred numbers; a count of 3 and of 4 rows is far off."""
 
 HALF = 1e-4
 """Between the rounding of half precision, which adds up in float32, and that of all else."""

@@ -1,8 +1,8 @@
 """Tensors that forward puts in the place of others: a moving average by assignment.
 
 ``k.data = m * k.data + (1 - m) * q.data`` writes to nothing that torch counts, and changes nothing
-as long as k equals q, which is how it begins. So it is seen by what the model holds before and
-after a call, and by NaN in what it holds whether the next call computes with that.
+as long as k equals q, which is how it begins. So it is found by comparing the model's tensors
+before and after a call, and NaN in them shows whether the next call computes with them.
 
     forward  ->  model.k is another tensor;  with NaN in it:  outputs of NaN  ->  not shown
 """
@@ -29,7 +29,7 @@ class HeldTensor(NamedTuple):
 
     Attributes:
         name: such as "k.0.weight".
-        place: what another tensor there would not have, nor a constant that is written to.
+        place: address, or id and count of writes, which a new tensor or a write would change.
         tensor: it.
     """
 
@@ -41,7 +41,7 @@ class HeldTensor(NamedTuple):
 def holds(model: nn.Module, masks: Masks) -> list[HeldTensor]:
     """Return parameters and buffers by their memory, other constants by their id and version.
 
-    What writes to a parameter is refused, and buffers are those of the whole batch.
+    A write to a parameter is refused, and buffers are those of the full batch.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     address = torch._C._storage_address  # type: ignore[attr-defined]

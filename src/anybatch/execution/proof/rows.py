@@ -1,8 +1,8 @@
 """A few rows of a batch run under masks: forward, and backward where that is not torch's own.
 
-Where forward keeps samples apart, so do the derivatives that torch computes of it. Another backward
-comes with an `autograd.Function`, a hook, or a kernel that torch does not know: only then is one
-run. Else a graph is all that is needed of autograd, and nothing is saved for it.
+If samples do not meet in forward, they do not meet in the derivatives that torch computes of it. An
+`autograd.Function`, a hook, or a kernel of an extension has another backward: only then is one run.
+Else only a graph is needed of autograd, and nothing is saved for it.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ SIZES = frozenset(
         torch.unbind,
     )
 )
-"""Calls that may tell how many samples there are."""
+"""Calls that may show how many samples there are."""
 
 CHECKS = frozenset((torch.nn.functional.one_hot,))
-"""Calls that read numbers only to refuse some, where they are told how many classes there are."""
+"""Calls that read numbers only to refuse some, if the number of classes is passed."""
 
 TRUSTED = (
     *("anybatch.", "torch.nn.modules.", "torch.nn.functional", "torch.nn.utils.parametr"),
@@ -86,7 +86,7 @@ class Reads(TorchFunctionMode):
     """Take note of sizes that are read, and of reads past all kernels.
 
     Args:
-        follow: follows the forward; what is read is noted there.
+        follow: traces the forward; reads are recorded there.
     """
 
     def __init__(self, follow: Follow) -> None:
@@ -141,7 +141,7 @@ class Reads(TorchFunctionMode):
 def _by_proof() -> bool:
     """Return whether a read is a mask lookup for a function that returns its saved tensors.
 
-    A mode hears that, and the same below TorchScript, whose kernels nobody has seen called.
+    A mode intercepts that, and also kernels below TorchScript, whose calls are not visible.
     """
     caller = sys._getframe(2)
     if not str(caller.f_globals.get("__name__", "")).startswith("anybatch.execution.proof."):
@@ -156,7 +156,7 @@ def _by_proof() -> bool:
 
 
 def _calls_back(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether a function of torch's calls one of a person's, which no mode hears within it."""
+    """Say whether a function of torch calls one of the user's, which no mode intercepts there."""
     if not isinstance(func, FunctionType):
         return False
     arguments = (*args, *kwargs.values())
@@ -198,12 +198,12 @@ def forward(
         follow: follows it.
         micro: the rows.
         samples: which sample each row is.
-        run: calls the model with rows, within what is handed on as `within`.
+        run: calls the model with rows, within the context passed as `within`.
         graph: build one. Else without gradients.
-        saved: save for it what a backward needs. Else nothing.
+        saved: save tensors for a backward. Else none.
 
     Raises:
-        NeededError: forward needs what was not saved.
+        NeededError: forward needs tensors that were not saved.
     """
     hooked: list[Any] = []
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -234,7 +234,7 @@ class _Within:
     then pop modes that are not its own. Those that a step has left entered the step takes off.
 
     Args:
-        contexts: makes each when it is its turn.
+        contexts: makes each when it is entered.
     """
 
     def __init__(self, contexts: Callable[[], Iterable[AbstractContextManager[Any]]]) -> None:
@@ -332,8 +332,8 @@ def backward(
     Args:
         follow: has followed the forward.
         outputs: of it.
-        leaves: what may get a gradient; what they had is put back.
-        inputs: leaves with a row for each sample, whose gradients must be of that sample alone.
+        leaves: tensors that may get a gradient; their previous ones are restored.
+        inputs: leaves with a row for each sample, whose gradients must be only of that sample.
     """
     every = [t for _, t in tree.tensors(outputs) if t.requires_grad]
     roots = [t for t in every if not several(follow.masks.of(t))]  # a loss inside is traced

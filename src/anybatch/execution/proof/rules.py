@@ -1,7 +1,7 @@
 """Rules: the masks of a kernel's results, from those of its operands.
 
-A rule follows from what a kernel computes, not from its values: a factor of 0 hides nothing.
-Kernels fall into a few families; a kernel of none of them is asked itself
+A rule follows from the definition of a kernel, not from its values: a factor of 0 hides nothing.
+Kernels fall into a few families; a kernel of none of them is tested
 (`anybatch.execution.proof.ask`).
 
     pointwise    the union of the operands                     add, relu, where, dropout
@@ -52,8 +52,8 @@ class Call:
         masks: id of an operand -> its mask.
         backward: the call belongs to a backward pass.
         written: the tensors that it has written to and does not return.
-        filled: ids of operands that forward has made of one number, and nobody has written to.
-        alike: ids of operands that were made without samples, and tell no row from another.
+        filled: ids of operands that forward has made of one number, without later writes.
+        alike: ids of operands that were made without samples, and are equal for all rows.
         mixes_orders: the kernel computes with rows in an order and with rows in none.
     """
 
@@ -375,7 +375,7 @@ def _by_bits(call: Call) -> Tensor:
 
 
 ADDS = frozenset(("unfold_backward", "col2im"))
-"""Kernels that add up what they move to the same place."""
+"""Kernels that add up entries moved to the same place."""
 
 PLACING = frozenset(("dtype", "layout", "device", "pin_memory"))
 """Arguments that say where a result is made."""
@@ -565,8 +565,8 @@ def _written_at(call: Call, places: Tensor, *, leads: bool) -> Tensor:
     Args:
         call: of a kernel that writes.
         places: the indices.
-        leads: what is written, or written to, is the samples' own. Else a place that no sample has
-            chosen is itself a value, but where each row is written to alike.
+        leads: the source, or the target, is the samples' own. Else a place that no sample has
+            chosen is itself a value, unless each row is written to equally.
     """
     mask = call.full(places)
     plain = mask & ~PLACE & 0xFF
@@ -743,7 +743,7 @@ def _scattered(call: Call) -> Found:
 def _lines(found: Tensor, dim: int, index: Tensor | None) -> Tensor:
     """Return the mask of lines of which one sample has chosen a place: it has left out the others.
 
-    Where several choose in one line, or places say whose it is, what is written tells.
+    If several choose in one line, or places carry samples, the source decides.
     """
     if index is None or bool((index & PLACE).any()) or not found.dim():
         return found
@@ -778,7 +778,7 @@ def _poured_back(call: Call) -> Found:
 def collides(call: Call) -> bool:
     """Say whether samples write to places that they choose themselves, among those of others.
 
-    A few rows may happen to choose different ones. Places that tell samples apart (an arange, an
+    A few rows may happen to choose different ones. Places that distinguish samples (an arange, an
     order, a mask of the rows) lead nowhere else.
     """
     if call.name in WRITES:
@@ -815,7 +815,7 @@ def by_position(call: Call, rows: int) -> bool:
 def at_fixed_places(call: Call, *, square: bool = False) -> bool:
     """Say whether rows are read or written at places that no sample has chosen.
 
-    So are all rows by an `arange` of them, until its length has told that it is one.
+    So are all rows by an `arange` of them, until its length has shown that it is one.
 
     Args:
         call: of a kernel.
@@ -869,7 +869,7 @@ AT_PLACES = WRITES | frozenset("index_fill index_fill_ put put_".split())
 def _unordered(found: Tensor) -> Tensor:
     """Return the mask of elements written to chosen places: these are in no order any more.
 
-    A place that is written as a number is one still, and whose it is its index tells.
+    A place that is written as a number is still one, and its index shows the sample.
     """
     return found & ~LOOSE & 0xFF
 
@@ -1181,7 +1181,7 @@ def _like(rows: Tensor, result: Tensor) -> Tensor | None:
 def _by_systems(call: Call) -> Found:
     """Return the masks of kernels on matrices: the last two dimensions mix, the others do not.
 
-    LAPACK is not asked: it takes no NaN, or prints errors.
+    LAPACK is not tested: it refuses NaN, or prints errors.
     """
     columns = _by_columns(call) if call.name in SOLVES else None
     if columns is not None:
@@ -1255,8 +1255,8 @@ def _recurrent(call: Call) -> Found:
 def sliced(call: Call, found: Iterable[Tensor]) -> tuple[list[Tensor], str]:
     """Return the masks of views cut along the samples, and the call if the cut is a choice.
 
-    A cut by position leaves CUT. One of what samples have put in an order is a choice among them:
-    then all have a part in it.
+    A cut by position leaves CUT. One of rows that samples have sorted is a choice among them: then
+    all contribute to it.
     """
     views, x = list(found), call.args[0]
     mask = call.mask(x)

@@ -1,7 +1,7 @@
 """Batch sizes at which the forward of the full batch was compared with that of micro-batches.
 
-What was shown for 8 samples says nothing of 16: ghost batches of 8, a branch on ``len(x) > 10``. A
-model that asks how many samples there are is compared again at sizes that are new.
+A proof for 8 samples does not hold for 16: ghost batches of 8, a branch on ``len(x) > 10``. A model
+that reads the number of samples is compared again at new sizes.
 
     batch of   8, in parts of 3   compared by the look of step 1
     batch of  16, in parts of 3   new: compared before the step computes anything
@@ -16,7 +16,7 @@ from typing import Any
 from anybatch.execution.proof.verdict import Verdict
 
 FREE = 8
-"""Pairs of sizes that are compared whatever they are: each costs some forwards without data."""
+"""Pairs of sizes that are always compared: each costs some forwards without data."""
 
 LARGER = 24
 """Pairs after which a larger batch is compared only where it is twice as large as any before."""
@@ -27,7 +27,7 @@ class ComparedSizes:
     """Pairs of batch and micro-batch that were compared since the last inspection.
 
     Attributes:
-        counts: what forward computes may depend on how many samples there are.
+        counts: forward may depend on the number of samples.
         values: numbers that Python reads in a forward, in order.
         backward: that is not torch's own, and is compared, too.
         reads: a declared loss has Python read numbers of tensors.

@@ -1,9 +1,9 @@
 """Verdict from the masks of a few rows: samples are separate, they meet, or it is undecided.
 
-A model runs on a few rows, and on the last of them alone. Samples meet where an output row has had
-a part of another sample; where the second run finds what the first has left; where a call of batch
-normalisation holds other rows than those that micro-batches would bring to it; and in backward
-where a gradient that is a sum over samples is not used linearly.
+A model runs on a few rows, and on the last of them alone. Samples meet where an output row depends
+on another sample; where the second run reads state of the first; where a call of batch
+normalisation holds other rows than those of micro-batches; and in backward where a gradient that is
+a sum over samples is not used linearly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Verdict:
     """Conclusion from masks: where samples meet, or why it is undecided.
 
     Attributes:
-        meets: where samples meet and what to do, as a sentence; "" where they do not.
+        meets: where samples meet and the remedy, as a sentence; "" where they do not.
         doubts: why that is not shown where they do not; nothing where it is.
     """
 
@@ -81,7 +81,7 @@ class Output(NamedTuple):
         mask: which samples have had a part in it; None where none has.
         origin: where these met; "" where they have not.
         trains: it has a gradient.
-        alike: it was made without samples, and tells no row from another. Default False.
+        alike: it was made without samples, and is equal for all rows. Default False.
     """
 
     path: str
@@ -96,7 +96,7 @@ class Forward:
     """One forward under masks.
 
     Attributes:
-        notes: what was noted on the way.
+        notes: the records of the runs.
         samples: the samples of its rows, in order.
         outputs: of it.
     """
@@ -158,9 +158,9 @@ def _without_refuted(full: Forward, part: Forward) -> Forward:
     """Return the forward of fewer rows without findings that the forward of all rows refutes.
 
     An ``arange`` of the rows has no marks before its length is known. So in the first forwards an
-    order that is undone with it (pack_padded_sequence) stays, and entries that are written to at it
-    may collide. The forward of all rows is followed again with these marks, and decides; of fewer
-    rows samples of an earlier call are still found.
+    order that is undone with it (pack_padded_sequence) remains, and entries that are written to at
+    it may collide. The forward of all rows is traced again with these marks, and decides; the one
+    of fewer rows still finds samples of an earlier call.
     """
     outputs, notes = part.outputs, part.notes
     if notes.mixes_orders and not full.notes.mixes_orders:
@@ -181,11 +181,11 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
     for (path, mask, place, trains, _), axis in zip(run.outputs, axes, strict=False):
         if mask is not None and WEIGHTS in path and bool((mask & SAMPLES).any()):
             return (
-                "what weighs a loss inside the model, or is added to it, must be the same for "
+                "weights of a loss inside the model, and terms added to it, must be the same for "
                 "every part of a batch that is split (class weights, a factor, a penalty), and "
                 f"{place or 'forward'} computes it from the samples: mark the function that does "
-                "so with anybatch.coupled, compute it before the step and give it to the model as "
-                f"a buffer, take the loss outside of the model, or {UNDIVIDED}"
+                "so with anybatch.coupled, compute it before the step and store it in the model "
+                f"as a buffer, move the loss out of the model, or {UNDIVIDED}"
             )
         if mask is None or axis is None:
             continue
@@ -201,23 +201,23 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
         row, others = strange
         if ROWS in others:
             return (
-                "forward must not take from one call what another has left when the batch is "
-                f"split, and row {row} of {path} has a part of samples of the call before: it "
-                f"keeps state outside of its inputs. Register it as a buffer, or {UNDIVIDED}"
+                "forward must not read values that another call has stored when the batch is "
+                f"split, and row {row} of {path} depends on samples of the call before: it keeps "
+                f"state outside of its inputs. Register it as a buffer, or {UNDIVIDED}"
             )
         if not place:
             return _out_of_place(f"row {row} of {path} belongs to sample {others[0]}")
         return (
             "samples must not meet inside the model when the batch is split, and samples "
-            f"{_and(sorted({row, *others})[:2])} meet in {place} (seen in {path}). Compute what "
-            "compares samples in the loss, declare the function that does it with "
-            f"anybatch.coupled, or {UNDIVIDED}"
+            f"{_and(sorted({row, *others})[:2])} meet in {place} (seen in {path}). Compare samples "
+            "in the loss, declare the function that compares them with anybatch.coupled, or "
+            f"{UNDIVIDED}"
         )
     if run.notes.lost:
         return (
             "samples must not meet inside the model when the batch is split, and they meet in "
-            f"{run.notes.lost}, before the loss that the model computes. Declare the "
-            f"function that does it with anybatch.coupled, or {UNDIVIDED}"
+            f"{run.notes.lost}, before the loss that the model computes. Declare the function in "
+            f"which they meet with anybatch.coupled, or {UNDIVIDED}"
         )
     return ""
 
@@ -248,7 +248,7 @@ def _in_backward(run: Forward) -> str:
         return (
             "samples must not meet inside the model when the batch is split, and they meet in "
             f"{notes.frequencies[0]}: scale_grad_by_freq divides the gradient by how often the "
-            f"whole batch has an entry. Set scale_grad_by_freq=False, or {UNDIVIDED}"
+            f"full batch has an entry. Set scale_grad_by_freq=False, or {UNDIVIDED}"
         )
     if notes.backward:
         return (
@@ -314,7 +314,7 @@ def _regrouped(full: Forward, part: Forward | None) -> list[str]:
     """Return where no samples lie along a dimension that is as long as there are samples.
 
     ``reshape(T, n, C)`` of [n, T, C], where transpose was meant: lines of few rows may each lie in
-    one sample by chance. Where they do not in one of two forwards, their masks tell what meets.
+    one sample by chance. If they do not in one of two forwards, their masks show the samples.
     """
     found = []
     pairs = zip(full.notes.regroups, [] if part is None else part.notes.regroups, strict=False)
@@ -343,7 +343,7 @@ def first_difference(
 def moved_state(found: Difference) -> str:
     """Return the error for numbers that a later call on the same rows passes to a kernel."""
     return (
-        f"forward must give the same when it is called again, and {found.where} {found.mine} in "
+        f"forward must return the same when it is called again, and {found.where} {found.mine} in "
         f"one call and with {found.its} in a later one: it keeps state in plain attributes, which "
         f"every micro-batch would move. Register it as a buffer, or {UNDIVIDED}"
     )
@@ -352,8 +352,8 @@ def moved_state(found: Difference) -> str:
 def fails_again(name: str, error: Exception) -> str:
     """Return the error for a forward that fails after another call on the same rows."""
     return (
-        "forward must not take from one call what another has left when the batch is split, and a "
-        f"second call fails with what is left in {name} ({type(error).__name__}: "
+        "forward must not read values that another call has stored when the batch is split, and a "
+        f"second call fails with the contents of {name} ({type(error).__name__}: "
         f"{str(error)[:80]}). Reset it at the start of forward, or {UNDIVIDED}"
     )
 
@@ -361,7 +361,7 @@ def fails_again(name: str, error: Exception) -> str:
 def moved_number(path: str) -> str:
     """Return the error for a number that each call moves, and that a backward computes with."""
     return (
-        f"backward must give the same after another call of forward, and each call moves {path}: "
+        f"backward must return the same after another call of forward, and each call moves {path}: "
         f"every micro-batch would. Move it once a step, outside of forward, or {UNDIVIDED}"
     )
 
@@ -380,9 +380,9 @@ def _out_of_place(why: str) -> str:
 def other_rows(path: str, why: str) -> str:
     """Return the error for batch normalisation of a part of the batch."""
     return (
-        "every call of batch normalisation must hold the whole batch when it is split, and "
-        f"{path} normalises a part of it: {why} (ghost batches, several views, a choice by "
-        f'position). Call it on all rows, take batchnorm="local", or {UNDIVIDED}'
+        f"every call of batch normalisation must hold the full batch when it is split, and {path} "
+        f"normalises a part of it: {why} (ghost batches, several views, a choice by position). "
+        f'Call it on all rows, use batchnorm="local", or {UNDIVIDED}'
     )
 
 

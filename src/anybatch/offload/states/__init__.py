@@ -2,6 +2,6 @@
 
 This folder knows optimizers and stores. It knows no engine.
 
-Read `seams` (where an optimizer is entered), `state_mover` (what is where), `placeholder` (what
-stands in place of an offloaded tensor), `stepping` (a step part by part) and `paging` (parameters).
+Read `seams` (hooks into an optimizer), `state_mover` (locations of tensors), `placeholder` (in
+place of an offloaded tensor), `stepping` (a step part by part) and `paging` (parameters).
 """

@@ -1,7 +1,7 @@
 """In which order things are used, step after step, as the step before has shown.
 
-A training step repeats itself: what was used after this the last time is used after it again. Where
-a step goes another way, what is said of the future is wrong and nothing else is.
+A training step repeats itself: uses follow each other in the order of the last step. In a step with
+another order only the prediction is wrong.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 
 Use = tuple[int, int]
-"""What was used: its role, and its number."""
+"""A used tensor: its role, and its number."""
 
 
 class Order:

@@ -1,10 +1,10 @@
 """Pages of parameters and gradients in bounded memory: evicted, and prefetched before use.
 
-A tensor keeps its storage, and the storage gives its memory away (`anybatch.memory.hold`), so views
-that autograd has saved, tied weights and references stay what they are. Before a kernel runs, what
-it reads is brought in; what is used again last leaves (Belady's rule, by the order of the step
-before, in the first step what was used least recently), without a write where its copy is still
-good.
+A tensor retains its storage, and the storage frees its memory (`anybatch.memory.hold`), so views
+that autograd has saved, tied weights and references remain valid. Before a kernel runs, the tensors
+that it reads are made resident; those with the latest next use are evicted (Belady's rule, by the
+order of the step before, in the first step the least recently used), without a write if their copy
+is still valid.
 
 Source: Hayakawa and Narihira, Out-of-core training, section 3; Belady (1966).
 """
@@ -20,7 +20,7 @@ from anybatch.offload.states.order import Order
 from anybatch.offload.states.placeholder import state_errors
 
 WINDOW = 256
-"""Uses that are looked ahead."""
+"""Number of future uses that are considered."""
 
 
 class Pages:
@@ -29,7 +29,7 @@ class Pages:
     Args:
         hold: moves them.
         limit: bytes that may be in memory at a time.
-        small: bytes below which a storage stays.
+        small: bytes below which a storage is not offloaded.
 
     Attributes:
         limit: those bytes.
@@ -149,8 +149,9 @@ class Pages:
             needed = hold.here + self.fixed + size
             raise BudgetError(
                 f"the parameters and gradients that a kernel reads must fit in memory, and {name} "
-                f"needs {show_bytes(needed)} at once, and {show_bytes(self.limit)} is there: give "
-                f'memory="{-(-needed // 1024)}KiB" or more for them, or have fewer read at a time',
+                f"needs {show_bytes(needed)} at once, and {show_bytes(self.limit)} is reserved: "
+                f'give memory="{-(-needed // 1024)}KiB" or more for them, or have fewer read at a '
+                "time",
                 needed=needed,
                 budget=self.limit,
             )

@@ -1,9 +1,9 @@
 """Paged model: dispatch mode that brings in parameters and gradients before every kernel.
 
 Hooks on modules would miss a weight that another module uses (attention uses its projection's),
-tied weights, `functional_call` and what is computed again in backward. A dispatch mode hears every
-kernel of its thread, forward, backward and in an optimizer; a function mode hears whoever asks a
-tensor for its address. Both are there only while the context is entered.
+tied weights, `functional_call` and recomputations in backward. A dispatch mode intercepts every
+kernel of its thread, forward, backward and in an optimizer; a function mode intercepts reads of a
+tensor's address. Both are active only while the context is entered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from anybatch.memory.stores import Store
 from anybatch.offload.states.pages import Pages
 
 DETACH = torch.ops.aten.detach.default
-"""The one kernel that looks at no memory."""
+"""The one kernel that reads no memory."""
 
 PARAMETER, GRADIENT = range(2)
 """The roles of pages."""
@@ -43,7 +43,7 @@ class PagedModel:
         model: whose.
         limit: bytes of them that may be in memory at a time.
         make: returns the store where the others go.
-        meters: count what is here. Default none.
+        meters: count the resident bytes. Default none.
 
     Attributes:
         pages: which are here.
@@ -112,10 +112,10 @@ class _PageInMode(TorchDispatchMode):
     """Has the operands of every kernel brought in before it runs.
 
     Args:
-        pages: who does it.
+        pages: the pages that do it.
 
     Attributes:
-        pages: the same; whoever foresees a step asks for it (`anybatch.memory.paged`).
+        pages: the same; read by forecasts (`anybatch.memory.paged`).
     """
 
     supports_higher_order_operators = True
@@ -158,8 +158,7 @@ def _halves(
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Return the two calls that a kernel for many tensors is; none for any other kernel.
 
-    Each of its results is of one tensor of every list. `clip_grad_norm_` takes all gradients at
-    once that way.
+    Each of its results is of one tensor of every list, as in `clip_grad_norm_`.
     """
     count = len(args[0]) if args and isinstance(args[0], list | tuple) else 0
     if count < 2 or not str(func).startswith("aten._foreach_"):
@@ -201,7 +200,7 @@ class _Addresses(TorchFunctionMode):
     """Function mode that makes a tensor permanently resident when its address is requested.
 
     Args:
-        pages: who brings it in.
+        pages: the pages that prefetch it.
     """
 
     def __init__(self, pages: Pages) -> None:

@@ -93,7 +93,7 @@ def parts_of(
     if max(sizes, default=0) > resident_bytes:
         shape = list(members[sizes.index(max(sizes))][1].shape)
         raise BudgetError(
-            f"the state of a parameter must fit in memory while it is stepped, and that of one of "
+            "the state of a parameter must fit in memory during its update, and that of one of "
             f"shape {shape} needs {show_bytes(max(sizes))}, and {show_bytes(resident_bytes)} is "
             f'there: give memory="{-(-max(sizes) // 1024)}KiB" or more',
             needed=max(sizes),

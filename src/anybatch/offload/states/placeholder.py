@@ -12,17 +12,17 @@ from anybatch.memory.copier import Job
 from anybatch.memory.stores import store_errors as errors_of
 
 WRITTEN = (
-    "an optimizer's state must not be written to while it is away, and a tensor that stands for a "
-    "part of it was: what was written is lost. Write between back() and a new offload_states(), or "
+    "an optimizer's state must not be written to while it is offloaded, and the placeholder of a "
+    "part of it was: the write is lost. Write between back() and a new offload_states(), or "
     "replace the tensor by another"
 )
 STORE_CLOSED = (
-    "an optimizer's state must be here or in its store, and the store was closed: load a state "
-    "with optimizer.load_state_dict(), or call back() instead of close() to keep it"
+    "an optimizer's state must be resident or in its store, and the store was closed: load a "
+    "state with optimizer.load_state_dict(), or call back() instead of close() to keep it"
 )
 
 State = dict[Any, Any]
-"""What an optimizer keeps of one parameter: name -> tensor or number."""
+"""An optimizer's state of one parameter: name -> tensor or number."""
 
 
 class Placeholder:
@@ -35,7 +35,7 @@ class Placeholder:
         size: bytes.
         stand_in: a tensor of the same shape on the meta device.
         tensor: it, while it is written or read; else None.
-        version: how often it had been written to when it began to leave.
+        version: its count of writes when its eviction began.
         job: that copy.
     """
 
@@ -56,7 +56,7 @@ class Placeholder:
 
 
 STATE = "an optimizer's state"
-state_errors = partial(errors_of, of=STATE, then="what was not written is still in memory")
+state_errors = partial(errors_of, of=STATE, then="state that was not stored is still in memory")
 """Explain an error of the system for an optimizer's state."""
 
 

@@ -1,8 +1,8 @@
 """Training state that is offloaded as a plan specifies.
 
-The optimizer's state leaves first. Where a step does not fit with that, parameters and gradients
-share a memory with it, and the plan says how large that is: what they do not get is the
-micro-batch's, and what the micro-batch does not get spares them a way to the file and back.
+The optimizer's state is offloaded first. If a step does not fit with that, parameters and gradients
+share a memory with it, and the plan states its size: the rest is the micro-batch's, and a larger
+share saves them transfers to the file and back.
 
     more resident bytes     fewer bytes are offloaded in a micro-batch
     a larger micro-batch    fewer micro-batches
@@ -40,8 +40,8 @@ def states_of(
         store: "host" or "file".
         folder: of the file, or None.
         optimizer: whose state it is.
-        memory: the budget of a step: as much of it as parameters and gradients leave is halved
-            between the state and the rest of an update. None (default) is no budget.
+        memory: the budget of a step: the rest after parameters and gradients is halved between the
+            state and the rest of an update. None (default) is no budget.
 
     Raises:
         NotExactError: parts of this optimizer's step would not be its step.
@@ -49,8 +49,8 @@ def states_of(
     """
     if optimizer is None:
         raise ValueError(
-            f"states={store!r} says where an optimizer's state waits, and there is none: give "
-            "optimizer="
+            f"states={store!r} names the store of an optimizer's state, and there is no optimizer: "
+            "give optimizer="
         )
     inner_step(optimizer)
     if folder is not None and store == "file":
@@ -73,15 +73,15 @@ def start_offload(
     Args:
         states: where to.
         optimizer: whose.
-        model: whose parameters and gradients leave too, inside what is returned, where the plan has
-            it so.
+        model: whose parameters and gradients are offloaded too, inside the context, if the plan
+            says so.
 
     Raises:
         ValueError: there is no optimizer.
     """
     if optimizer is None:
         raise ValueError(
-            "a plan in which an optimizer's state leaves needs that optimizer: give optimizer="
+            "a plan that offloads an optimizer's state needs that optimizer: give optimizer="
         )
     where = states.folder if states.store == "file" and states.folder else states.store
     model = model if states.model else None
@@ -173,7 +173,7 @@ def best_resident(
         pageable: bytes of all parameters and gradients that may be offloaded.
 
     Returns:
-        What a budget leaves to a micro-batch of n samples, for the n that minimises
+        The rest of a budget beside a micro-batch of n samples, for the n that minimises
         ``ceil(N_B / n) * max(0, pageable - resident(n))``; of equal ones the largest n.
 
     Example:

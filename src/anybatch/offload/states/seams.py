@@ -20,7 +20,7 @@ from anybatch.core.optimizers import RESIDENT
 from anybatch.errors import NotExactError
 
 BY_SCHEDULE = "_wrapped_by_lr_sched"
-"""What torch's schedules mark a step with that they have wrapped."""
+"""Mark of a step that torch's schedules have wrapped."""
 
 
 class Seams:
@@ -31,7 +31,7 @@ class Seams:
         step: takes the place of its step; is given the closure.
         snapshot: returns its state with real tensors.
         loaded: is called when another state was loaded.
-        resident_bytes: bytes of state that are in memory at a time; whoever plans asks for it.
+        resident_bytes: bytes of state that are in memory at a time; read by the planner.
 
     Raises:
         NotExactError: its step was replaced already.
@@ -117,5 +117,5 @@ def _refuse_replaced(optimizer: optim.Optimizer, step: Any) -> None:
         raise NotExactError(
             "step() must be the optimizer's own, or a schedule's of torch, and this one's was "
             f"replaced by {getattr(step, '__qualname__', type(step).__qualname__)}: call "
-            "offload_states() before whatever else wraps it, and once for each optimizer"
+            "offload_states() before any other wrapper, and once for each optimizer"
         )

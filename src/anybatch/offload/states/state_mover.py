@@ -1,15 +1,15 @@
 """Offloaded tensors of an optimizer's state, and their stand-ins.
 
-A storage that was emptied (`resize_(0)`) is no place for what a person may look at: most kernels
-that read it end the process, and ``numpy()`` or a copy return whatever lies there. So a tensor that
-has left is replaced in the optimizer's own dictionary by one on the meta device, of the same shape:
-it says where it is when printed, and whoever wants a value of it gets torch's error.
+A storage that was emptied (`resize_(0)`) is unsafe for a tensor that a user may read: most kernels
+that read it end the process, and ``numpy()`` or a copy return arbitrary memory. So an offloaded
+tensor is replaced in the optimizer's own dictionary by one on the meta device, of the same shape:
+its print shows where it is, and a read of its values raises torch's error.
 
     here ──evict──> writing (the tensor stays until the copy is complete) ──> a stand-in
       ^                                                                         │
       └───────arrive──────── reading (the copy stays until then) <────call──────┘
 
-So whatever fails in between, every tensor is in the dictionary or complete in the store.
+So after any failure in between, every tensor is in the dictionary or complete in the store.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class StateMover:
     """Moves the state of parameters out and in.
 
     Args:
-        make: returns a store, when something leaves for the first time.
-        device: of the tensors; others stay.
+        make: returns a store, called at the first eviction.
+        device: of the tensors; others are not offloaded.
 
     Attributes:
         out: bytes that were copied out since `begin`.
@@ -158,7 +158,7 @@ class StateMover:
     def check(self, states: Iterable[State]) -> None:
         """Require that the stand-ins of offloaded tensors are in place and unchanged.
 
-        What was replaced or removed is forgotten.
+        Entries that were replaced or removed are dropped.
 
         Raises:
             StoreError: a stand-in was written to, or one stands there whose store is closed.

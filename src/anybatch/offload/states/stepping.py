@@ -42,7 +42,7 @@ def step_in_parts(
 
     Raises:
         BudgetError: the state of a single parameter needs more; nothing has changed.
-        StoreError: there is no room for the state, and nothing has changed; or a write or a read
+        StoreError: there is no space for the state, and nothing has changed; or a write or a read
             has failed, and the parts before it are stepped.
     """
     send_all(optimizer, mover)

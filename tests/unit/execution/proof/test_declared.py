@@ -252,7 +252,7 @@ def test_a_count_of_samples_that_are_loaded_later_is_believed(
     engine.backward(LazyBatch(Pairs()))
     assert engine.plan is not None
     assert bool(engine.plan.exact) == shown
-    assert shown or "taken as it was declared" in str(engine.plan.exact)
+    assert shown or "declaration of the loss is trusted" in str(engine.plan.exact)
 
 
 def test_a_loss_is_called_as_without_an_inspection() -> None:

@@ -259,7 +259,7 @@ def test_what_one_call_leaves_for_the_next_is_refused() -> None:
             return self.head(x if before is None else x + 0 * before)
 
     net, (x, y) = Bank().double(), batch()
-    with pytest.raises(NotExactError, match="from one call what another has left"):
+    with pytest.raises(NotExactError, match="read values that another call has stored"):
         Engine(net, F.cross_entropy, micro_batch=4).backward(x, y)
 
 

@@ -57,6 +57,6 @@ def test_tables_of_helpers_hold_no_fakes(
 def test_outputs_without_data_are_refused() -> None:
     net = Net(tables.hidden).double()
     x, y = torch.randn(8, 7, 6).double(), torch.randint(4, (8,))
-    with pytest.raises(NotExactError, match="kept one in a place that no name"):
+    with pytest.raises(NotExactError, match="stored one in a place that no name"):
         Engine(net, F.cross_entropy, micro_batch=2).backward(x, y)
     assert all(parameter.grad is None for parameter in net.parameters())
