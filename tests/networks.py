@@ -16,7 +16,7 @@ from benchmarks.mbs.prediction.models import densenet
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.cli.losses import bce_dice
+from anybatch.cli.metrics import bce_dice
 from anybatch.cli.models.resnet import Residual, _bottleneck, resnet20
 from anybatch.cli.models.unet import UNet
 

@@ -25,8 +25,8 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
-from anybatch.core.links import Link
-from anybatch.offload.trace import Trace
+from anybatch.core.plan_sections import Link
+from anybatch.offload.schedule import Trace
 
 
 @dataclass

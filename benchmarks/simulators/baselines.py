@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from anybatch.offload.draft import Draft
-from anybatch.offload.schedule import Schedule
-from anybatch.offload.trace import Trace
+from anybatch.offload.policy import Draft
+from anybatch.offload.schedule import Schedule, Trace
 
 
 def naive(trace: Trace, budget: int) -> Schedule:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, fsum, isclose, log1p, prod
 
-from anybatch.tools.validation import positive, positive_integer
+from anybatch.tools.gpus import positive, positive_integer
 
 EXACT = 12
 """Classes up to which all sets of them are counted."""

@@ -16,7 +16,7 @@ one bias for each layer; `printed=True` does that too, and otherwise they are of
 outputs.
 
 A step really holds more: gradients of features, and what backward keeps of other layers, are not
-counted. Budgets are planned by traces (`anybatch.memory.timeline`); this is for the guide's own
+counted. Budgets are planned by traces (`anybatch.memory.ledger`); this is for the guide's own
 program.
 
 Source: guide, section 3.1.3, Equations 1 to 5.
@@ -27,7 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
-from anybatch.tools.validation import positive_integer
+from anybatch.tools.gpus import positive_integer
 
 VALUE = 4
 """Bytes of a value in single precision."""

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from anybatch.core.links import Link
-from anybatch.offload.trace import Trace
+from anybatch.core.plan_sections import Link
+from anybatch.offload.schedule import Trace
 
 
 @dataclass(frozen=True)

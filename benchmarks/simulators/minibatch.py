@@ -5,7 +5,7 @@ so that the step is fastest and the bytes fit in what features and parameters le
 
     minimise  sum x_kl T_kl      with  sum x_kl M_kl <= M_bound,  one l for each k         (Eq. 6)
 
-That is a knapsack with multiple choice, which `anybatch.conv.share` solves exactly. The sum is
+That is a knapsack with multiple choice, which `anybatch.conv.divide` solves exactly. The sum is
 right where every layer keeps a workspace of its own. Where they run one after another in the same
 buffer, only the largest counts, and there is nothing to trade: each takes its fastest algorithm
 within the bound.
@@ -27,12 +27,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from anybatch.conv.divide import front
-from anybatch.conv.share import share
-from anybatch.core.divisions import Configuration, KernelPart
+from anybatch.conv.divide import front, share
+from anybatch.core.plan_sections import Configuration, KernelPart
 from anybatch.core.units import show_bytes, show_samples
 from anybatch.errors import BudgetError
-from anybatch.tools.validation import positive_integer
+from anybatch.tools.gpus import positive_integer
 
 Measured = Mapping[str, Sequence[KernelPart]]
 """Layer -> what was measured of it: an algorithm on so many samples, its seconds and workspace."""

@@ -16,7 +16,7 @@ worker's own; a push the other way round; a piece must have crossed one before i
 Workers ask servers in turn, each beginning with another, and start at random moments. Computing
 varies evenly between 1 - jitter and 1 + jitter times T_C. Servers take no time to update.
 
-Source: guide, section 3.3; this is the oracle of `anybatch.tools.servers`.
+Source: guide, section 3.3; this is the oracle of `anybatch.tools.scaled`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import inf
 
-from anybatch.tools.servers import Cluster
-from anybatch.tools.validation import positive_integer, share
+from anybatch.tools.gpus import positive_integer, share
+from anybatch.tools.scaled import Cluster
 
 PIECES = 4
 """Parts of a shard that enter a link one after another."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from anybatch.offload.again import SOON
-from anybatch.offload.trace import Trace
+from anybatch.offload.course import SOON
+from anybatch.offload.schedule import Trace
 from benchmarks.simulators.rewrite import Rewriter, rewrite
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from anybatch.core.links import Link
-from anybatch.offload.best import by_rule, plan
-from anybatch.offload.draft import too_small
-from anybatch.offload.schedule import Schedule
-from anybatch.offload.simulate import simulate
-from anybatch.offload.trace import Trace
+from anybatch.core.plan_sections import Link
+from anybatch.offload.policy import by_rule, plan, too_small
+from anybatch.offload.schedule import Schedule, Trace, simulate
 from benchmarks.simulators.recompute import cheap
 from benchmarks.simulators.sublinear import sublinear
 

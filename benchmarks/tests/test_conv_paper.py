@@ -26,10 +26,10 @@ from benchmarks.ucudnn.paper.choices import (
 from PIL import Image
 from torch import nn
 
-from anybatch.conv.costs import Costs
 from anybatch.conv.divide import sizes
+from anybatch.conv.measure import Costs
 from anybatch.conv.problem import KERNELS, Problem
-from anybatch.core.divisions import Configuration, KernelPart
+from anybatch.core.plan_sections import Configuration, KernelPart
 
 SECOND = Problem("forward", 64, 192, (27, 27), (5, 5), (1, 1), (2, 2), (1, 1))
 

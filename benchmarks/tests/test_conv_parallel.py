@@ -10,7 +10,7 @@ from benchmarks.ucudnn.parallel.rows import conv_parallel
 from benchmarks.ucudnn.parallel.run import compared, main
 from tests.unit.conv.problems import problem
 
-from anybatch.core.divisions import KernelPart
+from anybatch.core.plan_sections import KernelPart
 
 
 @pytest.mark.large(of="tiny runs of benchmarks", few=2)

@@ -21,7 +21,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from anybatch.cli.cli import app
-from anybatch.tools.costs import NetworkLink
+from anybatch.tools.gpus import NetworkLink
 
 
 def output(*words: str) -> str:

@@ -10,7 +10,7 @@ from benchmarks.outofcore.monger.rows import monger
 from benchmarks.outofcore.monger.run import WAYS, largest
 from tests.unit.offload.traces import network
 
-from anybatch.offload.trace import Trace
+from anybatch.offload.schedule import Trace
 
 
 def traced(n: int) -> Trace:

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from anybatch.conv.dispatch import CONVOLUTIONS, KernelRecorder
 from anybatch.conv.problem import KERNELS, Problem
-from anybatch.conv.recorder import CONVOLUTIONS, KernelRecorder
 from benchmarks.ucudnn.models import Network
 
 SAMPLES = 2

@@ -5,14 +5,12 @@ from anybatch.conv.convolutions import convolutions
 from anybatch.core.batch import LazyBatch
 from anybatch.core.plan import Plan
 from anybatch.engine.engine import Engine
-from anybatch.execution.encoders import Encoders
-from anybatch.execution.joint import joint
-from anybatch.lockstep.adaptive import Adaptive, Plateau
+from anybatch.execution.composite import Encoders, joint
 from anybatch.lockstep.coupled import coupled
 from anybatch.lockstep.gathered import gather_batch
-from anybatch.lockstep.ranks import global_batchnorm
+from anybatch.lockstep.sync_batchnorm import Adaptive, Plateau, global_batchnorm
+from anybatch.loss.base import Loss
 from anybatch.loss.contrastive import contrastive
-from anybatch.loss.declared import Loss
 from anybatch.offload.offload import offload
 from anybatch.offload.optimizer_states import offload_states
 from anybatch.tools.check import check

@@ -14,10 +14,9 @@ from anybatch.core.accelerators import (
     usable_device,
 )
 from anybatch.core.rng import RNGState
-from anybatch.distributed.group import Group, group_of
-from anybatch.memory.limits import MemoryLimit, available_memory
-from anybatch.memory.segments import segments_of
-from anybatch.planner.measure import live_peak
+from anybatch.distributed.process_group import Group, group_of
+from anybatch.memory.limits import MemoryLimit, available_memory, segments_of
+from anybatch.planner.probe import live_peak
 
 __all__ = [
     "AbsentDevice",

@@ -4,8 +4,8 @@ A training itself needs `anybatch.convolutions`, or ``Engine(workspace=...)``.
 """
 
 from anybatch.conv.convolutions import kernel_devices
-from anybatch.conv.network import keys_of
-from anybatch.conv.recorder import KernelRecorder, record_kernels
+from anybatch.conv.dispatch import KernelRecorder, record_kernels
+from anybatch.conv.divide import keys_of
 from anybatch.conv.warm import KernelBenchmark, MeasuredKernel
 
 __all__ = [

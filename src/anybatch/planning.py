@@ -5,9 +5,9 @@ makes the plan by a `Question`, and trains with the engine that has foreseen it.
 """
 
 from anybatch.memory.spill import require_states, spill_of
-from anybatch.tools.goals import goal_of
 from anybatch.tools.gpus import efficiency, speedup, speedup_limit
-from anybatch.tools.question import Question
+from anybatch.tools.planning import Question
+from anybatch.tools.scaled import goal_of
 
 __all__ = [
     "Question",

@@ -17,21 +17,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from typer.testing import Result
 
 from anybatch import Engine, Plan
-from anybatch.cli.build import build, seeded
+from anybatch.cli.build import BatchNormPolicy, build, seeded
 from anybatch.cli.checkpoint import Trained
 from anybatch.cli.explain import first_batch
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.planned import PlannedEngine
-from anybatch.cli.recipes import make_optimizer
-from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted
+from anybatch.cli.saved_run import Interrupted
+from anybatch.cli.settings import Settings, make_optimizer
 from anybatch.cli.team import Team
 from anybatch.cli.train import resume, train
-from anybatch.conv import costs
+from anybatch.conv import measure
 from anybatch.core.plan import TRIED
 from anybatch.execution.signature import Signature
-from anybatch.offload.states.paging import PagedModel
+from anybatch.offload.parameters import PagedModel
 from anybatch.planner.planner import Planner
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -65,9 +63,9 @@ def faster(
         assert engine.plan is not None
         return 1.0 if (engine.plan.convolutions is not None) == request.param else 2.0
 
-    monkeypatch.setattr("anybatch.tools.question.step_seconds", seconds)
-    monkeypatch.setattr("anybatch.planner.sharing.LEAST", 1 << 10)
-    monkeypatch.setattr("anybatch.planner.sharing.SHARES", (2,))
+    monkeypatch.setattr("anybatch.tools.planning.step_seconds", seconds)
+    monkeypatch.setattr("anybatch.planner.search.LEAST", 1 << 10)
+    monkeypatch.setattr("anybatch.planner.search.SHARES", (2,))
     return bool(request.param)
 
 
@@ -106,8 +104,8 @@ def test_a_training_shares_its_budget_once(
     def never(*_: Any) -> None:
         raise AssertionError("a run that goes on measures nothing")
 
-    monkeypatch.setattr(costs, "measure", never)
-    monkeypatch.setattr("anybatch.tools.question.step_seconds", never)
+    monkeypatch.setattr(measure, "measure", never)
+    monkeypatch.setattr("anybatch.tools.planning.step_seconds", never)
     shutil.copytree(first, full)
     resume(full, {"workspace": "auto"})
     with pytest.raises(Interrupted):
@@ -266,7 +264,9 @@ def test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed(
 
     monkeypatch.setattr(Planner, "learn", held_more)
     # No clock says which size is the fastest: the largest is.
-    monkeypatch.setattr("anybatch.planner.resident.seconds", lambda case, inspection, n, **_: 1.0)
+    monkeypatch.setattr(
+        "anybatch.planner.offload_choice.seconds", lambda case, inspection, n, **_: 1.0
+    )
     settings = Settings(
         model=DEEP,
         optimizer="adamw",

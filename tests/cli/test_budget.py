@@ -24,13 +24,12 @@ from anybatch.cli import planned
 from anybatch.cli.build import build
 from anybatch.cli.faults import RunFolderError, SettingsError
 from anybatch.cli.progress import Gauge
-from anybatch.cli.recipes import make_optimizer
-from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted
+from anybatch.cli.saved_run import Interrupted
+from anybatch.cli.settings import Settings, make_optimizer
 from anybatch.cli.train import resume, train
 from anybatch.engine import engine
 from anybatch.errors import BudgetError
-from anybatch.offload import execute
+from anybatch.offload import saved_tensors
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -453,7 +452,7 @@ def test_plan_explains_and_trains_nothing(
 def test_what_leaves_is_planned_saved_and_obeyed(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
     offloaded = ("--offload", "file", "--spill", tmp_path)
     plan = Plan.from_json(command(*PLAN, *offloaded, "--micro-batch", 300, "--json").stdout)
     assert plan.offload is not None

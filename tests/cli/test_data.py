@@ -9,12 +9,19 @@ import pytest
 from PIL import Image
 from tests.cli.conftest import Make, save
 
-from anybatch.cli.data import open_data
+from anybatch.cli.data import Arrays, ClassFiles, open_data
 from anybatch.cli.faults import DataError, MissingExtraError
-from anybatch.cli.folders import hold_out, list_pairs
-from anybatch.cli.images import Header, Unreadable, read_header, read_mask, read_pixels, unit_range
+from anybatch.cli.folders import (
+    Header,
+    Unreadable,
+    hold_out,
+    list_pairs,
+    read_header,
+    read_mask,
+    read_pixels,
+    unit_range,
+)
 from anybatch.cli.settings import Settings
-from anybatch.cli.sources import Arrays, ClassFiles
 
 
 def opened(folder: Path, *, task: str | None = None, skip: bool = False):  # noqa: ANN201

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from anybatch.cli.earlier import Earlier
+from anybatch.cli.run_folder import Earlier
 
 OLD = {"a": "old a", "b": "old b", "c": "old c"}
 

@@ -18,14 +18,13 @@ from torch import nn
 from typer.testing import Result
 
 from anybatch import Plan
-from anybatch.cli.fronts import COLORS, draw_fronts
-from anybatch.cli.kernels import name_of, summary_of, table_of
+from anybatch.cli.kernels import COLORS, draw_fronts, name_of, summary_of, table_of
+from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
-from anybatch.conv import costs
+from anybatch.conv import measure
 from anybatch.conv.problem import KERNELS, Problem
-from anybatch.core.divisions import Configuration, KernelPart
+from anybatch.core.plan_sections import Configuration, KernelPart
 from anybatch.kernels import KernelBenchmark, MeasuredKernel, record_kernels
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -54,9 +53,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
         calls.append((size, name))
-        return (0.001 if name == "fft" else 0.01) * size**0.9, costs.held(one, size, name), 0.0
+        return (0.001 if name == "fft" else 0.01) * size**0.9, measure.held(one, size, name), 0.0
 
-    monkeypatch.setattr(costs, "measure", made)
+    monkeypatch.setattr(measure, "measure", made)
     return calls
 
 
@@ -128,7 +127,7 @@ def test_training_with_a_workspace_goes_on_to_the_bit(
     def never(*_: Any) -> None:
         raise AssertionError("a run that goes on measures nothing")
 
-    monkeypatch.setattr(costs, "measure", never)
+    monkeypatch.setattr(measure, "measure", never)
     shutil.copytree(first, full)
     resume(full)
     with pytest.raises(Interrupted):
@@ -213,7 +212,7 @@ def test_an_interrupt_keeps_what_was_measured(
             raise KeyboardInterrupt
         return 1.0, 0, 0.0
 
-    monkeypatch.setattr(costs, "measure", made)
+    monkeypatch.setattr(measure, "measure", made)
     cache = tmp_path / "costs.sqlite"
     ended = command(*BENCH, "--cache", cache)
     assert ended.exit_code == 130
@@ -225,7 +224,7 @@ def test_an_interrupt_keeps_what_was_measured(
         calls.append(one)
         return 1.0, 0, 0.0
 
-    monkeypatch.setattr(costs, "measure", goes_on)
+    monkeypatch.setattr(measure, "measure", goes_on)
     assert command(*BENCH, "--cache", cache).exit_code == 0
     assert calls[0] == last
     assert len(set(calls)) == 3
@@ -240,7 +239,7 @@ def test_a_file_that_is_lost_is_said_once(
         cache.write_bytes(b"no data base" * 1000)
         return 1.0, 0, 0.0
 
-    monkeypatch.setattr(costs, "measure", made)
+    monkeypatch.setattr(measure, "measure", made)
     ended = command(*BENCH, "--cache", cache)
     assert ended.exit_code == 0, ended.output
     assert ended.stdout.count("are no longer stored in") == 1
@@ -251,7 +250,7 @@ def test_the_table_shows_what_a_duel_has_decided(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        return (0.8 if name == "fft" else 1.0) * size, costs.held(one, size, name), 0.0
+        return (0.8 if name == "fft" else 1.0) * size, measure.held(one, size, name), 0.0
 
     fought: list[Problem] = []
 
@@ -259,8 +258,8 @@ def test_the_table_shows_what_a_duel_has_decided(
         fought.append(one)
         return 1.5 if one.kernel == "filter" else 0.5
 
-    monkeypatch.setattr(costs, "measure", made)
-    monkeypatch.setattr(costs, "duel", lost)
+    monkeypatch.setattr(measure, "measure", made)
+    monkeypatch.setattr(measure, "duel", lost)
     cache = tmp_path / "costs.sqlite"
     ended = command(*BENCH, "--cache", cache)
     assert ended.exit_code == 0, ended.output

@@ -213,7 +213,7 @@ def test_a_job_scheduler_gets_a_checkpoint_and_143(tmp_path: Path, classes: Make
 FORGOTTEN = """
 import multiprocessing, signal
 from anybatch import __main__
-from anybatch.cli.interrupts import deaf
+from anybatch.cli.faults import deaf
 
 def read(begun):
     deaf()

@@ -5,8 +5,7 @@ import torch
 
 import anybatch
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.losses import bce_dice, bce_dice_per_image, make_loss
-from anybatch.cli.metrics import Accuracy, IoU, make_metric
+from anybatch.cli.metrics import Accuracy, IoU, bce_dice, bce_dice_per_image, make_loss, make_metric
 
 
 def batch(n: int = 5) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,9 +15,9 @@ from tests.cli.runs import Stopped, checkpoint, same_end
 from typer.testing import Result
 
 from anybatch import Engine, Plan
-from anybatch.cli.norms import BatchNormPolicy
+from anybatch.cli.build import BatchNormPolicy
+from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -11,7 +11,7 @@ from PIL import Image
 from typer.testing import Result
 
 from anybatch.cli import profiled
-from anybatch.tools.stages import STAGES
+from anybatch.tools.profiled import STAGES
 
 Command = Callable[..., Result]
 PROFILE = ("profile", "--batch-size", 128, "--steps", 2, "--threads", 1)

@@ -7,7 +7,7 @@ import threading
 import pytest
 from rich.console import Console
 
-from anybatch.cli.interrupts import Terminated, deaf, terminable, unbroken
+from anybatch.cli.faults import Terminated, deaf, terminable, unbroken
 from anybatch.cli.progress import Gauge, Live, PlainProgress, Silent, make_progress
 
 

@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.recipes import (
+from anybatch.cli.settings import (
     RECIPES,
+    Settings,
     choose,
     chosen_image_size,
     lr_factor,
     make_optimizer,
     make_schedule,
+    parse_image_size,
 )
-from anybatch.cli.settings import Settings, parse_image_size
 
 
 def test_the_mbs_recipes_are_those_of_section_4_2() -> None:

@@ -21,13 +21,11 @@ from torch import nn
 from typer.testing import Result
 
 from anybatch.cli.checkpoint import AtomicStep
-from anybatch.cli.faults import DataError, RunFolderError, SettingsError
-from anybatch.cli.interrupts import Terminated, terminable
-from anybatch.cli.lock import Lock
-from anybatch.cli.log import RunLog, lines_until
-from anybatch.cli.progress import Gauge
+from anybatch.cli.faults import DataError, RunFolderError, SettingsError, Terminated, terminable
+from anybatch.cli.progress import Gauge, RunLog, lines_until
+from anybatch.cli.run_folder import Lock
+from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
 from anybatch.cli.views import Key, View, Views
 

@@ -11,8 +11,8 @@ from tests.cli.runs import Stopped, checkpoint, equal, same_end
 from typer.testing import Result
 
 from anybatch import Plan
+from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
 
 pytestmark = pytest.mark.usefixtures("undrawn")

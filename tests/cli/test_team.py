@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from typer.testing import Result
 
 from anybatch.cli.faults import DataError, TrainingError
+from anybatch.cli.saved_run import Interrupted, Summary
 from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted, Summary
 from anybatch.cli.team import EARLY, Team
 from anybatch.cli.train import resume, train
 from anybatch.errors import RankError

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.unit.offload.test_recording import recording
+from tests.unit.offload.test_course_recording import recording
 from typer.testing import Result
 
 from anybatch import Plan
@@ -20,11 +20,10 @@ from anybatch.cli.faults import SettingsError
 from anybatch.cli.picture import draw_step, style_of
 from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.timeline import colored, write_picture
-from anybatch.core.links import Link
+from anybatch.core.plan_sections import Link
 from anybatch.core.units import show_bytes
+from anybatch.memory.ledger import Phase, Timeline
 from anybatch.memory.lockstep_budget import WAITING
-from anybatch.memory.step_timeline import Phase
-from anybatch.memory.timeline import Timeline
 from anybatch.offload.course import set_course
 from anybatch.offload.unroll import OWNERS, of_course
 from anybatch.reports import StepTimeline

@@ -17,8 +17,8 @@ from anybatch.cli.devices import find_device
 from anybatch.cli.faults import DataError, RunFolderError, SettingsError, TrainingError
 from anybatch.cli.progress import Gauge, Silent
 from anybatch.cli.run_folder import RunFolder
+from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import train
 from anybatch.errors import NotExactError
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 from tests.cli.conftest import Make
 
-from anybatch.cli.data import Data, open_data
+from anybatch.cli.data import Arrays, Data, open_data
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.settings import Settings
-from anybatch.cli.sources import Arrays
 from anybatch.cli.views import InEpochs, Loader, Views, fixed_offsets, make_views
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.core.tree import map_tensors
+from anybatch.core.pytree import map_tensors
 from anybatch.tools.exactness import error_of
 
 N = 96

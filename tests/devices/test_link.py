@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anybatch import Engine
 from anybatch.core.accelerator import of
 from anybatch.core.batch import TensorBatch
-from anybatch.execution.device import StreamLink, feed
+from anybatch.execution.prefetch import StreamLink, feed
 
 CUDA = torch.device("cuda")
 

@@ -23,8 +23,8 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Engine
 from anybatch.errors import BudgetError
-from anybatch.offload import execute
-from anybatch.planner import offloaded
+from anybatch.offload import saved_tensors
+from anybatch.planner import offload_memory
 from anybatch.tools.exactness import error_of
 
 N = 22
@@ -115,7 +115,7 @@ def engine_of(run: Run, model: nn.Module, loss: Any, batch: tuple[Tensor, Tensor
 
 @pytest.fixture(autouse=True)
 def _small_tensors_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (execute, offloaded):
+    for module in (saved_tensors, offload_memory):
         monkeypatch.setattr(module, "SMALL", 1 << 10)
 
 

@@ -20,8 +20,7 @@ from anybatch import Engine, LazyBatch
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 from anybatch.execution.collated import FEW, doubts_of_collate
-from anybatch.execution.proof.familiar import MOST
-from anybatch.execution.proof.sizes import FREE
+from anybatch.execution.proof.inspected import FREE, MOST
 
 N, LONG = 7, 6
 Items = list[tuple[Tensor, Tensor]]

@@ -18,7 +18,7 @@ import anybatch
 from anybatch import Engine
 from anybatch.core.batch import MicroBatch
 from anybatch.errors import BudgetError, LossError
-from anybatch.loss import tiles
+from anybatch.loss import contrastive
 from anybatch.tools.exactness import error_of, tolerance
 
 N, D = 22, 4
@@ -114,7 +114,7 @@ def truth(variant: str, *, norm: bool = False) -> dict[str, Tensor]:
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "SIDE", 5)
+    monkeypatch.setattr(contrastive, "SIDE", 5)
 
 
 @pytest.mark.parametrize("norm", [False, True])
@@ -151,7 +151,7 @@ def rows_of(rank: int) -> slice:
 
 
 def on_rank(rank: int, size: int, variant: str, micro_batch: int, norm: bool) -> Any:
-    tiles.SIDE = 5
+    contrastive.SIDE = 5
     own, (x, y) = rows_of(rank), batch()
 
     def run(copied: nn.Module) -> Tensor:
@@ -186,13 +186,13 @@ def test_negatives_are_those_of_all_ranks(
 
 def counted(rank: int, size: int) -> tuple[list[int], int]:
     """Count what a second step sends: numbers in every sum over ranks, and tiles computed here."""
-    tiles.SIDE = tiles.LEAST = 1
+    contrastive.SIDE = contrastive.LEAST = 1
     x, y = (t[rows_of(rank)] for t in batch())
     engine = Engine(make("CLIP"), anybatch.contrastive(symmetric=True), micro_batch=4)
     engine.backward((x, y))
     with (
         mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduced,
-        mock.patch.object(tiles, "_similar", side_effect=tiles._similar) as computed,
+        mock.patch.object(contrastive, "_similar", side_effect=contrastive._similar) as computed,
     ):
         engine.backward((x, y))
     return [call.args[0].numel() for call in reduced.call_args_list], computed.call_count
@@ -234,7 +234,7 @@ def held(loss: Any, rows: int, n: int, memory: Any) -> tuple[int, int]:
 def test_a_batch_of_512_in_the_memory_of_64(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiles, "SIDE", 512)
+    monkeypatch.setattr(contrastive, "SIDE", 512)
     loss = anybatch.contrastive(temperature=0.1, **options)
     most, predicted = held(loss, 64, 64, "1GiB")
     assert most == predicted
@@ -325,7 +325,7 @@ def test_in_float32_it_is_as_exact_as_torch(
     Over ranks a similarity is computed on both sides, so it may be rounded twice; among embeddings
     that differ by 1e-3 that is much.
     """
-    monkeypatch.setattr(tiles, "SIDE", 20)
+    monkeypatch.setattr(contrastive, "SIDE", 20)
     kinds = {"found", "not found", "as drawn", "alike", "equal", "not normalised"}
     for variant in sorted(kinds - ({"alike"} if ours is in_two else set())):
         noise, worst = {"torch": 0.0, "rounded": 0.0}, 0.0

@@ -42,7 +42,7 @@ import anybatch
 from anybatch import Engine, LazyBatch, Loss
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
-from anybatch.execution.full_batch_rng.weigh import largest_draw
+from anybatch.execution.full_batch_rng.kernels import largest_draw
 from anybatch.memory.fakes import is_fake
 from anybatch.memory.meter import Meter
 

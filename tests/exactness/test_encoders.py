@@ -20,16 +20,16 @@ from torch.utils.data import Dataset
 
 import anybatch
 from anybatch import Encoders, Engine, LazyBatch, Plan
-from anybatch.core.memory import Memory
 from anybatch.core.plan import OffloadPlan
+from anybatch.core.plan_sections import Memory
 from anybatch.engine.inputs import StepInputs
 from anybatch.errors import BatchError, NotExactError, NotReproducibleError
-from anybatch.lockstep.adaptive import Fixed
-from anybatch.loss import tiles
+from anybatch.lockstep.sync_batchnorm import Fixed
+from anybatch.loss import contrastive as tiles
 from anybatch.memory.meter import Meter
-from anybatch.offload import execute
+from anybatch.offload import saved_tensors
 from anybatch.planner import probe
-from anybatch.planner.rehearse import Inspection
+from anybatch.planner.rehearsal import Inspection
 
 N, D, WIDTH = 22, 4, 6
 SIZES = (13, 0, 9)
@@ -422,7 +422,7 @@ def test_samples_that_change_between_the_passes_are_refused() -> None:
 
 @pytest.mark.parametrize("variant", ["scale", "one of both", "spectral"])
 def test_saved_tensors_may_be_offloaded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
     model, want = make(variant), truth(variant)
     memory = Memory(1 << 30, "by hand", 1 << 30, (), 1, 1, "nobody")
     leaves = OffloadPlan("file", None, (0, 0), 0, 0, 1)

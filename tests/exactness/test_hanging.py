@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.core.hanging import hanging, hangs
+from anybatch.core.batch import hanging, hangs
 from anybatch.errors import LossError
 
 N = 14

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.core.memory import Memory
 from anybatch.core.plan import OffloadPlan
+from anybatch.core.plan_sections import Memory
 from anybatch.tools.exactness import error_of
 
 N = 22

@@ -552,7 +552,7 @@ def test_a_check_has_hooks_of_its_own(hooks: str) -> None:
 def test_a_check_runs_with_the_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what suspends them they would be there during the step, and that is refused."""
     model, loss, _ = made("streaming", "clamp", before=False)
-    monkeypatch.setattr("anybatch.core.undo.Before.suspend_hooks", lambda self: None)
+    monkeypatch.setattr("anybatch.core.transaction.Before.suspend_hooks", lambda self: None)
     with pytest.raises(NotExactError, match="hooks on parameters must be registered before"):
         anybatch.check(model, loss, rows())
 

@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.core.memory import Memory
 from anybatch.core.plan import OffloadPlan
+from anybatch.core.plan_sections import Memory
 from anybatch.errors import AnybatchError, BudgetError, NotYetError
 from anybatch.memory.spill import Spill
-from anybatch.offload import execute
+from anybatch.offload import saved_tensors
 
 SHARDS = {2: (5, 2), 4: (3, 0, 1, 2)}
 Batch = tuple[Tensor, Tensor]
@@ -84,7 +84,7 @@ def needed(model: nn.Module, loss: Any, batch: Batch, *, offload: str) -> int:
 
 def trained(rank: int, size: int, variant: str, loss: str, share: float) -> Any:
     """Return what two steps leave, and what each has held, foreseen and moved."""
-    execute.SMALL = 64
+    saved_tensors.SMALL = 64
     model, batch = model_of(variant), rows(rank, SHARDS[size])
     low = needed(model, LOSSES[loss], batch, offload="auto")
     high = needed(model, LOSSES[loss], batch, offload="off")
@@ -140,7 +140,7 @@ def test_two_steps_within_what_no_rank_could_keep_are_those_of_the_whole_batch(
 
 def moved_on_request(rank: int, size: int) -> list[int]:
     """Return the bytes moved where it was requested, by name and by a plan."""
-    execute.SMALL = 64
+    saved_tensors.SMALL = 64
     model, batch = model_of("stream"), rows(rank, (2,) * size)
     asks = Engine(model, F.mse_loss, memory="1GiB", micro_batch=1)
     assert asks._planner is not None

@@ -35,7 +35,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
-from anybatch.core.meeting import looks_here
+from anybatch.core.barrier import looks_here
 from anybatch.core.rng import RNGState
 from anybatch.errors import BudgetError, LockstepError
 from anybatch.planner.forecast import DRAW

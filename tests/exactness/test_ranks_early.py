@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
-from anybatch.distributed import gradients, pieces
-from anybatch.distributed.group import Group
+from anybatch.distributed import buckets, gradients
+from anybatch.distributed.process_group import Group
 from anybatch.planner.ladder import COLLECTIVES
 
 SIZE, SHARDS = 3, (5, 0, 8)
@@ -37,7 +37,7 @@ def workers() -> Iterator[Pool]:
 
 def many_pieces(_rank: int, _size: int) -> None:
     """Let every weight of a tiny model be a piece of its own, and its biases one."""
-    pieces.SMALL = 7
+    buckets.SMALL = 7
 
 
 class Net(nn.Module):
@@ -99,18 +99,18 @@ class Early:
         self.counts: list[int] = []
 
     def __enter__(self) -> Early:
-        self._send: Callable[..., None] = pieces.Pieces.send
+        self._send: Callable[..., None] = buckets.Pieces.send
         real, counts = self._send, self.counts
 
-        def send(self: pieces.Pieces, totals: Any) -> None:
+        def send(self: buckets.Pieces, totals: Any) -> None:
             counts.append(len(self.contributed))
             real(self, totals)
 
-        pieces.Pieces.send = send  # type: ignore[method-assign]
+        buckets.Pieces.send = send  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
-        pieces.Pieces.send = self._send  # type: ignore[method-assign]
+        buckets.Pieces.send = self._send  # type: ignore[method-assign]
 
 
 def loss_of(variant: str) -> Any:

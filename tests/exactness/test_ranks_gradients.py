@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch, coupled
-from anybatch.distributed.pieces import SMALL
+from anybatch.distributed.buckets import SMALL
 from anybatch.errors import LockstepError
 
 N = 12

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.distributed.beginning import TIMES, Habit
-from anybatch.distributed.group import Group
+from anybatch.distributed.handshake import TIMES, Habit
+from anybatch.distributed.process_group import Group
 
 SIZE, MICRO = 3, 2
 KINDS = ("streamed", "coupled", "lanes", "ignored")

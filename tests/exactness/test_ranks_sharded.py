@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch import Engine
-from anybatch.distributed.group import Group
-from anybatch.distributed.sharded import Sharded, refuse_unknown
+from anybatch.distributed.fsdp import Sharded, refuse_unknown
+from anybatch.distributed.process_group import Group
 from anybatch.errors import NotYetError, RankError
 from anybatch.execution.gradients import Gradients
 from anybatch.tools.exactness import error_of

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from anybatch import Engine, LazyBatch
 from anybatch.core.accelerator import of
 from anybatch.core.batch import TensorBatch
-from anybatch.core.tree import map_tensors
-from anybatch.execution.device import StreamLink, feed
+from anybatch.core.pytree import map_tensors
+from anybatch.execution.prefetch import StreamLink, feed
 from anybatch.tools.exactness import error_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

@@ -18,7 +18,7 @@ from tests.integrations.loops import accelerated
 
 import anybatch
 from anybatch import Engine
-from anybatch.core.prepared import bare
+from anybatch.core.optimizers import bare
 from anybatch.errors import NotExactError, NotYetError
 
 

@@ -31,7 +31,7 @@ from lightning.pytorch.utilities.memory import is_oom_error
 from tests.integrations.fits import N, Net, fit, made, rows
 
 from anybatch import Engine
-from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.oom import out_of_memory
 from anybatch.integrations.lightning import FullBatch
 
 FULL = "CUDA out of memory."

@@ -11,7 +11,7 @@ import torch
 from tests.oracle import assert_exact
 from torch import Tensor, nn
 
-from anybatch.core import tree
+from anybatch.core import pytree
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 
@@ -45,7 +45,7 @@ def shown(trainer: Any) -> dict[str, Tensor]:
     found = trainer.predict(trainer.eval_dataset)
     tensors = {"loss": torch.as_tensor(found.metrics["test_loss"])}
     for name, some in (("output", found.predictions), ("labels", found.label_ids)):
-        every = (one for _, one in tree.leaves(some))
+        every = (one for _, one in pytree.leaves(some))
         tensors |= {f"{name} {at}": torch.as_tensor(one) for at, one in enumerate(every)}
     return tensors
 
@@ -201,10 +201,10 @@ def test_what_is_predicted_keeps_its_structure(
             (Trainer, {"memory": "1GiB"}),
         )
     ]
-    want = dict(tree.tensors(found[0]))
+    want = dict(pytree.tensors(found[0]))
     for ours in found[1:]:
         assert structure(ours) == structure(found[0])
-        assert_exact(dict(tree.tensors(ours)), want)
+        assert_exact(dict(pytree.tensors(ours)), want)
 
 
 def predicted(
@@ -226,4 +226,4 @@ def test_labels_of_several_names_keep_their_structure(
     want = predicted(transformers.Trainer, FixedOutputs(returned, names), tmp_path, "plain", {})
     got = predicted(Trainer, FixedOutputs(returned, names), tmp_path, "plain", how)
     assert structure(got) == structure(want)
-    assert_exact(dict(tree.tensors(got)), dict(tree.tensors(want)))
+    assert_exact(dict(pytree.tensors(got)), dict(pytree.tensors(want)))

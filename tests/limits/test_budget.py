@@ -28,7 +28,7 @@ from anybatch import Engine
 from anybatch.errors import BudgetError
 from anybatch.memory.fakes import is_fake
 from anybatch.memory.meter import Meter
-from anybatch.planner.updates import state_tensors
+from anybatch.planner.probe import state_tensors
 
 CPU = torch.device("cpu")
 AMPLE = "1GiB"

@@ -16,7 +16,7 @@ import anybatch
 from anybatch import Engine, Plan
 from anybatch.memory.fakes import is_fake
 from anybatch.memory.meter import Meter
-from anybatch.planner.choice import search
+from anybatch.planner.search import search
 
 
 def batch(size: int, width: int = 8) -> tuple[Tensor, Tensor]:

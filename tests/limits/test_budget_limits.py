@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch
-from anybatch.core import tree
+from anybatch.core import pytree
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 
@@ -69,7 +69,7 @@ def most_held(engine: Engine, batch: tuple[Any, Any]) -> int:
     """Return the bytes that a step holds at most, its mini-batch not counted."""
     owners = {"parameters": list(engine.model.parameters())}
     pair = [] if isinstance(batch[0], LazyBatch) else [batch]
-    tensors = [tensor for _, tensor in tree.tensors(pair)]
+    tensors = [tensor for _, tensor in pytree.tensors(pair)]
     with Meter(CPU, owners | {"batch": tensors}) as meter:
         engine.backward(*batch)
     return meter.peak - sum(tensor.nbytes for tensor in tensors)
@@ -89,7 +89,9 @@ def test_a_later_batch_that_holds_more_keeps_to_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # No clock says which size is the fastest: the largest is.
-    monkeypatch.setattr("anybatch.planner.resident.seconds", lambda case, inspection, n, **_: 1.0)
+    monkeypatch.setattr(
+        "anybatch.planner.offload_choice.seconds", lambda case, inspection, n, **_: 1.0
+    )
     budget = 40_000
     engine = Engine(model(), F.cross_entropy, memory=budget)
     held = []

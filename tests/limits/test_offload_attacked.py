@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.offload import execute
+from anybatch.offload import saved_tensors
 
 WIDTH = 16
 
@@ -108,7 +108,7 @@ STEPS = (once, once, twice, two_losses)
 
 
 def test_random_programs(counted: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
     kinds: set[str] = set()
     for seed in range(counted(200)):
         torch.manual_seed(seed)

@@ -47,7 +47,7 @@ import anybatch
 import anybatch.cli.cli
 from anybatch.tools.exactness import error_of, tolerance
 from anybatch.memory.limits import left
-from anybatch.cli.lock import Lock
+from anybatch.cli.run_folder import Lock
 
 layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
 model = torch.nn.Sequential(*layers).double()

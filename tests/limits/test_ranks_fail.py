@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.distributed import pieces
+from anybatch.distributed import buckets
 from anybatch.errors import RankError
 from anybatch.execution.gradients import Gradients
 
@@ -225,7 +225,7 @@ def late(rank: int, size: int, where: str) -> Any:
     """Fail on the last rank once gradients are being summed, or have been."""
     model, (x, y) = model_of("lanes"), rows(rank)
     engine = Engine(model, F.cross_entropy, micro_batch=4)
-    owner: Any = Gradients if where == "_prepare" else pieces
+    owner: Any = Gradients if where == "_prepare" else buckets
     real = getattr(owner, where)
 
     def fails(*_: Any) -> Any:

@@ -24,17 +24,24 @@ from typing import Any, cast
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from anybatch.core.memory import Candidate, Memory
 from anybatch.core.plan import OffloadPlan
+from anybatch.core.plan_sections import Candidate, Memory
 from anybatch.errors import BudgetError
 from anybatch.execution.signature import RunPlan
-from anybatch.planner.above import GAIN, above
-from anybatch.planner.choice import START, between, search, step_seconds
-from anybatch.planner.contest import faster
-from anybatch.planner.duel import StepSeconds, chosen, duel
-from anybatch.planner.offloaded import OffloadedSizes
+from anybatch.planner.offload_choice import ResidentSizes, faster
+from anybatch.planner.offload_memory import OffloadedSizes
 from anybatch.planner.paged_lockstep import PagedLockstep
-from anybatch.planner.resident import ResidentSizes
+from anybatch.planner.search import (
+    GAIN,
+    START,
+    StepSeconds,
+    above,
+    between,
+    chosen,
+    duel,
+    search,
+    step_seconds,
+)
 
 ROUNDED = 1 + 1e-9
 """Sums of seconds in another order."""

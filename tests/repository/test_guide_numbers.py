@@ -8,7 +8,7 @@ from benchmarks.simulators.fft_memory import ratio
 from benchmarks.simulators.layers import Shape
 
 from anybatch.tools.gpus import efficiency, gpus_for, overhead_limit, speedup
-from anybatch.tools.servers import Cluster, servers_for
+from anybatch.tools.scaled import Cluster, servers_for
 
 GIGABIT = 1e9 / 8
 """Bytes a second of a link of 1 Gbit/s."""

@@ -73,4 +73,4 @@ def test_what_is_wrong_with_a_map_is_said(spoil: Any, said: list[str]) -> None:
 def test_the_page_names_what_is_left_out() -> None:
     page = papers_page()
     assert "| Table 1 | the cloud machines that were rented | - | hardware" in page
-    assert "[`stream`](../src/anybatch/execution/stream.py)" in page
+    assert "[`stream`](../src/anybatch/execution/streaming.py)" in page

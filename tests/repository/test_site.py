@@ -47,7 +47,7 @@ def test_tables_are_tables_and_code_has_a_page(site: Path) -> None:
     home = (site / "index.html").read_text()
     regions = re.findall(r"<!-- generated: \S+ -->\n\|", (ROOT / "README.md").read_text())
     assert home.count("<table>") >= len(regions) > 0
-    assert "<h1" in (site / "src" / "anybatch" / "execution" / "stream.py.html").read_text()
+    assert "<h1" in (site / "src" / "anybatch" / "execution" / "streaming.py.html").read_text()
 
 
 def test_nothing_is_requested_of_a_network(site: Path) -> None:

@@ -30,16 +30,9 @@ AT_ROOT = dict.fromkeys((*PUBLIC, ""), BELOW_FRONT) | {"errors": -1, "__main__":
 COMMAND = (f"{FRONT}.cli", f"{FRONT}.__main__")
 WITHOUT_TORCH = set(
     (
-        "conv.circles conv.convolutions conv.divide conv.network conv.problem conv.rough "
-        "conv.share core.absent core.html_cards core.divisions core.evidence core.links "
-        "core.memory core.pace core.plan core.scale core.units memory.filling "
-        "memory.lockstep_budget memory.step_timeline memory.timeline offload.again offload.belady "
-        "offload.best "
-        "offload.chain offload.course offload.draft offload.ends offload.fit offload.gaps "
-        "offload.hiding offload.recording offload.schedule offload.simulate offload.trace "
-        "offload.unroll offload.window planner.above planner.choice planner.duel planner.sharing "
-        "tools.costs tools.validation tools.gpus tools.loop tools.profiled "
-        "tools.remedies tools.scaled tools.servers tools.stages units "
+        "conv.circles conv.divide conv.problem core.absent core.plan core.plan_sections core.units "
+        "memory.ledger memory.lockstep_budget offload.course offload.policy offload.schedule "
+        "offload.unroll planner.search tools.gpus tools.profiled"
     ).split()
 )
 OF_INTEGRATIONS = ("transformers", "accelerate", "lightning")
@@ -56,7 +49,7 @@ class Import(NamedTuple):
 
 
 def module_name(path: Path, source: Path) -> str:
-    """`anybatch.loss.rows` of `anybatch/loss/rows.py`; a package is named by its folder."""
+    """`anybatch.loss.base` of `anybatch/loss/base.py`; a package is named by its folder."""
     parts = path.relative_to(source).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -186,9 +179,9 @@ PLANTED = [
         "from anybatch.engine.engine import Engine",
         "of anybatch.engine.engine goes up",
     ),
-    ("core/tree.py", "from anybatch import Plan", "the import of anybatch goes up"),
+    ("core/pytree.py", "from anybatch import Plan", "the import of anybatch goes up"),
     ("engine/engine.py", "import anybatch.cli.cli", "the import of anybatch.cli.cli goes up"),
-    ("core/tree.py", "from anybatch.core import batch", "a circle: "),
+    ("core/pytree.py", "from anybatch.core import batch", "a circle: "),
     ("cli/faults.py", "import anybatch.cli.train", "a circle: "),
     ("cli/faults.py", "from anybatch.core import units", "anybatch.core.units is no public name"),
     ("cli/faults.py", "from anybatch import core", "anybatch.core is no public name"),
@@ -196,9 +189,9 @@ PLANTED = [
     ("core/rng.py", "from anybatch.units import show_bytes", "import of anybatch.units goes up"),
     ("core/plan.py", "from torch import Tensor", "import of torch brings torch into a module"),
     ("execution/step.py", "def f():\n    import math", "import of math is inside a function"),
-    ("core/rng.py", "def f():\n    from anybatch.core import tree", "tree is inside a function"),
-    ("cli/curves.py", "from matplotlib import pyplot", "is an optional extra at the top"),
-    ("loss/rows.py", "from .known import TABLE", "is relative"),
+    ("core/rng.py", "def f():\n    from anybatch.core import units", "units is inside a function"),
+    ("cli/picture.py", "from matplotlib import pyplot", "is an optional extra at the top"),
+    ("loss/functionals.py", "from .known import TABLE", "is relative"),
     ("loss/__init__.py", "from torch import Tensor", "must be a docstring and nothing else"),
     ("core/rng.py", "import transformers", "is of a library that only an integration knows"),
     ("engine/engine.py", "import anybatch.integrations.install", "install goes up"),
@@ -220,6 +213,6 @@ def test_a_planted_import_is_found(tmp_path: Path, name: str, line: str, fault: 
 
 def test_an_optional_extra_may_be_imported_where_it_is_used(tmp_path: Path) -> None:
     shutil.copytree(SOURCE / FRONT, tmp_path / FRONT)
-    path = tmp_path / FRONT / "cli" / "curves.py"
+    path = tmp_path / FRONT / "cli" / "picture.py"
     path.write_text(f"{path.read_text()}\ndef f():\n    import torch.utils.tensorboard\n")
     assert faults(tmp_path) == []

@@ -61,10 +61,10 @@ import sys
 for name in sys.argv[1].split():
     sys.modules[name] = None
 import importlib, pathlib, tempfile, torch, anybatch, anybatch.cli.cli
-from anybatch.cli.curves import refuse_without_matplotlib
+from anybatch.cli.picture import refuse_without_matplotlib
 from anybatch.cli.run_folder import ABSENT
-from anybatch.cli.log import RunLog
-from anybatch.cli.sources import digits
+from anybatch.cli.progress import RunLog
+from anybatch.cli.data import digits
 model = torch.nn.Linear(4, 3)
 batch = torch.randn(7, 4), torch.randint(3, (7,))
 assert anybatch.check(model, torch.nn.CrossEntropyLoss(), batch).exact
@@ -83,7 +83,7 @@ for call in (
 """
 PAGE = """
 from anybatch.cli.report.record import RunRecord
-from anybatch.cli.report.page import page_of
+from anybatch.cli.report.write import page_of
 print(page_of(RunRecord("plan", {})))
 """
 

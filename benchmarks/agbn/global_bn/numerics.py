@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from anybatch.core.norm.moments import Moments, merged_in_order, moments_of
+from anybatch.core.moments import Moments, merged_in_order, moments_of
 
 EPS = 1e-5
 ROWS, DEVIATION, SEED = 4096, 0.1, 0

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.cli.models.resnet import resnet20
-from anybatch.core.norm.moments import Moments, merged_in_order
-from anybatch.lockstep import ranks as norm_ranks
+from anybatch.core.moments import Moments, merged_in_order
+from anybatch.lockstep import sync_batchnorm as norm_ranks
 
 PIXELS, CLASSES, SEED = 32, 10, 0
 

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.core.meeting import reduce
+from anybatch.core.barrier import reduce
 from anybatch.lockstep.batchnorm import batch_norm
-from anybatch.lockstep.lanes import Lanes
-from anybatch.lockstep.turns import LaneTurns
+from anybatch.lockstep.scheduler import Lanes, LaneTurns
 from anybatch.memory.stores import FileStore
 from benchmarks.agbn.lanes_parts.ways import Subject
 

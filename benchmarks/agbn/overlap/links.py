@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from anybatch.distributed.group import Group
+from anybatch.distributed.process_group import Group
 
 LINKS: dict[str, float | None] = {"this machine": None, "10 Gbit/s": 1.25e9, "1 Gbit/s": 1.25e8}
 """Name -> bytes a second; None is gloo on the loopback device."""

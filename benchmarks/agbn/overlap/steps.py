@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.distributed import gradients
-from anybatch.distributed.group import Group, group_of
-from anybatch.distributed.ranks import Ranks
+from anybatch.distributed.global_batch import Ranks
+from anybatch.distributed.process_group import Group, group_of
 from benchmarks.agbn.overlap.links import LINKS, wire
 from benchmarks.mbs.models import ResNet, TransformerLM
 

@@ -20,9 +20,8 @@ import torch
 
 from anybatch import Engine, Plan
 from anybatch.errors import AnybatchError, BudgetError
-from anybatch.memory.hidden import _run
-from anybatch.memory.meter import Meter
-from anybatch.planner.updates import state_tensors
+from anybatch.memory.meter import Meter, _run
+from anybatch.planner.probe import state_tensors
 from benchmarks.guide.draws.draws import Draw, Training
 from benchmarks.mbs.tables.limited import STACK, DataLimit
 

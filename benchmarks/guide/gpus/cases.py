@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from anybatch.tools import gpus as lemma
-from anybatch.tools.costs import Affine, GradientSum, NetworkLink, Work
-from anybatch.tools.loop import Loop
+from anybatch.tools.gpus import Affine, GradientSum, Loop, NetworkLink, Work
 from benchmarks.guide.gpus.ranks import Job
 
 GPUS = (1, 2, 4, 8)

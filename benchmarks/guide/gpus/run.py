@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from anybatch.tools.costs import NetworkLink
+from anybatch.tools.gpus import NetworkLink
 from benchmarks.environment import environment
 from benchmarks.guide.gpus.cases import CALIBRATED, CASES, GPUS, SAMPLES, Case, predicted
 from benchmarks.guide.gpus.ranks import Job, run

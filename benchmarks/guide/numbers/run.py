@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from anybatch.tools.gpus import efficiency, gpus_for, overhead_limit, speedup, speedup_limit
-from anybatch.tools.servers import Cluster, servers_for
+from anybatch.tools.scaled import Cluster, servers_for
 from benchmarks.environment import environment
 from benchmarks.guide.alexnet import ALEXNET, SAMPLES, TABLE_2
 from benchmarks.guide.numbers.table2 import OURS, formulas

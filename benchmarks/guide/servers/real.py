@@ -10,7 +10,7 @@ from itertools import pairwise
 from math import isinf
 from statistics import median
 
-from anybatch.tools.servers import Cluster
+from anybatch.tools.scaled import Cluster
 from benchmarks.guide.servers.wires import Wires, wired
 from benchmarks.results import console
 from benchmarks.simulators.parameter_servers import simulate

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.tools.servers import Cluster
+from anybatch.tools.scaled import Cluster
 from benchmarks.environment import environment
 from benchmarks.guide.servers.real import JITTER, ROUNDS, WARM, all_cases
 from benchmarks.results import console, read, write

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from anybatch.cli.losses import bce_dice
+from anybatch.cli.metrics import bce_dice
 from anybatch.cli.models.amoebanet import AmoebaNetD
 from anybatch.cli.models.resnet import resnet20
 from anybatch.cli.models.small import cnn

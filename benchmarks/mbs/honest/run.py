@@ -26,9 +26,9 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from anybatch import Engine
-from anybatch.core.tree import map_tensors
+from anybatch.core.pytree import map_tensors
 from anybatch.errors import AnybatchError
-from anybatch.loss.declared import loss_inside
+from anybatch.loss.base import loss_inside
 from anybatch.tools.exactness import FLOOR, NOISE_FACTOR, error_of, tolerance
 from benchmarks.environment import environment
 from benchmarks.mbs.honest import families, inside, modules, networks

@@ -15,15 +15,14 @@ from torch import Tensor
 
 from anybatch import Engine, Plan
 from anybatch.core.batch import TensorBatch
-from anybatch.core.evidence import FORESEEN
-from anybatch.core.memory import Memory
+from anybatch.core.plan_sections import FORESEEN, Memory
 from anybatch.engine.inputs import StepInputs
-from anybatch.lockstep.adaptive import Fixed
-from anybatch.loss.watched import CallableLoss
+from anybatch.lockstep.sync_batchnorm import Fixed
+from anybatch.loss.tracer import CallableLoss
 from anybatch.memory.meter import Meter
 from anybatch.planner.forecast import Forecast
 from anybatch.planner.ladder import forecast
-from anybatch.planner.updates import state_tensors
+from anybatch.planner.probe import state_tensors
 from benchmarks.mbs.prediction.models import OPTIMIZERS, SUBJECTS, Subject
 from benchmarks.mbs.prediction.referee import allocated_peaks
 

@@ -8,8 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from anybatch.cli.folders import hold_out, list_pairs, split_folders
-from anybatch.cli.images import SUFFIXES
+from anybatch.cli.folders import SUFFIXES, hold_out, list_pairs, split_folders
 
 TEST_SHARE = 4  # training images for each test image
 

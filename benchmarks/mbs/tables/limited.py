@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from anybatch.cli.build import RunParts
-from anybatch.cli.sources import CACHE_BYTES
+from anybatch.cli.data import CACHE_BYTES
 
 COPIES = 3  # of a mini-batch on the host
 STACK = 256 * 1024  # bytes, of a thread that waits

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from anybatch.cli.build import build
-from anybatch.cli.curves import EpochRow, draw_curves
 from anybatch.cli.faults import TrainingError
+from anybatch.cli.picture import EpochRow, draw_curves
 from anybatch.cli.progress import Silent
 from anybatch.cli.settings import Settings
 from anybatch.cli.train import train

@@ -16,8 +16,7 @@ from anybatch import Loss
 from anybatch.cli.build import RunParts, build, seeded
 from anybatch.cli.faults import TrainingError
 from anybatch.cli.metrics import Metric, make_metric
-from anybatch.cli.recipes import make_optimizer, make_schedule
-from anybatch.cli.settings import Settings
+from anybatch.cli.settings import Settings, make_optimizer, make_schedule
 
 Row = dict[str, Any]
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

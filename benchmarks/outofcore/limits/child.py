@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import anybatch
-from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.oom import out_of_memory
 from benchmarks.mbs.tables.limited import data_bytes
 from benchmarks.outofcore.limits.problems import SMALL, made
 from benchmarks.outofcore.offload.steps import LOTS, Step

@@ -23,10 +23,9 @@ import typer
 from torch import nn
 
 from anybatch.cli.models.resnet import Residual, resnet
-from anybatch.core.links import Link
-from anybatch.offload.best import by_rule
-from anybatch.offload.simulate import simulate
-from anybatch.offload.trace import Trace
+from anybatch.core.plan_sections import Link
+from anybatch.offload.policy import by_rule
+from anybatch.offload.schedule import Trace, simulate
 from benchmarks.environment import environment
 from benchmarks.results import console, write
 from benchmarks.simulators.machine import Machine

@@ -6,14 +6,12 @@ from typing import Any, Self
 
 import torch
 
-from anybatch.core.links import Link
+from anybatch.core.plan_sections import Link
 from anybatch.memory.stores import FileStore
-from anybatch.offload.again import choices, remade
-from anybatch.offload.course import Course, set_course
-from anybatch.offload.execute import StepHooks as Hooks
+from anybatch.offload.course import Course, Recording, Remake, choices, remade, set_course
 from anybatch.offload.mover import Mover
-from anybatch.offload.recording import Recording, Remake
-from anybatch.offload.watch import StepRecorder
+from anybatch.offload.recorder import StepRecorder
+from anybatch.offload.saved_tensors import StepHooks as Hooks
 from benchmarks.outofcore.offload.steps import LOTS, Step
 
 SLOW = Link(1.0, 1.0)

@@ -8,12 +8,8 @@ from itertools import product
 from typing import Any
 
 from anybatch.errors import BudgetError
-from anybatch.offload.belady import belady
-from anybatch.offload.best import by_rule, plan
-from anybatch.offload.schedule import Schedule
-from anybatch.offload.simulate import simulate
-from anybatch.offload.trace import Trace
-from anybatch.offload.window import window
+from anybatch.offload.policy import belady, by_rule, plan, window
+from anybatch.offload.schedule import Schedule, Trace, simulate
 from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.outofcore.schedules.parts import WORTH, in_parts
 from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch

@@ -7,11 +7,8 @@ from functools import cache
 from typing import Any
 
 from anybatch.errors import BudgetError
-from anybatch.offload.best import by_rule, fastest
-from anybatch.offload.schedule import Schedule
-from anybatch.offload.simulate import simulate
-from anybatch.offload.trace import Trace
-from anybatch.offload.window import window
+from anybatch.offload.policy import by_rule, fastest, window
+from anybatch.offload.schedule import Schedule, Trace, simulate
 from benchmarks.simulators.allocators import (
     MIB,
     Allocator,

@@ -19,9 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.offload.best import plan
-from anybatch.offload.trace import Trace
-from anybatch.offload.window import window
+from anybatch.offload.policy import plan, window
+from anybatch.offload.schedule import Trace
 from benchmarks.environment import environment
 from benchmarks.outofcore.schedules.cases import (
     BUDGET,

@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from anybatch.core.links import Link
+from anybatch.core.plan_sections import Link
 from anybatch.memory.stores import FileStore
 from benchmarks.simulators.machine import Machine
 

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch.cli.models.resnet import Residual
-from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.oom import out_of_memory
 from anybatch.core.units import show_bytes
 from anybatch.memory.meter import Meter
 from benchmarks.outofcore.table1.clocks import clocked

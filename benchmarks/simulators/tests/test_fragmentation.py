@@ -19,7 +19,7 @@ from benchmarks.simulators.allocators import (
 from benchmarks.simulators.fragmentation import Event, events, footprint
 from tests.unit.offload.traces import anything, network
 
-from anybatch.offload.belady import belady
+from anybatch.offload.policy import belady
 from anybatch.offload.schedule import Schedule, Stage
 
 MAKE: dict[str, Callable[[], Allocator]] = {

@@ -11,7 +11,7 @@ from benchmarks.simulators.layer_to_change import adjustments
 from benchmarks.simulators.layers import Convolution
 from benchmarks.simulators.tests.test_minibatch import every
 
-from anybatch.core.divisions import KernelPart
+from anybatch.core.plan_sections import KernelPart
 
 SAMPLES = 128
 MB = 10**6

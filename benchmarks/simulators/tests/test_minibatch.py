@@ -11,7 +11,7 @@ import pytest
 from benchmarks.simulators.minibatch import Measured, choose, sweep
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from anybatch.core.divisions import KernelPart
+from anybatch.core.plan_sections import KernelPart
 from anybatch.errors import BudgetError
 
 

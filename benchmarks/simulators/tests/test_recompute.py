@@ -17,11 +17,10 @@ from benchmarks.simulators.rewrite import Rewriter, rewrite
 from benchmarks.simulators.sublinear import sublinear
 from tests.unit.offload.traces import anything
 
-from anybatch.core.links import Link
+from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.offload.best import plan
-from anybatch.offload.simulate import simulate
-from anybatch.offload.trace import Function, Trace, Variable
+from anybatch.offload.policy import plan
+from anybatch.offload.schedule import Function, Trace, Variable, simulate
 
 
 class Net:

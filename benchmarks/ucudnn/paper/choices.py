@@ -19,9 +19,9 @@ from time import perf_counter
 
 from anybatch.conv.chooser import certain, worthwhile
 from anybatch.conv.convolutions import Policy
-from anybatch.conv.costs import Costs
-from anybatch.conv.share import share
-from anybatch.core.divisions import Configuration
+from anybatch.conv.divide import share
+from anybatch.conv.measure import Costs
+from anybatch.core.plan_sections import Configuration
 from benchmarks.ucudnn.listen import RecordedKernel
 
 MIB = 1 << 20

@@ -28,7 +28,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from anybatch.conv.costs import Costs
+from anybatch.conv.measure import Costs
 from benchmarks.environment import environment
 from benchmarks.modes import in_mode
 from benchmarks.results import console, write

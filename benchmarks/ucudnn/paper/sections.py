@@ -11,7 +11,7 @@ import torch
 
 from anybatch.conv.convolutions import Policy
 from anybatch.conv.problem import Problem
-from anybatch.core.divisions import Configuration
+from anybatch.core.plan_sections import Configuration
 from benchmarks.ucudnn.paper.choices import (
     ALL,
     MIB,

@@ -18,9 +18,9 @@ import torch
 import typer
 
 from anybatch.conv.chooser import worthwhile
-from anybatch.conv.network import Key
+from anybatch.conv.divide import Key
 from anybatch.conv.warm import Warming, warm
-from anybatch.core.divisions import Configuration, KernelPart
+from anybatch.core.plan_sections import Configuration, KernelPart
 from benchmarks.environment import environment
 from benchmarks.results import console, write
 from benchmarks.ucudnn.listen import listen

@@ -16,8 +16,8 @@ import numpy as np
 import typer
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from anybatch.conv.share import share
-from anybatch.core.divisions import Configuration, KernelPart
+from anybatch.conv.divide import share
+from anybatch.core.plan_sections import Configuration, KernelPart
 from benchmarks.environment import environment
 from benchmarks.results import console, write
 

@@ -16,12 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from anybatch.cli.build import seeded
 from anybatch.cli.explain import first_batch
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.kernels import (
-    console_of,
-    refuse_without_rows,
-    summary_of,
-    table_of,
-)
+from anybatch.cli.kernels import console_of, refuse_without_rows, summary_of, table_of
 from anybatch.cli.options import (
     BatchSizeOption,
     BenchOption,

@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn, optim
 from torch.optim.lr_scheduler import LRScheduler
 
-from anybatch.cli.faults import RunFolderError
-from anybatch.cli.interrupts import unbroken
+from anybatch.cli.faults import RunFolderError, unbroken
 from anybatch.cli.metrics import Metric
 from anybatch.devices import RNGState
 

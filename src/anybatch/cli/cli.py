@@ -18,8 +18,7 @@ from rich.console import Console
 from anybatch.cli.bench import bench
 from anybatch.cli.compare import compare as compare_trainings
 from anybatch.cli.explain import check, plan
-from anybatch.cli.faults import SettingsError
-from anybatch.cli.interrupts import terminable
+from anybatch.cli.faults import SettingsError, terminable
 from anybatch.cli.options import (
     BatchNormOption,
     BatchSizeOption,

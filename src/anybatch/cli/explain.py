@@ -14,10 +14,9 @@ from rich.console import Console
 
 from anybatch import Plan
 from anybatch import check as check_gradients
-from anybatch.cli.build import RunParts, build, describe, seeded
+from anybatch.cli.build import BatchNormPolicy, RunParts, build, describe, seeded
 from anybatch.cli.devices import absent_device, refuse_measured
 from anybatch.cli.explained import Explained
-from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.options import (
     BatchNormOption,
     BatchSizeOption,
@@ -62,16 +61,13 @@ from anybatch.cli.outcome import ending
 from anybatch.cli.planned import question_of, refuse_to_plan
 from anybatch.cli.process import allocate
 from anybatch.cli.progress import Silent
-from anybatch.cli.reading import Reading
-from anybatch.cli.recipes import make_optimizer
-from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.page import page_of
+from anybatch.cli.report.history import Envelope
 from anybatch.cli.report.record import RunRecord
-from anybatch.cli.report.write import refuse_page, write_page
-from anybatch.cli.settings import Settings, parse_image_size
+from anybatch.cli.report.write import page_of, refuse_page, write_page
+from anybatch.cli.settings import Settings, make_optimizer, parse_image_size
 from anybatch.cli.team import Team
 from anybatch.cli.timeline import NONE, colored, refuse_picture, write_picture
-from anybatch.cli.views import LoadedBatch
+from anybatch.cli.views import LoadedBatch, Reading
 from anybatch.cli.wanted import Wanted
 from anybatch.devices import planned_for
 from anybatch.reports import StepTimeline

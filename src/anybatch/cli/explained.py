@@ -15,13 +15,7 @@ from anybatch import Plan
 from anybatch import convolutions as divided
 from anybatch.cli.build import RunParts
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.fronts import draw_fronts
-from anybatch.cli.kernels import (
-    console_of,
-    refuse_without_rows,
-    summary_of,
-    table_of,
-)
+from anybatch.cli.kernels import console_of, draw_fronts, refuse_without_rows, summary_of, table_of
 from anybatch.cli.settings import AUTO
 from anybatch.cli.timeline import write
 from anybatch.cli.views import LoadedBatch

@@ -7,9 +7,15 @@ micro-batch, so that no output is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch import Loss
+from anybatch.cli.faults import SettingsError
 
 
 class Metric(Protocol):
@@ -95,3 +101,71 @@ class IoU:
 def make_metric(task: str) -> Metric:
     """Return an empty metric: accuracy for "classification", IoU for "segmentation"."""
     return Accuracy() if task == "classification" else IoU()
+
+
+# Losses of the command: cross-entropy, binary cross-entropy (BCE), and BCE + Dice loss.
+#
+# torch has the first two. Dice is a ratio of sums, and its value for a batch depends on the range
+# of the sums. Eq. 18 speaks of one ground truth A and one prediction B and does not say how a batch
+# is reduced:
+#
+# - `bce_dice` takes A and B as all pixels of the mini-batch. The samples meet in its sums, so the
+#   engine computes it on the full batch (a coupled loss, exact, at the price of a second forward).
+#   It is the default, because an image without foreground is no special case in it.
+# - `bce_dice_per_image` takes A and B as one image and averages over images: the literal reading of
+#   the equation. Declared by `Loss.per_sample`, it needs no second forward.
+#
+# Both take probabilities for the binary image, as a step has no gradient, and add one pixel to
+# numerator and denominator, so that nothing is divided by zero.
+#
+# Source: MBS, section 4.2.4, Eq. 18-20.
+
+SMOOTH = 1.0  # pixels
+SEGMENTATION_LOSSES = ("bce", "bce+dice", "bce+dice-per-image")
+
+
+def dice_coefficient(probabilities: Tensor, masks: Tensor) -> Tensor:
+    """Return 2 |A B| / (|A| + |B|) of [..., pixels]: one figure for each leading index (Eq. 18)."""
+    both = (probabilities * masks).sum(dim=-1)
+    return (2 * both + SMOOTH) / (probabilities.sum(dim=-1) + masks.sum(dim=-1) + SMOOTH)
+
+
+def bce_dice(logits: Tensor, masks: Tensor) -> Tensor:
+    """Return BCE + Dice loss, both over all pixels of the batch: a scalar (Eq. 18-20).
+
+    `logits` and `masks` (0 or 1) are [N, 1, H, W].
+    """
+    coefficient = dice_coefficient(torch.sigmoid(logits).flatten(), masks.flatten())
+    return F.binary_cross_entropy_with_logits(logits, masks) + 1 - coefficient
+
+
+def bce_dice_per_image(logits: Tensor, masks: Tensor) -> Tensor:
+    """Return BCE + Dice loss of each image, [N]; their mean is the batch's (Eq. 18-20)."""
+    bce = F.binary_cross_entropy_with_logits(logits, masks, reduction="none").flatten(1).mean(1)
+    return bce + 1 - dice_coefficient(torch.sigmoid(logits).flatten(1), masks.flatten(1))
+
+
+def plain_loss(name: str) -> Callable[..., Tensor]:
+    """Return the loss called `name` as a loop without an engine calls it, on the full batch."""
+    if name == "bce+dice-per-image":
+        return lambda logits, masks: bce_dice_per_image(logits, masks).mean()
+    losses: dict[str, Callable[..., Tensor]] = {
+        "cross-entropy": F.cross_entropy,
+        "bce": F.binary_cross_entropy_with_logits,
+        "bce+dice": bce_dice,
+    }
+    return losses[name]
+
+
+def make_loss(name: str, task: str) -> Callable[..., Tensor] | Loss:
+    """Return the loss called `name` for `task`, as the engine takes it.
+
+    Raises:
+        SettingsError: when the loss belongs to the other task.
+    """
+    if (name in SEGMENTATION_LOSSES) != (task == "segmentation"):
+        fitting = SEGMENTATION_LOSSES if task == "segmentation" else ("cross-entropy",)
+        raise SettingsError(f"loss for {task} must be one of {', '.join(fitting)}; got {name!r}.")
+    if name == "bce+dice-per-image":
+        return Loss.per_sample(bce_dice_per_image)
+    return plain_loss(name)

@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from anybatch.cli.interrupts import Terminated
-from anybatch.cli.summary import Interrupted, Summary
+from anybatch.cli.faults import Terminated
+from anybatch.cli.saved_run import Interrupted, Summary
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.errors import AnybatchError
 

@@ -29,9 +29,8 @@ from typing import Any, Self
 import torch
 
 from anybatch import Engine, Plan, offload_states
-from anybatch.cli.build import RunParts
+from anybatch.cli.build import BatchNormPolicy, RunParts
 from anybatch.cli.faults import RunFolderError, SettingsError
-from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.settings import Settings
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.views import LoadedBatch

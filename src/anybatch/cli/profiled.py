@@ -15,10 +15,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from anybatch import Engine
 from anybatch import profile as profile_loop
-from anybatch.cli.build import RunParts, build, seeded
+from anybatch.cli.build import BatchNormPolicy, RunParts, build, seeded
 from anybatch.cli.data import corrupt
 from anybatch.cli.faults import DataError, SettingsError
-from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.options import (
     BatchNormOption,
     BatchSizeOption,
@@ -49,8 +48,7 @@ from anybatch.cli.options import (
 from anybatch.cli.outcome import ending
 from anybatch.cli.planned import refuse_to_plan
 from anybatch.cli.process import allocate
-from anybatch.cli.recipes import make_optimizer
-from anybatch.cli.settings import AUTO, Settings, parse_image_size
+from anybatch.cli.settings import AUTO, Settings, make_optimizer, parse_image_size
 from anybatch.cli.team import Team
 from anybatch.cli.views import LoadedBatch
 

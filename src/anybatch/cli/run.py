@@ -24,25 +24,19 @@ from typing import Any
 
 from torch import Tensor
 
+from anybatch import Engine
 from anybatch.cli import checkpoint
-from anybatch.cli.alike import refuse_unequal
-from anybatch.cli.build import RunParts, circumstances
+from anybatch.cli.build import BatchNormPolicy, RunParts, circumstances
 from anybatch.cli.checkpoint import AtomicStep, EpochProgress, RunCounters, State, Trained
-from anybatch.cli.faults import refuse_not_finite
-from anybatch.cli.interrupts import Terminated, unbroken
-from anybatch.cli.log import step_row
+from anybatch.cli.faults import Terminated, refuse_not_finite, unbroken
 from anybatch.cli.metrics import make_metric
-from anybatch.cli.norms import BatchNormPolicy
 from anybatch.cli.planned import PlannedEngine
-from anybatch.cli.progress import Gauge, Progress
-from anybatch.cli.reading import Reading
-from anybatch.cli.recipes import make_optimizer, make_schedule
+from anybatch.cli.progress import Gauge, Progress, step_row
 from anybatch.cli.run_folder import RunFolder
-from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted, Summary, epoch_line, figures
-from anybatch.cli.team import SINGLE_PROCESS, Team
-from anybatch.cli.testing import tested
-from anybatch.cli.views import LoadedBatch
+from anybatch.cli.saved_run import Interrupted, Summary, epoch_line, figures
+from anybatch.cli.settings import Settings, make_optimizer, make_schedule
+from anybatch.cli.team import SINGLE_PROCESS, Team, refuse_unequal
+from anybatch.cli.views import LoadedBatch, Loader, Reading
 from anybatch.devices import RNGState
 from anybatch.errors import AnybatchError
 from anybatch.reports import StepReport
@@ -332,3 +326,28 @@ class TrainingRun:
             stopped=stopped,
             timeline=self.folder.timeline,
         )
+
+
+# Test half of an epoch: a metric over all test samples, and their loss.
+
+
+def tested(
+    reading: Reading, loader: Loader, engine: Engine, task: str, epoch: int
+) -> dict[str, Any]:
+    """Return the metric over all samples of all ranks, and the loss averaged over mini-batches.
+
+    A coupled loss, such as BCE + Dice, has no exact value that does not hold all outputs. The model
+    of `engine` must be in the mode of the test.
+    """
+    engine.model.eval()
+    engine.model.zero_grad()  # the next step begins without them, and here is room for the test
+    metric = make_metric(task)
+    local_metric = reading.team.rank_metric(metric, partial(make_metric, task))
+    total, images = 0.0, 0
+    for _, batch in reading.epoch(loader, epoch):
+        loss = engine.evaluate(batch.inputs, batch.targets, observe=local_metric.update)
+        assert engine.last is not None
+        total += float(loss) * engine.last.samples
+        images += engine.last.samples
+    reading.team.add(metric, local_metric)
+    return {"test_loss": total / images, f"test_{metric.name}": metric.value()}

@@ -24,9 +24,8 @@ from anybatch.cli.faults import SettingsError
 from anybatch.cli.progress import Progress, Silent
 from anybatch.cli.run import Clock, TrainingRun
 from anybatch.cli.run_folder import RunFolder
-from anybatch.cli.saved_run import SavedRun
+from anybatch.cli.saved_run import SavedRun, Summary
 from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Summary
 from anybatch.cli.team import SINGLE_PROCESS, Team
 
 REPLANNED = (

@@ -2,7 +2,7 @@
 
 This folder knows kernels and their workspaces. It knows no step and no engine.
 
-Read `problem` (a convolution as numbers), `algorithms` (for computing it), `search` and `costs`
-(their seconds, measured and stored), `divide` (WR and WD), `chooser`, `intercept` (the override of
-aten) and `convolutions` (the public call).
+Read `problem` (a convolution as numbers), `algorithms` (programs that compute it; `fourier` and
+`circles` are the fast transforms), `measure` (their seconds, measured and stored), `divide` (WR and
+WD), `chooser`, `dispatch` (the override of aten) and `convolutions` (the public call).
 """

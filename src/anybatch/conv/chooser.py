@@ -22,16 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.conv.algorithms import NATIVE
-from anybatch.conv.costs import Costs
-from anybatch.conv.divide import front
-from anybatch.conv.execute import run
-from anybatch.conv.intercept import Strides, untouched
-from anybatch.conv.network import Key, Network
+from anybatch.conv.algorithms import NATIVE, run
+from anybatch.conv.dispatch import Strides, untouched
+from anybatch.conv.divide import Key, Network, front
+from anybatch.conv.measure import Costs
 from anybatch.conv.problem import Problem
 from anybatch.core import accelerator
-from anybatch.core.divisions import Configuration, KernelPart
-from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.oom import out_of_memory
+from anybatch.core.plan_sections import Configuration, KernelPart
 from anybatch.core.units import show_bytes
 from anybatch.memory.meter import within_kernel
 
@@ -108,7 +106,7 @@ class Chooser:
 
     Attributes:
         requested: bytes of workspace as the user set them; `limit` lowers those in `found`.
-        left: calls that are torch's for ever, as `intercept.Kernels` marks them.
+        left: calls that are torch's for ever, as `dispatch.Kernels` marks them.
     """
 
     def __init__(self, found: Convolutions, costs: Costs | None, seconds: float) -> None:

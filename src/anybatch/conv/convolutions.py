@@ -16,19 +16,27 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, astuple
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from shutil import get_terminal_size
+from time import perf_counter
+from typing import Any, Literal, TextIO
 
-from anybatch.conv.chooser import Chooser, Convolutions
-from anybatch.conv.costs import Costs
-from anybatch.conv.intercept import intercepted
-from anybatch.conv.telling import Telling
+import torch
+
+from anybatch.conv.chooser import Chooser, Chosen, Convolutions
+from anybatch.conv.dispatch import inside, intercepted, retain
+from anybatch.conv.divide import Key, keys_of
+from anybatch.conv.measure import Costs
+from anybatch.conv.problem import Problem
 from anybatch.core.accelerators import with_plans
+from anybatch.core.plan import Plan
+from anybatch.core.plan_sections import Division, Divisions
 from anybatch.core.units import parse_bytes
-from anybatch.errors import StoreError
+from anybatch.errors import NotYetError, StoreError
 
 Policy = Literal["powerOfTwo", "all", "undivided"]
 POLICIES = ("powerOfTwo", "all", "undivided")
@@ -165,3 +173,177 @@ def _cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+
+
+# Choice of an engine's convolutions: torch, a workspace of its own, or a plan's kernels.
+
+
+def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:
+    """Return the `Engaged` that computes an engine's convolutions.
+
+    Args:
+        device: where its model is.
+        workspace: the argument; None is the context that the user has entered, or torch.
+        plan: the plan that is obeyed, if there is one.
+
+    Raises:
+        ValueError: `workspace` means nothing.
+        NotYetError: convolutions are always torch's on its device.
+    """
+    if plan is not None and plan.convolutions is not None:
+        return Engaged(device.type, obeying(plan.convolutions))
+    if workspace is None:
+        return Engaged(device.type)
+    workspace_bytes = parse_bytes(workspace, "workspace")
+    if device.type not in kernel_devices():
+        raise NotYetError(
+            f"convolutions are divided on {' and '.join(kernel_devices())} here, and the model is "
+            f"on {device}: leave workspace out"
+        )
+    return Engaged(device.type, chooser_of(workspace_bytes))
+
+
+# Convolutions of an engine's steps: the chooser that computes them, and when it chooses.
+#
+# Within a budget nothing is measured inside a step. Kernels are chosen before it, for the sizes
+# that its micro-batches will have; and those that only the step itself has shown, before the next
+# one.
+#
+#    foresee ── recorded on fakes ──> chosen ──> step (what is new is torch's, and noted) ──> chosen
+
+
+class Engaged:
+    """Convolutions of an engine, with its own chooser or one that the user has entered.
+
+    Args:
+        device: type of device.
+        own: the engine's own; None (default) is the one that the user has entered, if any.
+    """
+
+    def __init__(self, device: str, own: Chooser | None = None) -> None:
+        self._device, self._own = device, own
+        if own is not None:
+            retain(device)
+
+    @property
+    def chooser(self) -> Chooser | None:
+        """Return the active chooser; None where torch computes convolutions."""
+        found = self._own or inside(self._device)
+        return found if isinstance(found, Chooser) else None
+
+    @property
+    def yields(self) -> Chooser | None:
+        """Return the engine's own chooser if its workspace may be reduced; else None."""
+        own = self._own
+        return own if own is not None and not own.found.shared and own.measures else None
+
+    @contextmanager
+    def step(self, *, waits: bool) -> Iterator[None]:
+        """Compute the convolutions of a step in the body.
+
+        Args:
+            waits: it has a budget, so nothing is measured inside.
+        """
+        chooser = self.chooser
+        if chooser is None:
+            yield
+            return
+        chooser.choose()
+        own = nullcontext() if self._own is None else intercepted(self._device, self._own)
+        with own, chooser.waiting() if waits else nullcontext():
+            yield
+
+    @property
+    def count(self) -> int:
+        """How many kernels have been chosen so far."""
+        return 0 if self.chooser is None else len(self.chooser.found.chosen)
+
+    def record(self, keys: Iterable[Key] | None = None) -> Divisions | None:
+        """Return how kernels are divided; None where convolutions are torch's.
+
+        Args:
+            keys: which. Default None, or none: all that were chosen.
+        """
+        chooser = self.chooser
+        if chooser is None or chooser.found.shared:
+            return None
+        every = chooser.found.chosen
+        wanted = set(keys or ())
+        chosen = {key: one for key, one in every.items() if not wanted or key in wanted}
+        kernels = tuple(_division(key, one) for key, one in chosen.items())
+        space = chooser.found.workspace
+        requested = chooser.requested if chooser.requested > space else 0
+        return Divisions(space, chooser.found.policy, chooser.used(chosen), kernels, requested)
+
+
+def obeying(divisions: Divisions) -> Chooser:
+    """Return a chooser that computes kernels as a plan specifies, and the others with torch."""
+    found = Convolutions(divisions.workspace, divisions.policy)
+    for key, one in zip(keys_of(divisions), divisions.kernels, strict=True):
+        found.chosen[key] = Chosen((one.configuration,), one.seconds)
+    return Chooser(found, None, 0.0)
+
+
+def _division(key: Key, chosen: Chosen) -> Division:
+    problem, size = key
+    (configuration,) = chosen.configurations
+    parts = tuple(astuple(part) for part in configuration.parts)
+    return Division(tuple(asdict(problem).items()), size, parts, chosen.seconds)
+
+
+# Message on a terminal about a measurement that takes long.
+#
+# The first pass of a network through `anybatch.convolutions` may take minutes without output. So
+# after a while one line shows the current kernel and algorithm, and is erased when measuring is
+# over. Without a terminal or a notebook there is no output.
+
+PATIENCE = 2.0
+"""Seconds of measuring after which something is said."""
+
+PAUSE = 1.0
+"""Seconds without a measurement after which a new wait begins."""
+
+
+class Telling:
+    """Progress line on a terminal: call it before each measurement.
+
+    Args:
+        on: say anything at all.
+        stream: where. Default None: the error stream, of a terminal or a notebook.
+    """
+
+    def __init__(self, *, on: bool = True, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._on = on and (self._stream.isatty() or "ipykernel" in sys.modules)
+        self._begin = self._last = 0.0
+        self._count = 0
+        self._shown = False
+
+    def __call__(self, problem: Problem, size: int, algorithm: str) -> None:
+        """Record the next measurement, and show it if measuring takes long."""
+        if not self._on:
+            return
+        now = perf_counter()
+        if now - self._last > PAUSE:
+            self._begin = now
+        self._last, self._count = now, self._count + 1
+        if now - self._begin > PATIENCE:
+            self._show(f"measuring convolutions, {self._count}: {problem}, {algorithm}@{size}")
+
+    def over(self) -> None:
+        """Remove the line: nothing is measured for now."""
+        if self._shown:
+            self._stream.write("\r" + " " * _width() + "\r")
+            self._stream.flush()
+            self._shown = False
+
+    def _show(self, text: str) -> None:
+        self._shown = True
+        width = _width()
+        self._stream.write(f"\r{text[:width]:<{width}}")
+        self._stream.flush()
+
+
+def _width() -> int:
+    """Return the letters of a line that do not make a terminal begin another one."""
+    return get_terminal_size().columns - 1

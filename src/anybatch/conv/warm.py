@@ -24,11 +24,10 @@ import torch
 
 from anybatch.conv.chooser import certain, own_of, worthwhile
 from anybatch.conv.convolutions import WORKSPACE, Cache, cache_file
-from anybatch.conv.costs import Costs
-from anybatch.conv.network import Key
-from anybatch.conv.recorder import KernelRecorder
-from anybatch.conv.share import share
-from anybatch.core.divisions import Configuration, KernelPart
+from anybatch.conv.dispatch import KernelRecorder
+from anybatch.conv.divide import Key, share
+from anybatch.conv.measure import Costs
+from anybatch.core.plan_sections import Configuration, KernelPart
 from anybatch.core.units import parse_bytes
 
 

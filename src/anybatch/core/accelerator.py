@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anybatch.core.memory_errors import out_of_memory
+from anybatch.core.oom import out_of_memory
 from anybatch.errors import NotYetError
 
 States = tuple[tuple[str, Tensor], ...]

@@ -10,21 +10,21 @@ mini-batch may be larger than the host's memory, up to the whole data set).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from numbers import Number
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from anybatch.core import tree
-from anybatch.core.hanging import Hung, hanging, hangs
-from anybatch.errors import BatchError
+from anybatch.core import pytree
+from anybatch.errors import BatchError, LossError
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class MicroBatch:
         """Return the micro-batch with ``fn(tensor)`` in place of each tensor."""
         return replace(
             self,
-            inputs=tree.map_tensors(fn, self.inputs),
-            targets=tree.map_tensors(fn, self.targets),
+            inputs=pytree.map_tensors(fn, self.inputs),
+            targets=pytree.map_tensors(fn, self.targets),
         )
 
     def fingerprint(self) -> int:
         """Return a checksum of every bit of it: tensors, arrays, texts and numbers."""
         check = 0
-        for _, leaf in tree.leaves((self.inputs, self.targets)):
+        for _, leaf in pytree.leaves((self.inputs, self.targets)):
             check = zlib.crc32(bytes_of_leaf(leaf), check)
         return check
 
@@ -88,9 +88,9 @@ class TensorBatch:
             least: samples that it must hold.
         """
         named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
-        size = tree.batch_size(least=least, **named)
-        inputs = tree.marked(inputs, size, "inputs", arguments=True)
-        return cls(inputs, tree.marked(targets, size, "targets"), size)
+        size = pytree.batch_size(least=least, **named)
+        inputs = pytree.marked(inputs, size, "inputs", arguments=True)
+        return cls(inputs, pytree.marked(targets, size, "targets"), size)
 
     @property
     def hanging(self) -> set[Hung]:
@@ -104,8 +104,8 @@ class TensorBatch:
         for start in range(0, self.size, micro_batch):
             stop = min(start + micro_batch, self.size)
             yield MicroBatch(
-                tree.rows(self.inputs, start, stop, self.size),
-                tree.rows(self.targets, start, stop, self.size),
+                pytree.rows(self.inputs, start, stop, self.size),
+                pytree.rows(self.targets, start, stop, self.size),
                 stop - start,
                 start,
             )
@@ -122,13 +122,13 @@ def made_up(batch: Batch, size: int) -> MicroBatch:
             "a rank without samples must know their shapes, and its LazyBatch holds none: pass "
             "tensors of shape [0, ...]"
         )
-    for path, leaf in tree.leaves(batch.inputs, "inputs"):
-        if isinstance(leaf, tree.ENTRIES):
+    for path, leaf in pytree.leaves(batch.inputs, "inputs"):
+        if isinstance(leaf, pytree.ENTRIES):
             raise BatchError(
                 f"a rank without samples must know their shapes, and {path} is an empty list: pass "
                 "tensors of shape [0, ...]"
             )
-    rows = tree.map_tensors(
+    rows = pytree.map_tensors(
         lambda t: t.new_zeros((size, *t.shape[1:])) if t.dim() else t, batch.inputs
     )
     return MicroBatch(rows, None, size)
@@ -238,8 +238,8 @@ class LazyBatch:
     def _note_shapes(self, shapes: dict[str, Any], inputs: Any, targets: Any) -> None:
         """Record the first tensor in which rows of another micro-batch have another shape."""
         for name, values in (("inputs", inputs), ("target", targets)):
-            for path, leaf in tree.leaves(values, name):
-                if isinstance(leaf, tree.ARRAYS):
+            for path, leaf in pytree.leaves(values, name):
+                if isinstance(leaf, pytree.ARRAYS):
                     first = shapes.setdefault(path, leaf.shape[1:])
                     if first != leaf.shape[1:] and not self._ragged:
                         self._ragged = path
@@ -280,18 +280,18 @@ def collated(item: Any, items: int, numbers: dict[str, Any], *, paired: bool) ->
         )
     inputs, targets = item if paired else (item, None)
     named = {"inputs": inputs} if targets is None else {"inputs": inputs, "target": targets}
-    size = tree.batch_size(**named)
+    size = pytree.batch_size(**named)
     if size != items:
         raise BatchError(
             f"collate_fn must return as many rows as items, and it made {size} rows of {items} "
             "items. Drop samples from indices=, not in collate_fn"
         )
-    inputs = tree.marked(inputs, size, "inputs", arguments=True)
-    targets = tree.marked(targets, size, "target")
+    inputs = pytree.marked(inputs, size, "inputs", arguments=True)
+    targets = pytree.marked(targets, size, "target")
     for name, values in {"inputs": inputs, "target": targets}.items():
-        for path, leaf in tree.leaves(values, name):
+        for path, leaf in pytree.leaves(values, name):
             if isinstance(leaf, Number) or getattr(leaf, "ndim", None) == 0:
-                tree.check_constant(path, leaf, numbers.setdefault(path, leaf))
+                pytree.check_constant(path, leaf, numbers.setdefault(path, leaf))
     return inputs, targets
 
 
@@ -315,3 +315,97 @@ def count_micro_batches(size: int, micro_batch: int) -> int:
         micro_batch: N_mu, samples in a micro-batch.
     """
     return math.ceil(size / micro_batch)
+
+
+# Attributes and classes of tensors that their rows lack: a doubt, or an error by name.
+#
+# A user may write ``outputs.aux = ...`` in forward, or ``targets.scale = 2.0``, and read it in the
+# loss. Rows that are cut, joined, copied to a device or faked are other tensors, and ``hasattr``
+# would choose another loss for them. So a step with such a tensor is not shown; if the read fails,
+# the error shows what to write.
+#
+#     outputs.aux, outputs.__class__      doubt: outputs has aux, which is no part of its rows
+
+PLAIN = (Tensor, nn.Parameter)
+
+OWN = ("torch", "anybatch")
+"""Packages whose classes of tensors, and whose attributes, are no one's message to a loss."""
+
+
+Hung = tuple[str, str]
+"""The path of a tensor or a container, and the name of an attribute that rows lack."""
+
+
+def hangs(values: Any) -> bool:
+    """Return whether a tree may hold attributes that rows lack; runs for every micro-batch."""
+    type_ = type(values)
+    if type_ in PLAIN:
+        return bool(values.__dict__)
+    if type_ in pytree.LEAVES:
+        return False
+    if type_ is tuple or type_ is list:
+        return any(map(hangs, values))
+    return any(map(hangs, values.values())) if type_ is dict else True
+
+
+def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
+    """Return the attributes of the tensors and containers of a tree that rows lack.
+
+    Args:
+        values: a tree.
+        path: of it.
+        classes: a user's class is named, too. Default False: rows are of that class.
+    """
+    found: set[Hung] = set()
+    for at, one in _every(values, path):
+        found.update((at, name) for name in _attributes(one))
+        type_ = type(one)
+        if classes and isinstance(one, Tensor) and type_.__module__.split(".")[0] not in OWN:
+            found.add((at, f"the class {type_.__name__}"))
+    return found
+
+
+def doubts_of(found: set[Hung]) -> tuple[str, ...]:
+    """Return the doubts of a step with tensors that have attributes that rows lack."""
+    return tuple(
+        f"{at} has {name}, which hangs on the tensor or its container and is no part of its rows: "
+        "pass it beside it, in a tuple or a mapping"
+        for at, name in sorted(found)
+    )
+
+
+def refuse_missing(error: AttributeError, found: set[Hung]) -> None:
+    """Refuse to read an attribute that the full-batch tensor had and its rows lack.
+
+    Raises:
+        LossError: it names the attribute.
+    """
+    at = next((at for at, name in sorted(found) if name == error.name), None)
+    if at is not None and isinstance(error.obj, Tensor):
+        raise LossError(
+            f"a loss or a model must read only its tensors, and {at}.{error.name} is an attribute, "
+            f"which rows of a split batch do not have: return or pass it with {at}, in a tuple or "
+            "a mapping"
+        ) from error
+
+
+def _every(values: Any, path: str) -> Iterator[tuple[str, Any]]:
+    yield path, values
+    for key, child in pytree.children(values):
+        yield from _every(child, path + key)
+
+
+def _attributes(one: Any) -> list[str]:
+    """Return the names of attributes that rows of a tensor or a container would not have."""
+    held = getattr(one, "__dict__", {})
+    if not held:
+        return []
+    if isinstance(one, Tensor):
+        retained = set(one[:1].__dict__) if one.dim() and type(one) is not Tensor else set()
+    elif dataclasses.is_dataclass(one) and not isinstance(one, Mapping):
+        retained = {field.name for field in dataclasses.fields(one)} | set(dir(type(one)))
+    elif isinstance(one, pytree.LISTS):
+        retained = set(dir(type(one)))
+    else:
+        return []
+    return [name for name in held if name not in retained and not name.startswith("_dynamo")]

@@ -2,7 +2,7 @@
 
 This folder knows process groups, gradients and rows. It knows no mechanism and no planner.
 
-Read `group` (collectives that end), `local_batch` (one process), `ranks` (the same by collectives),
-`coordinator` and `beginning` (the handshake of a step), `pieces` (gradients in pieces) and
-`sharded` (parameters in shards).
+Read `process_group` (collectives that end), `local_batch` (the answers of a single process),
+`global_batch` (the same by collectives), `coordinator` and `handshake` (the beginning of a step),
+`buckets` and `gradients` (sums of gradients in pieces) and `fsdp` (parameters in shards).
 """

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import wide
-from anybatch.core.undo import AgainError, uninterrupted
-from anybatch.distributed.group import FEW, Group
-from anybatch.distributed.pieces import Pieces
+from anybatch.core.transaction import AgainError, uninterrupted
+from anybatch.distributed.buckets import Pieces
+from anybatch.distributed.process_group import FEW, Group
 from anybatch.errors import LockstepError, RankError
 
 Status = Literal["fine", "coupled", "smaller", "anew", "failed"]

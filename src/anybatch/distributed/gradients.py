@@ -2,7 +2,7 @@
 
 Half precision was summed in float32 before, and is not divided by the number of ranks: every rank's
 share was weighted by the denominator of the full batch. Dense gradients are sent in pieces
-(`anybatch.distributed.pieces`), some of them already before backward has ended.
+(`anybatch.distributed.buckets`), some of them already before backward has ended.
 
 Ring all-reduce sends 2 M (N - 1) / N bytes a rank (AGBN, section 4.1); it is the library's own.
 """
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anybatch.distributed.buckets import Pieces
 from anybatch.distributed.coordinator import SUMS, Coordinator, RanksAgainError
-from anybatch.distributed.pieces import Pieces
 
 OVERLAP = True
 """Whether gradients may be sent while the last backward of a step still runs."""

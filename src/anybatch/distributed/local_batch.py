@@ -2,7 +2,7 @@
 
 A step needs the same with and without other ranks: the denominators of the loss, all outputs, the
 sums of gradients. `LocalBatch` returns them for one process, at no cost; `Ranks`
-(`anybatch.distributed.ranks`) by collectives.
+(`anybatch.distributed.global_batch`) by collectives.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from anybatch.loss.declared import Total
+from anybatch.loss.base import Total
 
 Layout = tuple[int | None, ...]
 Take = Callable[[list[Tensor]], list[Tensor | None]]

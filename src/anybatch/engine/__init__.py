@@ -2,6 +2,6 @@
 
 This folder uses all folders below it, and is used by the tools, the integrations and the command.
 
-Read `engine` (the public class), `inputs` (its inputs), `runner` (one step), `arranged` (a step's
-parts), `rank_session` (the ranks of a step).
+Read `engine` (the public class), `inputs` (its inputs), `executor` (one step), `step_builder` (a
+step's parts), `rank_session` (the ranks of a step).
 """

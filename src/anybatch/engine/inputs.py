@@ -15,27 +15,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import tree
+from anybatch.core import pytree
 from anybatch.core.batch import Batch, LazyBatch, TensorBatch
 from anybatch.core.modules import Modules, in_training, is_spread, parameters, walk
-from anybatch.core.norm.counters import BatchStatisticsError, GatherError, training_batchnorms
-from anybatch.core.undo import AgainError
-from anybatch.distributed.sharded import Sharded
+from anybatch.core.norm import BatchStatisticsError, GatherError, training_batchnorms
+from anybatch.core.transaction import AgainError
+from anybatch.distributed.fsdp import Sharded
 from anybatch.errors import AnybatchError
-from anybatch.execution.case import Case
-from anybatch.execution.reach import Reach
 from anybatch.execution.signature import (
+    Case,
+    Reach,
     Signature,
     numbers_of,
     shapes_of,
     switched_on,
     tensor_signature,
 )
-from anybatch.lockstep.adaptive import Adaptive, Fixed
+from anybatch.lockstep.sync_batchnorm import Adaptive, Fixed
+from anybatch.loss.base import Algorithm1, Loss
 from anybatch.loss.calls import LossCalls
-from anybatch.loss.declared import Algorithm1, Loss
 from anybatch.loss.state import LossState
-from anybatch.memory.paged import paged
+from anybatch.memory.fakes import paged
 
 LOSS = "loss_fn: "
 """Prefix of the paths of the modules of the loss."""
@@ -151,7 +151,7 @@ class StepInputs:
     def rows_leaves(self, batch: Batch) -> list[Tensor]:
         """Return the tensors of a batch that receive a gradient themselves."""
         trees = [] if not isinstance(batch, TensorBatch) else [batch.inputs, batch.targets]
-        return [leaf for _, leaf in tree.tensors(trees) if leaf.requires_grad]
+        return [leaf for _, leaf in pytree.tensors(trees) if leaf.requires_grad]
 
     @contextmanager
     def detecting(self) -> Iterator[None]:

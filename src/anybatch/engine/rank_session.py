@@ -17,16 +17,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anybatch.distributed.alike import Alike, Form, Named, has_lazy, values_of
-from anybatch.distributed.beginning import Habit, Here
 from anybatch.distributed.coordinator import Coordinator, Scripts, guarded
-from anybatch.distributed.group import Group, group_of
+from anybatch.distributed.fsdp import Sharded, coordinated
+from anybatch.distributed.global_batch import Ranks, devices_of, same_rng
+from anybatch.distributed.handshake import Alike, Form, Habit, Here, Named, has_lazy, values_of
 from anybatch.distributed.local_batch import Amended, GlobalBatch, LocalBatch
-from anybatch.distributed.ranks import Ranks
-from anybatch.distributed.rng import devices_of, same_rng
-from anybatch.distributed.sharded import Sharded, coordinated
+from anybatch.distributed.process_group import Group, group_of
 from anybatch.errors import NotExactError, RankError
-from anybatch.lockstep.ranks import meeting_layers, plain
+from anybatch.lockstep.sync_batchnorm import meeting_layers, plain
 
 T = TypeVar("T")
 

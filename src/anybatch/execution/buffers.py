@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from anybatch.core.undo import BufferState, same_values
+from anybatch.core.transaction import BufferState, same_values
 from anybatch.errors import NotExactError
 
 

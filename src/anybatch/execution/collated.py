@@ -25,13 +25,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_collate
 
-from anybatch.core import tree
+from anybatch.core import pytree
 from anybatch.core.batch import LazyBatch, bytes_of_leaf, collated
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 from anybatch.execution.outside import every_number, parts, plain
-from anybatch.execution.proof.familiar import MOST
-from anybatch.execution.proof.sizes import ComparedSizes
+from anybatch.execution.proof.inspected import MOST, ComparedSizes
 from anybatch.execution.signature import bytes_of
 from anybatch.execution.step import Step
 
@@ -209,7 +208,7 @@ class Compared:
             found = set()
             for begin, end in zip(self._cuts, self._cuts[1:], strict=False):
                 part = self._made(items, range(begin, end))
-                found.add(_differ(tree.rows(full, begin, end, n), part))
+                found.add(_differ(pytree.rows(full, begin, end, n), part))
             if before != every_number_of(self._collate):
                 found.add(MOVES)
         except Exception:  # the step itself meets what is no question of few items
@@ -233,7 +232,7 @@ def every_number_of(collate_fn: Any) -> Any:
 
 def _bytes(values: Any) -> int:
     """Return the bytes of rows, texts aside."""
-    arrays = [leaf for leaf in _leaves(values) if isinstance(leaf, tree.ARRAYS)]
+    arrays = [leaf for leaf in _leaves(values) if isinstance(leaf, pytree.ARRAYS)]
     return sum(bytes_of(one) if isinstance(one, Tensor) else one.nbytes for one in arrays)
 
 
@@ -278,12 +277,12 @@ def _differ(rows: Any, part: Any) -> str:
 
 def _is_number(leaf: Any) -> bool:
     """Say whether a leaf is a number that belongs to no sample; a loss may not use it."""
-    return isinstance(leaf, Number) or (isinstance(leaf, tree.ARRAYS) and not leaf.ndim)
+    return isinstance(leaf, Number) or (isinstance(leaf, pytree.ARRAYS) and not leaf.ndim)
 
 
 def _rounded(a: Any, b: Any) -> bool:
     """Say whether two leaves differ as kernels on more rows and on fewer may round otherwise."""
-    if not (isinstance(a, tree.ARRAYS) and isinstance(b, tree.ARRAYS)):
+    if not (isinstance(a, pytree.ARRAYS) and isinstance(b, pytree.ARRAYS)):
         return False
     one, other = torch.as_tensor(a), torch.as_tensor(b)
     if not one.is_floating_point() or one.dtype != other.dtype:
@@ -293,15 +292,15 @@ def _rounded(a: Any, b: Any) -> bool:
 
 
 def _leaves(values: Any) -> Iterator[Any]:
-    for _, leaf in tree.leaves(values):
-        if isinstance(leaf, tree.ENTRIES):
+    for _, leaf in pytree.leaves(values):
+        if isinstance(leaf, pytree.ENTRIES):
             yield from _leaves(list(leaf))
         else:
             yield leaf
 
 
 def _shape(leaf: Any) -> tuple[int, ...]:
-    return tuple(leaf.shape) if isinstance(leaf, tree.ARRAYS) else ()
+    return tuple(leaf.shape) if isinstance(leaf, pytree.ARRAYS) else ()
 
 
 def _ends(a: Tensor | np.ndarray, b: Tensor | np.ndarray) -> bool:

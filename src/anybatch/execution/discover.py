@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from anybatch.core import graph
+from anybatch.core import modules
 from anybatch.core.hooks import refuse_on_nodes, refuse_registered
-from anybatch.core.undo import Before
+from anybatch.core.transaction import Before
 from anybatch.execution.step import Step
 
 
@@ -34,13 +34,13 @@ def discoverer(
         if step is None or step.gradients is None:
             return
         listed = {id(leaf) for leaf in step.gradients.parameters} | step.own
-        found = [leaf for leaf in graph.leaves(roots) if id(leaf) not in listed]
+        found = [leaf for leaf in modules.leaves(roots) if id(leaf) not in listed]
         before.add(found)
         step.gradients.add(found)
         # Hooks that forward registers, or that are on nodes, would fire with every micro-batch
         # (test_a_hook_on_the_node_of_a_gradient_is_refused).
         refuse_registered(step.gradients.parameters)
-        refuse_on_nodes(graph.ends(roots))
+        refuse_on_nodes(modules.ends(roots))
         if also is not None:
             also.extend(found)
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
+from anybatch.core.barrier import ForwardOf
 from anybatch.core.batch import MicroBatch
-from anybatch.core.meeting import ForwardOf
 from anybatch.core.modules import call_model, walk
 from anybatch.core.rng import RNGState
 from anybatch.execution.proof import congruent

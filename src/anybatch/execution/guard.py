@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch.core import tree
+from anybatch.core import pytree
 from anybatch.core.modules import storage_of
-from anybatch.core.norm.counters import refuse
+from anybatch.core.norm import refuse
 from anybatch.errors import NotExactError
 from anybatch.execution.step import Step
 
@@ -82,7 +82,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for argument in schema.arguments:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
-            for _, tensor in tree.tensors(arguments.get(argument.name)):
+            for _, tensor in pytree.tensors(arguments.get(argument.name)):
                 place = _place(tensor)
                 name = self._names.get(place) if place is not None else None
                 if name is not None:

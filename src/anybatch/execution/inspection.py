@@ -29,30 +29,42 @@ import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 
-from anybatch.core import graph, tree
+from anybatch.core import modules, pytree
+from anybatch.core.barrier import Unseen, looking
 from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch
 from anybatch.core.hooks import refuse_registered
-from anybatch.core.meeting import looking
-from anybatch.core.memory_errors import out_of_memory
 from anybatch.core.modules import eager, walk
-from anybatch.core.pieces import difference
+from anybatch.core.oom import out_of_memory
+from anybatch.core.python_state import difference
 from anybatch.core.rng import RNGState
-from anybatch.core.unseen import Unseen
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
 from anybatch.execution.guard import Guard
 from anybatch.execution.outside import Named, every_number, first_moved
-from anybatch.execution.proof import halves, longest, rebound
+from anybatch.execution.proof import rows as longest
 from anybatch.execution.proof import rows as proof_rows
-from anybatch.execution.proof.declared import DECLARED, Declared, LossRows
-from anybatch.execution.proof.entries import Entries
+from anybatch.execution.proof import stored_samples
+from anybatch.execution.proof import verdict as halves
+from anybatch.execution.proof.declared import (
+    DECLARED,
+    Declared,
+    Entries,
+    LossRows,
+    mixed_outputs,
+    refuse_declared_use,
+)
 from anybatch.execution.proof.follow import Follow
-from anybatch.execution.proof.left import Left, grown, increases, left_behind, within
+from anybatch.execution.proof.inspected import ComparedSizes
 from anybatch.execution.proof.masks import Masks
-from anybatch.execution.proof.mixed import mixed_outputs, refuse_declared_use
 from anybatch.execution.proof.places import Lengths, counted_in, sized
-from anybatch.execution.proof.rebound import HeldTensor
-from anybatch.execution.proof.sizes import ComparedSizes
+from anybatch.execution.proof.stored_samples import (
+    HeldTensor,
+    Left,
+    grown,
+    increases,
+    left_behind,
+    within,
+)
 from anybatch.execution.proof.verdict import (
     UNDIVIDED,
     Forward,
@@ -146,7 +158,7 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     if not step.loss.takes_outputs:
         step.layout, layout = (), rough_layout(outputs, fewer, full.size, part.size)
     elif fewer is None:
-        layout = tuple(_axis_by_size(t, full.size) for _, t in tree.tensors(outputs))
+        layout = tuple(_axis_by_size(t, full.size) for _, t in pytree.tensors(outputs))
         step.layout, layout = layout, ()
     else:
         step.layout = layout = layout_of(outputs, fewer, full.size, part.size)
@@ -195,8 +207,8 @@ def _rows_of_loss(step: Step, outputs: Any, size: int) -> LossRows | None:
     if len(few) < count or min(micro.size for micro in few) < each or each * count < size:
         step.doubts += (DECLARED,)  # what it holds was not foreseen, or there are too few rows
         return None
-    some = [tree.rows(micro.targets, 0, each, micro.size) for micro in few]
-    targets = some[0] if count == 1 else tree.join(some, sizes=[each] * count, name="targets")
+    some = [pytree.rows(micro.targets, 0, each, micro.size) for micro in few]
+    targets = some[0] if count == 1 else pytree.join(some, sizes=[each] * count, name="targets")
     return LossRows(outputs, targets, size)
 
 
@@ -216,8 +228,8 @@ def _refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> 
         axis = next(axes)
         return tensor if axis is None else tensor.narrow(axis, size - count, count).flip(axis)
 
-    outputs = tree.map_tensors(last, full.outputs)
-    targets = turned(tree.rows(full.targets, size - count, size, size), count)
+    outputs = pytree.map_tensors(last, full.outputs)
+    targets = turned(pytree.rows(full.targets, size - count, size, size), count)
     some = LossRows(outputs, targets, count)
     one = Declared(step.loss.own, full, some, layout, lanes=lanes)
     entries = Entries(step.loss.own, full, layout)
@@ -312,7 +324,10 @@ class _Inspection:
             outputs, _ = self._follow(micro, samples, saved=False)
         except proof_rows.NeededError:
             outputs, _ = self._follow(micro, samples, saved=True)
-        outputs, _ = tree.map_tensors(Tensor.detach, outputs), None  # and what functions keep goes
+        outputs, _ = (
+            pytree.map_tensors(Tensor.detach, outputs),
+            None,
+        )  # and what functions keep goes
         if isinstance(outputs, TracedOutputs):  # its terms hold their graph
             outputs.terms = None
         self._count_retained(micro, outputs)
@@ -320,7 +335,7 @@ class _Inspection:
 
     def _count_retained(self, micro: MicroBatch, outputs: Any) -> None:
         """Count the storages of samples that something without a name holds after a call."""
-        self._ours += map(weakref.ref, (*tree.flat((micro.inputs, outputs)), *within(outputs)))
+        self._ours += map(weakref.ref, (*pytree.flat((micro.inputs, outputs)), *within(outputs)))
         ours = [tensor for one in self._ours if (tensor := one()) is not None]
         model = self._step.model
         count = partial(self._masks.count_retained, ours, [*model.parameters(), *model.buffers()])
@@ -334,7 +349,7 @@ class _Inspection:
     def holds(self) -> list[HeldTensor]:
         """Return the tensors that the model holds, but for samples."""
         with Unseen():  # a mode that hears of a storage brings it in
-            return rebound.holds(self._step.model, self._masks)
+            return stored_samples.holds(self._step.model, self._masks)
 
     def rebinds(
         self, before: list[HeldTensor], outputs: Any, part: MicroBatch, rng: RNGState
@@ -347,7 +362,7 @@ class _Inspection:
             part: some rows.
             rng: its state before that call.
         """
-        others = list(rebound.rebound(before, self.holds()))
+        others = list(stored_samples.rebound(before, self.holds()))
         if not others or outputs is None:
             return
         name = others[0].name
@@ -366,10 +381,10 @@ class _Inspection:
         call()
         rng.put_back()
         step.buffers.restart()
-        others = list(rebound.rebound(before, self.holds()))
+        others = list(stored_samples.rebound(before, self.holds()))
         if not others:  # it is built for a number of rows, and kept
             return
-        if name := rebound.reads(step.model, others, call, outputs):
+        if name := stored_samples.reads(step.model, others, call, outputs):
             self.doubt(f"each call of forward puts another tensor into {name}, and reads it")
 
     def pads(self, full: MicroBatch, rng: RNGState, *, draws: bool) -> None:
@@ -447,7 +462,7 @@ class _Inspection:
         outputs = self._forward(full)
         later = self._runs.pop()
         self._plain.pop()
-        pairs = zip(tree.flat(self.outputs), tree.flat(outputs), strict=True)
+        pairs = zip(pytree.flat(self.outputs), pytree.flat(outputs), strict=True)
         if all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
             self._runs[0] = later
 
@@ -541,8 +556,8 @@ class _Inspection:
             self._runs.append(ended(follow, samples, outputs))
             self._plain.append(every_number(self._step.model.named_modules()))
             self._left.append(left_behind(self._step.model, self._masks))
-            roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
-            self._outline = graph.outline(roots)
+            roots = [t for _, t in pytree.tensors(outputs) if t.requires_grad]
+            self._outline = modules.outline(roots)
         return outputs, follow
 
     def backward(self) -> None:
@@ -555,10 +570,10 @@ class _Inspection:
             self._doubts += ("no memory to follow a backward that is not torch's own",)
             return
         refuse_registered(step.model.parameters())
-        inputs = tree.map_tensors(halves.leaf_of, full.inputs)
-        rows = [t for _, t in tree.tensors(inputs) if t.requires_grad]
+        inputs = pytree.map_tensors(halves.leaf_of, full.inputs)
+        rows = [t for _, t in pytree.tensors(inputs) if t.requires_grad]
         leaves = [p for p in step.model.parameters() if p.requires_grad]
-        moved = tree.map_tensors(halves.moved, inputs)
+        moved = pytree.map_tensors(halves.moved, inputs)
         self._norms = None  # their calls have been heard
         micro = MicroBatch(moved, None, full.size)
         outputs, follow = self._follow(micro, self._samples, saved=True, reads=False)
@@ -640,7 +655,7 @@ class _Inspection:
 def _lists(inputs: Any) -> bool:
     """Say whether inputs hold rows that are no tensors."""
     plain = (Tensor, str, int, float, type(None))
-    return any(not isinstance(leaf, plain) for _, leaf in tree.leaves(inputs))
+    return any(not isinstance(leaf, plain) for _, leaf in pytree.leaves(inputs))
 
 
 def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBatch, MicroBatch]:
@@ -683,19 +698,19 @@ def _joined(few: Sequence[MicroBatch]) -> MicroBatch:
     if len(few) == 1:
         return few[0]
     sizes = [micro.size for micro in few]
-    inputs = tree.join([micro.inputs for micro in few], sizes=sizes, name="inputs")
+    inputs = pytree.join([micro.inputs for micro in few], sizes=sizes, name="inputs")
     return MicroBatch(inputs, None, sum(sizes))
 
 
 def _first(micro: MicroBatch, most: int) -> MicroBatch:
     """Return the first rows of a micro-batch, at most so many."""
     size = min(micro.size, most)
-    return MicroBatch(tree.rows(micro.inputs, 0, size, micro.size), None, size)
+    return MicroBatch(pytree.rows(micro.inputs, 0, size, micro.size), None, size)
 
 
 def _last(micro: MicroBatch, count: int) -> MicroBatch:
     """Return the last rows of a micro-batch."""
-    rows = tree.rows(micro.inputs, micro.size - count, micro.size, micro.size)
+    rows = pytree.rows(micro.inputs, micro.size - count, micro.size, micro.size)
     return MicroBatch(rows, None, count)
 
 
@@ -711,13 +726,13 @@ def _own_tensors(inputs: Any, size: int, made_of: Any) -> MicroBatch:
 
     Rows that were joined or turned are copies already: copied again they would be there twice.
     """
-    shared_ids = {id(tensor) for _, tensor in tree.tensors(made_of)}
+    shared_ids = {id(tensor) for _, tensor in pytree.tensors(made_of)}
 
     def separated(tensor: Tensor) -> Tensor:
         shared = id(tensor) in shared_ids and not tensor.requires_grad
         return tensor.detach().clone() if shared else tensor
 
-    return MicroBatch(tree.map_tensors(separated, inputs), None, size)
+    return MicroBatch(pytree.map_tensors(separated, inputs), None, size)
 
 
 def turned(inputs: Any, size: int) -> Any:
@@ -731,12 +746,12 @@ def turned(inputs: Any, size: int) -> Any:
         strings = isinstance(leaf, list | tuple) and len(leaf) == size
         return leaf[::-1] if strings else leaf
 
-    return tree.map_leaves(reversed_leaf, inputs)
+    return pytree.map_leaves(reversed_leaf, inputs)
 
 
 def written(micro: MicroBatch) -> bool:
     """Return whether forward wrote to its inputs, which are its own copies."""
-    tensors = [tensor for _, tensor in tree.tensors(micro.inputs)]
+    tensors = [tensor for _, tensor in pytree.tensors(micro.inputs)]
     return any(not tensor.is_inference() and tensor._version > 0 for tensor in tensors)
 
 
@@ -750,7 +765,7 @@ def quietly() -> Iterator[None]:
 
 def layout_of(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
     """Return where outputs of `n` and of `m` rows hold the samples."""
-    all_rows, some_rows = list(tree.tensors(outputs, "outputs")), list(tree.tensors(fewer))
+    all_rows, some_rows = list(pytree.tensors(outputs, "outputs")), list(pytree.tensors(fewer))
     if len(all_rows) != len(some_rows):
         raise BatchError(
             f"a model must return the same number of tensors for any number of samples, and it "
@@ -800,12 +815,14 @@ def _check_numbers(outputs: Any, fewer: Any) -> None:
 def _numbers(values: Any, path: str = "outputs") -> list[tuple[str, Any]]:
     if isinstance(values, int | float) and not isinstance(values, bool):
         return [(path, values)]
-    return [found for key, child in tree.children(values) for found in _numbers(child, path + key)]
+    return [
+        found for key, child in pytree.children(values) for found in _numbers(child, path + key)
+    ]
 
 
 def rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
     """Return where outputs next to a loss hold samples, without requirements on them."""
-    a, b = ([t for _, t in tree.tensors(values)] for values in (outputs, fewer))
+    a, b = ([t for _, t in pytree.tensors(values)] for values in (outputs, fewer))
     if len(a) != len(b):
         return ()
     return tuple(
@@ -862,7 +879,7 @@ def comparable(
         rows: how many are in `fewer`.
     """
     for (path, a), (_, b), axis in zip(
-        tree.tensors(outputs, "outputs"), tree.tensors(fewer), layout, strict=False
+        pytree.tensors(outputs, "outputs"), pytree.tensors(fewer), layout, strict=False
     ):
         numeric = a.is_floating_point() or a.is_complex()
         if axis is not None and numeric and a.itemsize > 1 and a.layout == torch.strided:

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from anybatch.core.html_cards import bar, card, table
-from anybatch.core.norm.sites import Way
+from anybatch.core.barrier import Way
+from anybatch.core.plan import bar, card, table
 from anybatch.core.units import show_bytes
-from anybatch.execution.proof.sizes import ComparedSizes
+from anybatch.execution.proof.inspected import ComparedSizes
 from anybatch.execution.step import Layout
 
 

@@ -1,7 +1,7 @@
 """Step as the mechanisms use it: micro-batches in, forward, backward, gradients out.
 
 Streaming and gathering order these methods differently; each is defined here once. The state for
-repeating a step is in `anybatch.execution.repeatable`.
+repeating a step is in `anybatch.execution.snapshots`.
 """
 
 from __future__ import annotations
@@ -16,29 +16,36 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from anybatch.core import graph, tree
-from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch, count_micro_batches
-from anybatch.core.hanging import Hung, doubts_of, hanging, hangs
-from anybatch.core.meeting import ForwardOf, looks_here
-from anybatch.core.memory import Capacity, LockstepLimits
-from anybatch.core.memory_errors import out_of_memory
+from anybatch.core import modules, pytree
+from anybatch.core.barrier import ForwardOf, Way, looks_here
+from anybatch.core.batch import (
+    Batch,
+    Hung,
+    LazyBatch,
+    MicroBatch,
+    TensorBatch,
+    count_micro_batches,
+    doubts_of,
+    hanging,
+    hangs,
+)
 from anybatch.core.modules import call_model
-from anybatch.core.norm.sites import Way
+from anybatch.core.oom import out_of_memory
+from anybatch.core.plan_sections import Capacity, LockstepLimits
 from anybatch.core.python_state import Attributes
 from anybatch.core.rng import RNGState
-from anybatch.distributed.rng import devices_of
-from anybatch.distributed.sharded import Sharded
+from anybatch.distributed.fsdp import Sharded
+from anybatch.distributed.global_batch import devices_of
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
-from anybatch.execution.device import DeviceLink, feed
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
-from anybatch.execution.proof.familiar import Familiar
-from anybatch.execution.proof.sizes import ComparedSizes
-from anybatch.execution.repeatable import OutputsChangedError, Repeatable
+from anybatch.execution.prefetch import DeviceLink, feed
+from anybatch.execution.proof.inspected import ComparedSizes, Familiar
+from anybatch.execution.snapshots import OutputsChangedError, Repeatable
 from anybatch.execution.strides import one_row
+from anybatch.loss.base import Part, Scope, Total
 from anybatch.loss.calls import LossCalls
-from anybatch.loss.declared import Part, Scope, Total
 from anybatch.loss.traced import OtherFormError
-from anybatch.loss.watched import NotAPartError
+from anybatch.loss.tracer import NotAPartError
 from anybatch.memory.fakes import is_fake
 
 
@@ -261,7 +268,7 @@ class Step(Repeatable):
     def feed(self, batch: Batch | None = None, *, ahead: bool = True) -> Iterator[MicroBatch]:
         """Yield the micro-batches on the device; of `batch`, if some leaves of it are enough.
 
-        `ahead` is `anybatch.execution.device.feed`'s.
+        `ahead` is `anybatch.execution.prefetch.feed`'s.
         """
         loaded = (batch or self.batch).micro_batches(self.micro_batch)
         if self.draws is not None:
@@ -292,7 +299,7 @@ class Step(Repeatable):
             own
             or micro.size > 1
             or self.batch.size < 2
-            or any(map(is_fake, tree.flat(micro.inputs)))
+            or any(map(is_fake, pytree.flat(micro.inputs)))
         ):
             return
         raise NotExactError(
@@ -304,7 +311,7 @@ class Step(Repeatable):
 
     def check_structure(self, outputs: Any) -> None:
         """Raise `OutputsChangedError` if the outputs are not those of the inspection."""
-        if self.layout and len(self.layout) != len(tree.flat(outputs)):
+        if self.layout and len(self.layout) != len(pytree.flat(outputs)):
             raise OutputsChangedError
 
     def forward(
@@ -350,7 +357,7 @@ class Step(Repeatable):
                 self._refuse_single_sample(error, micro)
                 if HOOKED in str(error) and not looks_here():
                     raise NotYetError(NO_HOOKS) from error
-                if torch.is_grad_enabled() or graph.NONE not in str(error):
+                if torch.is_grad_enabled() or modules.NONE not in str(error):
                     raise
                 raise NotExactError(NO_GRAPH) from error
             except (ValueError, IndexError, TypeError) as error:
@@ -534,7 +541,7 @@ class Step(Repeatable):
             axis = next(axes) if self.layout else first
             return tensor if axis is None else tensor.narrow(axis, begin, size)
 
-        return tree.map_tensors(slice_rows, outputs)
+        return pytree.map_tensors(slice_rows, outputs)
 
     def agree(self) -> None:
         """See that all ranks have drawn alike, where they draw for each other."""
@@ -544,22 +551,24 @@ class Step(Repeatable):
 
 def copied(micro: MicroBatch) -> MicroBatch:
     """Return the micro-batch with its own copies of its inputs."""
-    inputs = tree.map_tensors(lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs)
+    inputs = pytree.map_tensors(
+        lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs
+    )
     return replace(micro, inputs=inputs)
 
 
 def _few(outputs: Any, micro: MicroBatch) -> tuple[Any, MicroBatch]:
     """Return the first two rows of outputs and targets, where each output holds rows first."""
     few, n = 2, micro.size
-    if not all(one.dim() and len(one) == n for _, one in tree.tensors(outputs)):
+    if not all(one.dim() and len(one) == n for _, one in pytree.tensors(outputs)):
         return outputs, micro
-    targets = tree.rows(micro.targets, 0, few, n)
-    return tree.rows(outputs, 0, few, n), MicroBatch(micro.inputs, targets, min(few, n))
+    targets = pytree.rows(micro.targets, 0, few, n)
+    return pytree.rows(outputs, 0, few, n), MicroBatch(micro.inputs, targets, min(few, n))
 
 
 def _check_single(outputs: Any, layout: Layout) -> None:
     """Refuse outputs of one sample that have lost the dimension of samples."""
-    found = list(tree.tensors(outputs, "outputs"))
+    found = list(pytree.tensors(outputs, "outputs"))
     for (path, one), axis in zip(found, layout, strict=False):
         lost = axis is not None and (one.dim() <= axis or one.shape[axis] != 1)
         if lost and len(found) == len(layout):

@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.core.plan import Plan
 from anybatch.engine.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
-from anybatch.lockstep.adaptive import Adaptive
+from anybatch.lockstep.sync_batchnorm import Adaptive
 from anybatch.loss.traced import OfModel
 
 require("lightning", "lightning")
@@ -36,7 +36,6 @@ require("lightning", "lightning")
 from lightning.pytorch import Callback, LightningModule  # noqa: E402
 
 from anybatch.integrations.lightning_handed import Handed, drops_gradients  # noqa: E402
-from anybatch.integrations.lightning_metrics import recorded_metrics  # noqa: E402
 from anybatch.integrations.lightning_refused import (  # noqa: E402
     refuse_accumulation,
     refuse_backward,
@@ -53,6 +52,7 @@ from anybatch.integrations.lightning_step import (  # noqa: E402
     StepObserver,
     TracedStep,
     reads_epoch,
+    recorded_metrics,
     skips,
 )
 

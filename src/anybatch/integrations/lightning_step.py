@@ -1,4 +1,4 @@
-"""Wrapper of a `training_step` for the engine: a module with a forward that runs it on rows.
+"""Wrapper of a `training_step` for the engine, and torchmetrics inside it.
 
     TracedModel ── StepModule ── LightningModule.training_step(rows, batch_idx)
                    │ what it logs is recorded, by name, once for each micro-batch
@@ -12,7 +12,8 @@ and ``_AutomaticOptimization``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from numbers import Number
 from threading import local
@@ -25,7 +26,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
-from anybatch.core import tree
+from anybatch.core import pytree
+from anybatch.core.accelerator import wide
+from anybatch.core.barrier import looks_here
 from anybatch.core.python_state import names_of
 from anybatch.errors import LossError
 from anybatch.loss.traced import TracedModel, TracedOutputs
@@ -213,7 +216,7 @@ class TracedStep(TracedModel):
         """Run the step, and trace its loss."""
         traced = super().forward(*args, **kwargs)
         rows = torch.full((), rows_of((args, kwargs)), device=traced["loss"].device)
-        traced.update(tree.map_tensors(Tensor.detach, self._log.collected()), rows=rows)
+        traced.update(pytree.map_tensors(Tensor.detach, self._log.collected()), rows=rows)
         return traced
 
 
@@ -231,7 +234,7 @@ class StepObserver:
         """Take in a micro-batch."""
         del targets
         self._rows.append(outputs["rows"])
-        self._logged.append(tree.map_tensors(torch.clone, outputs["logged"]))
+        self._logged.append(pytree.map_tensors(torch.clone, outputs["logged"]))
         self._extra.append(outputs["extra"])
         self._is_loss.update(outputs["is loss"])
         self._calls.append(outputs["calls"])
@@ -297,3 +300,74 @@ def _same(value: Tensor, loss: Tensor) -> bool:
     if is_fake(value) or is_fake(loss):
         return False
     return value.dtype == loss.dtype and value.data_ptr() == loss.data_ptr()
+
+
+# torchmetrics inside a `training_step` that is called with parts of a batch.
+#
+# A metric has state between calls, and rows may be run more than once: in an inspection, on a copy
+# without data, or again after memory ran out. So while micro-batches run, the arguments of a metric
+# of the module are stored, and it is called once, with all rows, when the step is over. Inside the
+# step its call returns the value of its own rows. Source: torchmetrics 1.9, ``Metric.forward``.
+
+WAYS = ("forward", "update")
+
+
+class MetricCall:
+    """Recorder in place of a metric's ``forward`` or ``update``; copies of the module share it."""
+
+    def __init__(self, path: str, way: str, metric: Metric, log: Log) -> None:
+        self._path, self._way, self._log = path, way, log
+        fresh = metric.clone()
+        fresh.reset()
+        self._fresh = fresh
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MetricCall:
+        return self
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """Take the arguments aside."""
+        places = {str(i): value for i, value in enumerate(arguments)}
+        self._log.call(self._path, self._way, [places, named])
+        if self._way == "update":
+            return None
+        tensors = [t for _, t in pytree.tensors((arguments, named))]
+        if any(is_fake(t) for t in tensors):
+            return torch.zeros((), device=tensors[0].device)
+        with torch.no_grad():
+            self._fresh.reset()
+            value = self._fresh(*pytree.map_tensors(Tensor.detach, arguments), **named)
+            self._fresh.reset()
+            return _of_samples(value, tensors) if looks_here() else value
+
+
+def _of_samples(value: Any, arguments: list[Tensor]) -> Any:
+    """Return the value, made to depend on all samples of the arguments.
+
+    A metric may read numbers, and make a tensor of them: samples cannot be traced through that.
+    """
+    if not arguments:
+        return value
+    every = torch.stack([wide(one.detach().sum().real).cpu() for one in arguments]).sum()
+
+    def marked(one: Tensor) -> Tensor:
+        always = torch.ones((), dtype=torch.bool, device=one.device)
+        return torch.where(always, one, every.to(one))
+
+    return pytree.map_tensors(marked, value)
+
+
+@contextmanager
+def recorded_metrics(module: nn.Module, log: Log) -> Iterator[None]:
+    """Record arguments of the module's metrics in the body, without a change of their state."""
+    metrics = [(path, one) for path, one in module.named_modules() if isinstance(one, Metric)]
+    before = [(one, way, vars(one).get(way)) for _, one in metrics for way in WAYS]
+    calls = [(one, way, MetricCall(path, way, one, log)) for path, one in metrics for way in WAYS]
+    for one, way, call in calls:
+        vars(one)[way] = call
+    try:
+        yield
+    finally:
+        for one, way, own in before:
+            del vars(one)[way]
+            if own is not None:
+                vars(one)[way] = own

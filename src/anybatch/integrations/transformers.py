@@ -28,12 +28,16 @@ from anybatch.core.plan import Plan
 from anybatch.core.units import show_bytes
 from anybatch.engine.engine import BatchNormMode, Engine, RngMode
 from anybatch.integrations.install import require
-from anybatch.integrations.transformers_evaluation import Evaluation, Outcome, may_divide
-from anybatch.integrations.transformers_experts import evenly_over_all
-from anybatch.integrations.transformers_losses import Items, UserLoss, smoothed
-from anybatch.integrations.transformers_padding import OfTrimmed, Trimmed
+from anybatch.integrations.transformers_losses import Items, UserLoss, evenly_over_all, smoothed
+from anybatch.integrations.transformers_padding import (
+    Evaluation,
+    OfTrimmed,
+    Outcome,
+    Trimmed,
+    may_divide,
+)
 from anybatch.integrations.transformers_resume import History
-from anybatch.lockstep.adaptive import Adaptive
+from anybatch.lockstep.sync_batchnorm import Adaptive
 
 require("transformers", "transformers", "accelerate")
 

@@ -2,7 +2,7 @@
 
 This folder knows a step and the pager. It knows no planner.
 
-Read `lanes` (threads, one of which runs), `lockstep` (a step in lanes), `slots` (state of modules
-by lane), `batchnorm` (statistics of the full batch, forward and backward), `ranks` and `adaptive`
-(BatchNorm over processes), `coupled` and `gathered` (functions of all samples).
+Read `scheduler` (threads, one of which runs, and the state of each), `lockstep` (a step in lanes),
+`batchnorm` (statistics of the full batch, forward and backward), `sync_batchnorm` (BatchNorm over
+processes), `coupled` and `gathered` (functions of all samples).
 """

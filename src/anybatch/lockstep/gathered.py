@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from anybatch.core.meeting import (
+from anybatch.core.barrier import (
     Meeting,
     as_it_is,
     here,
@@ -30,8 +30,7 @@ from anybatch.core.meeting import (
     samples_here,
     standalone_here,
 )
-from anybatch.core.norm.counters import GatherError
-from anybatch.core.norm.non_reducing import NonReducingNorms, RefusedNorms
+from anybatch.core.norm import GatherError, NonReducingNorms, RefusedNorms
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.signature import bytes_of
 from anybatch.lockstep.batchnorm import BarrierKey, MeetingNorms

@@ -14,33 +14,37 @@ Source: BatchNorm over parts: AGBN, Algorithms 1-3.
 
 from __future__ import annotations
 
+import contextvars
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 
-from anybatch.core import tree
+from anybatch.core import accelerators, pytree
+from anybatch.core.accelerator import Accelerator
+from anybatch.core.barrier import Route, exchange
 from anybatch.core.batch import MicroBatch, made_up
-from anybatch.core.meeting import exchange
-from anybatch.core.norm.sites import Route
-from anybatch.core.undo import HeldBack, uninterrupted
-from anybatch.execution.loss_gradients import loss_of_all, value_of_all
-from anybatch.execution.second_pass import shares
+from anybatch.core.transaction import HeldBack, uninterrupted
 from anybatch.execution.step import Step, check_trains, copied
-from anybatch.execution.stream import Normalization, normalization
+from anybatch.execution.streaming import Normalization, normalization
+from anybatch.execution.two_pass import loss_of_all, shares, value_of_all
 from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
-from anybatch.lockstep.lanes import Lanes
-from anybatch.lockstep.surroundings import Surroundings
-from anybatch.lockstep.turns import LaneTurns
-from anybatch.loss.declared import Total
-from anybatch.loss.watched import NotAPartError
+from anybatch.lockstep.scheduler import Lanes, LaneTurns
+from anybatch.loss.base import Total
+from anybatch.loss.tracer import NotAPartError
 from anybatch.memory.meter import Meter
-from anybatch.memory.pager import SMALL, Pager
-from anybatch.memory.paging import Paging, keep
+from anybatch.memory.pager import SMALL, Pager, Paging, keep
 from anybatch.memory.stores import store_on
 
 
@@ -164,7 +168,7 @@ class LockstepState:
     def lose(self, lane: int, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
         """Return the roots of a lane's backward, and their gradients."""
         step = self._step
-        detached = tree.map_tensors(Tensor.detach, outputs)
+        detached = pytree.map_tensors(Tensor.detach, outputs)
         if step.observe is not None:
             shown = step.loss.outputs(detached)  # not the terms, whose graph would stay
             self._shown[lane] = shown, MicroBatch(None, micro.targets, micro.size)
@@ -182,7 +186,7 @@ class LockstepState:
             step.draws.settle()
         if step.gradients is None:
             return [], []
-        return shares(step, tree.flat(outputs), gradients, begin)
+        return shares(step, pytree.flat(outputs), gradients, begin)
 
     def lose_nothing(self, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
         """Join the loss on a rank without samples, and return roots with gradients of zero."""
@@ -195,7 +199,7 @@ class LockstepState:
             rows = step.global_batch.rows(None, None, (), 0)
             with torch.no_grad(), self._full_batch_draws():
                 self._coupled = value_of_all(step, rows)
-        roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+        roots = [t for _, t in pytree.tensors(outputs) if t.requires_grad]
         return roots, [torch.zeros_like(root) for root in roots]
 
     def _count(self, totals: list[Total] | None) -> None:
@@ -240,8 +244,8 @@ class LockstepState:
         step = self._step
         outputs, targets, sizes = (list(found) for found in zip(*parts, strict=True))
         step.check_structure(outputs[0])
-        joined = tree.join(outputs, list(step.layout or ()), sizes=sizes)
-        aims = tree.join(targets, sizes=sizes, name="targets")
+        joined = pytree.join(outputs, list(step.layout or ()), sizes=sizes)
+        aims = pytree.join(targets, sizes=sizes, name="targets")
         rows = step.global_batch.rows(joined, aims, step.layout or (), step.batch.size)
         del joined, aims
         if step.gradients is None:
@@ -251,3 +255,74 @@ class LockstepState:
             result = loss_of_all(step, rows)
         self._coupled = result.loss
         return [(result.gradients, result.begin + sum(sizes[:k])) for k in range(len(sizes))]
+
+
+# The modes of a thread, for threads that compute in its name.
+#
+# Grad mode, autocast, inference mode, function and dispatch modes, saved-tensor hooks and context
+# variables belong to the thread that entered them. A lane that did not enter them too would compute
+# in float32 under the user's autocast, on the wrong device, or without the meter.
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """The modes that a thread is in at one moment."""
+
+    grad: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    cache: bool
+    functions: tuple[Any, ...]
+    dispatches: tuple[Any, ...]
+    hooks: tuple[Any, ...]
+    variables: contextvars.Context
+    streams: tuple[tuple[Accelerator, Any], ...]
+
+    @classmethod
+    def now(cls) -> Surroundings:
+        """Return those of this thread."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return cls(
+            grad=torch.is_grad_enabled(),
+            autocast=tuple(
+                (type_, torch.is_autocast_enabled(type_), torch.get_autocast_dtype(type_))
+                for type_ in accelerators.autocast_types()
+            ),
+            cache=torch.is_autocast_cache_enabled(),
+            functions=tuple(_get_current_function_mode_stack()),  # type: ignore[no-untyped-call]
+            dispatches=tuple(_get_current_dispatch_mode_stack()),
+            hooks=tuple(top) if top else (),
+            variables=contextvars.copy_context(),
+            streams=tuple(accelerators.streams()),
+        )
+
+    @contextmanager
+    def entered(self, paging: Any = None) -> Iterator[None]:
+        """Enter them, in this thread, for the body; backward runs in this thread.
+
+        Args:
+            paging: a dispatch mode below all of the user's, whose kernels it must intercept, and
+                above the meter. Default None.
+        """
+        for variable, value in self.variables.items():
+            variable.set(value)
+        with ExitStack() as stack:
+            for there, stream in self.streams:
+                stack.enter_context(there.on(stream))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            for type_, enabled, dtype in self.autocast:
+                if enabled:
+                    stack.enter_context(
+                        torch.autocast(type_, dtype=dtype, enabled=True, cache_enabled=self.cache)
+                    )
+            if self.hooks:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.hooks))
+            for mode in self.functions:
+                _push_mode(mode)  # type: ignore[no-untyped-call]
+                stack.callback(_pop_mode)
+            meters = [mode for mode in self.dispatches if isinstance(mode, Meter)]
+            others = [mode for mode in self.dispatches if not isinstance(mode, Meter)]
+            for mode in [*meters, *([] if paging is None else [paging]), *others]:
+                _push_dispatch_mode(mode)
+                stack.callback(_pop_dispatch_mode)
+            yield

@@ -3,7 +3,8 @@
 This folder knows functions of tensors, and models as far as they compute a loss inside. It knows no
 step, no micro-batch of another rank and no plan.
 
-Read `declared` (`Loss` and its forms), `functionals` (denominators of torch's losses), `watch` (a
-loss function traced from outside), `tracing` and `traced` (the same inside a model), `model_loss`
-(a model that returns its loss), `contrastive` and `tiles` (every sample against all others).
+Read `base` (`Loss` and its forms), `functionals` (the denominators of torch's losses), `watch` and
+`tracer` (a loss function traced from outside), `tracing` and `traced` (the same inside a model),
+`model_loss` with `model_terms` (a model that returns its loss), `contrastive` (each sample against
+all others), then `calls`, `state` and `holders` (Python state that a loss has).
 """

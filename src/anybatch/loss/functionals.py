@@ -1,4 +1,4 @@
-"""Table of torch's losses: numerator as a sum over samples, and its denominator.
+"""Table of torch's losses: numerator over samples, denominator, and the terms of a call.
 
 ``reduction="mean"`` hides the denominator, and that is where accumulation goes wrong: a mean over
 the targets that are not ignored, or weighted by their classes, is not the mean of the
@@ -16,14 +16,20 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from anybatch.core.modules import keywords
+from anybatch.memory.fakes import is_fake
 
 Arguments = dict[str, Any]
 Count = int | Tensor
@@ -229,3 +235,325 @@ TABLE[own_values] = Functional({"input": 0}, _broadcast("input"), lambda a: _dim
 TABLE[own_weighted_values] = Functional(
     {"input": 0, "weight": 0}, lambda a: torch.as_tensor(a["weight"].sum()), lambda _: True
 )
+
+
+# One call of a listed functional in a loss: its numerator, denominator and arguments.
+#
+# `LossTrace` finds the terms of the full batch on outputs without data; `Numerators` then answers
+# the same calls for a micro-batch with numbers, and follows nothing.
+
+
+@dataclass(frozen=True)
+class Term:
+    """One call of a listed functional.
+
+    Attributes:
+        index: its place among the calls of recognised functionals.
+        function: the functional.
+        arguments: the arguments of the call, by name.
+        constants: names of the arguments that are tensors and hold no samples (class weights).
+        numerator: the sum over the rows.
+        samples: whose rows they are. Default 0: not counted.
+        axes: name -> the dimension along which an argument holds samples. Default none.
+        trace: the traced loss of the full batch, for comparison with its parts. Default None.
+    """
+
+    index: int
+    function: Callable[..., Any]
+    arguments: dict[str, Any]
+    constants: tuple[str, ...]
+    numerator: Tensor
+    samples: int = field(default=0, kw_only=True)
+    axes: dict[str, int] = field(default_factory=dict, kw_only=True)
+    trace: Any = field(default=None, kw_only=True, repr=False, compare=False)
+
+    @property
+    def name(self) -> str:
+        """The functional's name."""
+        return str(self.function.__name__)
+
+    @property
+    def divides(self) -> bool:
+        """Whether the call divides its sum."""
+        return bool(divides(self.function, self.arguments))
+
+    def denominator(self) -> Count:
+        """Count the denominator of the sum; 1 for a plain sum."""
+        return TABLE[self.function].count(self.arguments) if self.divides else 1
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments that are no tensors: one number may stand for that of all rows."""
+        return {n: value for n, value in self.arguments.items() if not isinstance(value, Tensor)}
+
+    def same_as(self, other: Term) -> bool:
+        """Say whether both are calls of one functional with the same options and constants."""
+        same_layer = all(map(_looks_the_same, self.layer, other.layer))
+        return self._is_like(other, _same) and same_layer and self.options() == other.options()
+
+    def part_of(self, other: Term) -> bool:
+        """Return whether it is the same call on other samples; the options are compared elsewhere.
+
+        A dry run accepts a constant without data for the traced one. The rows must be as long as
+        those of `other`, the full batch's: a tensor cut to the longest row of a micro-batch is no
+        part of that of all (the test of lengths in tests/unit/loss/test_state.py).
+        """
+        return self._is_like(other, _looks_the_same) and all(
+            _rows_alike(self.arguments[name], self.samples, full, other.samples, other.axes[name])
+            for name, full in other.arguments.items()
+            if name in other.axes
+        )
+
+    def _is_like(self, other: Term, same: Callable[[Any, Any], bool]) -> bool:
+        return self.function is other.function and all(
+            same(self.arguments[name], other.arguments[name]) for name in other.constants
+        )
+
+    @property
+    def layer(self) -> tuple[Tensor | None, ...]:
+        """Parameters that the functional takes, of no sample."""
+        return tuple(self.arguments.get(n) for n in TABLE[self.function].parameters)
+
+
+class Numerators(TorchFunctionMode):
+    """Function mode that records the numerators of a loss with a traced form.
+
+    Args:
+        terms: the terms of the full batch; `found` holds the same calls on other samples.
+        samples: how many those are.
+    """
+
+    def __init__(self, terms: list[Term], samples: int) -> None:
+        super().__init__()
+        self._samples = samples
+        self.found: list[Term] = []
+        self._terms = {term.index: term for term in terms}
+        self._calls = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Return the numerator for a listed functional that is a term; run all others."""
+        kwargs = keywords(func, kwargs)
+        if func in TABLE:
+            term = self._terms.get(self._calls)
+            self._calls += 1
+            if term is not None and func is term.function:
+                arguments = bind(func, args, kwargs)
+                sums = numerator(func, arguments)
+                own = (term.index, func, arguments, term.constants, sums)
+                self.found.append(Term(*own, samples=self._samples))
+                return sums
+        return func(*args, **kwargs)
+
+
+def _rows_alike(part: Any, n: int, full: Any, size: int, axis: int) -> bool:
+    """Return whether `part` has the full batch's shape, but for its number of samples."""
+    if not isinstance(part, Tensor) or part.dim() != full.dim():
+        return False
+    pairs = enumerate(zip(part.shape, full.shape, strict=True))
+    return all(i * size == j * n if dim == axis else i == j for dim, (i, j) in pairs)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    with unset_fake_temporarily():  # a rehearsal compares nothing
+        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+
+
+def _looks_the_same(a: Any, b: Any) -> bool:
+    if is_fake(a) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(a.dtype == b.dtype)
+    return _same(a, b)
+
+
+# Where the samples lie in a tensor, after the reshaping that stands between model and loss.
+#
+# ``F.cross_entropy(logits.view(-1, V), tokens.view(-1))`` is a sum over samples;
+# ``F.cross_entropy(z @ z.T, labels)`` is not, though it calls the same functional. The difference
+# is whether one dimension still holds the samples separately. This module follows that dimension
+# (here: the *axis*) through the functions that only move or map single samples. For any other
+# function it returns None, and the loss that uses the result is treated as coupled.
+#
+# An axis of 0 may have several rows a sample, in the samples' order: ``[n * T, V]``.
+
+ELEMENTWISE = frozenset(
+    "float double half bfloat16 long int bool to type type_as contiguous clone detach sigmoid "
+    "logsigmoid tanh exp log log1p relu softplus abs neg square sqrt clamp clamp_min clamp_max "
+    "gelu leaky_relu add sub mul div true_divide pow __radd__ __rsub__ __rmul__ "
+    "__rtruediv__ eq ne gt lt ge le __eq__ __ne__ logical_not".split()
+)
+"""Functions of one tensor and numbers that keep every element in its place."""
+
+ALONG = frozenset(["softmax", "log_softmax", "normalize"])
+"""Functions that mix the elements along one dimension."""
+
+RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten"])
+LIKE = frozenset(["zeros_like", "ones_like", "full_like"])
+FILLED = frozenset(["zeros", "ones", "full"])
+"""Constants of any shape, the same everywhere."""
+CONSTANTS = FILLED | {"tensor", "scalar_tensor"}
+QUERIES = frozenset(
+    "size dim ndimension numel nelement __len__ is_floating_point is_complex get_device".split()
+)
+"""Queries of the shape and type of a tensor: their results hold for every sample."""
+PROPERTIES = frozenset("shape ndim dtype requires_grad layout".split())
+
+
+READS = frozenset("__int__ __index__ __invert__".split())
+"""Names that begin like those of writes, and write nothing."""
+STATEFUL = frozenset(
+    "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
+    "poisson batch_norm instance_norm".split()
+)
+"""Functions that draw at random, or may move statistics."""
+
+
+def axis_after(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, axis: int, size: int
+) -> int | None:
+    """Return the axis of `result`, or None where samples may be coupled.
+
+    Args:
+        name: the function's name, without its module.
+        args: its positional arguments; the first is the tensor whose axis is given.
+        kwargs: its keyword arguments.
+        result: its return value.
+        axis: the dimension of ``args[0]`` along which the samples lie.
+        size: the number of samples.
+    """
+    tensor = args[0]
+    if name in ELEMENTWISE:
+        return axis if _only_numbers(name, args[1:], kwargs) else None
+    if name in ALONG:
+        return axis if _dim(name, args, kwargs) not in (None, axis, axis - tensor.dim()) else None
+    if name in RESHAPES:
+        divisible = axis == 0 and result.dim() > 0 and result.shape[0] % size == 0
+        return 0 if divisible else None
+    if name == "__getitem__":
+        return _after_index(args[1], tensor.dim(), axis)
+    if name in ("transpose", "swapaxes", "swapdims", "t", "T", "mT", "permute", "movedim"):
+        return _after_permutation(name, args, kwargs, axis)
+    if name == "unsqueeze":
+        dim = _normal(_argument(args, kwargs, 1, "dim"), result.dim())
+        return axis + 1 if dim <= axis else axis
+    if name == "squeeze":
+        dim = _argument(args, kwargs, 1, "dim")
+        return _after_squeeze(tensor, dim, axis)
+    return None
+
+
+def _only_numbers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if name in ("to", "type", "type_as"):
+        return True
+    values = (*args, *kwargs.values())
+    return all(value is None or isinstance(value, Real | str) for value in values)
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name)
+
+
+def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    if name == "normalize":
+        found = _argument(args, kwargs, 2, "dim")
+        return 1 if found is None else int(found)
+    found = _argument(args, kwargs, 1, "dim")
+    return None if found is None else int(found)
+
+
+def _normal(dim: int, dims: int) -> int:
+    return dim + dims if dim < 0 else dim
+
+
+def _after_index(index: Any, dims: int, axis: int) -> int | None:
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts):
+        return None
+    spent = sum(1 for part in parts if part is not None and part is not Ellipsis)
+    if Ellipsis not in parts:
+        parts.append(Ellipsis)
+    at = parts.index(Ellipsis)
+    parts[at : at + 1] = [slice(None)] * (dims - spent)
+    source = target = 0
+    for part in parts:
+        if part is None:
+            target += 1
+            continue
+        if source == axis:
+            return target if part == slice(None) else None
+        source += 1
+        target += type(part) is slice
+    return None
+
+
+def _after_permutation(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
+) -> int | None:
+    dims = args[0].dim()
+    order = list(range(dims))
+    if name in ("t", "T"):
+        order.reverse()
+    elif name == "permute":
+        permutation = args[1] if len(args) == 2 and not isinstance(args[1], int) else args[1:]
+        order = [_normal(int(dim), dims) for dim in (permutation or kwargs["dims"])]
+    elif name == "movedim":
+        if not all(isinstance(arg, int) for arg in args[1:]) or len(args) != 3:
+            return None
+        moved = order.pop(_normal(args[1], dims))
+        order.insert(_normal(args[2], dims), moved)
+    else:
+        pair = (-2, -1) if name == "mT" else (args[1:] or tuple(kwargs.values()))
+        if len(pair) != 2:
+            return None
+        a, b = (_normal(int(dim), dims) for dim in pair)
+        order[a], order[b] = order[b], order[a]
+    return order.index(axis)
+
+
+def _after_squeeze(tensor: Tensor, dim: Any, axis: int) -> int | None:
+    if dim is None:
+        gone = [i for i in range(tensor.dim()) if tensor.shape[i] == 1]
+    elif isinstance(dim, int):
+        gone = [i for i in [_normal(dim, tensor.dim())] if tensor.shape[i] == 1]
+    else:
+        return None
+    return None if axis in gone else axis - sum(1 for i in gone if i < axis)
+
+
+# Arithmetic on the terms of a loss: the results that are weighted sums, and their weights.
+#
+# 0.5 * a + b / 4      ->  {a: 0.5, b: 0.25} a * b, a ** 2, a + 1 ->  none
+
+Sum = dict[int, float]
+"""The weight of each term, by its number."""
+
+
+def arithmetic(name: str, operands: list[Any]) -> Sum | None:
+    """Return the weighted sum that ``name(*operands)`` is, or None.
+
+    Args:
+        name: the operation, without underscores: add, sub, mul, div, neg, ...
+        operands: a `Sum` for each operand that is one, anything else as it is.
+    """
+    match name, operands:
+        case (("add" | "radd" | "sub"), [dict() as left, dict() as right]):
+            sign = -1.0 if name == "sub" else 1.0
+            return {k: left.get(k, 0.0) + sign * right.get(k, 0.0) for k in {**left, **right}}
+        case (("add" | "radd" | "sub"), [dict() as left, Real() as zero]) if zero == 0:
+            return left
+        case "rsub", [dict() as left, Real() as zero] if zero == 0:
+            return {k: -weight for k, weight in left.items()}
+        case (("mul" | "rmul"), [dict() as left, Real() as number]):
+            return {k: weight * float(number) for k, weight in left.items()}
+        case (("div" | "true_divide"), [dict() as left, Real() as number]) if number != 0:
+            return {k: weight / float(number) for k, weight in left.items()}
+        case "neg", [dict() as left]:
+            return {k: -weight for k, weight in left.items()}
+        case (("float" | "double" | "clone"), [dict() as left]):
+            return left
+    return None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
 from itertools import starmap
@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.modules import is_spread
 from anybatch.core.python_state import MANY, fill
 from anybatch.core.rng import RNGState
-from anybatch.core.undo import same_values
-from anybatch.memory.fakes import is_fake
-from anybatch.memory.paged import paged
+from anybatch.core.transaction import same_values
+from anybatch.memory.fakes import is_fake, paged
 
 ATOMS = (int, float, bool, str, bytes, complex, type(None))
 
@@ -391,3 +391,73 @@ def same_value(a: Any, b: Any) -> bool:
         return True
     type_ = type(a)
     return type_ is type(b) and type_ in ATOMS and bool(a == b or (a != a and b != b))
+
+
+# Detection of writes to tensors by memory: ``.data`` has another count of writes.
+
+
+class Writes(TorchDispatchMode):
+    """Dispatch mode that records which of some tensors kernels write to.
+
+    Args:
+        tensors: those that matter.
+        keep: copy the values of one before it is written to. Default False.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], *, keep: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = {_memory(tensor): tensor for tensor in tensors if _has_memory(tensor)}
+        self._written: set[int] = set()
+        self._keep = keep
+        self._saved: list[tuple[Tensor, Tensor]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._written)
+
+    def wrote(self, tensor: Tensor) -> bool:
+        """Say whether a kernel wrote to the memory of a tensor."""
+        return _has_memory(tensor) and _memory(tensor) in self._written
+
+    def put_back(self) -> None:
+        """Restore the copied values of the tensors."""
+        with torch.no_grad():
+            for data, values in self._saved:
+                data.copy_(values)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, and record the tensors that it writes to."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            pairs = zip(func._schema.arguments, args, strict=False)
+            named = ((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)
+            for argument, value in (*pairs, *named):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    self._detect(value if isinstance(value, list | tuple) else (value,))
+        run: Callable[..., Any] = func
+        return run(*args, **kwargs)
+
+    def _detect(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and _has_memory(value) and _memory(value) in self._watched:
+                self._note(_memory(value))
+
+    def _note(self, memory: int) -> None:
+        if self._keep and memory not in self._written:
+            data = self._watched[memory].detach()
+            self._saved.append((data, data.to("cpu", copy=True)))  # no room of the step's is taken
+        self._written.add(memory)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided
+
+
+def _memory(tensor: Tensor) -> int:
+    """Return the id of a tensor's storage, which tensors on the same memory share."""
+    return int(tensor.untyped_storage()._cdata)

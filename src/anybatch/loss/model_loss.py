@@ -22,9 +22,8 @@ from torch import Tensor, nn
 from anybatch.core.accelerator import of
 from anybatch.core.batch import MicroBatch
 from anybatch.errors import LossError
-from anybatch.loss.declared import InsideLoss, Loss, Number, Part, Scope, Total, loss_among
-from anybatch.loss.model_terms import TermOfAll
-from anybatch.loss.tally import same
+from anybatch.loss.base import InsideLoss, Loss, Number, Part, Scope, Total, loss_among
+from anybatch.loss.model_terms import TermOfAll, same
 from anybatch.loss.traced import OfModel, TracedOutputs, Tracer
 from anybatch.memory.fakes import is_fake
 

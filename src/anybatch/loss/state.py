@@ -12,7 +12,7 @@ once, from their code, and its content is compared around each call.
 
 Not listed are the globals of libraries, extension types, and objects looked up by name at run time
 (``globals()``, a registry). State in such a place is found by its effect
-(`anybatch.loss.repeated`).
+(`anybatch.loss.calls`).
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ from anybatch.loss.holders import (
     Place,
     Random,
     TensorPlace,
+    Writes,
 )
-from anybatch.loss.writes import Writes
 from anybatch.memory.fakes import is_fake
 
 CONTAINERS = (dict, list, set, deque)

@@ -3,8 +3,8 @@
 A model that returns its own loss is wrapped in `TracedModel`, whose forward is the model's own
 under `TracingMode`, and returns the terms of the loss, numerators and denominators of these rows.
 The denominator of the mini-batch is counted before the first backward, from the labels only
-(`anybatch.loss.replay`); if the computation of the targets from the labels is not traced, it is the
-sum of those of the micro-batches, corrected at the end.
+(`loss.model_terms`); if the computation of the targets from the labels is not traced, it is the sum
+of those of the micro-batches, corrected at the end.
 
 Rows must be samples: forwards of two sizes (those of the inspection) must pass the functional rows
 in proportion, and the same rows to the same samples. A loss that is not a weighted sum of
@@ -24,18 +24,24 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
-from anybatch.core import accelerator, tree
+from anybatch.core import accelerator, pytree
+from anybatch.core.barrier import looks_here
 from anybatch.core.batch import MicroBatch, TensorBatch
-from anybatch.core.graph import name_of
-from anybatch.core.meeting import looks_here
-from anybatch.core.norm.non_reducing import NonReducingNorms
+from anybatch.core.modules import name_of
+from anybatch.core.norm import NonReducingNorms
 from anybatch.errors import LossError
 from anybatch.loss import functionals
-from anybatch.loss.declared import Loss, Part, Scope, Total, loss_inside
-from anybatch.loss.model_terms import SumBySamples, TermOfAll, TracedTerm
-from anybatch.loss.quiet import Quiet
-from anybatch.loss.tally import Tally, agree, rounding, same
-from anybatch.loss.tracing import TracingMode
+from anybatch.loss.base import Loss, Part, Scope, Total, loss_inside
+from anybatch.loss.model_terms import (
+    SumBySamples,
+    Tally,
+    TermOfAll,
+    TracedTerm,
+    agree,
+    rounding,
+    same,
+)
+from anybatch.loss.tracing import Quiet, TracingMode
 from anybatch.memory.fakes import is_fake
 
 Weighted = list[tuple[float, TracedTerm]]
@@ -102,7 +108,7 @@ class Sizes:
         if len(self._first) > MOST:  # one that is new in every step
             self._first.clear()
         n, shapes = traced.rows, _shapes(traced.terms)
-        signature = form, tuple(t.shape[1:] for _, t in tree.tensors(inputs))
+        signature = form, tuple(t.shape[1:] for _, t in pytree.tensors(inputs))
         m, others, factors = self._first.get(signature, (n, shapes, []))
         if n == m:
             self._first[signature] = n, shapes, _factors(traced.terms)
@@ -428,7 +434,7 @@ class OfModel(Loss):
         self, term: TracedTerm, total: functionals.Count, scope: Scope, batch: TensorBatch
     ) -> bool:
         """Return whether counts add up and match the trace, checked once a signature."""
-        shapes = tuple(t.shape[1:] for _, t in tree.tensors(batch.inputs))
+        shapes = tuple(t.shape[1:] for _, t in pytree.tensors(batch.inputs))
         signature = term.form, term.index, scope.size, scope.first.size, shapes
         checked = signature in self._tracer.sizes.checked
         if checked and not accelerator.of(torch.as_tensor(term.count).device).host:
@@ -526,7 +532,7 @@ def _counted(
     term: TracedTerm, inputs: Any, size: int, traced_size: int
 ) -> functionals.Count | None:
     """Return the denominator of `size` samples, from a term traced on others; None if unknown."""
-    tensors = [tensor for _, tensor in tree.tensors(inputs)]
+    tensors = [tensor for _, tensor in pytree.tensors(inputs)]
     arguments = dict(term.arguments)
     for name, recipe in term.recipes.items():
         if recipe is not None and inputs is not None:

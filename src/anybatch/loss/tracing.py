@@ -1,16 +1,15 @@
 """Trace of the torch losses that a model calls in its forward, and of their weights in its loss.
 
 ``model(input_ids, labels=labels).loss`` does not show its denominator. The functional that the
-model called does: it has the targets, and the sum. `TracingMode` answers each call of a listed
-functional with ``numerator / denominator`` of its rows, which the functional itself would return,
-stores both, and traces the result through arithmetic to the loss:
+model called does. `TracingMode` answers each call of a listed functional with ``numerator /
+denominator`` of its rows, stores both, and traces the result to the loss:
 
     forward ... F.cross_entropy(a, t) ... F.mse_loss(b, s) ...   loss = 0.5 * first + second
                 numerator_1 / D_1           numerator_2 / D_2       {1: 0.5, 2: 1.0}
 
-A mean or a sum over all elements is one, too, of losses that the model has computed itself, and
-such a sum divided by another one is a weighted mean: ``(l * m).sum() / m.sum()``. After any other
-operation on a term the loss is not recognised; nothing is concluded from numbers.
+A mean or a sum over all elements of losses that the model has computed is one, too; such a sum
+divided by another one is a weighted mean: ``(l * m).sum() / m.sum()``. Any other operation on a
+term makes the loss unknown.
 """
 
 from __future__ import annotations
@@ -21,19 +20,28 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial, reduce
 from numbers import Real
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
-from anybatch.core import tree
-from anybatch.core.functions import keywords
+from anybatch.core import pytree
+from anybatch.core.modules import keywords
 from anybatch.loss import functionals
-from anybatch.loss.model_terms import Constant, Record, TermOfAll, TracedTerm, Weighed
-from anybatch.loss.replay import Recipes, name_of, touches
-from anybatch.loss.sums import Sum, arithmetic
+from anybatch.loss.functionals import Sum, arithmetic
+from anybatch.loss.model_terms import (
+    Constant,
+    Recipes,
+    Record,
+    TermOfAll,
+    TracedTerm,
+    Weighed,
+    name_of,
+    touches,
+)
 
 SAME = frozenset("to contiguous reshape view squeeze unsqueeze mean sum".split())
 """Functions that do not change a single number."""
@@ -509,5 +517,84 @@ def source_of(fn: Any) -> Any:
 
 def rows_of(inputs: Any) -> int:
     """Return how many samples inputs hold; 0 where they hold no tensor with rows."""
-    sizes = (tensor.shape[0] for _, tensor in tree.tensors(inputs) if tensor.dim())
+    sizes = (tensor.shape[0] for _, tensor in pytree.tensors(inputs) if tensor.dim())
     return int(next(sizes, 0))
+
+
+# Parts of a model that compute no loss, and run without tracing.
+#
+# Tracing a call costs some microseconds, and a forward makes hundreds; the loss is taken in the few
+# after the last layer. So the first forward finds the parts in which none was taken, and from then
+# on `TracingMode` is off while one of them runs:
+#
+#     Llama:  model (quiet) │ lm_head (quiet) │ pad, [1:], cross_entropy     traced
+#
+# A part in which one was taken is divided further: its own parts are observed next.
+
+
+class Quiet:
+    """Parts of a model, each recorded as computing a loss or quiet.
+
+    Args:
+        model: its children are observed first.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._quiet: dict[nn.Module, bool] = dict.fromkeys(model.children(), False)
+        self._traced: dict[nn.Module, bool] = {}
+        self._handles: list[Any] = []
+        self._forwards = 0
+        self._stacks: dict[int, list[TracingMode | int | None]] = {}
+
+    @contextmanager
+    def around(self, tracing: TracingMode) -> Iterator[None]:
+        """Trace the body, except its quiet parts; forwards of several lanes may alternate."""
+        if self._forwards == 0:
+            for part in self._quiet:
+                self._handles.append(part.register_forward_pre_hook(self._enter))
+                self._handles.append(part.register_forward_hook(self._exit, always_call=True))
+        self._forwards += 1
+        try:
+            with tracing:
+                yield
+        finally:
+            self._forwards -= 1
+            if self._forwards == 0:
+                for handle in self._handles:
+                    handle.remove()
+                self._handles.clear()
+                self._stacks.clear()
+                self._learn()
+
+    def forget(self) -> None:
+        """Trace every part from now on: a loss was computed in a part that had none."""
+        self._quiet.clear()
+
+    def _enter(self, part: nn.Module, _inputs: Any) -> None:
+        top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+        there: TracingMode | int | None = None
+        if isinstance(top, TracingMode):
+            there = _pop_mode() if self._quiet.get(part) else len(top.terms)  # type: ignore[no-untyped-call]
+        self._stacks.setdefault(get_ident(), []).append(there)
+
+    def _exit(self, part: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        stack = self._stacks.get(get_ident())
+        if not stack:  # a checkpoint computes it again, and the last forward has ended meanwhile
+            return
+        there = stack.pop()
+        if isinstance(there, TracingMode):
+            _push_mode(there)  # type: ignore[no-untyped-call]
+        elif there is not None:
+            top = _get_current_function_mode()  # type: ignore[no-untyped-call]
+            took = isinstance(top, TracingMode) and len(top.terms) > there
+            self._traced[part] = took or self._traced.get(part, False)
+
+    def _learn(self) -> None:
+        traced, self._traced = self._traced, {}
+        for part, took in traced.items():
+            if not took:
+                self._quiet[part] = True
+            else:
+                del self._quiet[part]
+                self._quiet.update(dict.fromkeys(part.children(), False))

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core import tree
-from anybatch.core.functions import keywords
-from anybatch.loss import functionals, rows
-from anybatch.loss.sums import Sum, arithmetic
-from anybatch.loss.terms import Term
+from anybatch.core import pytree
+from anybatch.core.modules import keywords
+from anybatch.loss import functionals
+from anybatch.loss.functionals import Sum, Term, arithmetic
 
 ANY = -1
 """The axis of a constant: it fits samples along any dimension."""
@@ -68,11 +67,11 @@ class LossTrace(TorchFunctionMode):
         self._touched: dict[int, Any] = {}  # id -> the grad_fn it had when it was followed
         self._places: dict[int, int] = {}  # id -> how many there were before it
         self._failed = False
-        for (_, tensor), axis in zip(tree.tensors(outputs[0]), outputs[1], strict=True):
+        for (_, tensor), axis in zip(pytree.tensors(outputs[0]), outputs[1], strict=True):
             self._touch(tensor)
             if axis is not None:
                 self._axes[id(tensor)] = axis
-        for _, tensor in tree.tensors(targets):
+        for _, tensor in pytree.tensors(targets):
             self._touch(tensor)
             self._axes[id(tensor)] = 0 if tensor.dim() else ANY
 
@@ -108,7 +107,7 @@ class LossTrace(TorchFunctionMode):
             return self._device
         if touched and not all(map(self._intact, touched)):
             raise UnfollowableError
-        if self._writes(name, args, kwargs) or name in rows.STATEFUL:
+        if self._writes(name, args, kwargs) or name in functionals.STATEFUL:
             raise UnfollowableError  # to state of its own, if not to these: it would stay
         result = func(*args, **kwargs)
         self._follow(name, args, kwargs, result, touched)
@@ -178,7 +177,7 @@ class LossTrace(TorchFunctionMode):
         own = bool(args) and id(args[0]) in self._sums  # a term added to in place
         return (
             (in_place and not own)
-            or (name.startswith(("__set", "__del", "__i")) and name not in rows.READS)
+            or (name.startswith(("__set", "__del", "__i")) and name not in functionals.READS)
             or kwargs.get("out") is not None
             or bool(kwargs.get("inplace"))
         )
@@ -191,26 +190,26 @@ class LossTrace(TorchFunctionMode):
         result: Any,
         touched: list[Tensor],
     ) -> None:
-        if name in rows.CONSTANTS and isinstance(result, Tensor) and not touched:
-            if name in rows.FILLED or result.dim() == 0:
+        if name in functionals.CONSTANTS and isinstance(result, Tensor) and not touched:
+            if name in functionals.FILLED or result.dim() == 0:
                 self._axes[id(result)] = ANY
                 self._note(name, _fill(name, args, kwargs), result, [])
             return
-        if not touched or name in rows.QUERIES or name in rows.PROPERTIES:
+        if not touched or name in functionals.QUERIES or name in functionals.PROPERTIES:
             return
         if not isinstance(result, Tensor):
             raise UnfollowableError  # it read a value: what follows may depend on it
         if any(id(t) in self._sums for t in touched):
             self._follow_sum(name.strip("_"), args, kwargs, result)
             return
-        if name in rows.LIKE and not any(isinstance(a, Tensor) for a in args[1:]):
+        if name in functionals.LIKE and not any(isinstance(a, Tensor) for a in args[1:]):
             axis: int | None = ANY
         else:
             axis = self._moved(name, args, kwargs, result) if len(touched) == 1 else None
         self._axes.pop(id(result), None)
         if axis is not None:
             self._axes[id(result)] = axis
-        options = () if name in rows.RESHAPES else (*args[1:], *sorted(kwargs.items()))
+        options = () if name in functionals.RESHAPES else (*args[1:], *sorted(kwargs.items()))
         numbers = tuple(g for g in options if not isinstance(g, Tensor))
         if name == "contiguous":  # itself where it lies so, and that may depend on the size
             self._places[id(result)] = self._places[id(touched[0])]
@@ -224,10 +223,10 @@ class LossTrace(TorchFunctionMode):
         first = args[0] if args else None
         axis = self._axes.get(id(first))
         if axis == ANY:
-            return ANY if name in rows.ELEMENTWISE | rows.RESHAPES else None
+            return ANY if name in functionals.ELEMENTWISE | functionals.RESHAPES else None
         if axis is None:
             return None
-        return rows.axis_after(name, args, kwargs, result, axis, self._size)
+        return functionals.axis_after(name, args, kwargs, result, axis, self._size)
 
     def _follow_sum(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
@@ -290,7 +289,7 @@ def _fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
     """Return the fill value of a constant tensor; its shape may depend on the size."""
     if name == "full":
         return (kwargs.get("fill_value", args[-1] if len(args) > 1 else None),)
-    return () if name in rows.FILLED else args
+    return () if name in functionals.FILLED else args
 
 
 def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -300,7 +299,7 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, tuple | list | dict):
-            found.extend(tensor for _, tensor in tree.tensors(value))
+            found.extend(tensor for _, tensor in pytree.tensors(value))
     return found
 
 

@@ -4,7 +4,7 @@
 barrier (inputs, the branch of a residual, the normalised tensor) would stay resident, a fifth of
 the full batch's peak for micro-batches of any size. Here a tensor retains its storage, and the
 storage frees its memory: its bytes are copied out, and it is resized to nothing. Every kernel is
-intercepted before it runs, in forward and in backward (`anybatch.memory.paging`), and its storages
+intercepted before it runs, in forward and in backward, and its storages
 are resident when it does.
 
     lane 0 runs ── barrier ── its storages leave, the furthest next use first ── ... ── it is next:
@@ -22,15 +22,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch.core.memory import Capacity, LockstepLimits
-from anybatch.memory.book import Book
-from anybatch.memory.hold import EVICTING, OFFLOADED, RESIDENT, Held, Hold
+from anybatch.core.plan_sections import Capacity, LockstepLimits
 from anybatch.memory.lockstep_budget import in_segment
-from anybatch.memory.meter import Meter
+from anybatch.memory.meter import Meter, tensors_in
+from anybatch.memory.page_table import EVICTING, OFFLOADED, RESIDENT, Held, Hold
 from anybatch.memory.stores import Store
 
 SMALL = 256
@@ -339,3 +341,221 @@ def key_of(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
         return None
+
+
+# Shows every kernel of a lane to the pager, before and after it runs.
+#
+# A dispatch mode intercepts each of them, in forward and in backward. That costs as much as a small
+# kernel, so there is no such mode where nothing will be evicted (`anybatch.lockstep.lockstep`).
+
+PLAIN = frozenset({Tensor, Parameter})
+OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+"""Types that hold no tensor; tested first, because every kernel has some."""
+
+
+class KernelObserver(Protocol):
+    """Protocol of an observer of every kernel: a pager, or a recorder of calls to one."""
+
+    limit: int | None
+
+    def before(self, keys: Iterable[int]) -> None:
+        """Evict storages until a kernel's operands fit, where there is a limit."""
+
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
+
+    def take(self, key: int, tensor: Tensor) -> None:
+        """Take in the storage of a tensor that a kernel has made."""
+
+    def keep(self, key: int) -> None:
+        """Bring a storage's memory back for good."""
+
+    def give_up(self, key: int) -> None:
+        """Make a storage resident, and stop tracking it: another owner moves it from now on."""
+
+
+class Paging(TorchDispatchMode):
+    """Dispatch mode that makes operands of kernels resident, and registers their results.
+
+    Args:
+        pager: the pager that does it.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, pager: KernelObserver) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pager = pager
+        self._writes: dict[Any, bool] = {}
+
+    def give_up(self, key: int) -> None:
+        """Hand over a storage to another owner, which moves it from now on."""
+        self._pager.give_up(key)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False to omit the guard against compilation; compiled models are refused."""
+        return False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make a kernel's operands resident, run it, and register its results."""
+        writes = self._writes.get(func)
+        if writes is None:
+            schema = getattr(func, "_schema", None)
+            writes = self._writes[func] = schema is None or schema.is_mutable
+        with torch._C.DisableTorchFunction():
+            operands: list[int | None] = []
+            if self._pager.limit is not None:
+                self._pager.before(_keys((args, kwargs)))
+            self._bring(args, operands, writes)
+            if kwargs:
+                self._bring(kwargs.values(), operands, writes)
+                result = func(*args, **kwargs)
+            else:
+                result = func(*args)
+            self._take(result, operands)
+        return result
+
+    def _bring(self, values: Any, operands: list[int | None], writes: bool) -> None:  # noqa: FBT001
+        for value in values:
+            type_ = type(value)
+            if type_ in OTHERS:
+                continue
+            if type_ in PLAIN or isinstance(value, Tensor):
+                if value.layout is torch.strided and (type_ in PLAIN or not _wraps(value)):
+                    key = key_of(value)
+                    operands.append(key)
+                    if key is not None:
+                        self._pager.use(key, writes)
+                else:
+                    keep(self._pager, value)
+            elif isinstance(value, list | tuple):
+                self._bring(value, operands, writes)
+            elif isinstance(value, dict):
+                self._bring(value.values(), operands, writes)
+
+    def _take(self, value: Any, operands: list[int | None]) -> None:
+        type_ = type(value)
+        if type_ in PLAIN or isinstance(value, Tensor):
+            if value.layout is torch.strided and (type_ in PLAIN or not _wraps(value)):
+                key = key_of(value)
+                if key is not None and key not in operands:
+                    self._pager.take(key, value)
+            else:
+                keep(self._pager, value)
+        elif isinstance(value, list | tuple):
+            for item in value:
+                self._take(item, operands)
+        elif isinstance(value, dict):
+            self._take(list(value.values()), operands)
+
+
+def keep(pager: KernelObserver, tensor: Tensor) -> None:
+    """Make a tensor resident for good: other code has its address."""
+    for inner in _inside(tensor):
+        key = key_of(inner)
+        if key is not None:
+            pager.keep(key)
+
+
+def _keys(values: Any) -> Iterator[int]:
+    """Yield the addresses of the storages that a kernel needs."""
+    for tensor in tensors_in(values):
+        for inner in _inside(tensor):
+            key = key_of(inner)
+            if key is not None:
+                yield key
+
+
+def _wraps(tensor: Tensor) -> bool:
+    return type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__")
+
+
+def _inside(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the strided tensors that a tensor is made of."""
+    if _wraps(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            yield from _inside(getattr(tensor, name))
+    elif tensor.layout == torch.sparse_coo:
+        yield tensor._indices()
+        yield tensor._values()
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    else:
+        yield tensor
+
+
+# Record of the storages that lanes use in their segments, made by the first of them.
+#
+# Lanes run the same layers in the same order. So the 17th storage of a lane corresponds to the 17th
+# of another. The next lane will need the earlier storages that the first lane has needed in a
+# segment, between two barriers: they can be prefetched before it runs, and others evicted first.
+#
+#     segment 3 of lane 7:   uses its 4th, 17th, 18th
+#     segment 3 of lane 6:   its own 4th, 17th, 18th are on their way while lane 7 computes
+
+
+class SegmentRecord:
+    """Record of a segment, made by the first lane in it."""
+
+    def __init__(self, lane: int) -> None:
+        self.lane = lane
+        self.numbers: list[int] = []
+        self.bytes = self.top = 0
+
+
+class Book:
+    """Record of every segment, made by the first lane in it.
+
+    Attributes:
+        top: the most bytes that a lane has held in one segment so far.
+    """
+
+    def __init__(self) -> None:
+        self.top = 0
+        self._segments: dict[int, SegmentRecord] = {}
+
+    def begin(self, lane: int, segment: int) -> None:
+        """Record that a lane begins its segment of this number."""
+        if segment not in self._segments:
+            self._segments[segment] = SegmentRecord(lane)
+
+    def uses(self, lane: int, segment: int, number: int, size: int) -> None:
+        """Record that a lane uses its storage of this number, made in an earlier segment."""
+        shown = self._segments[segment]
+        if shown.lane == lane:
+            shown.numbers.append(number)
+            shown.bytes += size
+
+    def holds(self, segment: int, size: int) -> None:
+        """Record the bytes used or made that a lane holds in its segment of this number."""
+        shown = self._segments[segment]
+        shown.top, self.top = max(shown.top, size), max(self.top, size)
+
+    def most(self, segment: int, lane: int) -> int:
+        """Return the most bytes that a lane will hold in a segment; 0 if no other has run it."""
+        return self._segments[segment].top if self.shown(segment, lane) else 0
+
+    def shown(self, segment: int, lane: int) -> bool:
+        """Return whether another lane has run this segment before this one."""
+        found = self._segments.get(segment)
+        return found is not None and found.lane != lane
+
+    def used(self, segment: int) -> Sequence[int]:
+        """Return the numbers of storages used in a segment, in order; a list that may grow."""
+        found = self._segments.get(segment)
+        return () if found is None else found.numbers
+
+    def brings(self, segment: int) -> int:
+        """Return the bytes of that."""
+        found = self._segments.get(segment)
+        return 0 if found is None else found.bytes

@@ -22,7 +22,7 @@ import torch
 
 from anybatch.core import accelerator
 from anybatch.core.absent import type_of
-from anybatch.core.links import Link
+from anybatch.core.plan_sections import Link
 from anybatch.errors import StoreError
 from anybatch.memory import stores
 from anybatch.memory.stores import SENT, FileStore, HostStore, StagedStore, Store, empty

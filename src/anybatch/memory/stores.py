@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
+import tempfile
 import threading
 import weakref
+import zlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,11 +21,9 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import of
-from anybatch.core.undo import uninterrupted
+from anybatch.core.transaction import uninterrupted
 from anybatch.core.units import show_bytes
 from anybatch.errors import StoreError
-from anybatch.memory.checksums import Sums, checksums, require_same
-from anybatch.memory.nameless import left_for, nameless, read_at, write_at
 
 BLOCK = 4096
 """Bytes to which places, sizes and memory are aligned past the page cache."""
@@ -382,3 +383,132 @@ SENT = "an offloaded tensor"
 def empty(size: int, device: torch.device) -> Any:
     """Return a new storage, made by a kernel so that meters count it."""
     return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+
+
+# A file without a name: made, written and read at a place, on systems that know less than Linux.
+#
+# Linux can unlink an open file, read and write at an offset without moving a pointer that threads
+# share, and bypass the page cache. Missing features of a system are replaced:
+#
+#     name        unlinked while open         Windows: deleted by the system when it is closed
+#     at a place  pwrite, preadv              else one thread at a time: seek, then read or write
+#     past cache  O_DIRECT                    else through the page cache
+#     room        of the file                 Windows: of its folder
+#
+# Each is looked up when it is needed, so that a test can remove it.
+#
+# Source: the availability notes of Python's `os` and `tempfile`.
+
+BY_FILE = os.name == "posix"
+"""Whether the system reports the free space of an open file; else that of its folder is used."""
+
+_SEEKING = threading.Lock()
+
+
+def nameless(folder: Path | None, *, direct: bool) -> tuple[int, bool]:
+    """Return a descriptor of a new private file, and whether it bypasses the page cache.
+
+    Args:
+        folder: where it is; None is the system's folder for temporary files.
+        direct: past the page cache, where the system can.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    goes_when_closed = getattr(os, "O_TEMPORARY", 0)
+    descriptor, path = tempfile.mkstemp(prefix="anybatch-", dir=folder)
+    if goes_when_closed:  # an open file keeps its name there
+        flags = os.O_RDWR | goes_when_closed | getattr(os, "O_BINARY", 0)
+        os.close(descriptor)
+        return os.open(path, flags), False
+    try:
+        past = past_the_cache(path) if direct else None
+    finally:
+        Path(path).unlink()
+    if past is None:
+        return descriptor, False
+    os.close(descriptor)
+    return past, True
+
+
+def past_the_cache(path: str) -> int | None:
+    """Return a descriptor that does not use the page cache, None where the system has none."""
+    flag = getattr(os, "O_DIRECT", 0)
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | flag) if flag else None
+    except OSError:  # a file system without it
+        return None
+
+
+def write_at(descriptor: int, view: memoryview, begin: int) -> int:
+    """Write bytes from `begin` on, and return the number that was written."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, view, begin)
+    with _SEEKING:
+        os.lseek(descriptor, begin, os.SEEK_SET)
+        return os.write(descriptor, view)
+
+
+def read_at(descriptor: int, view: memoryview, begin: int) -> int:
+    """Fill with the bytes from `begin` on, and return their number."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [view], begin)
+    with _SEEKING:
+        os.lseek(descriptor, begin, os.SEEK_SET)
+        came = os.read(descriptor, len(view))
+    view[: len(came)] = came
+    return len(came)
+
+
+def left_for(descriptor: int, folder: Path | None) -> int:
+    """Return the bytes that the file system of a file has left."""
+    return shutil.disk_usage(descriptor if BY_FILE else folder or tempfile.gettempdir()).free
+
+
+# Checksums of offloaded bytes, for debugging.
+#
+# A disk, a driver or another program may change tensors in a store. torch would compute with it,
+# and the gradients would look like any others. A file system with checksums of its own is seldom at
+# hand; so a sum of every block is recorded in memory when it is offloaded, and compared when it
+# returns:
+#
+#     leaves    block 0 | block 1 | block 2        sums kept: s0 s1 s2
+#     returns   block 0 | block 1*| block 2        s1 differs: an error, and no gradient
+#
+# CRC-32 finds every error of up to 32 bits in a row, and misses one in 2^32 of the others; it is
+# the fastest sum in Python's library that finds as much.
+
+CHECKSUM_BLOCK = 4 << 20
+"""Bytes that share a sum."""
+
+Sums = tuple[int, ...]
+
+
+def checksums(memory: memoryview) -> Sums:
+    """Return the sum of each block of bytes."""
+    return tuple(
+        zlib.crc32(memory[at : at + CHECKSUM_BLOCK]) for at in range(0, len(memory), CHECKSUM_BLOCK)
+    )
+
+
+def require_same(memory: memoryview, sums: Sums, where: str) -> None:
+    """Require that bytes that have returned have the sums that they left with.
+
+    Args:
+        memory: the returned bytes.
+        sums: of the offloaded bytes.
+        where: it was meanwhile, in words.
+
+    Raises:
+        StoreError: a block differs.
+    """
+    for number, (found, wanted) in enumerate(zip(checksums(memory), sums, strict=True)):
+        if found != wanted:
+            begin, end = number * CHECKSUM_BLOCK, min((number + 1) * CHECKSUM_BLOCK, len(memory))
+            raise StoreError(
+                "an offloaded tensor must return unchanged, and of a tensor of "
+                f"{show_bytes(len(memory))} the bytes from {begin} to {end} have changed in "
+                f"{where}: a failing disk, another program or a write to .data has changed it, so "
+                "name another folder (store=) or find the cause; the gradients of this step are "
+                "not complete, so set them to zero before the next"
+            )

@@ -2,7 +2,9 @@
 
 This folder knows traces, stores and autograd's saved tensors. It knows no loss and no planner.
 
-Read `trace` and `schedule` (a step as data, and its evictions and prefetches), `simulate`,
-`belady`, `fit`, then `saved` and `mover` (offloaded saved tensors), `watch` (the recorder),
-`keeping` (the micro-batches of a step), `offload` (the public call) and the folder `states`.
+Read `schedule` (a step as data: trace, schedule, simulation), `policy` (which variables leave, and
+when), `recorder` (a step is recorded), `course` (the plan of a recorded step), `mover` (saved
+tensors that leave and return), `recompute` (saved tensors that are computed again),
+`saved_tensors` (the hooks of a step) and `offload` (the public call). The optimizer's state:
+`state_mover` and `optimizer_states`; with the parameters: `parameters` and `planned_states`.
 """

@@ -4,7 +4,7 @@
     with off:   step 2   planned: what must leave does, and returns before it is asked for
     with off:   step 3   ...
 
-The hooks are `anybatch.offload.execute`, the plan `anybatch.offload.best`.
+The hooks are `anybatch.offload.saved_tensors`, the plan `anybatch.offload.policy`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,14 @@ import torch
 from anybatch.core import accelerator
 from anybatch.core.accelerators import default_device
 from anybatch.core.units import parse_bytes
+from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import maker
-from anybatch.memory.step_timeline import StepTimeline
 from anybatch.memory.stores import Store
-from anybatch.offload.course import Course, too_little
-from anybatch.offload.execute import StepHooks
-from anybatch.offload.hooked import Hooked
+from anybatch.offload.course import Course, Cut, too_little
 from anybatch.offload.mover import Mover
-from anybatch.offload.recording import Cut
-from anybatch.offload.schedule_cache import Recorded, ScheduleCache, link_of
+from anybatch.offload.recorder import Recorded, ScheduleCache, StepRecorder, link_of
+from anybatch.offload.saved_tensors import Hooked, StepHooks
 from anybatch.offload.unroll import of_course
-from anybatch.offload.watch import StepRecorder
 
 
 @dataclass(frozen=True)

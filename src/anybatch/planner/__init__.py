@@ -2,7 +2,8 @@
 
 This folder knows steps as far as they can be run without data. It knows no engine.
 
-Read `rehearse` (a dry run), `forecast` (bytes for every size), `ladder` (how it is made),
-`resident`, `offloaded` and `paged_lockstep` (all tensors resident, saved tensors offloaded, lanes
-paged between kernels), `choice` and `duel` (timing), `decision`, `planner`.
+Read `rehearsal` (a dry run), `forecast` (bytes for every size), `ladder` (how it is made), `budget`
+(the bytes that a step may hold), `offload_choice`, `offload_memory` and `paged_lockstep` (all
+tensors resident, saved tensors offloaded, lanes paged between kernels), `probe` and `search`
+(timing), `decision`, `planner`.
 """

@@ -8,27 +8,28 @@ timed where that can pay. Later ones go the way of the first, at the size that d
     none fits, samples meet       undivided with saved tensors offloaded, or lanes that are paged
     offloaded before              offloaded again, where the size chosen then does not fit without
 
-Each is the choice of a module (`anybatch.planner.resident`, `anybatch.planner.offloaded`,
-`anybatch.planner.paged_lockstep`), and the clock decides between them (`anybatch.planner.contest`).
+Each is the choice of a module (`offload_choice`, `offload_memory`, `paged_lockstep`), and the clock
+decides between them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
-from anybatch.core.norm.counters import ScriptedNormError
-from anybatch.errors import BudgetError, NotExactError
-from anybatch.execution.signature import RunPlan, Signature
+import torch
+
+from anybatch.core.norm import ScriptedNormError
+from anybatch.errors import BudgetError, NotExactError, NotYetError
+from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.memory.spill import Spill
-from anybatch.planner.contest import faster
+from anybatch.planner.budget import Foreseen
 from anybatch.planner.forecast import ASIDE, WORKSPACE, Forecast
-from anybatch.planner.foreseen import Foreseen
-from anybatch.planner.offloaded import OffloadedSizes
+from anybatch.planner.offload_choice import ResidentSizes, StepTimer, faster
+from anybatch.planner.offload_memory import OffloadedSizes
 from anybatch.planner.paged_lockstep import PagedLockstep
-from anybatch.planner.precedent import Precedent
-from anybatch.planner.request import PlanningRequest
-from anybatch.planner.resident import ResidentSizes
+from anybatch.planner.search import even
 from anybatch.planner.workspaces import Workspaces
 
 
@@ -309,3 +310,113 @@ def completed(foreseen: Forecast, signature: Signature, workspace: int) -> Forec
     foreseen = replace(foreseen, global_samples=signature.global_samples)
     foreseen = foreseen.with_more(WORKSPACE, workspace) if workspace else foreseen
     return foreseen.with_more(ASIDE, signature.before) if signature.before else foreseen
+
+
+# Planning request: one mini-batch, its signature, and the queries about it.
+#
+# A planner gets questions, not answers: rehearsing a case, trying whether a batch may be divided
+# and timing a step in lanes all cost something, so each is done when a decision hangs on it.
+
+
+@dataclass(frozen=True)
+class PlanningRequest:
+    """Planning request for one mini-batch.
+
+    Attributes:
+        signature: of the batch.
+        case: returns the case of a dry run.
+        optimizer: its state counts, as it will be.
+        refuse_division: raises where the batch must not be divided.
+        time_step: times a full step of it.
+    """
+
+    signature: Signature
+    case: Callable[[], Case]
+    optimizer: torch.optim.Optimizer | None
+    refuse_division: Callable[[], None]
+    time_step: StepTimer
+
+    @cached_property
+    def full_batch(self) -> bool:
+        """Whether micro-batches that know nothing of each other would be another training."""
+        return self.signature.lanes or self.undivided
+
+    def streamed(self, n: int) -> float | None:
+        """Return the seconds of a resident step in micro-batches of `n`, one after another."""
+        return self.time_step(n, None, None)
+
+    @property
+    def spread(self) -> bool:
+        """Whether the parameters are, over ranks."""
+        return self.signature.global_samples > 0 and self.case().sharded is not None
+
+    def refuse_spread(self) -> None:
+        """Refuse to offload saved tensors where parameters are sharded over ranks.
+
+        Raises:
+            NotYetError: they are.
+        """
+        if self.spread:
+            raise NotYetError(
+                "saved tensors cannot be offloaded today where parameters are sharded over ranks: "
+                'plan with offload="off", or without sharding'
+            )
+
+    @cached_property
+    def undivided(self) -> bool:
+        """Whether the batch must not be divided."""
+        try:
+            self.refuse_division()
+        except NotExactError:
+            return True
+        return False
+
+
+# Decisions of earlier batches that later ones follow, at any signature.
+#
+# Only the first batch is timed. Later ones keep the number of elements in a micro-batch: of samples
+# half as large, twice as many. If saved tensors were offloaded, they may be again.
+#
+#     timed: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
+
+
+@dataclass
+class Precedent:
+    """How batches are run.
+
+    Attributes:
+        fixed: required samples in a micro-batch; None (default) chooses.
+        best: samples in the micro-batch chosen first, and elements of each; None (default) before.
+        sends: whether saved tensors were offloaded.
+        decided: forecasts made, and decisions of a plan that was given.
+    """
+
+    fixed: int | None = None
+    best: tuple[int, int] | None = None
+    sends: bool = False
+    decided: int = 0
+
+    def sent(self, n: int, signature: Signature) -> None:
+        """Record saved tensors as offloaded in micro-batches of `n`; the first size is stored."""
+        self.sends = True
+        if self.best is None:
+            self.best = n, signature.elements
+
+    def keeps_offloading(self, signature: Signature) -> bool:
+        """Return whether saved tensors are offloaded as before: not under another plan."""
+        return self.sends and not signature.most
+
+    def fixed_for(self, signature: Signature) -> int | None:
+        """Return the required samples of a micro-batch; None where the size is free."""
+        return None if self.fixed is None else min(self.fixed, signature.largest)
+
+    def pick(self, signature: Signature, cap: int) -> int:
+        """Return a size up to `cap` that does as much work at once as the first one chosen did."""
+        if self.fixed is not None:
+            return min(self.fixed, cap)
+        if self.best is None:
+            return even(signature.size, cap)
+        n, elements = self.best
+        if elements == signature.elements:
+            return min(cap, n)
+        return max(1, min(cap, round(n * elements / max(signature.elements, 1))))

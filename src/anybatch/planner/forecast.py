@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from anybatch.conv.recorder import KernelRecorder
+from anybatch.conv.dispatch import KernelRecorder
 from anybatch.errors import AnybatchError
-from anybatch.execution.case import MICRO_BATCHES, Case, first_rows
-from anybatch.execution.full_batch_rng.weigh import largest_draw
+from anybatch.execution.full_batch_rng.kernels import largest_draw
+from anybatch.execution.signature import MICRO_BATCHES, Case, first_rows
+from anybatch.memory.ledger import Line, Timeline
 from anybatch.memory.lockstep_budget import Lane
-from anybatch.memory.timeline import Line, Timeline
-from anybatch.planner import rehearse
-from anybatch.planner.rehearse import Inspection
+from anybatch.planner import rehearsal
+from anybatch.planner.rehearsal import Inspection
 
 ASIDE = "gradients set aside"
 """The owner of gradients that were there before a step; at the update the sums are in them."""
@@ -201,9 +201,9 @@ class Forecast:
     def _rehearse(self, n: int, size: int, *, accumulator: bool) -> Timeline:
         assert self.case is not None
         if not self.divides(n, size):
-            return rehearse.full_batch(self.case, size, self.inspection)
+            return rehearsal.full_batch(self.case, size, self.inspection)
         case = replace(first_rows(self.case, size), global_samples=self.global_samples)
-        return rehearse.divided(case, n, self.inspection, accumulator=accumulator)
+        return rehearsal.divided(case, n, self.inspection, accumulator=accumulator)
 
     def convolutions(self, n: int) -> KernelRecorder | None:
         """Return the convolutions of a micro-batch of `n`; None without a dry run on fakes.
@@ -213,7 +213,7 @@ class Forecast:
         if self.case is None:
             return None
         if n not in self.recorded:
-            self.recorded[n] = rehearse.kernels(self.case, n, self.inspection)
+            self.recorded[n] = rehearsal.kernels(self.case, n, self.inspection)
         return self.recorded[n]
 
     def with_constant(self, more: Mapping[str, int]) -> Forecast:

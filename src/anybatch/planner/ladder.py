@@ -6,7 +6,7 @@
 
 Rung 1 is checked: one real step at two samples is measured and compared with it (a kernel may keep
 a workspace that no fake tensor shows; that of the CPU's LSTM is counted, see
-`anybatch.memory.hidden`). Rung 3 is an estimate with a margin, and says so. If it is too low, the
+`anybatch.memory.meter`). Rung 3 is an estimate with a margin, and says so. If it is too low, the
 step's own retry after an out-of-memory error corrects it.
 """
 
@@ -20,22 +20,20 @@ from itertools import chain
 import numpy as np
 import torch
 
-from anybatch.core import tree
-from anybatch.core.memory_errors import out_of_memory
+from anybatch.core import pytree
 from anybatch.core.modules import tensors_of
-from anybatch.core.norm.counters import BatchStatisticsError
-from anybatch.core.optimizers import resident_state_bytes
-from anybatch.core.rounding import allocated, rounded, rounding
-from anybatch.distributed.pieces import copied_bytes, small_bytes
+from anybatch.core.norm import BatchStatisticsError
+from anybatch.core.oom import out_of_memory
+from anybatch.core.optimizers import allocated, resident_state_bytes, rounded, rounding
+from anybatch.distributed.buckets import copied_bytes, small_bytes
 from anybatch.errors import AnybatchError, NotExactError
-from anybatch.execution.case import MICRO_BATCHES, Case, as_fakes, few
-from anybatch.execution.signature import bytes_of
-from anybatch.lockstep.parts import values_of_a_part
-from anybatch.memory.paged import OWNER
-from anybatch.memory.timeline import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
-from anybatch.planner import rehearse, updates
+from anybatch.execution.signature import MICRO_BATCHES, Case, as_fakes, bytes_of, few
+from anybatch.lockstep.batchnorm import values_of_a_part
+from anybatch.memory.fakes import OWNER
+from anybatch.memory.ledger import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
+from anybatch.planner import probe, rehearsal
 from anybatch.planner.forecast import SHARDS, Forecast
-from anybatch.planner.stage import unharmed
+from anybatch.planner.rehearsal import unharmed
 
 SMALL = 2
 """Samples of the smaller of two rehearsals; one is often a special case."""
@@ -181,7 +179,7 @@ def _from_one(found: Forecast, one: Forecast, case: Case) -> Forecast:
     sums = found.accumulated
     if sums is not None:
         case = unharmed(case, MICRO_BATCHES, writes=one.inspection.copies)
-        single = rehearse.divided(case, 1, one.inspection, accumulator=case.trains)
+        single = rehearsal.divided(case, 1, one.inspection, accumulator=case.trains)
         sums = bent(_line([single], (1,), PEAKS), sums)
     return replace(
         found,
@@ -216,8 +214,8 @@ def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
 def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is None:
         return None, {}
-    update = updates.update(optimizer, [module for _, module in case.modules], case.sharded)
-    there = updates.state_bytes(optimizer)
+    update = probe.update(optimizer, [module for _, module in case.modules], case.sharded)
+    there = probe.state_bytes(optimizer)
     coming = update.final().get("optimizer", 0) if update is not None else 0
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -255,7 +253,7 @@ def _undivided(case: Case, state: State) -> Forecast | None:
     try:
         fakes = as_fakes(case)
         size = case.size
-        peak = _peaks([rehearse.full_batch(replace(fakes, size=size), size)], (size,))
+        peak = _peaks([rehearsal.full_batch(replace(fakes, size=size), size)], (size,))
     except Exception:  # the step raises what there is to say
         return None
     fixed = AffineTimeline(peak.owners, peak.events, peak.at(size).live, 0 * peak.slope)
@@ -269,7 +267,7 @@ def _undivided(case: Case, state: State) -> Forecast | None:
         constant=state[1],
         copied=0,
         gradients=_gradients(case) if case.trains else 0,
-        inspection=rehearse.Inspection((), copies=False),
+        inspection=rehearsal.Inspection((), copies=False),
         case=None,
         indivisible=True,
     )
@@ -303,18 +301,18 @@ def _rehearsed(
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
     """
     looked, looks = zip(
-        *[rehearse.inspect_model(case, 2 * n if n > 1 else 1) for n in sizes], strict=True
+        *[rehearsal.inspect_model(case, 2 * n if n > 1 else 1) for n in sizes], strict=True
     )
-    inspection = rehearse.watch_loss(case, looks[0])
+    inspection = rehearsal.watch_loss(case, looks[0])
     case = unharmed(case, case.rows.size, writes=inspection.copies)
     buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
     return Forecast(
         how=how,
         looked=_line(looked, sizes, how),
         divided=_line(
-            (rehearse.divided(case, n, inspection, accumulator=False) for n in sizes), sizes, how
+            (rehearsal.divided(case, n, inspection, accumulator=False) for n in sizes), sizes, how
         ),
-        undivided=_line((rehearse.full_batch(case, n, inspection) for n in sizes), sizes, how),
+        undivided=_line((rehearsal.full_batch(case, n, inspection) for n in sizes), sizes, how),
         accumulated=None,
         update=state[0],
         constant=state[1],
@@ -322,8 +320,8 @@ def _rehearsed(
         gradients=_gradients(case) if case.trains else 0,
         inspection=inspection,
         case=case if case.fake else None,
-        entries=0 if case.fake else rehearse.entries(case, sizes[0], inspection),
-        draws=tuple((n, tuple(rehearse.draws(case, n))) for n in sizes),
+        entries=0 if case.fake else rehearsal.entries(case, sizes[0], inspection),
+        draws=tuple((n, tuple(rehearsal.draws(case, n))) for n in sizes),
         global_samples=case.global_samples,
         pieces=_pieces(case) if case.global_samples and case.trains else 0,
         grain=rounding(case.device),
@@ -359,7 +357,7 @@ def _held_at(found: Forecast, case: Case, n: int) -> int:
     """Return the bytes of a rehearsal at `n` samples, with rows that are made for it."""
     rows = 0 if case.rows.size >= n * MICRO_BATCHES else n * MICRO_BATCHES
     pair = (case.rows.inputs, case.rows.targets)
-    row = sum(bytes_of(t[:1]) for _, t in tree.tensors(pair) if t.dim())
+    row = sum(bytes_of(t[:1]) for _, t in pytree.tensors(pair) if t.dim())
     return found.peak(n, max(case.size, n + 1)) + rows * row
 
 
@@ -381,7 +379,7 @@ def _farther(found: Forecast, case: Case, far: int) -> Forecast:
 
     def divided(*, accumulator: bool) -> list[Timeline]:
         return [
-            rehearse.divided(case, n, found.inspection, accumulator=accumulator and case.trains)
+            rehearsal.divided(case, n, found.inspection, accumulator=accumulator and case.trains)
             for n in (SMALL, SMALL + 1, NEAR, far)
         ]
 
@@ -392,7 +390,7 @@ def _farther(found: Forecast, case: Case, far: int) -> Forecast:
         divided=bent(found.divided, divided(accumulator=False)),
         undivided=bent(
             found.undivided,
-            [rehearse.full_batch(case, n, found.inspection) for n in (SMALL, NEAR, far)],
+            [rehearsal.full_batch(case, n, found.inspection) for n in (SMALL, NEAR, far)],
         ),
         accumulated=None if first is None else bent(first, summed),
     )
@@ -464,8 +462,8 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
 
 
 def _divided(case: Case, found: Forecast, n: int) -> int:
-    return rehearse.divided(case, n, found.inspection, accumulator=False).peak
+    return rehearsal.divided(case, n, found.inspection, accumulator=False).peak
 
 
 def _undivided_peak(case: Case, found: Forecast, n: int) -> int:
-    return rehearse.full_batch(case, n, found.inspection).peak
+    return rehearsal.full_batch(case, n, found.inspection).peak

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import home
-from anybatch.core.norm.moments import Moments
-from anybatch.core.rounding import rounded
+from anybatch.core.moments import Moments
+from anybatch.core.optimizers import rounded
 
 
 class Noted:

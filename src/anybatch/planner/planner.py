@@ -24,21 +24,17 @@ from typing import Any
 import torch
 
 from anybatch.core import accelerator
-from anybatch.core.memory_errors import release
+from anybatch.core.oom import release
 from anybatch.core.plan import Plan
 from anybatch.core.units import parse_bytes
-from anybatch.execution.case import Case
-from anybatch.execution.signature import RunPlan, Signature
+from anybatch.execution.signature import Case, RunPlan, Signature
+from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
-from anybatch.memory.step_timeline import StepTimeline
-from anybatch.planner.budget import default_budget, ran_out
-from anybatch.planner.contest import StepTimer
-from anybatch.planner.decision import Decision, Terms, completed
-from anybatch.planner.depict import depict
+from anybatch.planner.budget import Foreseen, default_budget, ran_out
+from anybatch.planner.decision import Decision, PlanningRequest, Precedent, Terms, completed
+from anybatch.planner.describe import depict
 from anybatch.planner.forecast import WORKSPACE, Forecast
-from anybatch.planner.foreseen import Foreseen
-from anybatch.planner.precedent import Precedent
-from anybatch.planner.request import PlanningRequest
+from anybatch.planner.offload_choice import StepTimer
 from anybatch.planner.workspaces import Workspaces
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a micro-batch: a candidate is run on the device, and all state is restored.
+"""Seconds and bytes of a real micro-batch: it is run on the device, and all state is restored.
 
 A model of time would have to include caches, allocators and kernels. So each size is run: once to
 warm up (kernels are chosen, pages are mapped), then a few times, and the median counts. For a long
@@ -7,24 +7,36 @@ one a single run is enough.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from statistics import median
 from time import perf_counter
 
 import torch
+from torch import Tensor, nn
 
-from anybatch.core import accelerator, accelerators, tree
+from anybatch.core import accelerator, accelerators, pytree
+from anybatch.core.absent import type_of
 from anybatch.core.batch import MicroBatch
-from anybatch.core.memory_errors import out_of_memory
-from anybatch.execution.case import Case, few
-from anybatch.execution.device import link_to
+from anybatch.core.modules import Modules, eager, local, tensors_of
+from anybatch.core.oom import out_of_memory
+from anybatch.core.optimizers import SMALL, inner_step, resident_state_bytes, rounded, state_bound
+from anybatch.core.transaction import Before
+from anybatch.distributed.fsdp import Sharded
 from anybatch.execution.discover import discoverer
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.parts import Parts
+from anybatch.execution.inspection import quietly
+from anybatch.execution.prefetch import link_to
+from anybatch.execution.signature import Case, few
 from anybatch.execution.step import MicroBatchOffloader, Step
-from anybatch.planner.measure import read_peak
-from anybatch.planner.rehearse import Inspection
-from anybatch.planner.stage import make_step, put_back, unharmed
+from anybatch.execution.streaming import Parts
+from anybatch.memory.fakes import Fakes, interrupted_between_functions, large, paged, uncounted
+from anybatch.memory.ledger import Timeline
+from anybatch.memory.meter import FOREIGN, Meter
+from anybatch.offload.state_mover import parts_of, widest
+from anybatch.planner.rehearsal import Inspection, make_step, put_back, unharmed
 
 RUNS = 3
 """Timed runs of which the median counts."""
@@ -151,7 +163,7 @@ def _timed(step: Step, micro: MicroBatch) -> float:
 def _train_in_parts(step: Step, parts: Parts, micro: MicroBatch) -> None:
     """Run each part, and backward from it: where a loss of all outputs begins is another matter."""
     for at in range(len(parts)):
-        roots = [t for _, t in tree.tensors(parts.forward(micro, at)) if t.requires_grad]
+        roots = [t for _, t in pytree.tensors(parts.forward(micro, at)) if t.requires_grad]
         step.pull(roots, [torch.ones_like(root) for root in roots])
         del roots
 
@@ -159,3 +171,250 @@ def _train_in_parts(step: Step, parts: Parts, micro: MicroBatch) -> None:
 def finish(device: torch.device) -> None:
     """Wait for a device that computes on its own."""
     accelerator.of(device).synchronise(device)
+
+
+# The bytes that a real step holds at its peak, as the device or the meter counts them.
+
+
+@contextmanager
+def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[[], int | None]]:
+    """Read the most bytes that a device's allocator has handed out in the body.
+
+    Its statistic is the user's, too, and cannot be restored after a reset. It shows this peak if it
+    grows in the body, or if it was no more than the allocated bytes at the beginning.
+
+    Args:
+        device: without such a statistic, the peak is unknown.
+        anew: reset the statistic if it would not show the peak. Default False.
+
+    Yields:
+        A function that returns the bytes; None if unknown.
+    """
+    counts = accelerator.of(device)
+    if not counts.peaks:
+        yield lambda: None
+        return
+    before = counts.peak(device)
+    recorded = before == counts.allocated(device)
+    if anew and not recorded:
+        counts.reset_peak(device)
+        recorded = True
+
+    def peak() -> int | None:
+        found = counts.peak(device)
+        return found if recorded or found > before else None
+
+    yield peak
+
+
+@contextmanager
+def live_peak(
+    device: torch.device, existing: Mapping[str, Iterable[Tensor]]
+) -> Iterator[Callable[[], int]]:
+    """Count the most bytes of tensors that are live on a device in the body.
+
+    Args:
+        device: its allocator counts where it reports a peak; elsewhere every kernel is intercepted.
+        existing: owner -> tensors that are live before and count.
+
+    Yields:
+        A function that returns the bytes so far; it may be called after the body.
+    """
+    if accelerator.of(device).peaks:
+        with read_peak(device, anew=True) as peak:
+            yield lambda: peak() or 0
+        return
+    with Meter(device, existing) as meter:
+        yield lambda: int(meter.peak)
+
+
+@contextmanager
+def measured(
+    device: torch.device,
+    modules: Modules,
+    optimizer: torch.optim.Optimizer | None,
+    before: Before,
+    shards: list[Tensor],
+) -> Iterator[Callable[[], int]]:
+    """Count the peak bytes of the body, with the tensors that were live before it.
+
+    Args:
+        device: its allocator's peak, if it records one; else the body runs under the meter.
+        modules: their tensors are there.
+        optimizer: and its state.
+        before: and the gradients that were there.
+        shards: with remains of gathered parameters.
+
+    Yields:
+        A function that returns the bytes after the body.
+    """
+    if accelerator.of(device).peaks:
+        with live_peak(device, {}) as peak:
+            yield peak
+        return
+    every = [module for _, module in modules]
+    pages = paged()
+    there = [*tensors_of(every, "_parameters"), *shards]
+    gradients = [gradient for _, gradient in before.gradients if gradient is not None]
+    owned = {
+        FOREIGN: [t for t in (*there, *gradients) if pages.holds(t)],
+        "parameters": there,
+        "buffers": [
+            *tensors_of(every, "_buffers"),
+            *(b.values for b in before.buffers if b.values is not None),
+        ],
+        "optimizer": [] if optimizer is None else state_tensors(optimizer),
+        "gradients": gradients,
+    }
+    leaves = [leaf for leaf, _ in before.gradients]
+    with (
+        eager(),
+        Meter(device, owned) as meter,
+        uncounted(meter, leaves, pages.ids(leaves)),
+    ):
+        yield lambda: int(meter.peak) + pages.most
+
+
+# Optimizer state and update of a forecast, by a dry run on fakes before the first step.
+#
+# The state is made by the first ``optimizer.step()``; until then only a dry run shows its bytes.
+
+IN_PARTS = "optimizer, in parts"
+"""The owner of state that passes through memory."""
+
+
+def update(
+    optimizer: torch.optim.Optimizer, modules: list[nn.Module], sharded: Sharded | None = None
+) -> Timeline | None:
+    """Rehearse the first ``optimizer.step()``, on fakes, with every gradient there.
+
+    Args:
+        optimizer: the real one.
+        modules: all that a step runs; their tensors are there too.
+        sharded: has gathered them only for the step. Default None.
+
+    Returns:
+        Its bytes, in parts if its state is offloaded; None if the optimizer is not
+        torch's own, or reads a value.
+    """
+    fakes = Fakes()
+    twin = fakes.optimizer(optimizer)
+    if twin is None:
+        return None
+    stepped = [p for group in twin.param_groups for p in group["params"]]
+    device = next((p.device for p in stepped), torch.device("cpu"))
+    try:
+        there = {id(p) for p in stepped}
+        resident = _parameters(modules, sharded)
+        trained = [fakes.of(p) for p in resident if p.requires_grad]
+        others = [p for p in trained if id(p) not in there]  # another optimizer's, perhaps
+        pages = paged()
+        real = [*(p for group in optimizer.param_groups for p in group["params"]), *resident]
+        paged_ids = frozenset(id(fakes.of(p)) for p in real if pages.holds(p))
+        with interrupted_between_functions(), fakes.mode:
+            other_gradients = [torch.empty_like(p) for p in others]
+            for parameter in stepped:
+                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        foreach = accelerator.of(type_of(device)).facts.foreach
+        for group in twin.param_groups:
+            if foreach and group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True  # what torch does there, and not for fakes
+        pairs = [*zip(others, other_gradients, strict=True), *((p, p.grad) for p in stepped)]
+        made = [(p, gradient) for p, gradient in pairs if gradient is not None]
+        owned = {
+            FOREIGN: _paged(made, [*stepped, *map(fakes.of, resident)], paged_ids),
+            "parameters": [*stepped, *map(fakes.of, resident)],
+            "buffers": map(fakes.of, tensors_of(modules, "_buffers")),
+            "gradients": [gradient for _, gradient in made],
+        }
+        available = resident_state_bytes(optimizer)
+        with (
+            interrupted_between_functions(),
+            quietly(),
+            torch.no_grad(),
+            fakes.mode,
+            Meter(device, owned) as meter,
+        ):
+            if available is None:
+                type(twin).step(twin)
+            else:
+                _step_in_parts(twin, available, meter, both=bool(paged_ids))
+    except Exception:  # whatever an optimizer does that fakes cannot
+        return None
+    meter.claim("optimizer", state_tensors(twin))
+    found: Timeline = meter.timeline()
+    return found if available is None else _with_parts(found, 0 if paged_ids else available)
+
+
+def _paged(
+    made: list[tuple[Tensor, Tensor]], parameters: list[Tensor], paged_ids: frozenset[int]
+) -> list[Tensor]:
+    """Return parameters that are paged, and gradients that are."""
+    gradients = [gradient for p, gradient in made if id(p) in paged_ids and large(gradient)]
+    return [*(p for p in parameters if id(p) in paged_ids), *gradients]
+
+
+def _step_in_parts(
+    twin: torch.optim.Optimizer,
+    available: int,
+    meter: Meter,
+    *,
+    both: bool,
+) -> None:
+    """Step a few parameters at a time; only small entries of their state remain.
+
+    Args:
+        twin: the optimizer, of fakes.
+        available: bytes of state that may be in memory at a time.
+        meter: counts.
+        both: parameters and gradients are paged within half of these.
+    """
+    every, inner = twin.param_groups, inner_step(twin)
+    size_of = partial(state_bound, twin)
+    size_of, available = (
+        (partial(widest, size_of), available // 2) if both else (size_of, available)
+    )
+    for part in parts_of(twin, size_of, available):
+        twin.param_groups = part.groups(every)
+        inner(twin)
+        for _, parameter in part.members:
+            state = twin.state.get(parameter, {})
+            large = [k for k, v in state.items() if isinstance(v, Tensor) and v.nbytes >= SMALL]
+            meter.claim(IN_PARTS, [state.pop(name) for name in large])
+    twin.param_groups = every
+
+
+def _with_parts(found: Timeline, available: int) -> Timeline:
+    """Return a timeline in which parts fill their budget, since they overlap as they are paged.
+
+    The bytes of all the state are the most that can be in it. Bytes shared with parameters are
+    counted with those.
+    """
+    live = found.live.copy()
+    if IN_PARTS in found.owners:
+        live[:, found.owners.index(IN_PARTS)] = 0
+    sizes, grain = [size for o, size, *_ in found.spans if o == IN_PARTS], found.grain
+    made = sum(-(-size // grain) * grain for size in sizes)
+    return replace(found, live=live).plus({IN_PARTS: min(available, made)})
+
+
+def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tensor]:
+    """Return the parameters that are there at an update."""
+    every = tensors_of(modules, "_parameters")
+    if sharded is None:
+        return every
+    return [*(p for p in every if not sharded.holds(p)), *sharded.shards]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return every tensor of an optimizer's state that is resident."""
+    states = optimizer.state.values()
+    every = [local(tensor) for state in states for _, tensor in pytree.tensors(dict(state))]
+    return [tensor for tensor in every if not tensor.is_meta]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of that state."""
+    held = [] if optimizer is None else state_tensors(optimizer)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}
+    return sum(rounded(one.nbytes(), one.device) for one in storages.values())

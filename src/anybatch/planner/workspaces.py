@@ -20,15 +20,15 @@ from contextlib import suppress
 from dataclasses import replace
 
 from anybatch.conv.chooser import Chooser
-from anybatch.conv.engaged import Engaged
-from anybatch.conv.network import Key
-from anybatch.conv.recorder import sizes_of
-from anybatch.core.memory import Capacity, Memory
+from anybatch.conv.convolutions import Engaged
+from anybatch.conv.dispatch import sizes_of
+from anybatch.conv.divide import Key
 from anybatch.core.plan import OffloadPlan
+from anybatch.core.plan_sections import Capacity, Memory
 from anybatch.errors import BudgetError
 from anybatch.execution.signature import RunPlan
-from anybatch.planner.contest import StepTimer
 from anybatch.planner.forecast import WORKSPACE, Forecast, total
+from anybatch.planner.offload_choice import StepTimer
 
 
 class Workspaces:

@@ -2,6 +2,6 @@
 
 This folder asks an engine. No part of a step knows it.
 
-Read `check` and `diagnose`, `planning` and `question`, `profile` with `profiled` and `stages`, then
-`scaled`, `gpus`, `loop` and `servers` (the lemmas of Zou et al.).
+Read `check` and `diagnose`, `planning`, `profile` with `profiled`, then `scaled` and `gpus` (the
+lemmas of Zou et al.).
 """

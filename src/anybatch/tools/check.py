@@ -17,18 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import tree
+from anybatch.core import pytree
 from anybatch.core.batch import TensorBatch
-from anybatch.core.evidence import Evidence
 from anybatch.core.modules import walk
-from anybatch.core.norm.counters import training_batchnorms
+from anybatch.core.norm import training_batchnorms
+from anybatch.core.plan_sections import Evidence
 from anybatch.core.rng import RNGState
 from anybatch.engine.engine import Engine, RngMode
 from anybatch.engine.rank_session import several
 from anybatch.errors import AnybatchError, BatchError, NotYetError
-from anybatch.loss.declared import Loss
+from anybatch.loss.base import Loss
+from anybatch.loss.contrastive import directions
 from anybatch.loss.holders import Depth
-from anybatch.loss.partners import directions
 from anybatch.loss.state import LossState
 from anybatch.tools import diagnose
 from anybatch.tools.diagnose import Finding, Report, Split
@@ -375,7 +375,7 @@ def permuted(batch: TensorBatch, order: Tensor) -> TensorBatch:
         strings = isinstance(leaf, list | tuple) and len(leaf) == batch.size
         return type(leaf)(leaf[i] for i in order.tolist()) if strings else leaf
 
-    inputs, targets = (tree.map_leaves(pick, values) for values in (batch.inputs, batch.targets))
+    inputs, targets = (pytree.map_leaves(pick, values) for values in (batch.inputs, batch.targets))
     return TensorBatch(inputs, targets, batch.size)
 
 

@@ -23,14 +23,12 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from anybatch.core import tree
+from anybatch.core import pytree
 from anybatch.core.batch import TensorBatch
-from anybatch.core.functions import keywords
 from anybatch.core.hooks import ATTRIBUTES
-from anybatch.core.modules import call_model, walk
-from anybatch.core.norm.counters import counters
-from anybatch.core.norm.non_reducing import NonReducingNorms
-from anybatch.core.undo import BufferState, note_buffers, same_values
+from anybatch.core.modules import call_model, keywords, walk
+from anybatch.core.norm import NonReducingNorms, counters
+from anybatch.core.transaction import BufferState, note_buffers, same_values
 from anybatch.errors import AnybatchError
 
 READS = frozenset(["item", "__bool__", "__float__", "__int__", "__index__", "tolist", "nonzero"])
@@ -235,7 +233,7 @@ def cloned(values: Any, *, double: bool = False) -> Any:
         twin = twin.double() if double and twin.is_floating_point() else twin
         return twin.requires_grad_(leaf.requires_grad)
 
-    return tree.map_leaves(clone, values)
+    return pytree.map_leaves(clone, values)
 
 
 def first_line(error: Exception) -> str:
@@ -264,7 +262,7 @@ def draws(model: nn.Module, batch: TensorBatch) -> bool:
     with _same_buffers(model):
         for seed in (1, 2):
             torch.manual_seed(seed)
-            outputs.append([t for _, t in tree.tensors(call_model(model, batch.inputs))])
+            outputs.append([t for _, t in pytree.tensors(call_model(model, batch.inputs))])
     first, second = outputs
     same = len(first) == len(second) and all(map(same_values, first, second))
     return not same
@@ -279,7 +277,7 @@ def first_meeting(model: nn.Module, batch: TensorBatch) -> str | None:
     with _same_buffers(model), single:
         full = _outputs_by_module(model, batch.inputs)
     with _same_buffers(model), single:
-        part = _outputs_by_module(model, tree.rows(batch.inputs, 0, half, batch.size))
+        part = _outputs_by_module(model, pytree.rows(batch.inputs, 0, half, batch.size))
     for (name, all_rows), (other, some_rows) in zip(full, part, strict=False):
         if name != other:
             return f"{name} (another module ran for fewer rows: {other})"
@@ -332,7 +330,7 @@ def _outputs_by_module(model: nn.Module, inputs: Any) -> list[tuple[str, Tensor]
 
         def note(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
             label = name or "the model's own forward"
-            found.extend((label, t.detach().clone()) for _, t in tree.tensors(output))
+            found.extend((label, t.detach().clone()) for _, t in pytree.tensors(output))
 
         handles.append(module.register_forward_hook(note))
     try:

@@ -1,7 +1,6 @@
 """`profile`: a real training loop, a few steps of it, and where its time goes.
 
-The loop is run as it would be, with its loader, its engine and its optimizer
-(`anybatch.tools.watched`), and all state is restored.
+The loop runs as it would, with its loader, its engine and its optimizer; all state is restored.
 
 Source: Zou et al. (the guide), sections 2.1 and 3.2: "profile the training program for a couple of
 epochs".
@@ -14,28 +13,345 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import signature
 from math import inf
-from time import perf_counter
-from typing import Any
+from statistics import median
+from time import perf_counter, thread_time
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from anybatch.core import accelerator
+from anybatch.core import accelerator, pytree
+from anybatch.core.batch import count_micro_batches
 from anybatch.core.modules import Modules, parameters
-from anybatch.core.pace import Pace
-from anybatch.core.prepared import bare
-from anybatch.distributed.group import group_of
+from anybatch.core.optimizers import bare
+from anybatch.core.plan_sections import Pace
+from anybatch.distributed.process_group import group_of
 from anybatch.engine.engine import Engine
 from anybatch.engine.rank_session import several
 from anybatch.errors import NotYetError
-from anybatch.execution.as_it_was import as_it_was
+from anybatch.execution.signature import bytes_of
+from anybatch.execution.snapshots import as_it_was
 from anybatch.planner.probe import finish, median_seconds
-from anybatch.tools.loaders import Clock, generators_of, length_of
-from anybatch.tools.profiled import Profile, profiled
-from anybatch.tools.remedies import Conditions
-from anybatch.tools.watched import SYSTEM, WatchedLoop
+from anybatch.tools.profiled import (
+    COMPUTE,
+    EXCHANGE,
+    LOAD,
+    PREPARE,
+    TRANSFER,
+    UPDATE,
+    Conditions,
+    Passed,
+    Profile,
+    profiled,
+)
+
+# Facts about a user's data loader: length, RNG generators, a worker's seconds a mini-batch.
+#
+# Loading that workers hide is measured in a worker: opened files belong to the process that has
+# opened them, and a data set read here before its workers are forked would pass them its own.
+
+REPEATS = 3
+"""Measurements of which the median counts: loaded mini-batches, sums of gradients."""
+
+
+class Clock(NamedTuple):
+    """Seconds: of the wall, and of this thread on a core."""
+
+    wall: Callable[[], float]
+    core: Callable[[], float]
+
+
+class Loading(NamedTuple):
+    """Seconds of a mini-batch: waiting for the storage, and on a core."""
+
+    load: float
+    prepare: float
+
+
+def length_of(loader: Any) -> int | None:
+    """Return the mini-batches of an epoch; None where the loader does not say."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def queue_of(loader: Any) -> int:
+    """Return how many mini-batches may lie ready, loaded by workers."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return 0
+    return int(loader.num_workers * (loader.prefetch_factor or 2))
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that the loader and its samplers have for themselves."""
+    sampler, batches = getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)
+    owners = loader, sampler, batches, getattr(batches, "sampler", None)
+    found = [getattr(owner, "generator", None) for owner in owners]
+    every = {id(one): one for one in found if isinstance(one, torch.Generator)}
+    return list(every.values())
+
+
+def hidden_of(loader: Any, clock: Clock) -> Loading | None:
+    """Return one worker's seconds for a mini-batch; None without workers, or if it loads none.
+
+    Args:
+        loader: of the training.
+        clock: is read in the worker.
+    """
+    if not queue_of(loader):
+        return None
+    try:
+        rows = [one for one, _ in zip(_timed(loader, clock), range(REPEATS), strict=False)]
+    except Exception:  # it needs what only its own workers have
+        return None
+    if not rows:
+        return None
+    walls, cores = zip(*rows, strict=True)
+    wall, core = sorted(walls)[len(walls) // 2], sorted(cores)[len(cores) // 2]
+    return Loading(max(0.0, wall - core), min(core, wall))
+
+
+def _timed(loader: DataLoader[Any], clock: Clock) -> DataLoader[tuple[float, float]]:
+    """Return a loader with one worker that yields its own seconds instead of mini-batches."""
+    common: dict[str, Any] = {
+        "num_workers": 1,
+        "collate_fn": _Collated(loader.collate_fn, clock),
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "generator": loader.generator,
+    }
+    data = loader.dataset
+    if isinstance(data, IterableDataset):
+        return DataLoader(_Stream(data, clock), batch_size=loader.batch_size, **common)
+    if loader.batch_sampler is None:
+        return DataLoader(_Rows(data, clock), batch_size=None, sampler=loader.sampler, **common)
+    return DataLoader(_Rows(data, clock), batch_sampler=loader.batch_sampler, **common)
+
+
+class _Rows(Dataset[Any]):
+    """Data set that returns each sample with the wall and core seconds of its loading."""
+
+    def __init__(self, data: Any, clock: Clock) -> None:
+        self._data, self._clock = data, clock
+
+    def __getitem__(self, index: Any) -> Any:
+        wall, core = self._clock.wall(), self._clock.core()
+        one = self._data[index]
+        return one, self._clock.wall() - wall, self._clock.core() - core
+
+
+class _Stream(IterableDataset[Any]):
+    """Stream that yields each sample with the wall and core seconds of its loading."""
+
+    def __init__(self, data: Any, clock: Clock) -> None:
+        self._data, self._clock = data, clock
+
+    def __iter__(self) -> Iterator[Any]:
+        rows = iter(self._data)
+        while True:
+            wall, core = self._clock.wall(), self._clock.core()
+            try:
+                one = next(rows)
+            except StopIteration:
+                return
+            yield one, self._clock.wall() - wall, self._clock.core() - core
+
+
+class _Collated:
+    """Collates as the user's function does, and returns the seconds of all."""
+
+    def __init__(self, collate: Callable[[Any], Any], clock: Clock) -> None:
+        self._collate, self._clock = collate, clock
+
+    def __call__(self, items: Any) -> tuple[float, float]:
+        rows = items if isinstance(items, list) else [items]
+        wall, core = self._clock.wall(), self._clock.core()
+        self._collate([one for one, _, _ in rows] if isinstance(items, list) else items[0])
+        wall, core = self._clock.wall() - wall, self._clock.core() - core
+        return wall + sum(row[1] for row in rows), core + sum(row[2] for row in rows)
+
+
+# A training loop that is watched: the host's clock is read between its parts.
+#
+# Loading that workers hide is measured outside of the loop, in a worker: its time on a core is
+# preparation, the rest is waiting for the storage.
+#
+#    wait for a mini-batch │ zero_grad, backward     │ step
+#    load, prepare         │ host to device, compute │ parameter update      each until it has ended
+#                          │ and what ranks exchange │
+#
+# Source: Zou et al. (the guide), section 2.1, Figure 1.
+
+WARM = 2
+"""Steps before the first that counts: the engine plans, workers start, kernels are chosen."""
+
+SYSTEM = Clock(perf_counter, thread_time)
+
+
+class WatchedLoop:
+    """Training loop with the host's clock read between its parts.
+
+    Args:
+        loader: as for `anybatch.profile`, and so are `engine`, `optimizer`, `split` and `clock`.
+        engine: runs mini-batches.
+        optimizer: steps after each.
+        split: mini-batch -> inputs, targets.
+        clock: seconds.
+
+    Attributes:
+        exchanged: bytes of gradients that ranks sum in a step; 0 until it has passed.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        split: Callable[[Any], tuple[Any, Any]],
+        clock: Clock,
+    ) -> None:
+        self._loader, self._engine, self._optimizer = loader, engine, optimizer
+        self._split, self._clock = split, clock
+        self._device = engine._inputs.device
+        self._group = group_of() if several() else None
+        self.exchanged = 0
+
+    def pass_through(
+        self, steps: int, progress: Callable[[int, int], None], enough: float
+    ) -> list[Passed]:
+        """Run the steps that do not count, then those that do; one that plans is none of them.
+
+        Args:
+            steps: that count, at most.
+            progress: called with the steps done and all of them.
+            enough: seconds after which no further step is begun.
+        """
+        hidden, wall = hidden_of(self._loader, self._clock), self._clock.wall
+        batches = again_and_again(self._loader)
+        for _ in range(WARM):
+            self._step(batches, hidden, None)
+        begun = wall()
+        for _ in range(queue_of(self._loader)):  # what lay ready is no measure of a loader
+            if wall() - begun >= enough:
+                break
+            self._step(batches, hidden, None)
+        takes, spent, planned = self._exchange_seconds(), 0.0, 0
+        found = list[Passed]()
+        while len(found) < steps and (not found or spent < enough):
+            before, begun = self._engine._decisions, wall()
+            passed = self._step(batches, hidden, takes)
+            single_process = (
+                self._group is None
+            )  # ranks must go on together, and may not all have planned
+            if single_process and self._engine._decisions != before and planned < steps:
+                planned += 1  # a mini-batch of another signature, as the last one of an epoch is
+                continue
+            spent += wall() - begun
+            found.append(passed)
+            progress(len(found), steps)
+        return found
+
+    def _step(
+        self, batches: Iterator[tuple[bool, Any]], hidden: Loading | None, exchange: float | None
+    ) -> Passed:
+        wall, core = self._clock
+        start, busy = wall(), core()
+        first, batch = next(batches)
+        inputs, targets = self._split(batch)
+        busy, loaded = core() - busy, wall()
+        waited = 0.0 if self._group is None else self._group.waited
+        self._optimizer.zero_grad()
+        self._engine.backward(inputs, targets)
+        finish(self._device)
+        computed = wall()
+        if self._group is not None:
+            waited = self._group.waited - waited
+        self._optimizer.step()
+        finish(self._device)
+        ended = wall()
+        shows = _loading(loaded - start, busy, hidden)
+        takes = {} if hidden is None else {LOAD: hidden.load, PREPARE: hidden.prepare}
+        if not accelerator.of(
+            self._device
+        ).host:  # its copies and its sums are waited for by no host
+            shows[TRANSFER], takes[TRANSFER] = self._transfer(inputs, targets)
+            waited = exchange or 0.0
+        shows[EXCHANGE], takes[EXCHANGE] = waited, exchange or 0.0
+        used = shows.get(TRANSFER, 0.0) + waited
+        shows |= {COMPUTE: max(0.0, computed - loaded - used), UPDATE: ended - computed}
+        last = self._engine.last
+        return Passed(0 if last is None else last.samples, shows, takes, first)
+
+    def _transfer(self, inputs: Any, targets: Any) -> tuple[float, float]:
+        """Return the seconds of copies to the GPU: of the first micro-batch (shown), and of all.
+
+        The others are copied while the one before them computes.
+        """
+        last = self._engine.last
+        assert last is not None
+        n, wall = last.micro_batch, self._clock.wall
+        rows = [t for _, t in pytree.tensors((inputs, targets)) if t.dim()]
+        size = max((len(t) for t in rows), default=0)
+        start = wall()
+        for tensor in rows:
+            tensor[:n].to(self._device)
+        finish(self._device)
+        first = wall() - start
+        return first, first * count_micro_batches(size, n)
+
+    def _exchange_seconds(self) -> float | None:
+        """Return the seconds in which ranks sum as many bytes as the gradients have."""
+        if self._group is None:
+            return None
+        parameters = [p for g in self._optimizer.param_groups for p in g["params"]]
+        gradients = [p.grad for p in parameters if isinstance(p.grad, Tensor)]
+        self.exchanged = sum(bytes_of(gradient) for gradient in gradients)
+        flat = torch.zeros(max(1, self.exchanged // 4), device=self._group.device)
+        times = []
+        for _ in range(REPEATS):
+            self._group.sum(torch.zeros(1))  # all are here
+            finish(self._device)
+            start = self._clock.wall()
+            self._group.sum(flat)
+            finish(self._device)
+            times.append(self._clock.wall() - start)
+        return median(times)
+
+
+def _loading(waited: float, busy: float, hidden: Loading | None) -> dict[str, float]:
+    """Return the seconds of loading and of preparation in a wait for a mini-batch.
+
+    With workers both are hidden by the same time, so the visible parts have the same ratio.
+    """
+    if hidden is None:
+        prepare = min(busy, waited)
+        return {LOAD: waited - prepare, PREPARE: prepare}
+    every = hidden.load + hidden.prepare
+    share = hidden.load / every if every else 0.0
+    return {LOAD: share * waited, PREPARE: (1 - share) * waited}
+
+
+def again_and_again(loader: Iterable[Any]) -> Iterator[tuple[bool, Any]]:
+    """Yield mini-batches, epoch after epoch, and whether each is the first of one.
+
+    Raises:
+        ValueError: there are none, or it can be passed through once only.
+    """
+    if iter(loader) is loader:
+        raise ValueError(
+            "loader must be one that can be started again, and it is an iterator, which ends: "
+            "give the iterable it was made from"
+        )
+    while True:
+        first = True
+        for batch in loader:
+            yield first, batch
+            first = False
+        if first:
+            raise ValueError("loader must yield mini-batches, and it yields none")
 
 
 def profile(

@@ -1,30 +1,199 @@
-"""Forecast of a training on more GPUs, from profiled steps and timed sizes of one.
+"""Forecast of a training on more GPUs and parameter servers, for the goals of a user.
 
-    seconds of micro-batches ─┐
-    profiled steps ───────────┼──> loop (`anybatch.tools.loop`) ──> T(G) ──> table, goal
-    bytes of gradients, link ─┘
-
-Computing on a share of the mini-batch is that of its micro-batches; the wait for storage is
-constant, and preparation is divided, since each rank prepares its own share.
-
-Source: Zou et al. (the guide), section 3.2, Lemma 3.1.
+A user's words and numbers are read here, once: a goal, a network, a training's length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from math import ceil, inf, isfinite
+from numbers import Real
+from operator import index
+from typing import Any, Literal
 
-from anybatch.core.scale import ParameterServers, Scale, ScaleRow
-from anybatch.core.units import show_seconds
-from anybatch.planner.choice import between, step_seconds
-from anybatch.tools.costs import GradientSum, Measured, NetworkLink, Work
-from anybatch.tools.gpus import Needed, speedup
-from anybatch.tools.loop import Loop
-from anybatch.tools.profiled import Profile
-from anybatch.tools.servers import Cluster
-from anybatch.tools.stages import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE, LoopStage
+import torch
+
+from anybatch.core.plan import Plan
+from anybatch.core.plan_sections import ParameterServers, Scale, ScaleRow
+from anybatch.core.units import parse_bandwidth, show_seconds
+from anybatch.planner.search import between, step_seconds
+from anybatch.tools.gpus import (
+    ROUNDING,
+    GradientSum,
+    Loop,
+    Measured,
+    Needed,
+    NetworkLink,
+    Work,
+    positive,
+    positive_integer,
+    share,
+    speedup,
+)
+from anybatch.tools.profile import length_of
+from anybatch.tools.profiled import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE, LoopStage, Profile
+
+
+def goal_of(
+    gpus: int | None,
+    speedup: float | None,
+    deadline: float | None,
+    *,
+    epochs: int = 1,
+    loader: Any,
+    network: str | None = None,
+    servers: int | str | None = None,
+) -> Goal:
+    """Return the goal for more GPUs: a count, a speedup or a deadline.
+
+    Args:
+        gpus: as for `anybatch.plan`, and so are the others.
+        speedup: over one.
+        deadline: seconds.
+        epochs: of the training.
+        loader: of the training.
+        network: as it was given.
+        servers: as for `anybatch.plan`.
+
+    Raises:
+        ValueError: there are several goals, or one that means nothing, or no loader to measure by;
+            or `servers` without `gpus` or without `network`.
+    """
+    goals = {"gpus": gpus, "speedup": speedup, "deadline": deadline}
+    named = {name: value for name, value in goals.items() if value is not None}
+    if len(named) > 1:
+        raise ValueError(f"at most one goal can be given, and {sorted(named)} were: leave one")
+    gpus = None if gpus is None else _count("gpus", gpus)
+    speedup = None if speedup is None else _above_0("speedup", speedup)
+    deadline = None if deadline is None else _above_0("deadline", deadline)
+    epochs = _count("epochs", epochs)
+    if network is not None:
+        parse_bandwidth(network)
+    requested = [*named, *([] if network is None else ["network"])]
+    if servers is not None:
+        requested.append("servers")
+        if gpus is None or network is None:
+            raise ValueError(
+                "parameter servers are those of so many workers, whose traffic a network carries: "
+                "give gpus= and network= with servers="
+            )
+    if loader is None and requested:
+        raise ValueError(
+            "the gain by more GPUs follows from steps of the real loop, and there is no loader "
+            f"for {', '.join(requested)}: give loader="
+        )
+    steps = 0
+    if deadline is not None:
+        length = length_of(loader)
+        if length is None:
+            raise ValueError(
+                "a deadline is for a number of steps, and the loader has no length: give a "
+                "speedup instead"
+            )
+        steps = epochs * length
+    return Goal(gpus, speedup, deadline, steps, _servers(servers))
+
+
+def _servers(value: Any) -> int | Literal["auto"] | None:
+    if isinstance(value, str) and value != "auto":
+        raise ValueError(f'servers must be a whole number or "auto", and it is {value!r}')
+    return value if value is None or value == "auto" else _count("servers", value)
+
+
+def _count(name: str, value: Any) -> int:
+    try:
+        found = 0 if isinstance(value, bool) else index(value)
+    except TypeError:
+        found = 0
+    if found < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1, and it is {value!r}")
+    return found
+
+
+def _above_0(name: str, value: Any) -> float:
+    real = isinstance(value, Real) and not isinstance(value, bool)
+    if not real or not isfinite(value) or value <= 0:
+        unit = " of seconds" if name == "deadline" else ""
+        raise ValueError(f"{name} must be a number{unit} above 0, and it is {value!r}")
+    return float(value)
+
+
+def scale_of(
+    plan: Plan,
+    profile: Profile,
+    optimizer: torch.optim.Optimizer,
+    goal: Goal,
+    network: str | None,
+    size: int,
+) -> Scale:
+    """Return the forecast of a planned training on more GPUs.
+
+    Args:
+        plan: of its steps.
+        profile: of some of them.
+        optimizer: whose parameters' gradients are summed.
+        goal: the goal.
+        network: the network of the sums; None costs nothing.
+        size: N_B, samples of the mini-batch that was planned.
+
+    Raises:
+        ValueError: there are fewer samples in a mini-batch than requested GPUs.
+    """
+    if goal.gpus is not None and goal.gpus > profile.samples:
+        raise ValueError(
+            f"gpus must be at most the {profile.samples} samples of a mini-batch, which they "
+            f"share, and it is {goal.gpus}: ask for fewer, or give larger mini-batches"
+        )
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    nbytes = sum(p.nbytes for p in parameters.values() if p.requires_grad)
+    rows = () if plan.memory is None else plan.memory.candidates
+    offloaded = plan.offload is not None
+    measured = {
+        one.micro_batch: one.seconds
+        for one in rows
+        if one.seconds is not None and one.offloaded == offloaded and one.micro_batch <= size
+    }
+    timed = of_micro_batches(measured, size)
+    link = None if network is None else NetworkLink(parse_bandwidth(network))
+    return scaled(profile, plan.micro_batch, timed, nbytes, link, goal)
+
+
+def of_micro_batches(steps: Mapping[int, float], size: int) -> dict[int, float]:
+    """Return the seconds of one micro-batch, from those of a step that it divides.
+
+    A step consists of full micro-batches, and one of the rest, whose seconds are interpolated from
+    smaller sizes (`anybatch.planner.search.step_seconds`); so sizes are processed in rising order.
+
+    Args:
+        steps: samples in a micro-batch -> seconds of a step.
+        size: N_B, samples of the step.
+    """
+    found: dict[int, float] = {}
+    for n, seconds in sorted(steps.items()):
+        count, rest = divmod(size, n)
+        below = max(found, default=0)
+        if not rest or rest in found or rest < below:
+            smaller, weight = (between(found, rest) if rest else 0.0), 0.0
+        elif found:  # on the line from the size below to this one
+            weight = (rest - below) / (n - below)
+            smaller = (1 - weight) * found[below]
+        else:
+            smaller, weight = 0.0, 1.0
+        found[n] = max(0.0, seconds - smaller) / (count + weight)
+    return {n: seconds for n, seconds in found.items() if seconds > 0}
+
+
+# Forecast of a training on more GPUs, from profiled steps and timed sizes of one.
+#
+#     seconds of micro-batches ─┐
+#     profiled steps ───────────┼──> loop (`anybatch.tools.gpus`) ──> T(G) ──> table, goal
+#     bytes of gradients, link ─┘
+#
+# Computing on a share of the mini-batch is that of its micro-batches; the wait for storage is
+# constant, and preparation is divided, since each rank prepares its own share.
+#
+# Source: Zou et al. (the guide), section 3.2, Lemma 3.1.
 
 MOST = 8
 """GPUs of the table where no goal asks for more."""
@@ -181,3 +350,185 @@ def _computing(
     sizes |= {n for n in timed if n < samples}
     full = share(samples)
     return Measured({n: seconds * share(n) / full for n in sizes})
+
+
+# How many parameter servers hide the traffic of asynchronous workers behind their computing.
+#
+# In a round a worker pulls all parameters and pushes all updates, 2 S_p bytes, while it computes
+# for T_C. The traffic of N_w workers is divided among N_ps servers, each of bandwidth B_ps:
+#
+#     worker   |  compute  |  compute  |        hidden as long as
+#     servers  | pull push | pull push |            T_C >= 2 S_p N_w / (N_ps B_ps)
+#
+# Three things are beyond the lemma. A worker's own link carries 2 S_p bytes a round, and no number
+# of servers makes it faster. A server that holds the largest share of the parameters, because one
+# tensor is not divided or the load is not even, has more traffic than the others. And a loop that
+# does not pull ahead waits for all of it: T = T_C + T_io.
+#
+# Utilisation is T_C over the seconds of a round. Here it is that of a fluid: traffic that flows
+# evenly. Real transfers queue, so it is an upper bound (`benchmarks.simulators.parameter_servers`).
+#
+# Source: guide, Lemma 3.2, Equations 7 and 8, and the three measures of section 3.3.
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Asynchronous workers, their traffic, and the links to parameter servers.
+
+    Attributes:
+        workers: N_w.
+        compute: T_C, seconds that a worker computes in a round.
+        parameters: S_p, bytes.
+        server: B_ps, bytes a second of one server's link.
+        worker: bytes a second of a worker's own link. Default infinite, as in the lemma.
+        hottest: share of the parameters that one server holds however many there are, such as the
+            largest tensor's. Default 0: they are divided evenly.
+        pipelined: pulls and pushes run while workers compute. Default True.
+        duplex: links carry pulls and pushes at once. Default False: one after another, as in the
+            lemma.
+    """
+
+    workers: int
+    compute: float
+    parameters: int
+    server: float
+    worker: float = inf
+    hottest: float = 0.0
+    pipelined: bool = True
+    duplex: bool = False
+
+    def __post_init__(self) -> None:
+        positive_integer(workers=self.workers)
+        positive(compute=self.compute, server=self.server, parameters=self.parameters)
+        share(hottest=self.hottest)
+        if not self.worker > 0:
+            raise ValueError(f"worker must be a bandwidth above 0, not {self.worker!r}")
+
+    @property
+    def volume(self) -> int:
+        """Bytes of a worker's round that go over a link one after another: 2 S_p, or S_p."""
+        return self.parameters if self.duplex else 2 * self.parameters
+
+    @property
+    def own_seconds(self) -> float:
+        """Seconds of a round's traffic on a worker's own link."""
+        return self.volume / self.worker
+
+    def largest_share(self, servers: int) -> float:
+        """Return the share of the parameters on the server that holds most."""
+        positive_integer(servers=servers)
+        return max(1 / servers, self.hottest)
+
+    def server_seconds(self, servers: int) -> float:
+        """Return the seconds that the busiest server needs for a round of all workers."""
+        return self.volume * self.workers * self.largest_share(servers) / self.server
+
+    def io_seconds(self, servers: int) -> float:
+        """Return T_io, the seconds of a round's traffic where it is slowest."""
+        return max(self.server_seconds(servers), self.own_seconds)
+
+    def round_seconds(self, servers: int) -> float:
+        """Return T, the seconds of a worker's round: the longer of two, or their sum."""
+        io = self.io_seconds(servers)
+        return max(self.compute, io) if self.pipelined else self.compute + io
+
+    def utilisation(self, servers: int) -> float:
+        """Return T_C / T, the part of a round in which a worker computes."""
+        return self.compute / self.round_seconds(servers)
+
+    def masked(self, servers: int) -> bool:
+        """Say whether all traffic is hidden behind computing, a billionth of it aside.
+
+        Source: guide, Equation 7.
+        """
+        hidden = self.io_seconds(servers) * (1 - ROUNDING) <= self.compute
+        return self.pipelined and hidden
+
+    def servers_for(self, utilisation: float = 1.0) -> Servers:
+        """Return the fewest servers with which workers compute for that part of their time.
+
+        Args:
+            utilisation: above 0 and at most 1. Default 1: all traffic is hidden.
+
+        Raises:
+            ValueError: it is out of range.
+
+        Source: guide, Lemma 3.2.
+        """
+        if not 0 < utilisation <= 1:
+            raise ValueError(f"utilisation must be above 0 and at most 1, not {utilisation!r}")
+        available = self.compute / utilisation - (0.0 if self.pipelined else self.compute)
+        available *= 1 + ROUNDING
+        if available <= 0:
+            return Servers(None, "nothing is hidden without pulling ahead")
+        if self.own_seconds > available:
+            return Servers(None, f"a worker's own link needs {self.own_seconds:.3g} s a round")
+        all_of_it = self.volume * self.workers / self.server
+        if all_of_it * self.hottest > available:
+            needs = all_of_it * self.hottest
+            return Servers(None, f"the hottest server needs {needs:.3g} s a round")
+        return Servers(max(1, ceil(all_of_it / available * (1 - ROUNDING))), "")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """How many servers a goal takes.
+
+    Attributes:
+        count: the fewest; None where no number of them reaches it.
+        reason: the obstacle then, else "".
+    """
+
+    count: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        if self.count is not None:
+            return f"{self.count} parameter server{'s' if self.count > 1 else ''}"
+        return f"no number of parameter servers: {self.reason}"
+
+
+def servers_for(workers: int, compute: float, parameters: int, bandwidth: float) -> int:
+    """Return N_ps = ceil(2 S_p N_w / (B_ps T_C)), the lemma as it is printed.
+
+    Args:
+        workers: N_w, at least 1.
+        compute: T_C, seconds of a worker's round.
+        parameters: S_p, bytes.
+        bandwidth: B_ps, bytes a second of one server's link.
+
+    Raises:
+        ValueError: a number is out of range.
+
+    Example:
+        >>> servers_for(8, compute=1.0, parameters=180_000_000, bandwidth=125e6)  # 1 Gbit/s
+        24
+
+    Source: guide, Lemma 3.2.
+    """
+    found = Cluster(workers, compute, parameters, bandwidth).servers_for().count
+    assert found is not None
+    return found
+
+
+def remedies(cluster: Cluster, servers: int) -> dict[str, Cluster]:
+    """Return the smallest of each of the guide's measures that hides all traffic.
+
+    Returns:
+        Measure -> the cluster with it: "compute" longer, such as by a larger mini-batch,
+        "bandwidth" of servers and workers higher, "balance" of the load if only that is needed.
+        Nothing if it is hidden already, or nothing is pulled ahead.
+
+    Source: guide, section 3.3, measures 1 to 3.
+    """
+    if not cluster.pipelined or cluster.masked(servers):
+        return {}
+    short = cluster.io_seconds(servers) / cluster.compute
+    own = max(1.0, cluster.own_seconds / cluster.compute)
+    faster = max(1.0, cluster.server_seconds(servers) / cluster.compute)
+    found = {
+        "compute": replace(cluster, compute=cluster.compute * short),
+        "bandwidth": replace(cluster, server=cluster.server * faster, worker=cluster.worker * own),
+    }
+    even = replace(cluster, hottest=0.0)
+    return found | ({"balance": even} if even.masked(servers) else {})

@@ -11,15 +11,19 @@ from typing import Any
 from tests.cli.test_timeline import ordered, timed
 
 from anybatch import Plan
-from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.history import RunHistory
+from anybatch.cli.report.history import Envelope, RunHistory
 from anybatch.cli.report.record import RunRecord
-from anybatch.core.divisions import Division, Divisions
-from anybatch.core.evidence import Evidence
-from anybatch.core.memory import Candidate, Memory
-from anybatch.core.pace import Pace
 from anybatch.core.plan import OffloadPlan
-from anybatch.core.scale import Scale, ScaleRow
+from anybatch.core.plan_sections import (
+    Candidate,
+    Division,
+    Divisions,
+    Evidence,
+    Memory,
+    Pace,
+    Scale,
+    ScaleRow,
+)
 
 VOID = {"meta", "link", "br", "img", "input", "hr", "path", "use", "rect", "line"}
 MIB = 1 << 20

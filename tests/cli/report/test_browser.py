@@ -17,7 +17,7 @@ import pytest
 from tests.cli.report.pages import in_order, log_of, plan_of, record_of, with_offload
 
 from anybatch.cli.report.history import RunHistory
-from anybatch.cli.report.page import page_of
+from anybatch.cli.report.write import page_of
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 FOUND = next(filter(None, map(shutil.which, NAMES)), None)

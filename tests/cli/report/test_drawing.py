@@ -13,7 +13,7 @@ from tests.cli.report.pages import Node, read
 from tests.cli.test_timeline import ordered, timed
 
 from anybatch.cli.report.drawing import Line, Titled, draw_envelope, draw_lines
-from anybatch.cli.report.envelope import Envelope
+from anybatch.cli.report.history import Envelope
 from anybatch.reports import StepTimeline
 
 TITLED = Titled("name", "a title", "a description")

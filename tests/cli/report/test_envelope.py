@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.cli.test_timeline import ordered, timed
 
 from anybatch.cli.picture import STYLES
-from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.svg import BANDS, HATCHES
+from anybatch.cli.report.drawing import BANDS, HATCHES
+from anybatch.cli.report.history import Envelope
 from anybatch.reports import StepTimeline
 
 STEPS = {"order": ordered(40), "one event": ordered(1), "times": timed(), "tight": timed(36)}

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from tests.cli.report.pages import Node, in_order, log_of, plan_of, read, record_of, with_offload
 
 from anybatch.cli.report import drawing
-from anybatch.cli.report.history import LoggedStep, RunHistory, Spent
-from anybatch.cli.report.overhead import Overhead
-from anybatch.cli.report.page import page_of, parts_of
+from anybatch.cli.report.drawing import ROLES
+from anybatch.cli.report.history import LoggedStep, Overhead, RunHistory, Spent
+from anybatch.cli.report.parts import number, percent, seconds
 from anybatch.cli.report.record import RunRecord
-from anybatch.cli.report.svg import ROLES
-from anybatch.cli.report.words import number, percent, seconds
-from anybatch.core.memory import verdicts
+from anybatch.cli.report.write import page_of, parts_of
+from anybatch.core.plan_sections import verdicts
 from anybatch.core.units import show_bytes
 
 PAGES = {

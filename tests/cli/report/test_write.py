@@ -16,14 +16,13 @@ from typer.testing import Result
 
 from anybatch import Plan
 from anybatch.cli.faults import RunFolderError, SettingsError
-from anybatch.cli.report import saved
-from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.page import page_of
-from anybatch.cli.report.words import number
-from anybatch.cli.report.write import write_page
+from anybatch.cli.report import record
+from anybatch.cli.report.history import Envelope
+from anybatch.cli.report.parts import number
+from anybatch.cli.report.write import page_of, write_page
 from anybatch.cli.run_folder import RunFolder
+from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
-from anybatch.cli.summary import Interrupted
 from anybatch.cli.train import resume, train
 
 Command = Callable[..., Result]
@@ -71,7 +70,7 @@ def test_a_run_leaves_a_page_with_its_own_numbers(run: Path) -> None:
 def test_a_scale_out_in_the_plan_of_a_run_is_shown(copied: Path) -> None:
     plan = Plan.from_json((copied / "plan.json").read_text())
     (copied / "plan.json").write_text(scaled(plan, " at last").to_json())
-    page = read(page_of(saved.record_of(copied)))
+    page = read(page_of(record.record_of(copied)))
     assert [row[0] for row in page.by_id("scaling-numbers").cells()] == ["1", "2", "8"]
     assert "twice as fast at last" in page.by_id("scale").text
 
@@ -126,7 +125,7 @@ def test_a_file_that_is_broken_is_named_and_the_rest_is_shown(
     copied: Path, name: str, content: bytes, words: str
 ) -> None:
     (copied / name).write_bytes(content)
-    page = read(page_of(saved.record_of(copied)))
+    page = read(page_of(record.record_of(copied)))
     assert words in page.text
     assert page.by_id("loss-numbers").cells()
 
@@ -135,7 +134,7 @@ def test_a_file_that_cannot_be_read_is_named(copied: Path) -> None:
     for name in ("plan.json", "metrics.jsonl"):
         (copied / name).unlink()
         (copied / name).mkdir()
-    text = read(page_of(saved.record_of(copied))).text
+    text = read(page_of(record.record_of(copied))).text
     assert "plan.json cannot be read: Is a directory." in text
     assert "metrics.jsonl cannot be read: Is a directory." in text
 
@@ -149,7 +148,7 @@ def test_what_is_no_run_folder_is_refused(
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(RunFolderError, match=rf"a report needs a run folder, with .*{reason}"):
-        saved.record_of(tmp_path)
+        record.record_of(tmp_path)
     ended = command("report", tmp_path)
     assert (ended.exit_code, ended.stderr.count("\n")) == (1, 1)
     assert "Give the folder that a training named." in ended.stderr

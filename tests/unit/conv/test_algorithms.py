@@ -11,11 +11,10 @@ import torch
 from tests.unit.conv.problems import KINDS, bound, distance, drawn, operands, problem, wanted
 
 from anybatch.conv.algorithms import ALGORITHMS, candidates, computed, native
-from anybatch.conv.circles import full_circles, good_length, options, tiled
+from anybatch.conv.circles import full_circles, good_length, options, rate, tiled
 from anybatch.conv.fourier import Fourier
-from anybatch.conv.measuring import held
+from anybatch.conv.measure import held
 from anybatch.conv.problem import KERNELS, Problem
-from anybatch.conv.rough import rate
 
 
 def check(one: Problem, size: int) -> None:

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.conv import convolutions, costs
+from anybatch.conv import convolutions, measure
 from anybatch.conv.chooser import Chooser
+from anybatch.conv.convolutions import Telling
 from anybatch.conv.problem import Problem
-from anybatch.conv.telling import Telling
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -33,8 +33,8 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
         return (0.1 if name == "fft" and size <= 2 else 1.0) * size**0.9, 100 * size, 0.0
 
-    monkeypatch.setattr(costs, "measure", made)
-    monkeypatch.setattr(costs, "held", lambda one, size, name: made(one, size, name)[1])
+    monkeypatch.setattr(measure, "measure", made)
+    monkeypatch.setattr(measure, "held", lambda one, size, name: made(one, size, name)[1])
 
 
 def alive() -> int:
@@ -244,8 +244,8 @@ def test_a_total_is_divided_among_the_kernels_of_a_network(monkeypatch: pytest.M
         wide = one.window == (5, 5)
         return ((0.1 if wide else 0.5) if name == "fft" else 1.0) * size, 1000 * size, 0.0
 
-    monkeypatch.setattr(costs, "measure", made)
-    monkeypatch.setattr(costs, "held", lambda one, size, name: made(one, size, name)[1])
+    monkeypatch.setattr(measure, "measure", made)
+    monkeypatch.setattr(measure, "held", lambda one, size, name: made(one, size, name)[1])
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 2, k, padding=k // 2) for k in (5, 3, 3)]
     model, x = nn.Sequential(*layers), torch.randn(4, 2, 8, 8)
@@ -341,7 +341,7 @@ def test_time_for_measuring_is_for_all_kernels(monkeypatch: pytest.MonkeyPatch) 
         requested.append(name)
         return 1.0 if name == "native" else 0.5, 100, 0.0
 
-    monkeypatch.setattr(costs, "measure", made)
+    monkeypatch.setattr(measure, "measure", made)
     x, w = torch.randn(4, 2, 9), torch.randn(4, 2, 3)
     with anybatch.convolutions(seconds=0.0, cache=False) as found:
         F.conv1d(x, w)
@@ -383,7 +383,9 @@ def test_what_takes_long_is_announced_on_a_terminal_and_in_a_notebook(
 
 
 def test_what_is_torchs_for_ever_is_not_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "measure", lambda one, size, name: (float(name != "native"), 9, 0.0))
+    monkeypatch.setattr(
+        measure, "measure", lambda one, size, name: (float(name != "native"), 9, 0.0)
+    )
     x, w = torch.randn(4, 2, 9, requires_grad=True), torch.randn(4, 2, 3, requires_grad=True)
     requested: list[str] = []
     ask = Chooser.__call__
@@ -410,7 +412,7 @@ def test_a_kernel_for_whose_measurement_memory_does_not_suffice_stays_torchs(
     def fails(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr("anybatch.conv.costs.measure", fails)
+    monkeypatch.setattr("anybatch.conv.measure.measure", fails)
     x, weight = torch.randn(4, 3, 40, 40), torch.randn(3, 1, 31, 31)
     want = F.conv2d(x, weight, groups=3)
     with anybatch.convolutions("8MiB") as chosen:

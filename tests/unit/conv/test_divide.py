@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from anybatch.conv.divide import fastest, front, sizes
-from anybatch.core.divisions import Configuration, KernelPart
+from anybatch.core.plan_sections import Configuration, KernelPart
 from anybatch.errors import BudgetError
 
 ALGORITHMS = ("native", "im2col", "fft", "winograd")

@@ -16,9 +16,9 @@ CHILD = """
 import json, os, resource, sys
 import torch
 from anybatch.conv.algorithms import native
-from anybatch.core.divisions import Configuration, KernelPart
-from anybatch.conv.execute import run
-from anybatch.conv.measuring import held
+from anybatch.core.plan_sections import Configuration, KernelPart
+from anybatch.conv.algorithms import run
+from anybatch.conv.measure import held
 from anybatch.conv.problem import Problem
 
 def resident(name):

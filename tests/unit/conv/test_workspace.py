@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 import anybatch
 from anybatch import Plan
-from anybatch.conv import costs
-from anybatch.conv.calls import kernels_of
+from anybatch.conv import measure
+from anybatch.conv.dispatch import KernelRecorder, kernels_of, sizes_of
 from anybatch.conv.problem import Problem
-from anybatch.conv.recorder import KernelRecorder, sizes_of
-from anybatch.engine.runner import Runner
+from anybatch.engine.executor import Runner
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter, within_kernel
 from anybatch.planner.forecast import WORKSPACE
@@ -56,7 +55,7 @@ class Measured:
 
     def __call__(self, one: Problem, size: int, name: str) -> tuple[float, int, float]:
         self.inside += self.now
-        return (0.1 if name == "fft" else 1.0) * size**0.9, costs.held(one, size, name), 0.0
+        return (0.1 if name == "fft" else 1.0) * size**0.9, measure.held(one, size, name), 0.0
 
 
 @pytest.fixture
@@ -70,7 +69,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
         finally:
             found.now = False
 
-    monkeypatch.setattr(costs, "measure", found)
+    monkeypatch.setattr(measure, "measure", found)
     monkeypatch.setattr(Runner, "run", watched)
     return found
 
@@ -153,7 +152,7 @@ def test_a_plan_is_obeyed_to_the_bit_and_measures_nothing(monkeypatch: pytest.Mo
     def never(*_: Any) -> None:
         raise AssertionError("a plan that is obeyed measures nothing")
 
-    monkeypatch.setattr(costs, "measure", never)
+    monkeypatch.setattr(measure, "measure", never)
     again = copy.deepcopy(model)
     second = anybatch.Engine(again, LOSS, plan=Plan.from_json(text))
     for _ in range(2):

@@ -18,18 +18,16 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch import Engine
-from anybatch.core import accelerator, accelerators
+from anybatch.core import accelerator, accelerators, moments
 from anybatch.core.accelerator import of
-from anybatch.core.norm import moments
-from anybatch.core.norm.moments import merged, moments_of
+from anybatch.core.moments import merged, moments_of
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotYetError, StoreError
-from anybatch.execution.device import HostLink, StreamLink, link_to
-from anybatch.lockstep.surroundings import Surroundings
-from anybatch.lockstep.turns import LaneTurns
-from anybatch.memory.copier import Copier
-from anybatch.memory.limits import SHARE_THERE, available_memory
-from anybatch.memory.segments import HostSegments, segments_of
+from anybatch.execution.prefetch import HostLink, StreamLink, link_to
+from anybatch.lockstep.lockstep import Surroundings
+from anybatch.lockstep.scheduler import LaneTurns
+from anybatch.memory.limits import SHARE_THERE, HostSegments, available_memory, segments_of
+from anybatch.memory.page_table import Copier
 from anybatch.memory.spill import maker, takes
 from anybatch.memory.stores import FileStore, HostStore, StagedStore, store_on
 from anybatch.tools.exactness import error_of, tolerance

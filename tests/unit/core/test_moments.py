@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.norm.moments import CACHED, HALF, merged, moments_of
+from anybatch.core.moments import CACHED, HALF, merged, moments_of
 from anybatch.memory.meter import Meter
 
 

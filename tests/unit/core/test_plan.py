@@ -6,10 +6,8 @@ from dataclasses import replace
 import pytest
 
 from anybatch import Plan
-from anybatch.core.evidence import FORESEEN, UNDIVIDED, Evidence
-from anybatch.core.memory import Candidate, Memory
-from anybatch.core.pace import Pace
 from anybatch.core.plan import Facts, OffloadPlan, decide
+from anybatch.core.plan_sections import FORESEEN, UNDIVIDED, Candidate, Evidence, Memory, Pace
 from anybatch.core.units import show_seconds
 
 FACTS = Facts(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from anybatch.core import generators
+from anybatch.core import rng
 from anybatch.core.rng import RNGState
 
 
@@ -66,7 +66,7 @@ def test_the_rng_states_of_a_later_moment_are_those_of_now(seed: int) -> None:
     retained = [RNGState.now()]
     draws = [draw_torch, draw_numpy, draw_normal, draw_python, draw_gauss, lambda: None]
     draws += [lambda: order.choice(retained).put_back(), lambda: retained.append(RNGState.now())]
-    assert generators.LOCATED
+    assert rng.LOCATED
     for _ in range(400):
         order.choice(draws)()
         rng_state, numpy = RNGState.now(), np.random.get_state()
@@ -95,7 +95,7 @@ def test_a_generator_of_another_sort_is_queried_every_time() -> None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            assert generators.memory() is None
+            assert rng.memory() is None
             first = RNGState.now()
             assert first.same_as(RNGState.now())
             np.random.rand()

@@ -11,8 +11,8 @@ from anybatch.core.rng import RNGState
 from anybatch.engine.inputs import LOSS, StepInputs
 from anybatch.errors import AnybatchError
 from anybatch.execution.signature import shapes_of
-from anybatch.lockstep.adaptive import Fixed
-from anybatch.loss.watched import CallableLoss
+from anybatch.lockstep.sync_batchnorm import Fixed
+from anybatch.loss.tracer import CallableLoss
 
 
 def step_inputs(

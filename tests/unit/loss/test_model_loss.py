@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.core.meeting import looks_here
+from anybatch.core.barrier import looks_here
 from anybatch.errors import LossError, NotExactError
 from anybatch.memory.fakes import is_fake
 from anybatch.tools.exactness import error_of
@@ -185,7 +185,7 @@ def test_an_observer_gets_what_the_model_returns(form: str, norm: bool) -> None:
     with torch.no_grad():
         variant = type(net(**rows))
     assert [type(one) for one in observed] == [variant] * 6
-    tensors = [t for one in observed for _, t in anybatch.core.tree.tensors(one)]
+    tensors = [t for one in observed for _, t in anybatch.core.pytree.tensors(one)]
     assert not any(t.requires_grad for t in tensors)
     logits = [t for t in tensors if t.dim() == 3]
     assert [len(t) for t in logits] == [3, 3, 1] * 2

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.core.memory import LockstepLimits
-from anybatch.memory.pager import SMALL, Pager
-from anybatch.memory.paging import Paging
+from anybatch.core.plan_sections import LockstepLimits
+from anybatch.memory.pager import SMALL, Pager, Paging
 from anybatch.memory.stores import FileStore, HostStore, Store
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from anybatch.errors import StoreError
-from anybatch.memory import nameless
+from anybatch.memory import stores
 from anybatch.memory.spill import Spill, maker
 from anybatch.memory.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore, store_on
 
@@ -40,7 +40,7 @@ def test_a_file_gives_back_what_was_written(
 def test_a_file_system_without_direct_access_uses_its_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nameless, "past_the_cache", lambda _: None)
+    monkeypatch.setattr(stores, "past_the_cache", lambda _: None)
     store = FileStore(tmp_path, direct=True)
     store.put("a", torch.ones(5, dtype=torch.uint8))
     out = torch.zeros(5, dtype=torch.uint8)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.core.links import Link
+from anybatch.core.plan_sections import Link
 from anybatch.memory.meter import Meter
-from anybatch.offload import schedule_cache
+from anybatch.offload import recorder
 from anybatch.reports import Offload
 
 CPU = torch.device("cpu")
@@ -113,7 +113,7 @@ def slow_link(patch: pytest.MonkeyPatch, speed: float = 1e3) -> None:
 
     Or, at a `speed` of many bytes a second, fast: on a machine that is busy real ones are slow.
     """
-    patch.setattr(schedule_cache, "Link", lambda out, back: Link(speed, speed))
+    patch.setattr(recorder, "Link", lambda out, back: Link(speed, speed))
 
 
 def bounds(model: nn.Module, step: Callable[[nn.Module], Any]) -> tuple[int, int]:

@@ -27,7 +27,7 @@ from torch import nn
 
 import anybatch
 from anybatch.errors import StoreError
-from anybatch.offload import execute
+from anybatch.offload import saved_tensors
 from anybatch.reports import Offload
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,7 @@ NO_FOLDER = "its store could not be (opened|written to) .*No such file"
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
 
 
 @pytest.fixture(autouse=True)

@@ -9,16 +9,10 @@ from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, pr
 from benchmarks.simulators.fragmentation import events
 from tests.unit.offload.traces import anything, network
 
-from anybatch.core.links import Link
+from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError, ScheduleError
-from anybatch.offload.belady import belady
-from anybatch.offload.best import plan
-from anybatch.offload.ends import ends
-from anybatch.offload.hiding import hiding
-from anybatch.offload.schedule import Schedule, Stage
-from anybatch.offload.simulate import simulate
-from anybatch.offload.trace import Function, Trace, Variable
-from anybatch.offload.window import window
+from anybatch.offload.policy import belady, ends, hiding, plan, window
+from anybatch.offload.schedule import Function, Schedule, Stage, Trace, Variable, simulate
 
 LINK = Link(5, 7)
 ALWAYS = {

@@ -13,7 +13,7 @@ from tests.unit.offload.steps import LOTS, bounds, equal, mlp, plain, states
 import anybatch
 from anybatch.errors import StoreError
 from anybatch.memory.stores import FileStore
-from anybatch.offload import execute
+from anybatch.offload import saved_tensors
 
 Fault = Callable[..., Any]
 
@@ -42,7 +42,7 @@ FAULTS: dict[str, tuple[str, Fault, str]] = {
 def test_a_store_that_fails_says_so_and_the_next_step_is_right(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
     model, x = mlp()
     low, high = bounds(model, lambda ours: ours(x).sum().backward())
     wanted = plain(model, lambda ours: ours(x).sum().backward(), 1)[0]
@@ -63,7 +63,7 @@ def test_a_store_that_fails_says_so_and_the_next_step_is_right(
 
 
 def test_a_step_that_does_not_fit_does_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
     model, x = mlp()
     low, high = bounds(model, lambda ours: ours(x).sum().backward())
     off = anybatch.offload(memory=(low + high) // 2, device="cpu")

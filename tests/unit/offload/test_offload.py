@@ -32,12 +32,12 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch.errors import BudgetError, StoreError
-from anybatch.offload import execute, schedule_cache
+from anybatch.offload import recorder, saved_tensors
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
 
 
 def offload(memory: int = LOTS, **options: Any) -> anybatch.reports.Offload:
@@ -419,7 +419,7 @@ def test_ctrl_c_at_every_place_of_a_step() -> None:
     low, high = bounds(model, lambda ours: ours(x).sum().backward())
     wanted = plain(model, lambda ours: ours(x).sum().backward(), 1)[0]
     places = 0
-    real = execute.StepHooks._cut
+    real = saved_tensors.StepHooks._cut
     for at in range(0, 40, 3):
         off, left = offload((low + high) // 2), [at]
 
@@ -431,7 +431,7 @@ def test_ctrl_c_at_every_place_of_a_step() -> None:
             real(self, cut)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(execute.StepHooks, "_cut", cut)
+            patch.setattr(saved_tensors.StepHooks, "_cut", cut)
             for _ in range(2):
                 try:
                     model.zero_grad()
@@ -457,7 +457,7 @@ def test_where_hooks_are_forbidden_nothing_is_left() -> None:
 
 
 def test_only_so_many_steps_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedule_cache, "CAPACITY", 2)
+    monkeypatch.setattr(recorder, "CAPACITY", 2)
     model, off = mlp()[0], offload()
     for rows in (3, 4, 5, 6, 3, 4, 5, 6, 3):
         _in(off, lambda rows=rows: model(torch.randn(rows, 32)).sum().backward())  # type: ignore[misc]

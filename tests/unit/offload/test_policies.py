@@ -16,17 +16,10 @@ from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch
 from tests.unit.offload.traces import anything, network
 
-from anybatch.core.links import Link
+from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.offload.belady import belady
-from anybatch.offload.best import by_rule, plan
-from anybatch.offload.ends import ends
-from anybatch.offload.gaps import Gap, as_schedule
-from anybatch.offload.hiding import hiding
-from anybatch.offload.schedule import Schedule
-from anybatch.offload.simulate import simulate
-from anybatch.offload.trace import Trace
-from anybatch.offload.window import window
+from anybatch.offload.policy import Gap, as_schedule, belady, by_rule, ends, hiding, plan, window
+from anybatch.offload.schedule import Schedule, Trace, simulate
 
 Policy = Callable[[Trace, int], Schedule]
 ALWAYS: dict[str, Policy] = {

@@ -6,7 +6,7 @@ from random import Random
 
 from tests.unit.offload.traces import network
 
-from anybatch.offload.belady import belady
+from anybatch.offload.policy import belady
 from anybatch.offload.schedule import Schedule
 
 

@@ -19,14 +19,14 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.errors import NotExactError
-from anybatch.offload import execute
-from anybatch.offload.saved import Handle, Saved, one_count, probe
+from anybatch.offload import saved_tensors
+from anybatch.offload.mover import Handle, Saved, one_count, probe
 from anybatch.tools.exactness import error_of, tolerance
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execute, "SMALL", 64)
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
 
 
 class Cells(nn.Module):

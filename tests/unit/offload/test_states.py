@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.busy import busy
-from tests.unit.offload.states.trainings import (
+from tests.unit.offload.trainings import (
     CPU,
     equal,
     gradients,

@@ -8,18 +8,14 @@ from random import Random
 import numpy as np
 import pytest
 from benchmarks.simulators.baselines import naive, on_demand
-from tests.unit.offload.test_recording import recording
+from tests.unit.offload.test_course_recording import recording
 from tests.unit.offload.traces import anything, network
 
-from anybatch.core.links import Link
-from anybatch.offload.best import plan
-from anybatch.offload.course import set_course
-from anybatch.offload.recording import Recording
-from anybatch.offload.schedule import Schedule
-from anybatch.offload.simulate import simulate
-from anybatch.offload.trace import Trace
+from anybatch.core.plan_sections import Link
+from anybatch.offload.course import Recording, set_course
+from anybatch.offload.policy import plan, window
+from anybatch.offload.schedule import Schedule, Trace, simulate
 from anybatch.offload.unroll import COPIED, LEAVING, RETURNING, THERE, of_course, unroll
-from anybatch.offload.window import window
 
 LINKS = (Link(7.0, 5.0), Link(1e9, 1e9), Link(4.0, 4.0, duplex=False))
 

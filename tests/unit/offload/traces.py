@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from anybatch.offload.trace import Function, Trace, Variable
+from anybatch.offload.schedule import Function, Trace, Variable
 
 
 def network(

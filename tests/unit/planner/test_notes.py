@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
-from anybatch.core.norm.moments import Moments
-from anybatch.memory.paging import Paging, keep
+from anybatch.core.moments import Moments
+from anybatch.memory.pager import Paging, keep
 from anybatch.planner.notes import SingleLaneBarrier, StorageRecorder, shapes_of_moments
 
 CPU = torch.device("cpu")

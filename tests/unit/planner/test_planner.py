@@ -12,7 +12,7 @@ import anybatch
 from anybatch import Engine
 from anybatch.execution.signature import Signature
 from anybatch.memory.fakes import is_fake
-from anybatch.planner.choice import even
+from anybatch.planner.search import even
 
 
 def signature_of(shape: tuple[int, ...], size: int = 8, **more: Any) -> Signature:
@@ -141,7 +141,7 @@ def test_batchnorm_is_never_divided_because_that_would_be_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "anybatch.planner.resident.seconds", lambda case, inspection, n, **_: float(n * n)
+        "anybatch.planner.offload_choice.seconds", lambda case, inspection, n, **_: float(n * n)
     )
     model, (x, y) = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7)), images(12, 8)
     loss = nn.CrossEntropyLoss()
@@ -160,7 +160,7 @@ def test_a_division_that_needs_more_than_the_full_batch_is_neither_timed_nor_cho
         timed.append(n)
         return 1e-3 * n * n
 
-    monkeypatch.setattr("anybatch.planner.resident.seconds", seconds)
+    monkeypatch.setattr("anybatch.planner.offload_choice.seconds", seconds)
     model = nn.Linear(500, 3).bfloat16()  # sums of gradients in float32 are the most of it
     x, y = torch.randn(9, 500).bfloat16(), torch.randint(0, 3, (9,))
     memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory

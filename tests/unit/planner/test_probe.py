@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch.engine.inputs import StepInputs
-from anybatch.execution.case import Case
-from anybatch.lockstep.adaptive import Fixed
-from anybatch.loss.watched import CallableLoss
+from anybatch.execution.signature import Case
+from anybatch.lockstep.sync_batchnorm import Fixed
+from anybatch.loss.tracer import CallableLoss
 from anybatch.memory.meter import Meter
-from anybatch.planner import rehearse
+from anybatch.planner import rehearsal
 from anybatch.planner.probe import seconds
 
 
@@ -42,7 +42,7 @@ def test_a_timed_size_leaves_everything_as_it_was(there: bool) -> None:
         p.grad = torch.ones_like(p)
     before, it = snapshot(model), case(model)
     torch.set_rng_state(before["rng"])
-    _, observed = rehearse.inspect_model(it, 4)
+    _, observed = rehearsal.inspect_model(it, 4)
     for n in (1, 5, 24):
         found = seconds(it, observed, n)
         assert found is not None
@@ -53,7 +53,7 @@ def test_a_timed_size_leaves_everything_as_it_was(there: bool) -> None:
 def test_a_size_that_runs_out_of_memory_has_no_time_and_other_errors_go_out() -> None:
     model = Model(5, 3)
     it = case(model)
-    _, observed = rehearse.inspect_model(it, 4)
+    _, observed = rehearsal.inspect_model(it, 4)
     model.most = 4
     assert seconds(it, observed, 5) is None
     assert seconds(it, observed, 4) is not None
@@ -69,7 +69,7 @@ def test_timing_holds_no_copies_of_rows_that_are_there(n: int) -> None:
     step_inputs = StepInputs(model, CallableLoss(F.cross_entropy), None, Fixed("exact"))
     x, y = torch.randn(8, 4096), torch.randint(0, 3, (8,))
     it = step_inputs.case(step_inputs.batch(x, y), step_inputs.modules(), trains=True)
-    _, observed = rehearse.inspect_model(it, 4)
+    _, observed = rehearsal.inspect_model(it, 4)
     with Meter(torch.device("cpu")) as meter:
         seconds(it, observed, n)
     assert meter.peak < x.nbytes + 2 * 4096 * 3 * 4

@@ -16,12 +16,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import anybatch
 from anybatch import Engine
 from anybatch.core.modules import walk
-from anybatch.execution.as_it_was import as_it_was
+from anybatch.execution.snapshots import as_it_was
 from anybatch.reports import Profile
-from anybatch.tools.loaders import Clock
-from anybatch.tools.profile import profile
-from anybatch.tools.stages import COMPUTE, EXCHANGE, LOAD, PREPARE, STAGES, TRANSFER, UPDATE
-from anybatch.tools.watched import again_and_again
+from anybatch.tools.profile import Clock, again_and_again, profile
+from anybatch.tools.profiled import COMPUTE, EXCHANGE, LOAD, PREPARE, STAGES, TRANSFER, UPDATE
 
 
 class Hands:

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.tools.profiled import Passed, profiled
-from anybatch.tools.remedies import Conditions, Remedy, Waits, remedies
-from anybatch.tools.stages import (
+from anybatch.tools.profiled import (
     COMPUTE,
     EXCHANGE,
     LOAD,
@@ -19,7 +17,13 @@ from anybatch.tools.stages import (
     STAGES,
     TRANSFER,
     UPDATE,
+    Conditions,
     LoopStage,
+    Passed,
+    Remedy,
+    Waits,
+    profiled,
+    remedies,
 )
 
 CALM = Conditions(cores=8)

@@ -6,15 +6,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.evidence import FORESEEN
 from anybatch.core.plan import Plan
-from anybatch.core.scale import Scale
-from anybatch.tools.costs import NetworkLink
-from anybatch.tools.gpus import speedup
-from anybatch.tools.profiled import Passed, Profile, profiled
-from anybatch.tools.remedies import Conditions
+from anybatch.core.plan_sections import FORESEEN, Scale
+from anybatch.tools.gpus import NetworkLink, speedup
+from anybatch.tools.profiled import (
+    COMPUTE,
+    LOAD,
+    PREPARE,
+    UPDATE,
+    Conditions,
+    Passed,
+    Profile,
+    profiled,
+)
 from anybatch.tools.scaled import AS_PARTS, FREE, SHARED, Goal, loop_of, scaled
-from anybatch.tools.stages import COMPUTE, LOAD, PREPARE, UPDATE
 
 some = st.floats(0.01, 10.0)
 

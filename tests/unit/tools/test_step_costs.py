@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.tools.costs import Affine, GradientSum, Measured, NetworkLink, Work
+from anybatch.tools.gpus import Affine, GradientSum, Measured, NetworkLink, Work
 
 
 def ring(size: int, gpus: int, link: NetworkLink) -> float:

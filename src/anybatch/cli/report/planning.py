@@ -7,10 +7,19 @@ from typing import Any
 
 from anybatch import Plan
 from anybatch.cli.report.drawing import Titled, draw_envelope, is_near
-from anybatch.cli.report.envelope import Envelope
-from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
+from anybatch.cli.report.history import Envelope
+from anybatch.cli.report.parts import (
+    Fact,
+    Figure,
+    Key,
+    Section,
+    Table,
+    drawn,
+    figure_of,
+    percent,
+    seconds,
+)
 from anybatch.cli.report.record import RunRecord
-from anybatch.cli.report.words import drawn, figure_of, percent, seconds
 from anybatch.reports import Division, Divisions, Memory, Pace
 from anybatch.units import show_bytes
 

@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from anybatch.cli.report.drawing import Line, Titled, draw_lines
-from anybatch.cli.report.overhead import Overhead
-from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
+from anybatch.cli.report.history import Overhead
+from anybatch.cli.report.parts import (
+    Fact,
+    Figure,
+    Key,
+    Section,
+    Table,
+    counted,
+    drawn,
+    figure_of,
+    number,
+    percent,
+)
 from anybatch.cli.report.record import RunRecord
-from anybatch.cli.report.words import counted, drawn, figure_of, number, percent
 from anybatch.planning import efficiency, speedup, speedup_limit
 from anybatch.reports import Scale
 from anybatch.units import show_seconds

@@ -7,9 +7,21 @@ from typing import Any
 
 from anybatch.cli.report.drawing import Line, Titled, draw_lines
 from anybatch.cli.report.history import RunHistory, bins, quartiles, thinned
-from anybatch.cli.report.parts import Fact, Figure, Key, Section, Table
+from anybatch.cli.report.parts import (
+    Fact,
+    Figure,
+    Key,
+    Section,
+    Table,
+    counted,
+    drawn,
+    figure_of,
+    number,
+    percent,
+    rounded,
+    seconds,
+)
 from anybatch.cli.report.record import RunRecord
-from anybatch.cli.report.words import counted, drawn, figure_of, number, percent, rounded, seconds
 from anybatch.units import show_bytes
 
 POINTS, ROWS = 240, 60

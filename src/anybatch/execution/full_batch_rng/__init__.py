@@ -2,6 +2,6 @@
 
 This folder knows kernels that draw, and call sites. It knows no plan.
 
-Read `law` and `site` (layout and call site of a draw), `mode` (the mode that draws), `kernels`,
-`learn` and `trial` (a layout that is found by trial), `refuse`.
+Read `law` (the layout of a draw), `mode` (the mode that draws, and the site of a draw), `kernels`
+(each kernel that draws, and the refusals), `draw_layout` (a layout that is found by trial).
 """

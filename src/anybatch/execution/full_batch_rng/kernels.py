@@ -16,15 +16,18 @@ of the entry, or the rows of other micro-batches would be needed:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.accelerator import of
+from anybatch.core.accelerators import random_states
+from anybatch.core.modules import in_training
 from anybatch.errors import NotExactError
 from anybatch.execution.full_batch_rng.law import (
     Law,
@@ -249,3 +252,134 @@ def fault_of(name: str, law: Law, dims: int) -> str | None:
 def _own(entries: Tensor) -> Tensor:
     """Return entries in memory of their own, so that the rest is free."""
     return entries.clone(memory_format=torch.contiguous_format)
+
+
+# Refusals of draws that a micro-batch cannot make for the full batch, with a way out.
+
+WAY_OUT = 'Use rng="micro_batch", or give micro_batch >= the batch size'
+
+
+def state_now() -> Any:
+    """Return a value that differs between states of torch's generators."""
+    cpu = hash(torch.get_rng_state().numpy().tobytes())
+    others = random_states()
+    return (cpu, *(state.numpy().tobytes() for _, state in others)) if others else cpu
+
+
+def unmoved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a kernel that may draw inside, and refuse it if it draws.
+
+    Raises:
+        NotExactError: it did, or would from an RNG of its own.
+    """
+    _refuse_stateful(func, args, kwargs)
+    with torch._C.DisableTorchFunction():
+        before = state_now()
+        result = func(*args, **kwargs)
+        moved = state_now() != before
+    if moved:
+        raise NotExactError(
+            f"random draws must be intercepted to be made for the full batch, and {func} draws "
+            "inside its kernel: use a function that calls a kernel of torch for the draw, without "
+            f"out=, or torch.nn.attention.sdpa_kernel(SDPBackend.MATH) for attention. {WAY_OUT}"
+        )
+    return result
+
+
+def _refuse_stateful(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.name not in STATEFUL:
+        return
+    arguments = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    if arguments.get(STATEFUL[schema.name]) and arguments.get("train"):
+        raise NotExactError(
+            f"random draws must come from torch's generators, and {schema.name} has its own for "
+            f"the dropout between layers: put nn.Dropout between single layers. {WAY_OUT}"
+        )
+
+
+def refuse_generator(draw: Draw) -> None:
+    """Refuse a draw from a generator that is not the global one.
+
+    Raises:
+        NotExactError: naming the draw.
+    """
+    if draw.generator:
+        raise NotExactError(
+            f"random draws must come from the global generators, and {draw.name} has one of its "
+            "own (generator=), which every micro-batch would advance: leave generator= out. "
+            f"{WAY_OUT}"
+        )
+
+
+def drawn_late(draw: Draw) -> NotExactError:
+    """Return the error for a draw in backward that is none of forward."""
+    return NotExactError(
+        f"draws in backward must repeat those of forward, and {draw.name} draws anew (a hook on a "
+        "gradient, or checkpoint with preserve_rng_state=False): every micro-batch would draw for "
+        f"itself. {WAY_OUT}"
+    )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse a scripted part in training mode: its interpreter does not let a mode intercept draws.
+
+    Raises:
+        NotExactError: there is one.
+    """
+    if any(isinstance(m, torch.jit.ScriptModule) and in_training(m) for m in model.modules()):
+        raise NotExactError(
+            "random draws must be intercepted to be made for the full batch, and a part of the "
+            "model is a torch.jit.ScriptModule in training mode: use the module it was made of. "
+            f"{WAY_OUT}"
+        )
+
+
+# Bytes of the draws of a forward, from which a plan forecasts full-batch draws.
+
+
+class Weighing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note the bytes that each draw takes while it is made.
+
+    Attributes:
+        bytes: of the draws, in order.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel."""
+        kwargs, category = kwargs or {}, category_of(func)
+        if category not in ("", "unknown"):
+            self.bytes.append(Draw(func, args, kwargs, category).bytes())
+        return func(*args, **kwargs)
+
+
+def largest_draw(found: Sequence[Sequence[int]], counts: Sequence[int], size: int) -> int:
+    """Return the bytes of the largest draw of `size` samples, from those at a few.
+
+    Args:
+        found: bytes of the draws of a forward, at each number of samples.
+        counts: these numbers.
+        size: N_B.
+    """
+    lines = list(zip(*found, strict=False))
+    if len({len(one) for one in found}) > 1 or len(counts) < 2:  # another path: the most there is
+        each = max((-(-max(one, default=0) // n) for one, n in zip(found, counts, strict=True)))
+        return each * size
+    (low, *_, high), most = counts, 0
+    for few, *_, many in lines:
+        if many > few:  # else it is the same for all samples, and every one has it
+            slope = -(-(many - few) // (high - low))
+            most = max(most, many + slope * max(0, size - high))
+    return most

@@ -16,28 +16,31 @@ Memory: while a draw is made, there is one of the full batch; it is freed before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.batch import MicroBatch
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
-from anybatch.execution.full_batch_rng.kernels import Draw, category_of
-from anybatch.execution.full_batch_rng.law import Law, Pattern, RowRange
-from anybatch.execution.full_batch_rng.refuse import (
+from anybatch.execution.full_batch_rng.kernels import (
     WAY_OUT,
+    Draw,
+    category_of,
     drawn_late,
     refuse_generator,
     state_now,
     unmoved,
 )
-from anybatch.execution.full_batch_rng.shared import Drawn, SharedDraws, UnknownDrawError, ask
-from anybatch.execution.full_batch_rng.site import site
-from anybatch.loss.watched import NotAPartError
+from anybatch.execution.full_batch_rng.law import Law, Pattern, RowRange
+from anybatch.loss.tracer import NotAPartError
 
 T = TypeVar("T")
 NOWHERE = Pattern((), ())
@@ -245,3 +248,169 @@ def _other(draw: Draw) -> NotExactError:
         "something else, or in another shape: the model takes another path for other samples. "
         f"{WAY_OUT}"
     )
+
+
+# Layouts of the draws of a model, and the state of draws that a step's micro-batches share.
+
+
+class UnknownDrawError(Exception):
+    """A draw has no layout yet: learn it, and begin the step again."""
+
+
+class Laws:
+    """Layouts of the draws of one signature, by call site.
+
+    Attributes:
+        steady: draws of forward from Python and numpy do not depend on the number of rows.
+        requested: call sites without a layout when layouts were learnt last.
+    """
+
+    def __init__(self) -> None:
+        self.steady = False
+        self.requested: set[Any] = set()
+        self._laws: dict[tuple[int, ...], dict[int, Law]] = {}
+        self._held: list[Site] = []
+
+    def find(self, place: Site, number: int) -> Law | None:
+        """Return the layout of a draw by call site and number; None where it has none."""
+        laws = self._laws.get(place.chain, {})
+        if number in laws:
+            return laws[number]
+        same = set(laws.values())
+        return next(iter(same)) if len(same) == 1 else None
+
+    def add(self, place: Site, number: int, law: Law) -> None:
+        """Record a layout."""
+        self._held.append(place)
+        self._laws.setdefault(place.chain, {})[number] = law
+
+
+@dataclass
+class Drawn:
+    """One draw of a step, as the first micro-batch has made it."""
+
+    func: Any
+    law: Law
+    full: Pattern
+    state: Any
+
+
+@dataclass
+class SharedDraws:
+    """State of draws that the micro-batches of a step share.
+
+    Attributes:
+        laws: the recorded layouts of draws.
+        size: N_B, samples in the mini-batch, over all ranks.
+        modules: ids of the modules of the model.
+        before: samples of the ranks before this one.
+        several: there are other ranks.
+        start: the RNG state with which every micro-batch begins.
+        end: the state after the forward of one.
+        draws: of the forward of the first micro-batch, in order.
+        paused: draws are now the full batch's own.
+    """
+
+    laws: Laws
+    size: int
+    modules: Collection[int]
+    before: int = 0
+    several: bool = False
+    start: RNGState | None = None
+    end: RNGState | None = None
+    draws: list[Drawn] = field(default_factory=list)
+    by_state: dict[Any, Drawn] = field(default_factory=dict)
+    paused: bool = False
+
+    def begin(self) -> None:
+        """Drop the recorded draws: the first micro-batch begins, perhaps again."""
+        self.start = self.end = None
+        self.draws.clear()
+        self.by_state.clear()
+
+    def rows(self, begin: int, size: int, *, turned: bool = False) -> RowRange:
+        """Return where rows of this rank are among those of all.
+
+        An inspection may have more rows than there are, from a rank that has one sample or none.
+        """
+        of = max(self.size, size)
+        return RowRange(min(self.before + begin, of - size), size, of, turned)
+
+
+def ask(laws: Laws, what: Any, words: str) -> None:
+    """Note that something has to be learnt; refuse it where that has not helped."""
+    if what in laws.requested:
+        raise NotExactError(
+            f"a draw must be found again when forward is called again, and {words} is not: how "
+            f"often forward draws, or what shape, depends on more than the samples. {WAY_OUT}"
+        )
+    laws.requested.add(what)
+
+
+# Place of a draw in a program, by which the next step finds it again.
+#
+# The k-th draw of a forward pass is another one once a layer is skipped at random. The call site
+# does not change: the chain of calls that leads to it, and the modules whose calls are among these.
+# A checkpointed part is recomputed under another chain; it is recognised by the RNG state, which
+# checkpointing restores.
+
+CALL: CodeType = nn.Module._call_impl.__code__
+OUTSIDE = ("anybatch.execution.step", "anybatch.core.modules")
+"""The modules that call the model: frames before them are the same for all draws."""
+
+OURS = "anybatch.execution.full_batch_rng."
+"""The modules that stand between a draw and its kernel."""
+
+COMPILED = "compile_wrapper"
+"""The function of torch in which compiled code is called."""
+
+
+class Site(NamedTuple):
+    """A place in a program.
+
+    Attributes:
+        chain: a number for each call, and for each module that is called.
+        words: the innermost place in a file that is not torch's, for people.
+        codes: keep the code objects of the ids alive.
+    """
+
+    chain: tuple[int, ...]
+    words: str
+    codes: tuple[CodeType, ...]
+
+
+def site(modules: Collection[int]) -> Site:
+    """Return the place in the program that requested the present draw.
+
+    Args:
+        modules: ids of the modules of the model; others come and go.
+
+    Raises:
+        NotExactError: it is in compiled code.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):
+        frame = frame.f_back
+    chain, codes, words = list[int](), list[CodeType](), ""
+    while frame is not None and frame.f_globals.get("__name__") not in OUTSIDE:
+        code = frame.f_code
+        if code.co_name == COMPILED:
+            raise NotExactError(
+                "random draws of a compiled model cannot be those of the full batch: its kernels "
+                'draw otherwise than what they were made of. Use rng="micro_batch", or do not '
+                "compile"
+            )
+        chain += [id(code), frame.f_lasti]
+        codes.append(code)
+        if code is CALL:
+            module = id(frame.f_locals.get("self"))
+            chain.append(module if module in modules else 0)
+        if not words and not _of_torch(frame):
+            words = f"{code.co_filename.rpartition('/')[2]}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return Site(tuple(chain), words or "a module of torch", tuple(codes))
+
+
+def _of_torch(frame: Any) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    return name.partition(".")[0] in (torch.__name__, "anybatch")

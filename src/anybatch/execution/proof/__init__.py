@@ -6,10 +6,10 @@ samples that contributed to it, through every kernel, with the real values.
 
 This folder knows kernels, tensors and modules. It knows no engine, no plan and no mechanism.
 
-Read `masks` (the sets, and their storage), `rules` (their change by a kernel), `places` (numbers
-that belong to no sample), `follow` (the mode that intercepts every kernel), `verdict` (the
-conclusion), `halves` (gradients of a few rows in one micro-batch and in two), `declared` (a loss
-declared to be a sum over samples), `congruent` (the kernels of the full batch against those of a
-micro-batch), `familiar` (models that change in later steps), `anybatch.core.evidence` (the words of
-a plan for it).
+Read `masks` (the sets, and where they are kept), `rules` (the masks of a kernel's results),
+`kernel_probe` (a kernel without a rule), `places` (numbers that belong to no sample), `follow` (the
+mode that sees every kernel), `rows` (a few rows of a batch are run), `verdict` (the conclusion),
+`declared` (a loss that is said to be of single samples), `congruent` (the kernels of the full batch
+beside those of a micro-batch), `stored_samples` and `inspected` (models that change in later
+steps). The words of a plan for it are `Evidence` in `anybatch.core.plan_sections`.
 """

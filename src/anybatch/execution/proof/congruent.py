@@ -23,18 +23,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from anybatch.core.functions import keywords
-from anybatch.core.meeting import samples_here
-from anybatch.core.modules import Modules, walk
-from anybatch.core.norm.counters import counters
-from anybatch.core.norm.non_reducing import NonReducingNorms
-from anybatch.core.norm.sites import Site
+from anybatch.core.barrier import Site, samples_here
+from anybatch.core.modules import Modules, keywords, walk
+from anybatch.core.norm import NonReducingNorms, counters
 from anybatch.core.python_state import PythonState
 from anybatch.core.rng import RNGState
-from anybatch.execution.proof.free import FreeTensors
-from anybatch.execution.proof.law import CUTS, Called, breaks, called
-from anybatch.execution.proof.paths import Paths
-from anybatch.execution.proof.places import scalars
+from anybatch.execution.proof.law import CUTS, Called, Paths, breaks, called
+from anybatch.execution.proof.places import FreeTensors, scalars
 from anybatch.execution.proof.verdict import UNDIVIDED, Verdict, first_difference, other_rows
 from anybatch.memory.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
 

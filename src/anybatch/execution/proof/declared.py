@@ -11,7 +11,7 @@ change with the number of rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,28 +20,31 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.core import tree
-from anybatch.core.batch import MicroBatch
-from anybatch.core.meeting import ForwardOf
-from anybatch.core.memory_errors import out_of_memory
+from anybatch.core import pytree
+from anybatch.core.barrier import ForwardOf
+from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.modules import walk
-from anybatch.core.norm.counters import GatherError
+from anybatch.core.norm import GatherError
+from anybatch.core.oom import out_of_memory
 from anybatch.core.rng import RNGState
+from anybatch.errors import NotExactError
 from anybatch.execution.proof import congruent
 from anybatch.execution.proof import rows as proof_rows
 from anybatch.execution.proof.follow import Follow
-from anybatch.execution.proof.halves import leaf_of
-from anybatch.execution.proof.masks import PLACE, Masks
+from anybatch.execution.proof.masks import PLACE, SAMPLES, Masks
 from anybatch.execution.proof.places import Lengths, sized
 from anybatch.execution.proof.verdict import (
+    UNDIVIDED,
     Forward,
     Output,
     Verdict,
     doubts_of,
     first_difference,
+    leaf_of,
     strange_row,
     unfollowed,
 )
+from anybatch.loss.tracer import holds, unread
 
 COUNTING = "a declared loss must compute the same for any number of samples, and it does otherwise"
 
@@ -76,7 +79,7 @@ class RowLoss(nn.Module):
         self._own, self._layout = own, layout
         # A view of no rows would hold all of them in memory while sizes are compared
         # (test_a_loss_that_is_remembered_holds_no_outputs).
-        self._others = tree.map_tensors(
+        self._others = pytree.map_tensors(
             lambda t: t if next(axes) is None else t[:0].clone(), outputs
         )
 
@@ -88,7 +91,7 @@ class RowLoss(nn.Module):
             axis = next(axes)
             return tensor if axis is None else next(remaining).movedim(0, axis)
 
-        outputs, size = tree.map_tensors(put, self._others), rows[0].shape[0]
+        outputs, size = pytree.map_tensors(put, self._others), rows[0].shape[0]
         with ForwardOf(size, standalone=True):
             return self._own(outputs, MicroBatch(None, targets, size))
 
@@ -130,7 +133,7 @@ class DeclaredSizes:
         def bare(tensor: Tensor) -> Tensor:
             return mode.from_tensor(tensor) if tensor.dim() else tensor
 
-        self._rows = [bare(row) for row in rows], tree.map_tensors(bare, loss_rows.targets)
+        self._rows = [bare(row) for row in rows], pytree.map_tensors(bare, loss_rows.targets)
         self._size = loss_rows.size
 
     def __call__(self, sizes: Sequence[int]) -> Verdict:
@@ -262,7 +265,7 @@ class Declared:
 
     def _rows(self, loss_rows: LossRows, count: int | None = None) -> list[Tensor]:
         """Return the first `count` output rows as leaves, or all rows without a count."""
-        pairs = zip(tree.flat(loss_rows.outputs), self._layout, strict=True)
+        pairs = zip(pytree.flat(loss_rows.outputs), self._layout, strict=True)
         rows = [t.movedim(axis, 0)[:count] for t, axis in pairs if axis is not None]
         return [leaf_of(row.clone()) for row in rows]
 
@@ -320,7 +323,7 @@ class Declared:
         )
 
     def _targets(self, count: int) -> Any:
-        return tree.rows(self._all_rows.targets, 0, count, self._all_rows.size)
+        return pytree.rows(self._all_rows.targets, 0, count, self._all_rows.size)
 
 
 def _doubted(*doubts: str) -> Verdict:
@@ -369,3 +372,208 @@ def alike(one: Tensor, other: Tensor) -> bool:
     finite = torch.cat((one[one.isfinite()], other[other.isfinite()])).abs()
     largest = float(finite.max()) if len(finite) else 0.0
     return torch.allclose(one, other, rtol=0.0, atol=bound * largest, equal_nan=True)
+
+
+# Check of a declared loss that reads non-tensor rows: the full batch against its micro-batches.
+#
+# Python's computations on a list (the largest entry, whether a word is among them) leave no trace
+# in the tensors. So the loss is computed on the full batch and on every micro-batch, with the
+# outputs of a few rows in place of all, and each row must have the same loss and the same gradient
+# in both.
+
+READS = "the declared loss: it reads rows that are no tensors, which cannot be followed"
+
+FAILS = "the declared loss: it fails on the rows of the full batch"
+LISTS = "a list, a text or an array of all rows"
+PLACES = "the place of a row in the batch, or with how many rows there are"
+
+MOST = 1 << 20
+"""Numbers of outputs and targets that are compared: no more memory than a step."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The lists, texts and arrays of a batch, and a declared loss.
+
+    Args:
+        own: of the loss.
+        few: a few rows.
+        layout: where each output holds the samples; None where it holds none.
+    """
+
+    own: Own
+    few: LossRows
+    layout: Sequence[int | None]
+
+    def judge(self, batch: TensorBatch | None, micro_batch: int, *, counts: bool) -> Verdict:
+        """Return the verdict on a loss that reads non-tensor rows, or the number of rows.
+
+        A constant that is cut to the rows, whose first entries are alike, is another one for later
+        rows of the full batch only.
+
+        Args:
+            batch: the full one; None if it is unavailable, or memory does not permit to compare.
+            micro_batch: samples in a micro-batch.
+            counts: the loss asks how many rows there are.
+        """
+        read = self.read
+        if not (read or counts) or all(axis is None for axis in self.layout):
+            return Verdict()
+        doubts = (READS,) if read else ()
+        if batch is None or self._numbers(batch) > MOST:
+            return Verdict("", doubts)
+        words = LISTS if read else PLACES
+        outside = sys.exception()
+        try:
+            return Verdict(self._differs(batch, micro_batch, words), doubts)
+        except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+            if out_of_memory(error, outside=outside):
+                raise
+        return Verdict("", (READS,) if read else (FAILS,))
+
+    @property
+    def read(self) -> bool:
+        """Whether the loss asks for any of them."""
+        few = self.few
+        if not (holds(few.targets) or holds(few.outputs)):
+            return False
+        reads: list[type] = []
+        micro = MicroBatch(None, unread(few.targets, reads), few.size)
+        try:
+            with torch.no_grad():
+                self.own(unread(few.outputs, reads), micro)
+        except Exception:  # that of a stand-in, or what was made of it
+            return True
+        return bool(reads)
+
+    def _numbers(self, batch: TensorBatch) -> int:
+        outputs = sum(t.numel() for t in pytree.flat(self.few.outputs)) // self.few.size
+        return outputs * batch.size + sum(t.numel() for t in pytree.flat(batch.targets))
+
+    def _differs(self, batch: TensorBatch, micro_batch: int, words: str) -> str:
+        """Return how losses of the full batch differ from those of its parts; "" where equal."""
+        places = torch.arange(batch.size) % self.few.size
+        pairs = zip(pytree.flat(self.few.outputs), self.layout, strict=True)
+        rows = [
+            t.movedim(axis, 0).index_select(0, places.to(t.device))
+            for t, axis in pairs
+            if axis is not None
+        ]
+        device = rows[0].device
+        targets = pytree.map_tensors(lambda t: t.to(device), batch.targets)
+        full, again = (self._losses(rows, targets) for _ in range(2))
+        if not all(map(alike, full, again)):
+            return ""  # it draws
+        found = []
+        for begin in range(0, batch.size, micro_batch):
+            end = min(begin + micro_batch, batch.size)
+            some = pytree.rows(targets, begin, end, batch.size)
+            found.append(self._losses([row[begin:end] for row in rows], some))
+        losses, *gradients = zip(*found, strict=True)
+        joined = torch.cat(losses) if full[0].dim() else torch.stack(losses).sum()
+        parts = [joined, *map(torch.cat, gradients)]
+        if all(map(alike, full, parts)):
+            return ""
+        return (
+            "a declared loss must give each sample the same loss with any other samples, and it "
+            f"gives other numbers for {batch.size} rows than for {micro_batch} of them: it "
+            f"computes with {words}. {INSTEAD}"
+        )
+
+    def _losses(self, rows: list[Tensor], targets: Any) -> list[Tensor]:
+        """Return the losses, or their sum, and the gradients of the rows."""
+        leaves = [leaf_of(row.clone()) for row in rows]
+        loss = RowLoss(self.own, self.few.outputs, self.layout)
+        with torch.enable_grad():
+            found = loss(leaves, targets)
+            trained = [leaf for leaf in leaves if leaf.requires_grad]
+            each: Sequence[Tensor | None] = [None] * len(trained)
+            if found.requires_grad and trained:
+                each = torch.autograd.grad(found.sum(), trained, allow_unused=True)
+        pairs = zip(each, trained, strict=True)
+        return [found.detach(), *(torch.zeros_like(t) if g is None else g for g, t in pairs)]
+
+
+# Outputs without rows that samples have had a part in: none of these may be trained.
+#
+# An output without rows counts as a constant, the same for every micro-batch. By its value it may
+# be one (a gate that is 0) while its gradient is of the samples: `gate * h.mean(0)`. A loss that
+# does not use it is accepted.
+
+
+def mixed_outputs(outputs: Iterable[Output], layout: Sequence[int | None]) -> frozenset[int]:
+    """Return which outputs have a gradient and no rows, and samples have had a part in them.
+
+    Args:
+        outputs: of a forward under masks.
+        layout: where each holds the samples; None where it holds none.
+    """
+    pairs = enumerate(zip(outputs, layout, strict=False))
+    return frozenset(
+        at
+        for at, (one, axis) in pairs
+        if axis is None
+        and one.trains
+        and one.mask is not None
+        and bool((one.mask & (SAMPLES | PLACE)).any())
+    )
+
+
+def refuse_trained(paths: Sequence[str], trained: Iterable[bool], mixed: frozenset[int]) -> None:
+    """Refuse a loss that trains an output of `mixed`.
+
+    Args:
+        paths: of the outputs.
+        trained: whether the loss gives each a gradient.
+        mixed: outputs without rows that samples have had a part in.
+
+    Raises:
+        NotExactError: it does.
+    """
+    for at, (path, trains) in enumerate(zip(paths, trained, strict=True)):
+        if trains and at in mixed:
+            raise NotExactError(
+                "outputs without rows must be the same for every micro-batch when the batch is "
+                f"split, and the loss trains {path}, which depends on samples of one micro-batch: "
+                "return one value a sample, in a tensor of shape [n], and combine these in the "
+                f"loss, or {UNDIVIDED}"
+            )
+
+
+def refuse_declared_use(
+    own: Own, rows: LossRows, layout: Sequence[int | None], mixed: frozenset[int]
+) -> None:
+    """Refuse a declared loss that trains an output of `mixed`.
+
+    Args:
+        own: the loss.
+        rows: outputs and targets of a few samples.
+        layout: where each output holds the samples; None where it holds none.
+        mixed: outputs without rows that samples have had a part in.
+
+    Raises:
+        NotExactError: it does.
+    """
+    if not mixed:
+        return
+    leaves: list[Tensor] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        leaves.append(leaf_of(tensor))
+        return leaves[-1] * 1 if leaves[-1].requires_grad else leaves[-1]
+
+    outside = sys.exception()
+    try:
+        with torch.enable_grad(), ForwardOf(rows.size, standalone=True):
+            micro = MicroBatch(None, rows.targets, rows.size)
+            loss = own(pytree.map_tensors(leaf, rows.outputs), micro)
+            some = [one for one in leaves if one.requires_grad]
+            if not loss.requires_grad or len(leaves) != len(layout):
+                return
+            found = iter(torch.autograd.grad(loss.sum(), some, allow_unused=True))
+    except (RuntimeError, ValueError, IndexError, TypeError, KeyError) as error:
+        if out_of_memory(error, outside=outside):
+            raise
+        return  # as a doubt says
+    trained = [one.requires_grad and next(found) is not None for one in leaves]
+    refuse_trained([path for path, _ in pytree.tensors(rows.outputs, "outputs")], trained, mixed)

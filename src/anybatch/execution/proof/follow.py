@@ -23,12 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from anybatch.core.graph import name_of
-from anybatch.core.meeting import samples_here
-from anybatch.core.norm.counters import counters
+from anybatch.core.barrier import samples_here
+from anybatch.core.modules import name_of
+from anybatch.core.norm import counters
 from anybatch.core.rng import torch_state
-from anybatch.execution.proof.ask import ask
-from anybatch.execution.proof.few import CHOOSING, Few
+from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
+from anybatch.execution.proof.law import Paths
 from anybatch.execution.proof.masks import (
     CUT,
     INTEGERS,
@@ -42,7 +42,6 @@ from anybatch.execution.proof.masks import (
     shrink,
     union,
 )
-from anybatch.execution.proof.paths import Paths
 from anybatch.execution.proof.places import (
     CONSTANT,
     COPIES,

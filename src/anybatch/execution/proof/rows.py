@@ -7,6 +7,7 @@ Else only a graph is needed of autograd, and nothing is saved for it.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -19,14 +20,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from anybatch.core import graph, tree
+from anybatch.core import modules, pytree
 from anybatch.core.batch import MicroBatch
-from anybatch.core.functions import keywords
+from anybatch.core.modules import keywords
+from anybatch.core.oom import out_of_memory
 from anybatch.execution.proof.follow import Follow, ours
-from anybatch.execution.proof.longest import PADS, as_long_as_the_longest
 from anybatch.execution.proof.masks import ROWS, several
 from anybatch.execution.proof.places import plain
-from anybatch.execution.proof.verdict import strange_row
+from anybatch.execution.proof.verdict import UNDIVIDED, strange_row
 
 PAST = frozenset(
     (
@@ -209,7 +210,7 @@ def forward(
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if around is not None and not _copies(around[0]):
         follow.notes.saving.append("what the step is within")
-    for _, tensor in tree.tensors(micro.inputs):
+    for _, tensor in pytree.tensors(micro.inputs):
         if tensor.dim() and tensor.shape[0] == micro.size:
             follow.seed(tensor, list(samples))
 
@@ -313,13 +314,13 @@ def _needed(_: None) -> Tensor:
 
 def strange_backward(outputs: Any) -> bool:
     """Return whether a backward of these outputs has nodes that are not torch's own."""
-    roots = [t for _, t in tree.tensors(outputs) if t.requires_grad]
-    return any(map(_is_strange, graph.nodes(roots)))
+    roots = [t for _, t in pytree.tensors(outputs) if t.requires_grad]
+    return any(map(_is_strange, modules.nodes(roots)))
 
 
 def _is_strange(node: Any) -> bool:
     if type(node).__module__ == "builtins":
-        return "CppNode" in graph.name_of(node)
+        return "CppNode" in modules.name_of(node)
     made = getattr(type(node), "_forward_cls", None)
     return made is None or not made.__module__.startswith("anybatch.")
 
@@ -335,7 +336,7 @@ def backward(
         leaves: tensors that may get a gradient; their previous ones are restored.
         inputs: leaves with a row for each sample, whose gradients must be only of that sample.
     """
-    every = [t for _, t in tree.tensors(outputs) if t.requires_grad]
+    every = [t for _, t in pytree.tensors(outputs) if t.requires_grad]
     roots = [t for t in every if not several(follow.masks.of(t))]  # a loss inside is traced
     if not roots:
         return
@@ -362,3 +363,114 @@ def backward(
         follow.backward = False
         for leaf, gradient in zip(leaves, held, strict=True):
             leaf.grad = gradient
+
+
+# Check of rows that are as long as the longest row of their batch: ``pad_packed_sequence``.
+#
+# Without ``total_length`` its result ends where the longest row of a micro-batch ends, and a mean
+# over it is another for the full batch. A few rows are made one step longer: NaN in that step shows
+# whether it is read, and padding whether that matters.
+#
+#     rows of 3, 5 and 2 steps      out [3, 5, C]      out.mean(1): another in a batch with 6 steps
+#     one step more, NaN            out [3, 6, C]      out[rows, length - 1]: as before
+
+PADS = "_pad_packed_sequence"
+"""torch's function: data, sizes of the steps, whether the batch is first, padding, steps."""
+
+CALLER, NEAR = "pad_packed_sequence", 8
+"""The function whose argument is the length, and the most frames up to it."""
+
+ROUNDING = 1e-3
+"""Relative change of a mean over a thousand steps that gets one step more."""
+
+
+def as_long_as_the_longest(args: tuple[Any, ...]) -> bool:
+    """Say whether a call of `PADS` pads to its longest row; a mode asks when it receives it."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(NEAR):  # other modes may have been told before
+        if frame is not None and frame.f_code.co_name == CALLER:
+            return frame.f_locals.get("total_length") is None
+        frame = None if frame is None else frame.f_back
+    return bool(args[-1] == len(args[1]))
+
+
+class Longer(TorchFunctionMode):
+    """Makes rows in the body one step longer than the longest.
+
+    Args:
+        fill: value of the step; None (default) is the user's padding.
+    """
+
+    def __init__(self, fill: float | None = None) -> None:
+        super().__init__()
+        self._fill = fill
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        _types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Pad one step more."""
+        kwargs = keywords(func, kwargs)
+        if getattr(func, "__name__", "") != PADS or not as_long_as_the_longest(args):
+            return func(*args, **kwargs)
+        *leading, steps = args
+        padded, lengths = func(*leading, steps + 1, **kwargs)
+        if self._fill is not None:
+            padded.narrow(1 if args[2] else 0, steps, 1).fill_(self._fill)
+        return padded, lengths
+
+
+def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | None:
+    """Return whether outputs depend on the length of the longest row; None where it is unknown.
+
+    Args:
+        call: runs forward on the same rows, without a graph, each time as the first time.
+        outputs: its outputs.
+        draws: it draws numbers, which one step more would change.
+    """
+    try:
+        with Longer(math.nan):
+            of_nan = call()
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if out_of_memory(error):
+            raise
+        return True  # something else is as long as the longest row
+    read = any(map(_holds_nan, pytree.flat(of_nan)))
+    if draws:
+        return None if read else False
+    with Longer():
+        padded = call()
+    if not _alike(padded, outputs):  # also where nanmean, or a comparison, has left NaN out
+        return True
+    return None if read or not _alike(of_nan, outputs) else False
+
+
+def depends(path: str) -> str:
+    """Return the refusal of outputs that depend on the longest row."""
+    return (
+        "the computation of a row must not depend on the other rows when the batch is split, and "
+        f"pad_packed_sequence in {path} makes rows as long as the longest of a micro-batch, on "
+        f"which the outputs depend: give it total_length=x.shape[1], or {UNDIVIDED}"
+    )
+
+
+def _holds_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and bool(tensor.isnan().any())
+
+
+def _alike(one: Any, other: Any) -> bool:
+    pairs = zip(pytree.flat(one), pytree.flat(other), strict=True)
+    return all(a.shape == b.shape and _close(a, b) for a, b in pairs)
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    # Half of the digits: a sum with one more zero may be rounded in another way
+    # (test_one_step_more_matters_where_it_is_no_rounding).
+    bound = min(ROUNDING, torch.finfo(a.dtype).eps ** 0.5)
+    largest = max(float(b.abs().max()) if b.numel() else 0.0, torch.finfo(a.dtype).tiny)
+    return bool(torch.allclose(a, b, rtol=0.0, atol=bound * largest, equal_nan=True))

@@ -2,7 +2,7 @@
 
 A rule follows from the definition of a kernel, not from its values: a factor of 0 hides nothing.
 Kernels fall into a few families; a kernel of none of them is tested
-(`anybatch.execution.proof.ask`).
+(`anybatch.execution.proof.kernel_probe`).
 
     pointwise    the union of the operands                     add, relu, where, dropout
     moves        the same kernel, on the mask                  cat, flip, pad, index, gather

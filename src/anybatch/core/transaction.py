@@ -1,0 +1,382 @@
+"""Transaction of a step: it completes, or the state before it is restored.
+
+torch has no transaction: an exception in the middle of an accumulation loop leaves half a gradient,
+moved running statistics and drawn random numbers behind. Here the state is recorded before the
+step, and restored when the step fails, by Ctrl-C too. No existing tensor is written to before the
+end: existing gradients are set aside, buffers are copied.
+
+    noted ──> body ──> delivered          (the last part cannot be interrupted)
+        └──── failed ──> put back         (nor can this)
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import _pop_mode
+from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+
+from anybatch.core.barrier import back_to, where
+from anybatch.core.hooks import LeafHooks
+from anybatch.core.modules import Modules
+from anybatch.core.rng import RNGState
+from anybatch.errors import NotExactError
+
+
+@dataclass(frozen=True)
+class BufferState:
+    """One buffer at one moment: where it is, which tensor it was, and its values.
+
+    Attributes:
+        tensor: the tensor itself; None where the name was registered without one.
+        data: a second tensor on the same memory, which keeps shape and place when `tensor` loses
+            them (``resize_``, ``.data = ...``).
+        values: a copy; None where there is nothing to copy (no tensor, or one without data yet).
+    """
+
+    module: nn.Module
+    name: str
+    path: str
+    tensor: Tensor | None
+    version: int
+    data: Tensor | None
+    values: Tensor | None
+
+    def now(self) -> Tensor | None:
+        """Return the buffer that is registered under its name at present."""
+        return _buffer(self.module, self.name)
+
+    def written(self) -> bool:
+        """Say whether torch noticed a write, or another tensor took its place.
+
+        It costs nothing, and it misses batch_norm, whose kernel moves the running statistics
+        without telling autograd.
+        """
+        now = self.now()
+        return now is not self.tensor or _version(now) != self.version
+
+    def moved(self) -> bool:
+        """Say whether its values are others than they were."""
+        now = self.now()
+        if self.values is not None:
+            return not same_values(now, self.values)
+        return now is not self.tensor or (now is not None and not is_lazy(now))
+
+    def put_back(self) -> None:
+        """Make the buffer the tensor it was, with the values it had.
+
+        Where a tensor cannot be written to (one with stride 0), it stays if its values have not
+        changed, and is replaced by a copy if they have. One that had no data retains its new data.
+        """
+        self.module._buffers[self.name] = self.tensor
+        if self.tensor is None or self.values is None:
+            return
+        with torch.no_grad():
+            try:
+                if self.data is not None and not _same_place(self.tensor, self.data):
+                    self.tensor.data = self.data
+                self.tensor.copy_(self.values)
+            except Exception:  # for whatever reason, its values must come back
+                if not same_values(self.tensor, self.values):
+                    self.module._buffers[self.name] = self.values.clone()
+
+
+def note_buffers(modules: Modules) -> list[BufferState]:
+    """Return the state of every buffer of `modules`, its values copied."""
+    return [
+        _note(owner, name, f"{path}.{name}" if path else name, tensor)
+        for path, owner in modules
+        for name, tensor in owner._buffers.items()
+    ]
+
+
+def _note(owner: nn.Module, name: str, path: str, tensor: Tensor | None) -> BufferState:
+    if tensor is None or is_lazy(tensor):
+        return BufferState(owner, name, path, tensor, _version(tensor), None, None)
+    data = tensor.detach()
+    version = 0 if tensor.is_inference() else tensor._version
+    return BufferState(owner, name, path, tensor, version, data, data.clone())
+
+
+def same_values(a: Tensor | None, b: Tensor | None) -> bool:
+    """Say whether two buffers are alike: shape, type and values; NaN is NaN, and None is None."""
+    if a is None or b is None:
+        return a is b
+    if is_lazy(a) or is_lazy(b) or a is b:
+        return a is b
+    if (a.shape, a.dtype, a.layout, a.device) != (b.shape, b.dtype, b.layout, b.device):
+        return False
+    a, b = a.detach(), b.detach()
+    if a.layout != torch.strided:
+        return all(starmap(same_values, zip(_parts(a), _parts(b), strict=True)))
+    if a.is_meta:
+        return True
+    if a.is_floating_point() and a.itemsize == 1:  # float8 knows no ==
+        return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    if torch.equal(a, b):
+        return True
+    nan = a.is_floating_point() or a.is_complex()
+    return nan and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a sparse one is made of."""
+    if tensor.is_mkldnn:
+        return [tensor.to_dense()]
+    entries = tensor.to_sparse().coalesce()
+    return [entries.indices(), entries.values()]
+
+
+def _same_place(tensor: Tensor, data: Tensor) -> bool:
+    if tensor.layout != torch.strided:
+        return True
+    same = tensor.shape == data.shape and tensor.stride() == data.stride()
+    return same and tensor.data_ptr() == data.data_ptr()
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Return torch's count of writes to a tensor; 0 where it has none."""
+    if tensor is None or (not is_lazy(tensor) and tensor.is_inference()):
+        return 0
+    return tensor._version
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor | None:
+    """Return a buffer; those of a scripted module are in a wrapper, which is no dict."""
+    try:
+        return module._buffers[name]
+    except KeyError:
+        return None
+
+
+class Before:
+    """Snapshot before a step: gradients, buffers, RNG state, torch's modes; open until it ends.
+
+    The modes are here because an interrupt may come at the first instruction of an ``__exit__``,
+    and its mode is then still on; `patched` holds the functions that undo other patches.
+
+    Attributes:
+        hooks: those of the leaves, after suspension.
+    """
+
+    def __init__(self, modules: Modules, parameters: Iterable[Tensor]) -> None:
+        self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in parameters]
+        self.hooks = LeafHooks()
+        self.buffers = note_buffers(modules)
+        self.rng = RNGState.now()
+        self.grad_mode = torch.is_grad_enabled()
+        self.modes = _len_torch_function_stack()
+        self.functions_on = torch._C._is_torch_function_enabled()
+        self.dispatch_modes = _len_torch_dispatch_stack()
+        self._where = where()
+        self.open = True
+        self.patched: list[Callable[[], None]] = []
+        self._modules = modules
+        self._registered = {
+            id(module): (dict(module._buffers), set(module._non_persistent_buffers_set))
+            for _, module in modules
+            if module._buffers and isinstance(module._buffers, dict)
+        }
+
+    def add(self, leaves: Iterable[Tensor]) -> None:
+        """Record the gradients of more leaves, not touched yet; suspend their hooks.
+
+        Args:
+            leaves: tensors found during the step; those already recorded are skipped.
+        """
+        noted = {id(parameter) for parameter, _ in self.gradients}
+        more = [leaf for leaf in leaves if id(leaf) not in noted]
+        self.gradients += [(leaf, leaf.grad) for leaf in more]
+        self.hooks.suspend(more)
+
+    def suspend_hooks(self) -> None:
+        """Let no hook of the leaves fire until `hooks` lets them."""
+        self.hooks.suspend(leaf for leaf, _ in self.gradients)
+
+    def holds(self, leaves: Iterable[Tensor]) -> bool:
+        """Say whether the step gives a gradient to one of `leaves`."""
+        noted = {id(parameter) for parameter, _ in self.gradients}
+        return any(id(leaf) in noted for leaf in leaves)
+
+    def put_back(self) -> list[Exception]:
+        """Restore all of it; return the failures, raising nothing.
+
+        The RNG state comes first and needs nothing else; then references; then copies.
+        """
+        self.open = False
+        failures: list[Exception] = []
+        steps: list[Callable[[], None]] = [self._reset_modes, *self.patched, self.rng.put_back]
+        steps.append(partial(back_to, self._where))
+        steps.append(self.hooks.restore)
+        steps += [partial(setattr, p, "grad", gradient) for p, gradient in self.gradients]
+        none: tuple[dict[str, Tensor | None], set[str]] = ({}, set())
+        steps += [
+            partial(_register_all, module, *self._registered.get(id(module), none))
+            for _, module in self._modules
+            if isinstance(module._buffers, dict)
+        ]
+        steps += [buffer.put_back for buffer in self.buffers]
+        for step in steps:
+            try:
+                step()
+            except Exception as error:
+                failures.append(error)
+        return failures
+
+    def _reset_modes(self) -> None:
+        torch.set_grad_enabled(self.grad_mode)
+        if self.functions_on and not torch._C._is_torch_function_enabled():
+            # An interrupt on the last line of its body skips its exit, and a new one was not
+            # entered (test_a_step_that_fails_leaves_functions_of_torch_traced).
+            torch._C.DisableTorchFunction().__exit__(None, None, None)
+        while _len_torch_function_stack() > self.modes:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        while _len_torch_dispatch_stack() > self.dispatch_modes:
+            _pop_dispatch_mode()
+
+
+def _register_all(module: nn.Module, noted: dict[str, Tensor | None], volatile: set[str]) -> None:
+    """Register just the buffers that were, in their order."""
+    buffers = module._buffers
+    module._non_persistent_buffers_set = volatile
+    if list(buffers) != list(noted) or any(buffers[name] is not noted[name] for name in noted):
+        buffers.clear()
+        buffers.update(noted)
+
+
+class Delivery:
+    """Last part of a step, which writes to existing state: once, and not interrupted.
+
+    Args:
+        before: the state before the step, which is open until then.
+        write: writes it; where it raises, it has written nothing.
+    """
+
+    def __init__(self, before: Before, write: Callable[[], object]) -> None:
+        self._before, self._write = before, write
+
+    def __call__(self) -> None:
+        """Deliver, unless that is done."""
+        if self._before.open:
+            with uninterrupted():
+                self._write()
+                self._before.open = False
+
+
+@contextmanager
+def transaction(before: Before, deliver: Callable[[], object]) -> Iterator[Delivery]:
+    """Run the body, then `deliver`; when anything is raised before that is done, undo it all.
+
+    Args:
+        before: the state to restore.
+        deliver: as `Delivery` takes it; the body may have it done before it ends.
+    """
+    delivery = Delivery(before, deliver)
+    try:
+        yield delivery
+        delivery()
+    except BaseException as error:
+        if before.open:
+            with uninterrupted():
+                failures = before.put_back()
+            for failure in failures:
+                error.add_note(f"and while the step was undone: {failure}")
+        raise
+
+
+Handler = Callable[[int, FrameType | None], Any]
+
+
+class HeldBack:
+    """Signals that have arrived and were not handled yet.
+
+    Args:
+        handler: receives them; None where none are deferred.
+    """
+
+    def __init__(self, handler: Handler | None = None) -> None:
+        self._handler = handler
+        self.came: list[tuple[int, FrameType | None]] = []
+
+    def let_through(self) -> None:
+        """Handle the first signal, where one has arrived, and drop the others."""
+        if self.came and self._handler is not None:
+            first = self.came[0]
+            self.came.clear()
+            self._handler(*first)
+
+
+@contextmanager
+def uninterrupted(*, once: bool = False) -> Iterator[HeldBack]:
+    """Hold back Ctrl-C while the body runs, and let it through afterwards.
+
+    Only the main thread gets KeyboardInterrupt, and only a Python handler can be deferred. A body
+    that has to wait may raise a pending one, at a point where its state is defined.
+
+    Args:
+        once: a second one is let through at once: the body may wait for ever. Default False.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(handler):
+        yield HeldBack()
+        return
+    held = HeldBack(handler)
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.came.append((number, frame))
+        if once and len(held.came) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield held
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        held.let_through()
+
+
+@contextmanager
+def no_optimizer_step(before: Before) -> Iterator[None]:
+    """Refuse an optimizer that steps inside the body, before it changes a parameter of the step.
+
+    One that holds none of the step's parameters is another's business, in another thread perhaps.
+
+    Args:
+        before: the step; once it is over the hook means nothing, even if it should still be there.
+
+    Raises:
+        NotExactError: from a gradient hook that steps an optimizer.
+    """
+
+    def refuse(optimizer: Any, *_: Any) -> None:
+        held = (p for group in optimizer.param_groups for p in group["params"])
+        if before.open and before.holds(held):
+            raise NotExactError(
+                "parameters must not change before the full batch is done, and "
+                f"{type(optimizer).__name__}.step() was called inside engine.backward, most "
+                "likely by a gradient hook: remove the hook and step after engine.backward"
+            )
+
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+class AgainError(Exception):
+    """Error that restarts a step, which has found that another plan is needed."""

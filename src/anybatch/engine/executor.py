@@ -1,0 +1,524 @@
+"""Runner of a step by its mechanism: undivided, streaming, two-pass or lockstep; with retry.
+
+Which mechanism a batch needs is found out by its first step (`anybatch.execution.inspection`, and
+the loss that is watched) and recorded for its signature; so is a size at which memory ran out.
+
+    undivided ──out of memory──> divided        streamed ──the loss couples samples──> gathered
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core.barrier import OtherSitesError
+from anybatch.core.batch import Batch, TensorBatch, refuse_missing
+from anybatch.core.modules import Modules, eager, in_training, renormalised
+from anybatch.core.norm import (
+    NonReducingNorms,
+    counters,
+    names_of_norms,
+    refuse_lanes,
+    refuse_scripted_norms,
+    running_statistics,
+    training_batchnorms,
+)
+from anybatch.core.plan import OffloadPlan
+from anybatch.core.plan_sections import Capacity, LockstepLimits
+from anybatch.core.python_state import Attributes
+from anybatch.core.rng import RNGState
+from anybatch.core.transaction import Before
+from anybatch.distributed.coordinator import OffScriptError
+from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
+from anybatch.engine.inputs import LOSS, StepInputs
+from anybatch.errors import NotExactError
+from anybatch.execution.buffers import ForwardBuffers, put_back_moved
+from anybatch.execution.collated import Collates
+from anybatch.execution.discover import discoverer
+from anybatch.execution.full_batch_rng.draw_layout import attributes_of, learn
+from anybatch.execution.full_batch_rng.kernels import refuse_scripted
+from anybatch.execution.full_batch_rng.mode import FullBatchRNG, Laws, SharedDraws, UnknownDrawError
+from anybatch.execution.full_size import compare_new_sizes, doubt_larger
+from anybatch.execution.gradients import Gradients
+from anybatch.execution.inspection import AGAIN, inspect_model, quietly
+from anybatch.execution.prefetch import DeviceLink, link_to
+from anybatch.execution.proof.inspected import Familiar
+from anybatch.execution.records import LaneTraits, ModelTraits
+from anybatch.execution.snapshots import OutputsChangedError, SmallerPlanError, Tries
+from anybatch.execution.step import Step
+from anybatch.execution.streaming import run_with_retries, stream, undivided
+from anybatch.execution.strides import standard_strides
+from anybatch.execution.two_pass import COUPLED, gather
+from anybatch.lockstep.batchnorm import Singles, Tracked, listening, values_of_a_part
+from anybatch.lockstep.coupled import refuse_looks
+from anybatch.lockstep.lockstep import lockstep
+from anybatch.lockstep.scheduler import LaneInspection
+from anybatch.loss.base import Algorithm1
+from anybatch.loss.tracer import NotAPartError
+from anybatch.memory.spill import maker, require_place, require_space
+from anybatch.offload.saved_tensors import Keeping
+
+
+class Runner:
+    """Runner of steps, with the findings of earlier ones.
+
+    Args:
+        inputs: model, loss and optimizer.
+    """
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+        self._link: tuple[torch.device, DeviceLink] | None = None
+        self._traits: dict[Any, ModelTraits] = {}
+        self._laws: dict[Any, Laws] = {}
+        self._shrunk: dict[Any, tuple[int, int]] = {}
+        self._most: dict[Any, int] = {}
+        self._walked: set[Any] = set()
+        self._familiar: dict[Any, Familiar] = {}
+        self._keeping: tuple[Any, Keeping] | None = None
+        self._singles = Singles()
+        self._collates = Collates()
+
+    def step(
+        self,
+        batch: Batch,
+        modules: Modules,
+        before: Before,
+        gradients: Gradients | None,
+        micro_batch: int,
+        *,
+        accumulator: bool = False,
+        lane_bytes: Capacity = 0,
+        global_batch: GlobalBatch | None = None,
+        offload: OffloadPlan | None = None,
+        tries: Tries | None = None,
+    ) -> Step:
+        """Return a step that has not begun.
+
+        Args:
+            batch: the mini-batch.
+            modules: every module that it runs.
+            before: the state before it.
+            gradients: where its gradients come together; None runs forward only.
+            micro_batch: samples in a micro-batch; fewer where memory ran out at that.
+            accumulator: sum gradients in an accumulator. Default False.
+            lane_bytes: bytes that waiting micro-batches may hold on the device; None offloads none
+                of them. Default 0.
+            global_batch: the batch over all ranks; None (default) is one process.
+            offload: which saved tensors are offloaded; None (default) where none is.
+            tries: limits of an earlier plan; None (default) where there was none.
+
+        Raises:
+            NotExactError: the batch would have to be divided, and must not be.
+        """
+        signature = self.signature(batch, modules, trains=gradients is not None)
+        shared = self._inputs.rng == "batch" and global_batch is not None and global_batch.several
+        start = RNGState.now() if shared else before.rng
+        fits = self._shrunk.get(signature, (0, micro_batch))[1]
+        step = Step(
+            model=self._inputs.model,
+            loss=self._inputs.loss,
+            batch=batch,
+            micro_batch=min(micro_batch, fits),
+            link=self._link_to_model(),
+            buffers=ForwardBuffers([], set()),
+            gradients=gradients,
+            signature=signature,
+            batchnorm=self._inputs.batchnorm,
+            rng=start,
+            start=start,
+            accumulator=accumulator,
+            lane_bytes=lane_bytes,
+            global_batch=global_batch or LocalBatch(batch.size),
+            private=frozenset(map(id, [*self._inputs.rows_leaves(batch), *self._inputs.shards])),
+            sharded=self._inputs.sharded,
+            tries=tries or Tries(),
+            calls=self._inputs.calls(first=not self._made(signature)),
+        )
+        if step.calls is not None:
+            before.patched.insert(0, step.calls.restart)
+        if self._inputs.rng == "batch":
+            step.draws = self._draws(step)
+        if step.divided:
+            self._divide(step, modules, before)
+        if offload is not None and step.lanes:
+            self._require(offload)
+            step.inside, step.spill = (
+                LockstepLimits(offload.capacity[1], offload.segment_extra, offload.segment_kernel),
+                offload.where,
+            )
+        elif offload is not None:
+            step.offloader = self._offloader(offload)
+        return step
+
+    def _require(self, offload: OffloadPlan) -> None:
+        """Require a store with the capacity for offloaded tensors."""
+        require_place(offload.store, self._inputs.device)
+        require_space(offload.most, offload.where)
+
+    def _offloader(self, offload: OffloadPlan) -> Keeping:
+        """Return the offloader of saved tensors, the same one for all steps."""
+        self._require(offload)
+        device = self._inputs.device
+        place = device, offload.where
+        if self._keeping is None or self._keeping[0] != place:
+            self._keeping = place, Keeping(maker(offload.where, device), device)
+        keeping = self._keeping[1]
+        keeping.begin(offload.capacity)
+        return keeping
+
+    def close(self) -> None:
+        """Release the file or the host memory of offloaded saved tensors."""
+        if self._keeping is not None:
+            self._keeping[1].close()
+            self._keeping = None
+
+    def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
+        """Return the signature of a step: dimensions, dtypes, modes and direction."""
+        modes = tuple(in_training(module) for _, module in modules)
+        return self._inputs.tensor_signature(batch), modes, not trains, self._inputs.batchnorm
+
+    def _made(self, signature: Any) -> bool:
+        """Return whether a step of this signature has been made."""
+        return signature in self._traits or signature in self._walked
+
+    def coupled(self, signature: Any) -> bool:
+        """Return whether earlier steps have found a coupled loss."""
+        traits = self._traits.get(signature)
+        return traits is not None and traits.coupled
+
+    def refuse_division(self, modules: Modules) -> None:
+        """Raise an error before the run where a batch cannot be divided.
+
+        Raises:
+            NotExactError: naming the BatchNorm layers that cannot wait for each other, and why, or
+                an embedding to which forward writes.
+        """
+        if self._inputs.batchnorm != "local":
+            refuse_scripted_norms(modules)
+        written = renormalised(modules)
+        if written:
+            raise NotExactError(
+                "parameters must not change before the full batch is done, and forward writes to "
+                f"{written[0][0] or 'the model'}.weight (max_norm={written[0][1].max_norm}): leave "
+                "max_norm out and call torch.renorm on the weight after each step, or give "
+                "micro_batch >= the batch size"
+            )
+        names = self._inputs.meets(modules)
+        if names:
+            refuse_lanes(modules, names, literal=isinstance(self._inputs.loss, Algorithm1))
+
+    def failed_at(self, step: Step) -> int:
+        """Remember the size that a step ended with; return that at which memory ran out, or 0."""
+        failed, _ = self._shrunk.get(step.signature, (0, 0))
+        if step.retries:
+            failed = step.failed
+            self._shrunk[step.signature] = failed, step.limit
+        if step.tries.most:
+            self._most[step.signature] = step.tries.most
+        return failed
+
+    def most(self, batch: Batch, modules: Modules, *, trains: bool) -> int:
+        """Return the most samples to plan for, where memory ran out undivided; 0 is no limit."""
+        if not self._most:
+            return 0
+        return self._most.get(self.signature(batch, modules, trains=trains), 0)
+
+    def run(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        """Run the step, and while memory runs out run it again, smaller.
+
+        Returns:
+            The loss of the full batch, a detached 0-dim tensor.
+        """
+        run = partial(self._delivered, step, modules, before)
+        try:  # no closures: the frames of an error would hold what they close over
+            with standard_strides():
+                loss = run_with_retries(step, run, partial(self._prepare, step, modules, before))
+            if isinstance(step.offloader, Keeping):
+                step.moved += step.offloader.moved
+                step.remade += step.offloader.remade
+        finally:
+            step.discover = None
+        return loss
+
+    def _delivered(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        """Run the step and deliver it, or raise: until then the others may have it run again."""
+        loss = self._once(step, modules, before)
+        step.agree()
+        step.global_batch.moves(step.buffers)
+        step.fire_hooks()
+        step.deliver()
+        return loss
+
+    def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        if not step.divided:
+            if step.signature not in self._walked:  # once: a graph is walked for it
+                step.discover = discoverer(step, before, self._inputs.closure)
+            loss = undivided(step)
+            self._walked.add(step.signature)
+            return loss
+        if step.batchnorm != "local":
+            refuse_scripted_norms(modules)
+        while True:
+            try:
+                if step.lanes:
+                    with eager(), values_of_a_part():  # what is compiled would be with lanes
+                        return self._in_lanes(step, modules, before)
+                return self._divided(step, before)
+            except AttributeError as error:
+                refuse_missing(error, step.hung)
+                raise
+            except UnknownDrawError:
+                step.begin_again()
+                with (
+                    NonReducingNorms(step.counters, rows=step.global_batch.size)
+                    if step.lanes
+                    else nullcontext()
+                ):
+                    learn(step)
+                step.restart()
+                step.global_batch.again(coupled=False)
+
+    def _draws(self, step: Step) -> FullBatchRNG:
+        """Return the dispatch mode of full-batch draws for the micro-batches of a step."""
+        if step.divided:
+            refuse_scripted(self._inputs.model)
+        laws = self._laws.setdefault(step.signature, Laws())
+        # An interrupted step has requested layouts and learnt none
+        # (test_a_ctrl_c_while_draws_are_learnt_leaves_an_engine_that_can_go_on).
+        laws.requested.clear()
+        modules = {id(module) for module in self._inputs.model.modules()}
+        global_batch = step.global_batch
+        return FullBatchRNG(
+            SharedDraws(laws, global_batch.size, modules, global_batch.begin, global_batch.several)
+        )
+
+    def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
+        """Restore all but the observations already made, for a retry at a smaller size.
+
+        Raises:
+            SmallerPlanError: the bytes of the divided batch were not forecast.
+        """
+        put_back_moved(before.buffers)
+        was_undivided = not step.divided
+        step.begin_again()
+        if not was_undivided:
+            return
+        self._divide(step, modules, before)
+        if step.budgeted:
+            tries = step.tries
+            tries.retries, tries.failed, tries.most = step.retries, step.failed, step.limit
+            raise SmallerPlanError
+
+    def _in_lanes(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        """Let micro-batches wait for each other, where samples meet in BatchNorm."""
+        names = names_of_norms(modules)
+        tracked = Tracked(step.counters, names)
+        if not step.batch.size:
+            return self._without_samples(step, tracked, names)
+        traits = self._traits.get(step.signature)
+        lanes = None if traits is None else traits.lanes
+        if lanes is None or not lanes.current or step.steps in AGAIN:
+            lanes, step.ways = self._inspect_lanes(step, modules, before, lanes), None
+        else:
+            step.ways = lanes.ways
+            self._at_new_sizes(step)
+        self._collates.ask(step)
+        step.slots, step.singles = list(lanes.slots), lanes.singles
+        try:
+            loss = lockstep(step, tracked)
+        except NotAPartError:  # some micro-batch shows what the first one did not
+            step.global_batch.again(coupled=True)
+            step.begin_again()
+            step.coupled, tracked = True, Tracked(step.counters, names)
+            loss = lockstep(step, tracked)
+        except OutputsChangedError:
+            if traits is None:
+                raise
+            self._forget(step)
+            return self._in_lanes(step, modules, before)
+        except (OtherSitesError, OffScriptError):
+            if traits is not None:
+                self._traits[step.signature] = replace(traits, lanes=replace(lanes, current=False))
+            step.global_batch.again(coupled=False, others=True)
+            step.begin_again()
+            return self._in_lanes(step, modules, before)
+        step.buffers.refuse_moved(tracked.all())
+        self._familiar[step.signature].keep(reads=step.reads)
+        step.doubt_batch()
+        self._traits[step.signature] = ModelTraits(
+            step.coupled,
+            frozenset(),
+            step.layout,
+            step.copies,
+            lanes=lanes,
+            doubts=step.doubts,
+            looked=step.looked,
+            sizes=step.sizes,
+            steps=step.steps,
+            mixed=step.mixed,
+        )
+        return loss
+
+    def _without_samples(self, step: Step, tracked: Tracked, names: dict[int, str]) -> Tensor:
+        """Run lockstep without samples, and again where other ranks change their collectives."""
+        try:
+            return lockstep(step, tracked)
+        except OffScriptError:
+            step.global_batch.again(coupled=False, others=True)
+            step.begin_again()
+        return lockstep(step, Tracked(step.counters, names))
+
+    def _inspect_lanes(
+        self, step: Step, modules: Modules, before: Before, earlier: LaneTraits | None
+    ) -> LaneTraits:
+        """Run the first inspection of a model in lanes, and return its findings."""
+        with attributes_of(step):
+            watch = LaneInspection(modules)
+            with NonReducingNorms(step.counters, watch, rows=step.global_batch.size) as norms:
+                inspect_model(step, watch)
+            of_two = len(norms.called) * 2 // max(watch.forwards, 2)  # a third is of rows seen
+            refuse_looks(norms.called[:of_two])
+            slots = watch.slots()
+        step.buffers.refuse_moved({})
+        step.discover = discoverer(step, before, self._inputs.closure)
+        return (earlier or LaneTraits()).after(slots, watch.way(), singles=norms.singles > 0)
+
+    def _divided(self, step: Step, before: Before) -> Tensor:
+        """Run a streaming step, or a two-pass one where a coupled loss is recorded or detected."""
+        traits = self._traits.get(step.signature)
+        if not step.batch.size:
+            return self._streamed_or_gathered(step, None)
+        if traits is None or step.steps in AGAIN:
+            with self._inputs.detecting(), self._listening(before), attributes_of(step):
+                inspect_model(step)
+        else:
+            self._at_new_sizes(step)
+        self._collates.ask(step)
+        if traits is None:
+            step.discover = discoverer(step, before, self._inputs.closure)
+        try:
+            # Forward may call batch_norm where the inspection has not observed it
+            # (test_only_some_micro_batches_is_refused).
+            with self._inputs.detecting(), self._listening(before):
+                return self._streamed_or_gathered(step, traits)
+        except OutputsChangedError:
+            if traits is None:
+                raise
+        self._forget(step)
+        return self._divided(step, before)
+
+    def _at_new_sizes(self, step: Step) -> None:
+        """Compare the full batch with its parts again, where its sizes are new."""
+        compared = step.sizes
+        if compared is None or not compared.matter:
+            return
+        if not compared.new(step.global_batch.size, step.micro_batch):
+            doubt_larger(step)
+            return
+        with self._inputs.detecting(), attributes_of(step), quietly():
+            compare_new_sizes(step)
+
+    def _forget(self, step: Step) -> None:
+        """Have the model inspected again, in its state at the beginning of the step."""
+        del self._traits[step.signature]
+        step.global_batch.again(coupled=False)
+        step.begin_again()
+        step.attributes.put_back()
+        step.coupled = False
+
+    def _listening(self, before: Before) -> AbstractContextManager[None]:
+        """Return a context that detects batch normalisation outside of modules."""
+        if self._inputs.batchnorm != "exact":
+            return nullcontext()
+        return listening(before, self._singles)
+
+    def _streamed_or_gathered(self, step: Step, traits: ModelTraits | None) -> Tensor:
+        loss = None if step.coupled else stream(step)
+        if loss is None:
+            step.coupled = True
+            step.begin_again()
+            loss = gather(step)
+        if not step.batch.size:  # a rank without samples has seen nothing
+            return loss
+        moving = step.buffers.moving if traits is None else traits.moving | step.buffers.moving
+        drew = step.draws is not None or (step.drew_any() if traits is None else not traits.still)
+        coupled = step.found == COUPLED
+        self._familiar[step.signature].keep(reads=step.reads)
+        step.doubt_batch()
+        self._traits[step.signature] = ModelTraits(
+            coupled,
+            moving,
+            step.layout,
+            step.copies,
+            not drew,
+            doubts=step.doubts,
+            looked=step.looked,
+            sizes=step.sizes,
+            steps=step.steps,
+            mixed=step.mixed,
+        )
+        return loss
+
+    def _divide(self, step: Step, modules: Modules, before: Before) -> None:
+        """Prepare the parts of a step that only a divided one needs."""
+        self.refuse_division(modules)
+        if step.global_batch.several and isinstance(self._inputs.loss, Algorithm1):
+            raise NotExactError(
+                "Algorithm 1 to the letter is for one process, and there are several: leave "
+                "Loss.algorithm1 out"
+            )
+        traits, local = self._current_traits(step, modules), self._inputs.batchnorm == "local"
+        step.lanes = bool(self._inputs.meets(modules)) or step.global_batch.lanes
+        if step.calls is not None:
+            step.calls.divided = True
+        step.coupled = step.global_batch.coupled
+        step.counters = counters(modules) if step.lanes else []
+        step.local = 0 if step.lanes else len(training_batchnorms(of_model(modules)))
+        step.buffers = ForwardBuffers(
+            [b for b in before.buffers if not b.path.startswith(LOSS)],
+            running_statistics(of_model(modules)) if step.lanes or local else set(),
+            traits.moving if traits else None,
+        )
+        if traits is not None:
+            step.layout, step.copies, step.still = traits.layout, traits.copies, traits.still
+            step.doubts, step.looked, step.steps = traits.doubts, traits.looked, traits.steps + 1
+            step.sizes, step.mixed = traits.sizes, traits.mixed
+        if step.gradients is not None:
+            step.gradients.divide(accumulator=step.accumulator)
+            step.familiar = self._familiar[step.signature]
+            step.attributes = Attributes(module for _, module in of_model(modules))
+
+    def _current_traits(self, step: Step, modules: Modules) -> ModelTraits | None:
+        """Return the findings of earlier steps, if the model is unchanged since its inspection."""
+        familiar = self._familiar.setdefault(step.signature, Familiar())
+        traits = self._traits.get(step.signature)
+        batch = step.batch if isinstance(step.batch, TensorBatch) else None
+        arguments: list[Any] = [] if batch is None else [batch.inputs]
+        if step.loss.declares:  # any other is watched in every step
+            every = of_model(modules) + [(LOSS + p, m) for p, m in self._inputs.state.modules]
+            arguments += [] if batch is None else [batch.targets]
+            recognised = familiar.has_model(every, step.loss.functions(), arguments)
+        else:
+            recognised = familiar.has_model(of_model(modules), arguments=arguments)
+        if recognised or traits is None:
+            return traits
+        step.steps = traits.steps + 1
+        del self._traits[step.signature]
+        return None
+
+    def _link_to_model(self) -> DeviceLink:
+        device = self._inputs.device
+        if self._link is None or self._link[0] != device:
+            self._link = (device, link_to(device))
+        return self._link[1]
+
+
+def of_model(modules: Modules) -> Modules:
+    """Return the modules of the model, without those of the loss."""
+    return [(path, module) for path, module in modules if not path.startswith(LOSS)]

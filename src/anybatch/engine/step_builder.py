@@ -1,0 +1,410 @@
+"""Arrangement of a step before it runs: its batch over all ranks, its size, its budget.
+
+Every rank forecasts its own memory, all use the smallest micro-batch, and if samples meet on one
+rank they meet on all. The bytes of a rank may depend on the samples of all of them, so it plans for
+the most that they have had, and states that in the first collective; if there are more now, or
+fewer would fit, they exchange once more.
+
+    step 1:  how many? 13 ──> plan for 13 ── begin     steps of 13 or fewer: begin
+    step 9:  planned for 13; they are 20 ──> plan for 20 ── begin
+
+The result is a `Step`, which a mechanism then runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
+from math import inf
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anybatch.core.batch import Batch, LazyBatch
+from anybatch.core.hooks import LeafHooks
+from anybatch.core.modules import Modules
+from anybatch.core.oom import out_of_memory
+from anybatch.core.optimizers import allocated
+from anybatch.core.plan import Facts, OffloadPlan
+from anybatch.core.plan_sections import Capacity
+from anybatch.core.transaction import Before
+from anybatch.core.units import show_samples
+from anybatch.distributed.handshake import ANY, Here, Named, hooks_of, named_parameters
+from anybatch.distributed.local_batch import GlobalBatch
+from anybatch.engine.executor import Runner
+from anybatch.engine.inputs import StepInputs
+from anybatch.engine.rank_session import RankSession
+from anybatch.errors import BudgetError, NotExactError
+from anybatch.execution.buffers import put_back_moved
+from anybatch.execution.gradients import HALF, Gradients, gradient_dtype
+from anybatch.execution.proof.declared import DECLARED
+from anybatch.execution.signature import RunPlan, Signature
+from anybatch.execution.snapshots import Tries
+from anybatch.execution.step import Scaler, Step
+from anybatch.execution.two_pass import COUPLED
+from anybatch.lockstep.scheduler import NoThreadError
+from anybatch.lockstep.sync_batchnorm import Adaptive
+from anybatch.memory.fakes import paged
+from anybatch.memory.ledger import StepTimeline
+from anybatch.memory.limits import segments_of
+from anybatch.planner.planner import Planner
+from anybatch.planner.probe import RECORDED, RUNS, finish
+from anybatch.planner.rehearsal import put_back
+
+Planned = tuple[Signature, RunPlan]
+"""The signature of a plan, and the plan."""
+
+
+class Arranged(NamedTuple):
+    """A step that has not begun.
+
+    Attributes:
+        step: the step.
+        signature: of its batch; None where nothing was planned.
+        run_plan: how it is run, within the budget; None where nothing was planned.
+    """
+
+    step: Step
+    signature: Signature | None
+    run_plan: RunPlan | None
+
+
+class Arranger:
+    """Makes steps of batches.
+
+    Args:
+        inputs: model, loss and optimizer.
+        runner: makes steps, and has the findings of earlier ones.
+        rank_session: the ranks.
+    """
+
+    def __init__(self, inputs: StepInputs, runner: Runner, rank_session: RankSession) -> None:
+        self._inputs, self._runner, self._rank_session = inputs, runner, rank_session
+        self._last: tuple[Planner, Signature] | None = None
+
+    def batch(self, inputs: Any, targets: Any) -> tuple[Batch, Modules]:
+        """Return the mini-batch of this rank, and every module that it runs."""
+        batch = self._inputs.batch(inputs, targets, several=self._rank_session.several)
+        if not self._rank_session.several:
+            self._inputs.norms.choose(batch.size)
+        return batch, self._inputs.modules()
+
+    def step(
+        self,
+        planner: Planner | None,
+        batch: Batch,
+        modules: Modules,
+        before: Before,
+        gradients: Gradients | None,
+        *,
+        micro_batch: int,
+        tries: Tries,
+        scaler: Scaler | None = None,
+    ) -> Arranged:
+        """Return the step, in micro-batches as large as the budget allows on every rank.
+
+        Args:
+            planner: knows the budget; None where there is none.
+            batch: the mini-batch of this rank.
+            modules: every module that it runs.
+            before: the state before it.
+            gradients: where they come together; None runs forward only.
+            micro_batch: samples in a micro-batch, where nothing is planned.
+            tries: the record that survives each new begin.
+            scaler: as `backward` has it.
+        """
+        make = partial(self._runner.step, batch, modules, before, gradients, tries=tries)
+        join = partial(
+            self._join, batch, modules, scaler, before.hooks, trains=gradients is not None
+        )
+        plan = None
+        if planner is not None and batch.size:
+            plan = partial(self._planned, planner, batch, modules, gradients, tries.most)
+        if self._rank_session.several:
+            global_batch, planned = self._together(join, plan, micro_batch, gradients is not None)
+        else:
+            planned = None if plan is None else plan(0)
+            global_batch = join(micro_batch if planned is None else planned[1].micro_batch)
+        if planner is None or planned is None:
+            step = make(global_batch.micro_batch, accumulator=False, global_batch=global_batch)
+            return Arranged(step, None, None)
+        signature, run_plan = planned
+        run_plan = replace(run_plan, micro_batch=global_batch.micro_batch)
+        lane_bytes = run_plan.memory.waiting_capacity
+        step = make(
+            run_plan.micro_batch,
+            accumulator=run_plan.accumulator,
+            lane_bytes=lane_bytes,
+            global_batch=global_batch,
+            offload=run_plan.offload if gradients is not None else None,
+        )
+        step.budgeted, step.spill = True, step.spill or planner.spill.where(step.device)
+        if isinstance(batch, LazyBatch):
+            step.watch = self._inputs.reach.watch
+        return Arranged(step, signature, run_plan)
+
+    def _planned(
+        self,
+        planner: Planner,
+        batch: Batch,
+        modules: Modules,
+        gradients: Gradients | None,
+        most: int,
+        global_samples: int,
+    ) -> Planned:
+        """Return the signature and plan of a batch, for this many samples of all ranks."""
+        signature = replace(
+            self.signature(batch, modules, gradients, most=most), global_samples=global_samples
+        )
+        try:
+            return signature, self.allow(planner, signature, batch, modules)
+        except BudgetError as error:
+            if signature.most:
+                error.add_note(
+                    f"undivided, {show_samples(signature.size)} were predicted to fit, and memory "
+                    "ran out: other memory than the tensors of the step is in use"
+                )
+            raise
+
+    def _together(
+        self,
+        join: Callable[..., GlobalBatch],
+        plan: Callable[[int], Planned] | None,
+        micro_batch: int,
+        trains: bool,  # noqa: FBT001
+    ) -> tuple[GlobalBatch, Planned | None]:
+        """Return the batch over all ranks, and how this one runs its share."""
+        rank_session, adaptive = self._rank_session, isinstance(self._inputs.norms, Adaptive)
+        total = 0
+        while True:
+            planned, covers = None, ANY
+            most = rank_session.most(trains=trains)
+            if adaptive and not total:
+                covers = 0
+            elif plan is not None:
+                covers = most
+                try:
+                    planned = plan(most) if most else None
+                except (BudgetError, NotExactError):
+                    if most == total:
+                        raise
+                    covers = total  # what does not fit beside so many may fit beside these
+                    planned = plan(total) if total else None
+            n = micro_batch if planned is None else planned[1].micro_batch
+            global_batch = join(n, covers)
+            if global_batch.settled:
+                return global_batch, planned
+            total = global_batch.size
+            self._inputs.norms.choose(total)
+
+    def signature(
+        self, batch: Batch, modules: Modules, gradients: Gradients | None, *, most: int = 0
+    ) -> Signature:
+        """Return the signature of a plan for a single-process step.
+
+        Args:
+            batch: the mini-batch.
+            modules: every module that it runs.
+            gradients: where they come together; None runs forward only.
+            most: samples that a micro-batch may have; 0 (default) is the limit of earlier steps.
+        """
+        leaves = self._inputs.leaves(modules, batch)
+        held = paged()
+        there = {
+            id(p.grad): p.grad for p in leaves if p.grad is not None and not held.holds(p.grad)
+        }
+        before = sum(map(allocated, there.values()))
+        signature = self._inputs.signature(
+            batch, modules, trains=gradients is not None, before=before
+        )
+        most = most or self._runner.most(batch, modules, trains=signature.trains)
+        return replace(signature, most=most) if most and most < signature.size else signature
+
+    def allow(
+        self, planner: Planner, signature: Signature, batch: Batch, modules: Modules
+    ) -> RunPlan:
+        """Return how a batch is run, within the budget."""
+        self._last = planner, signature
+        with self._inputs.detecting():
+            return planner.allow(
+                signature,
+                lambda: replace(
+                    self._inputs.case(batch, modules, trains=signature.trains),
+                    global_samples=signature.global_samples,
+                ),
+                self._inputs.optimizer,
+                lambda: self._runner.refuse_division(modules),
+                partial(seconds_of_step, self._inputs, batch, modules),
+            )
+
+    def recall(self, n: int) -> None:
+        """Use the size that an earlier run has chosen for the last planned batch."""
+        assert self._last is not None
+        planner, signature = self._last
+        planner.recall(n, signature)
+
+    def timeline(self) -> StepTimeline | None:
+        """Return the step that was planned last as it passes; None where none was foreseen."""
+        if self._last is None:
+            return None
+        planner, signature = self._last
+        return planner.timeline(signature)
+
+    def _join(
+        self,
+        batch: Batch,
+        modules: Modules,
+        scaler: Scaler | None,
+        hooks: LeafHooks,
+        micro_batch: int,
+        covers: int = ANY,
+        *,
+        trains: bool,
+    ) -> GlobalBatch:
+        """Return the batch over all ranks."""
+        signature = self._runner.signature(batch, modules, trains=trains)
+        here = Here(
+            size=batch.size,
+            micro_batch=micro_batch,
+            covers=covers,
+            lanes=bool(self._inputs.meets(modules)),
+            trains=trains,
+            coupled=self._runner.coupled(signature),
+        )
+        named: Named = []
+        scale = 1.0
+        if self._rank_session.several:
+            named = named_parameters(modules, self._inputs.optimizer)
+            if scaler is not None:
+                scale = float(scaler.scale(torch.ones((), device=self._inputs.device)))
+        return self._rank_session.join(here, signature, named, scale, hooks_of(named, hooks))
+
+
+# Seconds of a step: it is run completely, and all state is restored.
+#
+# A micro-batch that waits for others has no seconds of its own: its costs are the waits, and the
+# offloading meanwhile. And with streaming, a step also works between micro-batches. So a full step
+# is timed, but not the first one: only that one inspects the batch, starts threads and creates
+# files.
+
+LONG = 0.5
+"""Seconds of a step that is timed once, after the first."""
+
+FOR_EVER = 5.0
+"""Seconds of a warm-up step above which its time counts: its start-up is a small part."""
+
+
+def seconds_of_step(
+    inputs: StepInputs,
+    batch: Batch,
+    modules: Modules,
+    n: int,
+    lane_bytes: Capacity,
+    offload: OffloadPlan | None,
+) -> float | None:
+    """Time a step, in lanes where it goes in lanes.
+
+    Args:
+        inputs: model, loss and optimizer; gradients, buffers and RNG state are restored.
+        batch: the mini-batch.
+        modules: every module that it runs.
+        n: samples in a micro-batch.
+        lane_bytes: bytes that waiting lanes may hold on the device; None offloads none of them.
+        offload: offloading of the running lane or micro-batch; None limits nothing.
+
+    Returns:
+        Seconds, infinitely many where it ran out of memory or threads; None for a batch that is
+        loaded on the way, which can be run once only.
+    """
+    case = inputs.case(batch, modules, trains=True)
+    if case.lazy:
+        return None
+    runner = Runner(inputs)  # of its own: what it finds out is not yet the engine's
+    try:
+        with put_back(replace(case, lanes=False)) as before, torch.enable_grad():
+
+            def once() -> float:
+                put_back_moved(before.buffers)
+                before.rng.put_back()
+                for leaf in case.leaves:
+                    leaf.grad = None
+                gradients = Gradients(case.leaves, wide=False)
+                step = runner.step(
+                    batch, modules, before, gradients, n, lane_bytes=lane_bytes, offload=offload
+                )
+                step.budgeted = True
+                finish(case.device)
+                start = perf_counter()
+                runner.run(step, modules, before)
+                finish(case.device)
+                return inf if step.retries else perf_counter() - start
+
+            return _warm(once, 1 if offload is None else RECORDED)
+    except Exception as error:
+        if not isinstance(error, NoThreadError) and not out_of_memory(error):
+            raise
+    finally:
+        runner.close()
+    return inf
+
+
+def _warm(once: Callable[[], float], steps: int) -> float:
+    """Return the seconds of a step after the first ones: the median of a few, or one if it is long.
+
+    Args:
+        once: runs a step, and returns its seconds.
+        steps: that only get ready.
+    """
+    for _ in range(steps):
+        first = once()
+        if first > FOR_EVER:  # out of memory, too
+            return first
+    return once() if first > LONG else median(once() for _ in range(RUNS))
+
+
+# Facts behind a plan's reasons, of a step that was run or of one that is forecast.
+
+
+def of_run(step: Step, failed: int) -> Facts:
+    """Return the facts of a step that was run; `failed`: samples at which memory ran out."""
+    gradients = step.gradients
+    return Facts(
+        micro_batch=step.limit,
+        divided=step.count > 1,
+        loss=step.found,
+        coupled=step.found == COUPLED and not step.lanes,
+        late=isinstance(step.batch, LazyBatch),
+        half=gradients.half if gradients is not None else (),
+        before=gradients is not None and gradients.added,
+        local=step.local,
+        separate_sums=step.accumulator and step.count > 1 and gradients is not None,
+        failed=failed,
+        lanes=step.lanes and step.count > 1,
+        segments=segments_of(step.device).in_words(),
+        looked=max(step.looked, step.sizes.step if step.sizes is not None else 0),
+        doubts=(*step.doubts, *step.loss.doubts, *([DECLARED] if step.loss.believed else [])),
+    )
+
+
+def of_foreseen(step: Step, run_plan: RunPlan, leaves: Iterable[Tensor]) -> Facts:
+    """Return the facts of a step to be run as planned, on these leaf tensors."""
+    leaves = list(leaves)
+    dtypes = {gradient_dtype(leaf) for leaf in leaves}
+    return Facts(
+        micro_batch=run_plan.micro_batch,
+        divided=step.count > 1,
+        loss=run_plan.loss,
+        coupled=run_plan.coupled,
+        late=isinstance(step.batch, LazyBatch),
+        half=tuple(sorted(str(d).removeprefix("torch.") for d in dtypes if d in HALF)),
+        before=any(leaf.grad is not None for leaf in leaves),
+        local=step.local,
+        separate_sums=run_plan.accumulator,
+        failed=0,
+        lanes=run_plan.lanes,
+        segments=segments_of(step.device).in_words(),
+    )

@@ -1,0 +1,209 @@
+"""Models and batch sizes that were inspected for a signature: a change is inspected again.
+
+A model may compute something else in a later step: a warm-up ends, a switch is set, a module is
+replaced. Most of that shows in the autograd graph of a micro-batch, or in the plain numbers of the
+user's own modules, in their hooks and functions, in the names that these use, and in the values of
+a batch outside of its rows. Both are compared in every step; if Python reads numbers of tensors, so
+are the tensors of one number. Additions of forward itself to a list or an object are no change of
+it. A declared loss is inspected with the model, and so is compared with it. Other changes are found
+in the steps that inspect samples again anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from anybatch.core import modules as graph
+from anybatch.execution.outside import (
+    Named,
+    Outside,
+    batch_constants,
+    parts,
+    plain_numbers,
+    read_held,
+    single_numbers,
+)
+from anybatch.execution.proof.verdict import Verdict
+
+MOST = 16
+"""Graphs, and models, of a signature that are inspected; a coupled loss has a graph, too."""
+
+
+class Familiar:
+    """The graphs and the models that were inspected."""
+
+    def __init__(self) -> None:
+        self._now: Any = None
+        self._parts: Any = None
+        self._outside = Outside(())
+        self._held: list[tuple[Named, dict[str, Any]]] = []
+        self._contents: dict[Named, Any] = {}
+        self._left: dict[Named, Any] = {}
+        self._reads = True
+        self._graphs: set[int] = set()
+        self._models: set[Any] = set()
+        self._varying: set[Named] = set()
+
+    @property
+    def full(self) -> bool:
+        """Whether no more graphs are inspected."""
+        return len(self._graphs) >= MOST
+
+    def has_model(
+        self,
+        modules: Sequence[tuple[str, nn.Module]],
+        functions: Sequence[Any] = (),
+        arguments: Any = None,
+    ) -> bool:
+        """Say whether a model need not be inspected.
+
+        Args:
+            modules: paths and modules, of a declared loss too.
+            functions: of a declared loss. Default: there is none.
+            arguments: trees of arguments of the model, and of such a loss. Default: unknown.
+        """
+        now = parts(modules)
+        if now != self._parts:  # to follow the code takes longer than to read what it names
+            self._parts, self._outside = now, _outside(modules, functions)
+        self._now = self._model(modules, arguments)
+        if self._now in self._models or len(self._models) >= MOST:
+            return True
+        if self._models:  # a function may have been replaced, and the new one names others
+            self._outside = _outside(modules, functions)
+            self._now = self._model(modules, arguments)
+        return self._now in self._models
+
+    def _model(self, modules: Sequence[tuple[str, nn.Module]], arguments: Any) -> Any:
+        """Return the parts and the numbers of a model, for comparison."""
+        numbers, self._held = plain_numbers(modules)
+        self._contents = {
+            at: self._contents[at] if at in self._left and self._left[at] == value else value
+            for at, value in read_held(self._held).items()
+        }
+        numbers |= self._contents | self._outside.numbers()
+        numbers |= batch_constants(arguments, singles=self._reads)
+        if self._reads:
+            singles = single_numbers(modules) | self._outside.singles()
+            numbers |= {("a tensor", ".".join(at)): one for at, one in singles.items()}
+        some = tuple(item for item in numbers.items() if item[0] not in self._varying)
+        return self._parts, some
+
+    def keep(self, *, reads: bool) -> None:
+        """Make the model of this step familiar: the step was made, so it was not refused.
+
+        Args:
+            reads: Python reads numbers of tensors in forward.
+        """
+        if self._reads and not reads:
+            now, numbers = self._now
+            self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")
+        self._reads = reads
+        self._left = read_held(self._held)
+        if len(self._models) < MOST:
+            self._models.add(self._now)
+            if len(self._models) == MOST:
+                self._exclude()
+
+    def _exclude(self) -> None:
+        """Exclude numbers that are new in most steps: they use up the inspections of all others."""
+        values: dict[Named, set[Any]] = {}
+        for _, numbers in self._models:
+            for at, value in numbers:
+                values.setdefault(at, set()).add(value)
+        self._varying |= {at for at, found in values.items() if len(found) > MOST // 2}
+        self._models = {
+            (now, tuple(item for item in numbers if item[0] not in self._varying))
+            for now, numbers in self._models
+        }
+
+    def has_graph(self, roots: Iterable[Tensor], *, looked: bool) -> bool:
+        """Say whether the graph behind some tensors is familiar.
+
+        Args:
+            roots: the tensors.
+            looked: the model has just been inspected, so it is from now on.
+        """
+        outline = graph.outline(roots)
+        if looked or not self._graphs:
+            self._graphs.add(outline)
+        return outline in self._graphs
+
+
+def _outside(modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any]) -> Outside:
+    return Outside((module for _, module in modules), functions)
+
+
+# Batch sizes at which the forward of the full batch was compared with that of micro-batches.
+#
+# A proof for 8 samples does not hold for 16: ghost batches of 8, a branch on ``len(x) > 10``. A
+# model that reads the number of samples is compared again at new sizes.
+#
+#     batch of   8, in parts of 3   compared by the look of step 1
+#     batch of  16, in parts of 3   new: compared before the step computes anything
+
+FREE = 8
+"""Pairs of sizes that are always compared: each costs some forwards without data."""
+
+LARGER = 24
+"""Pairs after which a larger batch is compared only where it is twice as large as any before."""
+
+
+@dataclass
+class ComparedSizes:
+    """Pairs of batch and micro-batch that were compared since the last inspection.
+
+    Attributes:
+        counts: forward may depend on the number of samples.
+        values: numbers that Python reads in a forward, in order.
+        backward: that is not torch's own, and is compared, too.
+        reads: a declared loss has Python read numbers of tensors.
+        followed: rows in which samples were followed.
+        pairs: (samples of the batch, of a micro-batch) that were compared.
+        step: the step of the signature in which the last of these was.
+        declared: compares the calls of a declared loss for numbers of samples; None (default)
+            where nothing in it may depend on these.
+    """
+
+    counts: bool
+    values: Sequence[Any] = ()
+    backward: bool = False
+    reads: bool = False
+    followed: int = 0
+    pairs: set[tuple[int, int]] = field(default_factory=set)
+    step: int = 0
+    declared: Callable[[Sequence[int]], Verdict] | None = None
+
+    @property
+    def matter(self) -> bool:
+        """Whether forward, or a declared loss, may depend on how many samples there are."""
+        return self.counts or self.declared is not None
+
+    def new(self, samples: int, micro_batch: int) -> bool:
+        """Say whether a pair is to be compared."""
+        if not self.matter or (samples, micro_batch) in self.pairs:
+            return False
+        if len(self.pairs) < FREE:
+            return True
+        factor = 1 if len(self.pairs) < LARGER else 2
+        most, widest = self._largest()
+        larger = samples > most and samples >= factor * most
+        return larger or (micro_batch > widest and micro_batch >= factor * widest)
+
+    def beyond(self, samples: int, micro_batch: int) -> bool:
+        """Say whether a pair that is not to be compared is larger than those that were."""
+        if not self.matter or (samples, micro_batch) in self.pairs:
+            return False
+        most, widest = self._largest()
+        return samples > most or micro_batch > widest
+
+    def add(self, samples: int, micro_batch: int, step: int) -> None:
+        """Note that a pair was compared in this step."""
+        self.pairs.add((samples, micro_batch))
+        self.step = step
+
+    def _largest(self) -> tuple[int, int]:
+        return max(n for n, _ in self.pairs), max(m for _, m in self.pairs)

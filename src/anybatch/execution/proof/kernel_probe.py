@@ -1,0 +1,448 @@
+"""Probe of a kernel without a rule: NaN in one sample's numbers, and where it comes out.
+
+0 x NaN is NaN, so a finite result does not depend on the entries that were NaN, for any values. A
+kernel may swallow NaN (a maximum, `nan_to_num`) or refuse it (LAPACK), and integers hold none. So
+it is run with other values too, and its results are compared bit for bit. Integers, of which few
+values can be tried, are assumed to affect their own row if the result has that row.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from anybatch.core.rng import RNGState
+from anybatch.execution.proof.masks import (
+    CUT,
+    LOOSE,
+    PLACE,
+    ROWS,
+    SAMPLES,
+    fold,
+    samples_of,
+    several,
+    total,
+)
+from anybatch.execution.proof.rules import PUTS, REDUCTIONS, SLICES, Call, reduced, varies
+
+IN_ORDER = frozenset(("_grouped_mm", "_pad_packed_sequence", "mkldnn_rnn_layer"))
+"""Kernels that bring rows which are in an order of their own back to their samples."""
+
+Values = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[Tensor]:
+    """Return the masks of tensors that a kernel returns or writes to, by a rerun for each sample.
+
+    Args:
+        call: the call, which has been made.
+        before: its arguments before the call, copies of those it has written to.
+        unfollowed: gets the error of a kernel that takes neither NaN nor other values.
+    """
+    leaves, spec = tree_flatten(before)
+    named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
+    made = (*call.results, *call.written)
+    marks = [torch.zeros(r.shape, dtype=torch.uint8, device=r.device) for r in made]
+    bits = 0
+    for mask in call.masks.values():
+        bits |= total(mask)
+    for bit in range(8):
+        ordered = call.name in IN_ORDER and bool(1 << bit & (LOOSE | CUT))
+        if not bits >> bit & 1 or ordered:
+            continue
+        chosen = [
+            (call.masks[name] >> bit & 1).bool()
+            if name in call.masks and bool((call.masks[name] >> bit & 1).any())
+            else None
+            for name in named
+        ]
+        floats = [one is not None and _real(leaf) for leaf, one in zip(leaves, chosen, strict=True)]
+        if any(floats):
+            _ask_floats(call, leaves, spec, chosen, marks, bit, unfollowed)
+        if call.name not in IN_ORDER and 1 << bit != PLACE:  # a place among whole numbers leads
+            for leaf, one in zip(leaves, chosen, strict=True):
+                if one is not None and not _real(leaf):
+                    _by_row(leaf, one, marks, bit)
+            if bit < ROWS and _Again(call, leaves, spec, chosen).moves_others(marks, bit):
+                unfollowed("whole numbers of a sample change the rows of others")
+    return marks
+
+
+def _real(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def _ask_floats(
+    call: Call,
+    leaves: list[Any],
+    spec: Any,
+    chosen: list[Tensor | None],
+    marks: list[Tensor],
+    bit: int,
+    unfollowed: Callable[[str], None],
+) -> None:
+    again = _Again(call, leaves, spec, chosen)
+    try:
+        found = again(lambda leaf, one: leaf.masked_fill(one, math.nan))
+    except ERRORS as error:
+        if not (again.steady() and again.other_values(marks, bit)):
+            unfollowed(str(error).split("\n")[0][:80])
+            for mark in marks:
+                mark.bitwise_or_(1 << bit)
+        return
+    while found:  # what one result takes is free for the next ones: a budget counts them
+        mark, result = marks[len(found) - 1], found.pop()
+        if result.shape != mark.shape:
+            mark.bitwise_or_(1 << bit)
+        elif _real(result):
+            mark.bitwise_or_(_isnan(result).to(torch.uint8) << bit)
+        else:
+            _into_integers(chosen, leaves, mark, bit)
+        del result
+    if again.steady() and not again.other_values(marks, bit):
+        unfollowed("it takes no other values")
+
+
+ERRORS = (RuntimeError, ValueError, NotImplementedError)
+
+FLOATS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x + torch.linspace(0.25, 1, x.numel(), dtype=x.dtype, device=x.device).view(x.shape),
+    lambda x: x.abs() + 8 * _largest(x),
+    lambda x: -x.abs() - 8 * _largest(x),
+)
+"""Other values: near ones, and such as are the largest and the smallest of all."""
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax() + 1 if x.numel() else x.new_ones(())
+
+
+def _isnan(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor).isnan().any(-1) if tensor.is_complex() else tensor.isnan()
+
+
+class _Again:
+    """Rerun of a kernel with other values of one sample, from the RNG state of its first run.
+
+    Args:
+        call: the call.
+        leaves: its arguments before the call.
+        spec: how these lie in its arguments.
+        chosen: where the sample has a part in each; None where it has none.
+    """
+
+    def __init__(
+        self, call: Call, leaves: list[Any], spec: Any, chosen: list[Tensor | None]
+    ) -> None:
+        named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
+        self._written = [named.index(id(one)) for one in call.written]
+        self._call, self._leaves, self._spec, self._chosen = call, leaves, spec, chosen
+        own = call.func._schema.name.split("::")[0] != "aten"
+        draws = own or torch.Tag.nondeterministic_seeded in call.func.tags
+        self._before = RNGState.now() if draws else None
+        self._plain: list[Tensor] = []
+
+    def __call__(self, other: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+        """Return the results and written tensors of a rerun with other floats of the sample."""
+        changed: list[Any] = []
+        for leaf, one in zip(self._leaves, self._chosen, strict=True):
+            if _real(leaf) and leaf.layout == torch.strided:
+                changed.append(
+                    other(_finite(leaf), one)
+                    if one is not None
+                    else _own(self._call, _finite(leaf))
+                )
+            else:
+                changed.append(_own(self._call, leaf))
+        return self._run(changed)
+
+    def _run(self, changed: list[Any]) -> list[Tensor]:
+        args, kwargs = tree_unflatten(changed, self._spec)
+        try:
+            results = tree_leaves(self._call.func(*args, **kwargs))
+        finally:
+            if self._before is not None:
+                self._before.put_back()
+        return [r for r in results if isinstance(r, Tensor)] + [changed[at] for at in self._written]
+
+    def steady(self) -> bool:
+        """Say whether it makes the same of the same: sums of atomic additions vary."""
+        with suppress(*ERRORS):
+            self._plain = self(self._same)
+            return not any(map(_any_differ, self._plain, self(self._same)))
+        return False
+
+    def _same(self, leaf: Tensor, _: Tensor) -> Tensor:
+        found: Tensor = _own(self._call, leaf)
+        return found
+
+    def other_values(self, marks: list[Tensor], bit: int) -> bool:
+        """Mark elements that other values change; return whether the kernel accepts any of them."""
+        accepted = False
+        for change in FLOATS:
+            with suppress(*ERRORS):
+                self._mark_changed(change, marks, bit)
+                accepted = True
+        return accepted
+
+    def _mark_changed(
+        self, change: Callable[[Tensor], Tensor], marks: list[Tensor], bit: int
+    ) -> None:
+        found = self(partial(_changed, change))  # these go with this call: a budget counts them
+        for mark, one, other in zip(marks, self._plain, found, strict=True):
+            mark.bitwise_or_(_differ(one, other).to(torch.uint8) << bit)
+
+    def moves_others(self, marks: list[Tensor], bit: int) -> bool:
+        """Return whether a sample's integers change elements that are not marked as its own.
+
+        It is given those of other samples, in its place: of these the kernel takes them.
+        """
+        named = tree_leaves((self._call.args, self._call.kwargs))
+        pairs = list(zip(named, self._leaves, self._chosen, strict=True))
+        own = [at for at, pair in enumerate(pairs) if self._has_single_samples(*pair)]
+        if not own:
+            return False
+        with suppress(*ERRORS):
+            plain = self._rolled(own, 0)
+            if any(map(_any_differ, plain, self._rolled(own, 0))):
+                return False
+            for by in range(1, ROWS):
+                with suppress(*ERRORS):
+                    for mark, one, other in zip(marks, plain, self._rolled(own, by), strict=True):
+                        if bool((_differ(one, other) & (mark >> bit & 1 == 0)).any()):
+                            return True
+        return False
+
+    def _has_single_samples(self, named: Any, leaf: Any, one: Tensor | None) -> bool:
+        """Return whether each integer of a tensor is of one sample; ends of parts have several."""
+        if one is None or _real(leaf) or not leaf.dim() or len(leaf) < 2:
+            return False
+        return not several(self._call.mask(named))
+
+    def _rolled(self, own: list[int], by: int) -> list[Tensor]:
+        """Return the results with the sample's integers replaced by those of `by` rows before."""
+        changed = [_own(self._call, leaf) for leaf in self._leaves]
+        for at in own:
+            leaf, one = self._leaves[at], self._chosen[at]
+            assert one is not None
+            changed[at] = torch.where(one, leaf.roll(by, 0), leaf)
+        return self._run(changed)
+
+
+def _changed(change: Callable[[Tensor], Tensor], leaf: Tensor, one: Tensor) -> Tensor:
+    return torch.where(one, change(leaf), leaf)
+
+
+def _any_differ(one: Tensor, other: Tensor) -> bool:
+    return bool(_differ(one, other).any())
+
+
+def _finite(leaf: Tensor) -> Tensor:
+    return leaf if bool(leaf.sum().isfinite()) else torch.where(leaf.isfinite(), leaf, 0)
+
+
+def _differ(one: Tensor, other: Tensor) -> Tensor:
+    """Say where two results differ, bit for bit: everywhere where they have other shapes."""
+    if one.shape != other.shape:
+        return torch.ones((), dtype=torch.bool, device=one.device)
+    if one.is_quantized:
+        return one.int_repr() != other.int_repr()
+    same = one == other
+    return ~(same | (_isnan(one) & _isnan(other))) if _real(one) else ~same
+
+
+def _own(call: Call, leaf: Any) -> Any:
+    """Return a copy of a tensor that a kernel may write to."""
+    return leaf.clone() if isinstance(leaf, Tensor) and call.func._schema.is_mutable else leaf
+
+
+def _into_integers(chosen: list[Tensor | None], leaves: list[Any], mark: Tensor, bit: int) -> None:
+    """Mark integers computed from floats in the sample's row, or everywhere without such rows."""
+    for leaf, one in zip(leaves, chosen, strict=True):
+        if one is not None and _real(leaf):
+            _by_row(leaf, one, [mark], bit)
+
+
+def _by_row(leaf: Tensor, one: Tensor, marks: list[Tensor], bit: int) -> None:
+    for mark in marks:
+        if leaf.dim() and mark.dim() and leaf.shape[0] == mark.shape[0]:
+            rows = fold(one.to(torch.uint8), range(1, leaf.dim()), keep=False)
+            mark.bitwise_or_((rows << bit).reshape([-1] + [1] * (mark.dim() - 1)))
+        else:
+            mark.bitwise_or_(1 << bit)
+
+
+# Check of rows chosen by their values, where a few rows do not show the result of more.
+#
+# The number of rows of ``h[m]``, ``nonzero`` or ``masked_select`` depends on values. Of the
+# inspected rows it may be none, or those of one sample: then no samples meet in their mean, as they
+# would in a batch.
+#
+#     h[m]        h[m].mean(0)        h - h[m].mean(0)
+#     [1, C]      brought together    and given to others: a doubt
+
+CHOOSING = frozenset(("index", "_unsafe_index", "masked_select", "nonzero"))
+"""Kernels whose results have as many rows as values say."""
+
+ALONG = frozenset(
+    "cumsum cumprod logcumsumexp cummax cummin _safe_softmax sort argsort topk flip roll".split()
+)
+"""Kernels that bring numbers together, or put them elsewhere, along one dimension."""
+
+SPLITS = frozenset("unbind split split_with_sizes chunk tensor_split".split())
+"""Kernels that give Python as many tensors as there are rows."""
+
+PRODUCTS = frozenset("mm bmm addmm baddbmm mv addmv dot vdot addmm_ baddbmm_".split())
+
+ENDLESS = 1 << 62
+"""An end of a slice that Python gives where there is none."""
+
+
+class Few:
+    """Record of choices that return fewer than two samples, and of tensors computed from them.
+
+    Attributes:
+        sizes: how many rows these choices have had.
+        places: where rows of them were brought together and then given to rows.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: set[int] = set()
+        self.places: list[str] = []
+        self._together: dict[int, tuple[StorageWeakRef, str]] = {}
+
+    def chose(self, call: Call, mask: Tensor | None) -> None:
+        """Take in a kernel of `CHOOSING`, and the mask of its result."""
+        if not _by_values(call):
+            return
+        held = 0 if mask is None else total(mask)
+        if len(samples_of(held & SAMPLES)) < 2:
+            self.sizes.add(call.results[0].shape[_axis(call)])
+
+    def ran(self, call: Call, operands: Sequence[Tensor], path: str) -> None:
+        """Record a kernel that has run on chosen rows, or on tensors computed from them."""
+        if self._counts(call, operands):
+            self.places.append(f"{path}, in {call.name}")
+        sources = [place for one in operands if (place := self._place(one))]
+        place = sources[0] if sources else ""
+        if not place and self._brings(call, operands):
+            place = f"{path}, in {call.name}"
+        if not place:
+            return
+        for one in (*call.results, *call.written):
+            weak = StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
+            self._together[one.untyped_storage()._cdata] = weak, place
+            other = any(call.mask(two) is not None for two in operands if not self._is(two, one))
+            many = one.dim() > 0 and one.numel() != 1
+            if sources and many and (other or call.name in PUTS):
+                self.places.append(place)
+
+    def _is(self, one: Tensor, made: Tensor) -> bool:
+        return bool(self._place(one)) and one is not made
+
+    def _place(self, tensor: Tensor) -> str:
+        """Return where rows were brought together that a tensor was made of; "" for none."""
+        weak, place = self._together.get(tensor.untyped_storage()._cdata, (None, ""))
+        return "" if weak is None or weak.expired() else place  # type: ignore[no-untyped-call]
+
+    def _brings(self, call: Call, operands: Sequence[Tensor]) -> bool:
+        return any(self._of_choice(call, one) and self._along(call, one) for one in operands)
+
+    def _counts(self, call: Call, operands: Sequence[Tensor]) -> bool:
+        """Return whether chosen rows are passed to Python one by one, or lie among constants."""
+        if call.name in SPLITS:
+            x = call.args[0]
+            rows = x.dim() and call.argument("dim", default=0) % x.dim() == 0
+            return bool(rows) and x.shape[0] in self.sizes and self._of_choice(call, x)
+        if call.name == "constant_pad_nd":
+            x, pad = call.args[:2]
+            dims = [x.dim() - 1 - at // 2 for at, count in enumerate(pad) if count]
+            return self._of_choice(call, x) and any(x.shape[d] in self.sizes for d in dims)
+        if call.name == "cat":
+            dim = call.argument("dim", default=0)
+            rows = [one for one in operands if one.dim() and one.shape[dim] in self.sizes]
+            others = [one for one in operands if one.numel() and call.mask(one) is None]
+            return bool(others) and any(self._of_choice(call, one) for one in rows)
+        return False
+
+    def _of_choice(self, call: Call, tensor: Tensor) -> bool:
+        """Say whether a tensor may be rows of such a choice."""
+        if not tensor.numel():
+            return True
+        mask = call.mask(tensor)
+        held = 0 if mask is None else total(mask)
+        return bool(held & LOOSE) and len(samples_of(held & SAMPLES)) < 2
+
+    def _along(self, call: Call, x: Tensor) -> bool:
+        """Say whether a kernel brings the rows of a choice together."""
+        rank, dims = x.dim(), list[int]()
+        if not rank:
+            return False
+        if call.name in REDUCTIONS and x is call.args[0]:
+            dims = reduced(call)
+        elif call.name in ALONG and x is call.args[0]:
+            argument = call.argument("dim", "dims", default=-1)
+            dims = [d % rank for d in ([argument] if isinstance(argument, int) else argument)]
+        elif call.name.startswith("renorm"):
+            dims = [d for d in range(rank) if d != call.argument("dim") % rank]
+        elif call.name in PRODUCTS:
+            dims = _contracted(call, x)
+        elif call.name.startswith("_scaled_dot_product"):
+            dims = [rank - 2]
+        elif call.name in SLICES and call.name != "unbind" and not _takes_all(call):
+            dims = [0] if call.argument("dim", default=0) % rank == 0 else []
+        return any(x.shape[d] in self.sizes for d in dims) or len(dims) == rank
+
+
+def _takes_all(call: Call) -> bool:
+    begin, end = call.argument("start"), call.argument("end")
+    endless = begin in (None, 0) and (end is None or end >= ENDLESS)
+    return call.name == "slice" and endless and call.argument("step", default=1) == 1
+
+
+def _contracted(call: Call, x: Tensor) -> list[int]:
+    """Return the dimension along which a product is summed; nothing where weights are."""
+    a, b = call.args[-2:] if not call.name.startswith(("add", "badd")) else call.args[1:3]
+    other = b if x is a else a
+    weights = other if other._base is None else other._base
+    constant = weights.requires_grad and other.numel() and call.mask(other) is None
+    if not (x is a or x is b) or constant:
+        return []
+    return [x.dim() - 1] if x is a or x.dim() == 1 else [x.dim() - 2]
+
+
+def _by_values(call: Call) -> bool:
+    """Say whether samples choose among rows of several."""
+    if call.name == "nonzero":
+        return _in_several_places(call.mask(call.args[0]))
+    if call.name == "masked_select":
+        return any(_in_several_places(call.mask(one)) for one in call.args[:2])
+    bools = [one for one in call.args[1] if one is not None and not one.dtype.is_floating_point]
+    chosen = [one for one in bools if one.element_size() == 1 and call.mask(one) is not None]
+    return bool(chosen) and any(
+        _in_several_places(call.mask(one)) for one in (call.args[0], *chosen)
+    )
+
+
+def _in_several_places(mask: Tensor | None) -> bool:
+    return mask is not None and any(
+        mask.shape[d] > 1 and varies(mask, d) for d in range(mask.dim())
+    )
+
+
+def _axis(call: Call) -> int:
+    """Return the dimension of the result along which the chosen rows lie."""
+    if call.name in ("nonzero", "masked_select"):
+        return 0
+    indexed = [one is not None for one in call.args[1]]
+    first = indexed.index(True)
+    split = False in indexed[first : len(indexed) - indexed[::-1].index(True)]
+    return 0 if split else first

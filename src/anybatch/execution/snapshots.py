@@ -1,0 +1,376 @@
+"""Snapshots of a step's state: for a retry of a micro-batch, and for trial steps of training.
+
+A step changes more than gradients: buffers, the RNG state, samples passed to an observer. When
+memory runs out, or an inspection was wrong, or another plan is needed, all that must be restored
+before the next attempt. This module has the progress of an attempt, the size limit of the next one,
+and its restoring; `anybatch.execution.streaming` and the runner decide whether there is a next one.
+
+Source: MBS, section 3.2 (the micro-batch must fit); the ways back are ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core import pytree
+from anybatch.core.batch import Batch, MicroBatch
+from anybatch.core.modules import Modules, local
+from anybatch.core.oom import forget
+from anybatch.core.rng import RNGState
+from anybatch.core.transaction import AgainError, Before, uninterrupted
+from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
+from anybatch.errors import NotYetError
+from anybatch.execution.buffers import ForwardBuffers
+from anybatch.execution.full_batch_rng.mode import FullBatchRNG
+from anybatch.execution.gradients import Gradients
+from anybatch.loss.base import Algorithm1, Loss
+
+Observer = Callable[[Any, Any], None]
+
+Phase = Literal["forward", "backward", "summed", "shown", "fired"]
+"""How far a micro-batch has come: "summed" when its gradients are in the sum. The step
+is "fired" when hooks of parameters may have been."""
+
+
+class Moment(NamedTuple):
+    """Snapshot at the start of a micro-batch: RNG state and buffer statistics.
+
+    Attributes:
+        rng: None where steps of this signature draw nothing, so that it is not recorded.
+    """
+
+    rng: RNGState | None
+    statistics: list[Tensor | None]
+
+
+@dataclass
+class Tries:
+    """Record of a step that survives each new begin, under another plan perhaps.
+
+    Attributes:
+        rows: how many an observer got.
+        retries: how often memory ran out under another plan.
+        failed: samples that were computed at once then.
+        most: samples that may be from here on; 0 (default) is no limit.
+    """
+
+    rows: int = 0
+    retries: int = 0
+    failed: int = 0
+    most: int = 0
+
+
+class SmallerPlanError(AgainError):
+    """Memory ran out undivided, as was planned: another plan is needed, for fewer samples."""
+
+
+class OutputsChangedError(Exception):
+    """The outputs are not those of the inspection: the model must be inspected again."""
+
+
+@dataclass(kw_only=True)
+class Repeatable(ABC):
+    """Mini-batch, model, loss and progress of a try; `Step` adds forward and backward.
+
+    Attributes:
+        micro_batch: N_mu, samples that are loaded at once.
+        gradients: where gradients come together; None runs forward only.
+        limit: samples that are computed at once; less than `micro_batch` once memory ran out.
+        retries: how often it did.
+        failed: samples that were computed at once when it did last.
+        failure: the exception; it holds no tensors.
+        done: micro-batches that are done.
+        phase: of the micro-batch being computed.
+        rng: the RNG state as it was recorded last in this step.
+        start: the RNG state that it began with, on all ranks.
+        still: the first step of its signature has drawn nothing.
+        tries: the record that survives each new begin.
+        global_batch: the batch over all ranks, as far as it is not here.
+        draws: draws as the full batch would; None lets each micro-batch draw for itself.
+    """
+
+    model: nn.Module
+    loss: Loss
+    batch: Batch
+    micro_batch: int
+    buffers: ForwardBuffers
+    gradients: Gradients | None
+    observe: Observer | None = None
+    limit: int = field(init=False)
+    retries: int = field(init=False)
+    failed: int = field(init=False)
+    failure: Exception | None = None
+    done: int = 0
+    phase: Phase = "forward"
+    _rows: int = 0
+    rng: RNGState | None = None
+    start: RNGState | None = None
+    still: bool = False
+    tries: Tries = field(default_factory=Tries)
+    global_batch: GlobalBatch = field(default_factory=LocalBatch)
+    draws: FullBatchRNG | None = None
+
+    def __post_init__(self) -> None:
+        self.limit = self.micro_batch
+        self.retries, self.failed = self.tries.retries, self.tries.failed
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    @cached_property
+    def where(self) -> str:
+        """The type of that device, cached because every micro-batch reads it."""
+        return self.device.type
+
+    @abstractmethod
+    def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
+        """Return `size` rows of outputs that hold `of`; outputs without samples are unchanged."""
+
+    def show(self, outputs: Any, micro: MicroBatch) -> None:
+        """Let the observer see the rows of a micro-batch, once, though the step start over."""
+        begin, self._rows = self._rows, self._rows + micro.size
+        self.done += 1
+        if self.observe is None or self._rows <= self.tries.rows:
+            return
+        observed, self.tries.rows = max(self.tries.rows - begin, 0), self._rows
+        targets = micro.targets
+        if observed:
+            outputs = self.rows(outputs, observed, micro.size - observed, micro.size)
+            targets = pytree.rows(targets, observed, micro.size, micro.size)
+        before, self.phase = self.phase, "shown"
+        there = [] if self.gradients is None else self.gradients.marks()
+        with nullcontext() if self.draws is None else self.draws.paused():
+            self.observe(pytree.map_tensors(Tensor.detach, self.loss.outputs(outputs)), targets)
+        if self.gradients is not None:
+            self.gradients.refuse_moved(there)
+        self.phase = before
+
+    def moment(self) -> Moment:
+        """Note where a micro-batch begins."""
+        statistics = self.buffers.statistics()
+        if not self.still:
+            self.rng = RNGState.now()
+        return Moment(None if self.still else self.rng, statistics)
+
+    def drew(self) -> bool:
+        """Return whether something was drawn since the RNG state was recorded last."""
+        return self.rng is None or not RNGState.now().same_as(self.rng)
+
+    def drew_any(self) -> bool:
+        """Say whether something was drawn since the step began."""
+        assert self.start is not None
+        return not RNGState.now().same_as(self.start)
+
+    def put_back(self, rng: RNGState) -> None:
+        """Restore an RNG state, and record it as the present one."""
+        rng.put_back()
+        self.rng = rng
+
+    def begin_again(self) -> None:
+        """Restore the RNG state of the step's start, and restart."""
+        assert self.start is not None
+        self.put_back(self.start)
+        self.restart()
+
+    def go_back(self, moment: Moment, failure: Exception) -> None:
+        """Undo a micro-batch that ran out of memory, for a retry in smaller parts.
+
+        Raises:
+            Exception: `failure`, where parts are no help or the sums cannot be undone.
+        """
+        if not (self.can_shrink() and self._can_go_back(moment)):
+            raise failure
+        self.shrink(failure)
+        if self.gradients is not None and self.phase == "backward":
+            self.gradients.drop()
+        if moment.rng is not None:
+            self.put_back(moment.rng)
+        self.buffers.go_back(moment.statistics)
+        self.forget_casts()
+
+    def _can_go_back(self, moment: Moment) -> bool:
+        if isinstance(self.loss, Algorithm1) or self.global_batch.sending:
+            return False  # its parts do not add up to it, or what they add up to has left
+        if moment.rng is None and self.drew():
+            return False  # for the first time, and nobody has noted where it began
+        if self.phase == "backward":
+            return self.gradients is not None and self.gradients.accumulator
+        return self.phase == "forward"
+
+    def can_shrink(self) -> bool:
+        """Say whether the step may be tried smaller: not after the observer or a hook failed."""
+        return min(self.limit, self.batch.size) > 1 and self.phase not in ("shown", "fired")
+
+    def shrink(self, failure: Exception) -> None:
+        """Halve the samples that are computed at once, after `failure`, and free its memory."""
+        forget(failure, outside=sys.exception())
+        self.failure = failure
+        self.retries += 1
+        self.failed = min(self.limit, self.batch.size)
+        self.limit = (self.failed + 1) // 2
+
+    def restart(self) -> None:
+        """Begin again: nothing summed, buffers as they were; at the size of the limit."""
+        self.micro_batch = self.limit
+        self.done = self._rows = 0
+        self.phase = "forward"
+        self.buffers.restart()
+        self.forget_casts()
+        if self.draws is not None:
+            self.draws.shared.begin()
+        if self.gradients is not None:
+            self.gradients.restart()
+
+    def forget_casts(self) -> None:
+        """Drop the casts of the weights that autocast keeps: some were made without a graph."""
+        if torch.is_autocast_enabled(self.where):
+            torch.clear_autocast_cache()
+
+
+# Snapshot and restore of all state around trial steps of training.
+#
+# A step that failed is undone by `anybatch.core.transaction`, which records the state that a step
+# changes before the optimizer: gradients, buffers and RNG. Trial steps change the parameters and
+# the optimizer's state, too. Copies of them wait in host memory and are copied back into the same
+# tensors, so references to these (of a schedule, an average, another optimizer) remain valid.
+
+Back = Callable[[], Any]
+"""Puts a thing back as it was, and returns it."""
+
+
+@contextmanager
+def as_it_was(
+    modules: Modules, leaves: Iterable[Tensor], optimizer: torch.optim.Optimizer | None
+) -> Iterator[None]:
+    """Run the body as trial training, and restore all state however it ends.
+
+    Args:
+        modules: every module that a step runs.
+        leaves: every parameter that is trained.
+        optimizer: the one that steps; its groups' options and its state are restored, too. None
+            where none does.
+
+    Raises:
+        NotYetError: the optimizer's state waits elsewhere.
+        RuntimeError: something could not be restored; its notes name it. An exception of the body
+            is raised instead, with these notes.
+    """
+    every = list(leaves)
+    steps: list[Back] = [restorer(leaf) for leaf in every]
+    steps += [] if optimizer is None else [_states(optimizer), _options(optimizer)]
+    before, raised = Before(modules, every), None
+    try:
+        before.suspend_hooks()
+        for leaf in every:
+            leaf.grad = None  # those that are there are not written to
+        yield
+    except BaseException as error:
+        raised = error
+        raise
+    finally:
+        with uninterrupted():
+            failures = before.put_back()
+            with torch.no_grad():
+                failures += [failed for step in steps if (failed := _tried(step)) is not None]
+        if failures:
+            found = raised or RuntimeError(
+                "the state that tried steps changed could not be restored"
+            )
+            for failure in failures:
+                found.add_note(
+                    f"and the state before the tried steps could not be restored: {failure}"
+                )
+            if raised is None:
+                raise found
+
+
+def _tried(step: Back) -> Exception | None:
+    try:
+        step()
+    except Exception as error:
+        return error
+    return None
+
+
+def restorer(one: Any) -> Back:
+    """Return a function that restores a tensor's values, or all entries of a list or mapping.
+
+    Raises:
+        NotYetError: a tensor has no data: it waits elsewhere.
+    """
+    if isinstance(one, Tensor):
+        if one.is_meta:
+            raise NotYetError(
+                "a step must be able to restore all that it changes, and a tensor of the "
+                "optimizer's state is offloaded: bring it back first"
+            )
+        return partial(_values_back, one, local(one).detach().to("cpu", copy=True))
+    if isinstance(one, dict):
+        return partial(_entries_back, one, {name: restorer(value) for name, value in one.items()})
+    if isinstance(one, list | tuple):
+        return partial(_items_back, one, [restorer(value) for value in one])
+    return _left(one)
+
+
+def _left(one: Any) -> Back:
+    def same() -> Any:
+        return one
+
+    return same
+
+
+def _values_back(tensor: Tensor, values: Tensor) -> Tensor:
+    local(tensor).copy_(values)
+    return tensor
+
+
+def _entries_back(found: dict[Any, Any], entries: dict[Any, Back]) -> dict[Any, Any]:
+    for name in [name for name in found if name not in entries]:
+        del found[name]
+    for name, back in entries.items():
+        found[name] = back()
+    return found
+
+
+def _items_back(found: Any, items: list[Back]) -> Any:
+    values = [back() for back in items]
+    if isinstance(found, list):
+        found[:] = values
+    return found
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Back:
+    """Return a function that restores the optimizer's states, and drops those added since."""
+    return partial(
+        _entries_back,
+        optimizer.state,
+        {leaf: restorer(one) for leaf, one in optimizer.state.items()},
+    )
+
+
+def _options(optimizer: torch.optim.Optimizer) -> Back:
+    """Return a function that restores the parameter groups and every option of each."""
+    groups = list(optimizer.param_groups)
+    entries = [
+        {name: _left(one) if name == "params" else restorer(one) for name, one in group.items()}
+        for group in groups
+    ]
+
+    def back() -> None:
+        optimizer.param_groups[:] = groups
+        for group, options in zip(groups, entries, strict=True):
+            _entries_back(group, options)
+
+    return back

@@ -1,0 +1,547 @@
+"""Micro-Batch Streaming with the gradient of the full batch (MBS, Algorithm 1), and its retry.
+
+The paper divides each micro-batch's loss by the number of micro-batches. Here line 11 divides each
+numerator by the denominator of the full batch, which is counted before the first backward; if it is
+known only at the end (samples loaded during the step), an estimate replaces it and the sum is
+multiplied by estimate / truth when it is delivered.
+
+    mu_0: forward, backward(numerator_0 / D) │ mu_1: ... │ mu_2: ... │ add to .grad
+    memory: one micro-batch, one set of gradients
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core import accelerator, pytree
+from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.oom import out_of_memory
+from anybatch.core.rng import RNGState
+from anybatch.distributed.coordinator import RanksAgainError
+from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
+from anybatch.execution.composite import SCALE, Encoders
+from anybatch.execution.gradients import HALF
+from anybatch.execution.step import Step, check_trains
+from anybatch.loss.base import Number, Part, Total
+from anybatch.loss.tracer import NotAPartError
+from anybatch.memory.fakes import is_fake
+
+
+def stream(step: Step) -> Tensor | None:
+    """Run the step, or return None, having delivered nothing, where the loss couples samples.
+
+    Args:
+        step: the mini-batch and the model; see `anybatch.execution.step`.
+
+    Returns:
+        The loss of the full batch, a detached 0-dim tensor.
+
+    Source: MBS, Algorithm 1; its lines are numbered on the right.
+    """
+    streaming = Streaming(step)
+    step.offer()
+    try:
+        if step.loss.couples and step.batch.size:
+            normalization(step, None)
+        for micro in step.feed():  # 8
+            in_pieces(step, micro, step.under(streaming.train))
+        normalize = streaming.normalize or normalization(step, [])
+    except NotAPartError:
+        if streaming.normalize is not None:  # the others count on parts
+            step.global_batch.again(coupled=True)
+        return None
+    if step.gradients is not None and step.batch.size:
+        check_trains(streaming.trained)
+    step.finish(normalize.correction())
+    return normalize.loss()
+
+
+class Streaming:
+    """Lines 9 to 12, with the state that is stored for the next micro-batch."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.trained = 0
+        self.normalize: Normalization | None = None
+
+    def train(self, micro: MicroBatch) -> None:
+        """Train on a micro-batch; when it returns or fails, its memory is free.
+
+        Raises:
+            NotAPartError: the loss couples samples.
+        """
+        step = self.step
+        if self.normalize is None and step.discover is not None:
+            self._refuse_coupled(micro)
+        outputs = step.forward(micro)  # 9
+        normalize = self.normalize or self._first(outputs, micro)
+        parts = step.parts(outputs, micro, normalize.totals)  # 10
+        weights = normalize(parts, micro.size)  # 11
+        with step.sending(micro, normalize.correction):
+            trained = step.backward([part.numerator for part in parts], weights)  # 12
+        normalize.count()
+        self.trained += trained
+        step.show(outputs, micro)
+
+    def _refuse_coupled(self, micro: MicroBatch) -> None:
+        """Find out without a graph where only one part of it fits, if the loss couples samples."""
+        step = self.step
+        if len(Parts(step, micro.inputs)) == 1:
+            return
+        rng = RNGState.now()
+        with torch.no_grad():
+            coupled = step.totals(step.forward(micro), micro) is None
+        step.forget_casts()
+        rng.put_back()
+        if coupled:
+            normalization(step, None)
+
+    def _first(self, outputs: Any, micro: MicroBatch) -> Normalization:
+        """Find the denominator of the full batch's loss, from its first outputs."""
+        totals = self.step.totals(outputs, micro)
+        self.normalize = normalization(self.step, totals)
+        return self.normalize
+
+
+def normalization(step: Step, totals: list[Total] | None) -> Normalization:
+    """Return the denominators of the loss over all ranks, as a `Normalization`.
+
+    Args:
+        step: the step.
+        totals: of this rank's samples; None if the loss couples them, empty without samples.
+
+    Raises:
+        NotAPartError: the loss couples samples, here or elsewhere.
+    """
+    found = step.global_batch.totals(totals)
+    if found is None:
+        raise NotAPartError
+    step.found = step.loss.describe(found)
+    return Normalization(found, step.batch.size, step.global_batch, step.nothing())
+
+
+class Normalization:
+    """Line 11: the weight of each numerator, and the factor that the sum lacks at the end.
+
+    The multiplication is left to backward, which starts from the weight instead of 1. Where the
+    terms come in half precision the weights are powers of two, which rounds nothing; 1/D itself,
+    rounded to half, would bend every gradient the same way.
+
+    Args:
+        totals: the terms of the full batch's loss; at most one denominator is still unknown.
+        size: N_B, samples in the mini-batch of this rank.
+        global_batch: the batch over all ranks; None (default) is one process.
+        nothing: 0, as the loss of no samples. Default a float32 on the CPU.
+    """
+
+    def __init__(
+        self,
+        totals: list[Total],
+        size: int,
+        global_batch: GlobalBatch | None = None,
+        nothing: Tensor | None = None,
+    ) -> None:
+        self.totals = totals
+        self._size = size
+        self._global_batch = global_batch or LocalBatch(size)
+        self._nothing = torch.zeros(()) if nothing is None else nothing
+        self._all: Number | None = None
+        self._late = totals[0].denominator is None
+        self._counted: Number = 0
+        self._estimate: Number = 1.0
+        self._lacks: Number = 1.0
+        self._scales: list[Number] = []
+        self._weights: list[Tensor] = []
+        self._sums: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._denominator: Number = 0
+
+    def __call__(self, parts: list[Part], n: int) -> list[Tensor]:
+        """Return the weight of each numerator; the numerators' values are stored until `count`.
+
+        Args:
+            parts: a micro-batch's numerators, one for each of `totals`.
+            n: its samples.
+        """
+        values = [part.numerator.detach() for part in parts]
+        if not self._weights:
+            self._scales = self._first_scales(parts, n)
+            self._sums = [torch.zeros_like(_wide(value)) for value in values]
+            # Last: where memory runs out before, the next micro-batch is the first one
+            # (test_at_every_allocation).
+            self._weights = [
+                torch.as_tensor(scale, dtype=value.dtype, device=value.device)
+                for scale, value in zip(self._scales, values, strict=True)
+            ]
+        if self._late:
+            self._denominator = parts[0].denominator()
+        self._values = values
+        return self._weights
+
+    def count(self) -> None:
+        """Count the micro-batch of the last requested weights: it is done."""
+        counted = self._counted + self._denominator
+        for total, value in zip(self._sums, self._values, strict=True):
+            total.add_(value)
+        self._counted = counted
+
+    def correction(self) -> float | Tensor:
+        """Return the factor that the delivered sum lacks; 1.0 in the plain case."""
+        if not self._late:
+            return self._lacks
+        if self._all is None:
+            self._all = self._global_batch.sum_of("the denominator", _number(self._counted))
+        return self._lacks * _ratio(self._estimate, self._all)
+
+    def loss(self) -> Tensor:
+        """Return the loss of the full batch."""
+        correction = self.correction()
+        if not self._sums:  # a rank without samples
+            return self._global_batch.loss(self._nothing, self._nothing.dtype)
+        shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
+        full = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
+        return self._global_batch.loss(full * correction, self._weights[0].dtype)
+
+    def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
+        divisors = [_number(total.denominator) for total in self.totals if not self._late]
+        if self._late:
+            first = _number(parts[0].denominator())
+            single_rank = self._global_batch.size == self._size
+            # All ranks need one estimate: BatchNorm adds up what their backwards begin with
+            # (test_a_denominator_computed_at_the_end_is_one_for_all_ranks).
+            self._estimate, other = first * (self._size / n), float(self._global_batch.size)
+            if not single_rank:
+                self._estimate = other
+            elif isinstance(first, Tensor):  # nobody waits for its device
+                self._estimate = torch.where(first > 0, self._estimate, other)
+            # The first micro-batch may count no target, and a weight of 1 / 0 is infinite
+            # (test_it_is_exact_where_the_batch_is_loaded_on_the_way).
+            elif first <= 0:
+                self._estimate = other
+            divisors = [self._estimate]
+        scales = [
+            _ratio(total.weight, divisor)
+            for total, divisor in zip(self.totals, divisors, strict=True)
+        ]
+        # 1 / D, rounded to half precision, changes every gradient in the same way
+        # (test_2048_micro_batches_are_summed_to_5e_4_where_bfloat16_loses_percents).
+        if any(part.numerator.dtype in HALF for part in parts) and not any(map(is_fake, scales)):
+            scales = self._powers_of_two([float(scale) for scale in scales])
+        return scales
+
+    def _powers_of_two(self, scales: list[float]) -> list[Number]:
+        first = abs(scales[0])
+        if first == 0.0 or not math.isfinite(first):
+            return list(scales)
+        power = 2.0 ** round(math.log2(first))
+        self._lacks = first / power
+        return [scale * power / first for scale in scales]
+
+
+def _number(value: Number | None) -> Number:
+    """Return a host number; of a value on a device, or of a fake, a tensor."""
+    assert value is not None
+    if isinstance(value, Tensor):
+        here = accelerator.of(value.device).host and not is_fake(value)
+        return float(value) if here else accelerator.wide(value.detach())
+    return float(value)
+
+
+def _ratio(above: Number, below: Number) -> Number:
+    """Return above / below, with the infinities and NaN of IEEE instead of an exception."""
+    if isinstance(below, Tensor) or isinstance(above, Tensor):
+        return above / below
+    # Python raises for a division by 0
+    # (test_a_batch_in_which_nothing_counts_is_nan_as_it_is_undivided).
+    if below == 0.0:
+        return math.nan if above == 0.0 or math.isnan(above) else math.copysign(math.inf, above)
+    return above / below
+
+
+def _wide(share: Tensor) -> Tensor:
+    return share.float() if share.dtype in HALF else share
+
+
+# The undivided mechanism: the full batch at once, where it is no larger than a micro-batch.
+#
+# The loss is called as the user wrote it, so the step is bit for bit torch's own.
+
+
+def undivided(step: Step) -> Tensor:
+    """Run forward, loss and backward once.
+
+    Args:
+        step: the mini-batch and the model; see `anybatch.execution.step`.
+
+    Returns:
+        The loss, a detached 0-dim tensor.
+    """
+    step.found = step.loss.name
+    (micro,) = step.feed()
+    found: list[tuple[Any, Tensor]] = []
+
+    def train(micro: MicroBatch) -> None:
+        outputs = step.forward(micro)
+        loss = step.loss.full_batch(outputs, micro)
+        if step.gradients is not None:
+            check_trains(step.backward([loss], [torch.ones_like(loss)]))
+        step.compare(outputs, micro, once=True)  # when the step's graph has gone
+        found.append((outputs, loss.detach()))
+
+    step.under(train)(micro)
+    step.finish()
+    ((outputs, loss),) = found
+    step.show(outputs, micro)
+    return loss
+
+
+# The forward of a micro-batch in parts that do not meet, so that one graph is there at a time.
+#
+# A loss of all outputs has been computed when the second pass begins
+# (`anybatch.execution.two_pass`), so a backward needs only its own outputs. In a model of
+# `Encoders`, the saved tensors of one are freed before the next one runs; any other model is one
+# part.
+#
+#     at once:  image ─ text ─ backward of both      parts:  image ─ backward │ text ─ backward
+#
+# Where forward moves no buffer, one encoder runs on all micro-batches before the next one does: in
+# laps, which is faster by the weights in the processor's cache.
+
+Lap = int | None
+"""The part that is run on all micro-batches; None runs all parts on each of them."""
+
+
+class Parts:
+    """Parts of the forward of a micro-batch, in order; `len` is their number.
+
+    Args:
+        step: the step of the model.
+        inputs: of any micro-batch, as `feed` gives them.
+        lap: the part to run. Default None: all.
+    """
+
+    def __init__(self, step: Step, inputs: Any, lap: Lap = None) -> None:
+        self._step, self._names, self._lap = step, _names(step, inputs), lap
+
+    def __len__(self) -> int:
+        return max(len(self._names), 1)
+
+    def forward(self, micro: MicroBatch, at: int) -> Any:
+        """Run part `at`, the parts before it having been run; return its outputs."""
+        if not self._names:
+            return self._step.forward(micro)
+        name, all_parts = self._names[at], self._lap is None
+        micro = MicroBatch({name: micro.inputs[name]}, None, micro.size, micro.begin)
+        begins, ends = all_parts and at == 0, all_parts and at == len(self) - 1
+        outputs = self._step.forward(micro, begins=begins, ends=ends)
+        if at or self._lap:  # a scale comes with the first one
+            outputs.pop(SCALE, None)
+        return outputs
+
+    def outputs(self, micro: MicroBatch, *, graph: bool) -> list[Any]:
+        """Run all parts without graphs, except the last where `graph` is set."""
+        found = []
+        for at in range(len(self)):
+            with torch.set_grad_enabled(graph and at + 1 == len(self)):
+                self._step.forget_casts()
+                found.append(self.forward(micro, at))
+        return found
+
+
+def joined(outputs: list[Any]) -> Any:
+    """Return the model's outputs, joined from those of its parts or laps in order."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return {name: found for part in outputs for name, found in part.items()}
+
+
+def laps(step: Step, *, all_parts: bool = False) -> list[Lap]:
+    """Return the laps of a pass over the batch of a step.
+
+    Args:
+        step: the step.
+        all_parts: all parts of a micro-batch are run before the next one. Default False.
+    """
+    batch = step.batch
+    if all_parts or not isinstance(batch, TensorBatch) or step.offloader or not step.buffers.still:
+        return [None]
+    names = _names(step, batch.inputs)
+    return [*range(len(names))] if len(names) > 1 else [None]
+
+
+def feed(step: Step, lap: Lap) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of a step on the device, with the inputs of a lap; targets once."""
+    batch = step.batch
+    if lap is None or not isinstance(batch, TensorBatch):
+        return step.feed()
+    name = _names(step, batch.inputs)[lap]
+    targets = batch.targets if lap == 0 else None
+    return step.feed(replace(batch, inputs={name: batch.inputs[name]}, targets=targets))
+
+
+def _names(step: Step, inputs: Any) -> list[str]:
+    """Return the names of the encoders that are run, in order; none where the model is one part.
+
+    It is one part if a hook or a caller may need all outputs at once, or if full-batch draws are
+    made in the order of its forward.
+    """
+    model = step.model
+    if not isinstance(model, Encoders) or not isinstance(inputs, Mapping):
+        return []
+    hooks = model._forward_hooks or model._forward_pre_hooks or model._backward_hooks
+    if step.draws is not None or hooks or type(model).forward is not Encoders.forward:
+        return []
+    return [name for name in model.encoders if name in inputs]
+
+
+# Retry inside a step that ran out of memory: smaller, and only of work to be repeated.
+#
+# Finders of a batch size catch the error around a whole training and start that over; a loop that
+# catches it around one micro-batch has half a gradient in ``.grad``, moved buffers and RNG, and the
+# exception that it is handling still holds the memory. Here an attempt begins at a recorded state,
+# and the retry outside of the ``except`` block, after the frames of the failed one have been
+# emptied.
+#
+#     forward of mu_k failed            mu_k again in halves, the rest of the step in halves too
+#     backward, sums in an accumulator  the same: what grew of .grad is thrown away
+#     backward, sums in place           the step from its start, at half the size
+#     the observer failed               out: it has seen what it must not see twice
+#
+# Source: MBS, section 3.2 (the micro-batch must fit); the ways back are ours.
+
+
+class StartOverError(Exception):
+    """A micro-batch can be done smaller only if all of the step is; `Step.limit` says how small."""
+
+
+def in_pieces(
+    step: Step,
+    micro: MicroBatch,
+    work: Callable[[MicroBatch], None],
+    sizes: Sequence[int] | None = None,
+) -> None:
+    """Do `work` on a micro-batch, and where memory runs out, on its parts.
+
+    Args:
+        step: its `limit` is the most samples of a part; it is halved at every failure.
+        micro: a micro-batch as it was loaded.
+        work: changes its counters only when it can no longer fail.
+        sizes: rows of the parts to begin with; None (default) begins with all of it.
+
+    Raises:
+        Exception: `work` failed, and it is not for memory, or cannot be undone here, or a single
+            sample was too much.
+    """
+    at_once = sizes is None or list(sizes) == [micro.size]
+    todo = [micro] if at_once or sizes is None else [*cut(micro, sizes)][::-1]
+    while todo:
+        piece = todo.pop()
+        if piece.size > step.limit:
+            todo += [*_at_most(step.limit, piece)][::-1]
+            continue
+        moment = step.moment()
+        failure = attempt(step, partial(work, piece))
+        if failure is None:
+            continue
+        step.go_back(moment, failure)
+        failure = None
+        todo += [*_at_most(min(step.limit, _half(piece.size)), piece)][::-1]
+
+
+def attempt(step: Step, work: Callable[[], None]) -> Exception | None:
+    """Do `work`, and return the out-of-memory error that ended it; None if it is done."""
+    outside = sys.exception()
+    step.phase = "forward"
+    try:
+        with step.drawing():
+            work()
+    except Exception as error:
+        if not out_of_memory(error, outside=outside):
+            raise
+        return error
+    return None
+
+
+def run_with_retries(step: Step, run: Callable[[], Tensor], prepare: Callable[[], None]) -> Tensor:
+    """Run a step; while memory runs out, again from its start, at half the size.
+
+    Args:
+        step: the step; nothing of it has been run.
+        run: all of it.
+        prepare: puts everything back, for a run with `step.limit` samples in a micro-batch.
+
+    Returns:
+        The loss.
+
+    Raises:
+        Exception: a single sample was too much, or something else than memory failed; an
+            out-of-memory error before it is its cause.
+    """
+    outside = sys.exception()
+    ready: Callable[[], None] | None = None
+    while True:
+        try:
+            if ready is not None:
+                ready()
+            return run()
+        except RanksAgainError as again:
+            ready = partial(_with_all, step, prepare, coupled=again.coupled)
+            continue
+        except StartOverError:
+            failure = None
+        except Exception as error:
+            failure = _for_memory(step, error, outside)
+        ready = partial(_again, step, prepare)
+        if failure is not None:
+            step.shrink(failure)
+
+
+def _again(step: Step, prepare: Callable[[], None]) -> None:
+    step.global_batch.again(coupled=False)
+    prepare()
+
+
+def _with_all(step: Step, prepare: Callable[[], None], *, coupled: bool) -> None:
+    """Make ready for a run that all ranks begin again."""
+    step.global_batch.anew()
+    step.coupled = step.coupled or coupled
+    prepare()
+
+
+def _for_memory(step: Step, error: Exception, outside: BaseException | None) -> Exception:
+    """Return an error that a smaller step may not meet; raise any other."""
+    if not out_of_memory(error, outside=outside):
+        if step.failure is not None and error.__cause__ is None:
+            error.__cause__ = step.failure
+        raise error
+    if not step.can_shrink():
+        raise error
+    return error
+
+
+def cut(micro: MicroBatch, sizes: Sequence[int]) -> Iterator[MicroBatch]:
+    """Yield the next `sizes` rows of a micro-batch, as views."""
+    start = 0
+    for size in sizes:
+        stop = start + size
+        inputs = pytree.rows(micro.inputs, start, stop, micro.size)
+        targets = pytree.rows(micro.targets, start, stop, micro.size)
+        yield MicroBatch(inputs, targets, size, micro.begin + start)
+        start = stop
+
+
+def _at_most(limit: int, micro: MicroBatch) -> Iterator[MicroBatch]:
+    full, rest = divmod(micro.size, limit)
+    return cut(micro, [limit] * full + [rest] * (rest > 0))
+
+
+def _half(size: int) -> int:
+    return (size + 1) // 2

@@ -1,0 +1,418 @@
+"""Plain callable as a loss: a sum of listed losses where traced as one, else a coupled loss.
+
+At the first micro-batch of a step the function is called on outputs that have shapes and no data
+(meta tensors), with the targets of the full batch: that gives the weight and the denominator of
+every term as the undivided batch has them. It is called once more at the size of a micro-batch, to
+see that nothing but the weights depends on the size. Then each micro-batch takes its numerators.
+
+In a rehearsal it is watched outside of it: the constants that it makes have their data then, and
+can be compared.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from anybatch.core import pytree
+from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.oom import out_of_memory
+from anybatch.loss.base import Loss, Part, Scope, Total, call_loss, scalar
+from anybatch.loss.functionals import Numerators, Term
+from anybatch.loss.watch import LossTrace, same_calls
+
+Weighted = list[tuple[float, Term]]
+
+
+class NotAPartError(Exception):
+    """Error for a micro-batch's loss that is no part of the traced one: the loss is coupled."""
+
+
+MANY = 100
+"""Cached calls of a loss that were found equal at all sizes."""
+
+
+@dataclass(frozen=True)
+class FullBatchTrace:
+    """Traced loss of the full batch, for comparison with that of its parts.
+
+    Attributes:
+        key: equal for steps with the same loss.
+        outputs: of the first micro-batch, without data.
+        targets: the same.
+        layout: where each output holds the samples.
+        device: of the outputs.
+        terms: weights and terms.
+        loss_trace: all that was called.
+        reads: it reads rows that are no tensors.
+        parts: places and sizes of the micro-batches that have been compared.
+    """
+
+    key: tuple[Any, ...]
+    outputs: Any
+    targets: Any
+    layout: tuple[int | None, ...]
+    device: torch.device
+    terms: Weighted
+    loss_trace: LossTrace
+    reads: bool
+    parts: set[tuple[int, int]] = field(default_factory=set)
+
+    @property
+    def entries(self) -> bool:
+        """Whether the targets hold rows that are no tensors."""
+        return holds(self.targets)
+
+    def rows(self, size: int) -> tuple[Any, Any]:
+        """Return outputs and targets of so many samples, without data."""
+        outputs = _of_size(self.outputs, size, self.layout)
+        return outputs, _of_size(self.targets, size, None)
+
+
+class CallableLoss(Loss):
+    """A plain callable as a loss, traced at every step."""
+
+    def __init__(self, fn: Callable[..., Tensor]) -> None:
+        self.name = "as written"
+        self._fn = fn
+        self._held: set[Any] = set()
+
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss as the user wrote it."""
+        return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
+
+    def totals(self, scope: Scope) -> list[Total] | None:
+        """Return the terms of the full batch's loss, traced without data."""
+        lazy = scope.batch is None
+        real = scope.first.targets if scope.batch is None else scope.batch.targets
+        first = _without_data(scope.outputs), _without_data(scope.first.targets)
+        targets = _of_size(first[1], scope.size, None) if lazy else real
+        traced, reads = self._traced_full_batch(
+            _of_size(first[0], scope.size, scope.layout), targets, scope
+        )
+        if traced is None or (reads and (lazy or scope.global_size)):
+            return None  # the entries of all samples are not here
+        trace = self._full_batch_trace(scope, first, traced, reads=reads)
+        if not self._holds_in_all_parts(trace, scope):
+            return None
+        found = traced[0] if not scope.global_size else self._over_all_ranks(trace, scope)
+        if found is None:
+            return None
+        late = lazy and any(term.divides for _, term in found)
+        if late and len(found) > 1:
+            return None  # one late denominator can be made good at the end, not two
+        if lazy:  # each micro-batch is loaded with rows as long as its own
+            found = [(weight, replace(term, axes={})) for weight, term in found]
+        try:
+            counts = [None if late else term.denominator() for _, term in found]
+        except (RuntimeError, ValueError, IndexError):  # weights that do not fit the targets
+            return None
+        if any(isinstance(count, Tensor) and count.is_meta for count in counts):
+            return None  # classes that the model returns, of which only some are here
+        return [
+            Total(weight, count, replace(term, trace=trace))
+            for (weight, term), count in zip(found, counts, strict=True)
+        ]
+
+    def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Call the loss, and take the numerators from it.
+
+        Raises:
+            NotAPartError: it is another function of these samples than of the full batch, or fails
+                on them (``squeeze()`` of a single sample).
+        """
+        terms = [total.term for total in totals if total.term is not None]
+        mode, outside = Numerators(terms, micro.size), sys.exception()
+        try:
+            with mode:
+                call_loss(self._fn, outputs, micro.targets)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            if out_of_memory(error, outside=outside):
+                raise
+            raise NotAPartError from error
+        same = len(mode.found) == len(terms) and all(map(Term.part_of, mode.found, terms))
+        trace = terms[0].trace if terms else None
+        if not same or (trace is not None and not self._is_part(trace, outputs, micro)):
+            raise NotAPartError
+        return [Part(term.numerator, term.denominator) for term in mode.found]
+
+    def functions(self) -> tuple[Any, ...]:
+        """Return the callable."""
+        return (self._fn,)
+
+    def _over_all_ranks(self, here: FullBatchTrace, scope: Scope) -> Weighted | None:
+        """Return the terms that were found here, weighted as in the loss of all processes."""
+        every = self._watch(*here.rows(scope.global_size), here, scope.global_size)
+        terms = here.terms
+        if (
+            every is None
+            or not same_calls(every[1], here.loss_trace)
+            or len(every[0]) != len(terms)
+        ):
+            return None
+        return [(weight, term) for (weight, _), (_, term) in zip(every[0], terms, strict=True)]
+
+    def _traced_full_batch(
+        self, outputs: Any, targets: Any, scope: Scope
+    ) -> tuple[tuple[Weighted, LossTrace] | None, bool]:
+        """Trace the loss of the full batch; return whether it reads rows that are no tensors.
+
+        The values of a list of samples must be read in each part of the batch, and those of a list
+        among the outputs are unknown for all of them.
+        """
+        recorded = StandInReads()
+        if not (holds(outputs) or holds(targets)):
+            return self._watch(outputs, targets, scope, scope.size), False
+        found = self._watch(outputs, targets, scope, scope.size, recorded)
+        if recorded.outputs or (found is not None and not recorded.targets):
+            return None if recorded.outputs else found, False
+        return self._watch(outputs, targets, scope, scope.size), True
+
+    def _full_batch_trace(
+        self,
+        scope: Scope,
+        first: tuple[Any, Any],
+        traced: tuple[Weighted, LossTrace],
+        *,
+        reads: bool,
+    ) -> FullBatchTrace:
+        shapes = tuple(tensor.shape for tensor in pytree.flat(first))
+        text = repr(
+            ([call[:3] for call in traced[1].calls], [(t.name, t.options()) for _, t in traced[0]])
+        )
+        key = scope.size, shapes, text, scope.batch is None
+        return FullBatchTrace(
+            key, *first, scope.layout, _device_of(scope.outputs), *traced, reads=reads
+        )
+
+    def _holds_in_all_parts(self, trace: FullBatchTrace, scope: Scope) -> bool:
+        """Compare with the loss of each size of a micro-batch; of each one, where it reads lists.
+
+        So all denominators are counted before the first backward.
+        """
+        if trace.reads and scope.batch is not None:
+            # A dry run, too, compares all rows, and not only its first few
+            # (test_a_list_that_makes_the_last_samples_others_is_planned_for).
+            each = TensorBatch.micro_batches(scope.batch, scope.first.size)
+            return all(self._is_part(trace, scope.outputs, micro) for micro in each)
+        n = scope.first.size
+        if all((trace.key, size) in self._held for size in (n, scope.size % n or n)):
+            return True
+        # Two calls, tail or none: what a dry run counts must not depend on whether there is one
+        # (test_class_weights_that_a_loss_makes_are_rehearsed_without_data).
+        held = [self._holds_anew(trace, size) for size in (n, scope.size % n or n)]
+        return all(held)
+
+    def _is_part(self, trace: FullBatchTrace, outputs: Any, micro: MicroBatch) -> bool:
+        """Return whether a micro-batch's loss is the full batch's, but for its samples."""
+        if not trace.reads:
+            lazy = trace.key[-1] and not trace.entries and holds(micro.targets)
+            return not lazy and self._holds_at(trace, micro.size)
+        place = micro.begin, micro.size
+        if place in trace.parts:
+            return True
+        outputs = _of_size(_without_data(outputs), micro.size, trace.layout)
+        if self._compare(trace, outputs, micro.targets, micro.size):
+            trace.parts.add(place)
+        return place in trace.parts
+
+    def _holds_at(self, trace: FullBatchTrace, size: int) -> bool:
+        """Compare with the loss of so many samples, once for each that calls the same."""
+        return (trace.key, size) in self._held or self._holds_anew(trace, size)
+
+    def _holds_anew(self, trace: FullBatchTrace, size: int) -> bool:
+        held = self._compare(trace, *trace.rows(size), size)
+        if held:
+            if len(self._held) > MANY:  # a weight that moves in every step
+                self._held.clear()
+            self._held.add((trace.key, size))
+        return held
+
+    def _compare(self, trace: FullBatchTrace, outputs: Any, targets: Any, size: int) -> bool:
+        part = self._watch(outputs, targets, trace, size)
+        lazy = trace.key[-1]
+        return (
+            part is not None
+            and same_calls(trace.loss_trace, part[1])
+            and (not lazy or trace.terms[0][0] == part[0][0][0])
+        )
+
+    def _watch(
+        self,
+        outputs: Any,
+        targets: Any,
+        of: Scope | FullBatchTrace,
+        size: int,
+        recorded: StandInReads | None = None,
+    ) -> tuple[Weighted, LossTrace] | None:
+        """Return the terms for `size` samples; with stand-ins, where reads are recorded."""
+        device = of.device if isinstance(of, FullBatchTrace) else _device_of(of.outputs)
+        with unset_fake_temporarily():
+            loss_trace = LossTrace((outputs, of.layout), targets, size, device)
+            if recorded is not None:
+                outputs, targets = (
+                    unread(outputs, recorded.outputs),
+                    unread(targets, recorded.targets),
+                )
+            try:
+                with loss_trace, silent():
+                    result = call_loss(self._fn, outputs, targets)
+                found = loss_trace.combination(result)
+            except Exception:  # whatever it did with data that is not there: not known
+                return None
+            return None if found is None else (found, loss_trace)
+
+
+class Rehearsed(CallableLoss):
+    """The same where fewer rows are tried than the batch has.
+
+    A loss that closes over something for every sample of the batch (labels, weights) takes all of
+    them only. A step calls it so; in a rehearsal of fewer rows a sum of the outputs stands for it.
+    """
+
+    def __init__(self, loss: CallableLoss) -> None:
+        super().__init__(loss._fn)
+        self._held = loss._held
+
+    def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
+        """Return the loss as the user wrote it, if it can be computed, always with a gradient."""
+        outside = sys.exception()
+        try:
+            return super().full_batch(outputs, micro)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            of_fakes = type(error).__module__ != "builtins"  # they have no data to tell
+            if of_fakes or out_of_memory(error, outside=outside):
+                raise
+        floats = [t for _, t in pytree.tensors(outputs) if t.is_floating_point() or t.is_complex()]
+        return torch.stack([t.sum().abs() for t in floats]).sum()
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Suppress warnings: no step computes such rows, or it warns again where it does."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _without_data(values: Any) -> Any:
+    """Return a tree of the same shapes on no device, and without graphs."""
+    with unset_fake_temporarily():
+        return pytree.map_tensors(_empty, values)
+
+
+def _empty(tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    shape = tensor.shape if shape is None else shape
+    empty = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    return empty.requires_grad_(tensor.requires_grad)
+
+
+def _of_size(values: Any, size: int, layout: Sequence[int | None] | None) -> Any:
+    """Return a tree without data of `size` samples, first where no layout says where they lie."""
+    axes = None if layout is None else iter(layout)
+
+    def sized(tensor: Tensor) -> Tensor:
+        axis = next(axes) if axes is not None else (0 if tensor.dim() else None)
+        shape = list(tensor.shape)
+        if axis is not None:
+            shape[axis] = size
+        return _empty(tensor, shape)
+
+    with unset_fake_temporarily():
+        return pytree.map_tensors(sized, values)
+
+
+def _device_of(outputs: Any) -> torch.device:
+    return next((t.device for t in pytree.flat(outputs)), torch.device("cpu"))
+
+
+# Rows that are no tensors: whether a loss reads the lists, texts and arrays of its samples.
+#
+# torch can trace operations on tensors, but not Python's on a list, such as the largest of its
+# entries. So a loss is first called with placeholders, which have no values: if it reads one, its
+# result may depend on the other samples.
+
+ASKS = (
+    "len getitem setitem delitem iter next reversed contains bool int float index complex hash "
+    "repr str format bytes array array_function array_ufunc eq ne lt le gt ge add radd iadd sub "
+    "rsub mul rmul imul truediv rtruediv floordiv mod pow neg abs and or xor invert call enter"
+).split()
+"""Names, without underscores, that Python looks up on a type and not on the object."""
+
+
+class UnreadError(Exception):
+    """Error for a read of a stand-in, which has no values."""
+
+
+class StandIn:
+    """Stand-in for a list, text or array of samples, which records a read and fails.
+
+    Args:
+        leaf: the value that it replaces.
+        reads: the type of the leaf is added to it, for each read.
+    """
+
+    def __init__(self, leaf: Any, reads: list[type]) -> None:
+        object.__setattr__(self, "_stands", (type(leaf), reads))
+
+    def __getattribute__(self, name: str) -> Any:
+        """Return its class, which all parts of the batch share; record and refuse other reads."""
+        type_, reads = object.__getattribute__(self, "_stands")
+        if name == "__class__":
+            return type_
+        reads.append(type_)
+        raise UnreadError(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse it."""
+        getattr(self, name)
+
+
+def _reader(name: str) -> Callable[..., Any]:
+    def read(self: StandIn, *_: Any) -> Any:
+        return getattr(self, name)
+
+    return read
+
+
+for _name in (f"__{name}__" for name in ASKS):
+    setattr(StandIn, _name, _reader(_name))
+
+
+def is_entries(leaf: Any) -> bool:
+    """Say whether a leaf of a tree has one entry a sample and is no tensor."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.ndim > 0
+    return isinstance(leaf, pytree.LISTS)  # of samples, or of texts: others are structure
+
+
+def holds(values: Any) -> bool:
+    """Say whether a tree holds rows that are no tensors."""
+    return any(is_entries(leaf) for _, leaf in pytree.leaves(values))
+
+
+@dataclass(frozen=True)
+class StandInReads:
+    """Types of the stand-ins that were read: one for each read."""
+
+    outputs: list[type] = field(default_factory=list)
+    targets: list[type] = field(default_factory=list)
+
+
+def unread(values: Any, reads: list[type]) -> Any:
+    """Return a tree with stand-ins for the rows that are no tensors.
+
+    Args:
+        values: outputs or targets.
+        reads: the type of each leaf that is read is added to it.
+    """
+    return pytree.map_leaves(lambda x: StandIn(x, reads) if is_entries(x) else x, values)

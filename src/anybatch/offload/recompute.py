@@ -1,0 +1,520 @@
+"""Recomputation of saved tensors from others: recipes read from autograd's graph, and rules.
+
+The conv after a BatchNorm and a ReLU saves the ReLU's result, which is as large as the saved tensor
+of BatchNorm, and cheap to compute from it. ``torch.utils.checkpoint`` could drop it, if the model
+were written for that. Here the graph behind a saved tensor shows its computation:
+
+    saved tensor ── ReluBackward0 ── NativeBatchNormBackward0 ── its saved input, weight
+                                                               └─ bias, a leaf
+
+A recipe is read in the step in which it is used, so its constants and operands are those of this
+step. Operands are tensors that nodes of the graph have saved through the same hooks, which notice
+writes to them; leaves; and results of rules on these. With any other operand, there is no recipe.
+
+Source: Chen et al. 2016, "Training deep nets with sublinear memory cost", section 3.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core.accelerator import of
+from anybatch.core.modules import name_of
+from anybatch.memory.stores import empty
+from anybatch.offload.mover import Handle, Saved, Stays, written
+from anybatch.offload.recorder import LEAF, MOVES
+
+DEPTH = 8
+"""Operations that a recipe may have one after another."""
+
+SLACK = 4 << 10
+"""Bytes that any operation may allocate in addition to its result."""
+
+Bring = Callable[[Saved], Any]
+"""Returns a storage, in memory."""
+
+
+class Operand:
+    """A tensor that a node has saved."""
+
+    __slots__ = ("_handle", "held")
+
+    def __init__(self, handle: Handle | Stays) -> None:
+        self._handle = weakref.ref(handle)
+        self.held: Handle | Stays | None = None
+
+    def good(self) -> bool:
+        """Say whether it is still saved, and as it was."""
+        handle = self.handle()
+        return handle is not None and handle.current()
+
+    def handle(self) -> Handle | Stays | None:
+        """Return the handle that replaces the tensor in the node; None when the node is gone."""
+        return self._handle() if self.held is None else self.held
+
+    def tensor(self, bring: Bring) -> Tensor:
+        """Return it, if nothing has written to it since."""
+        handle = self.handle()
+        assert handle is not None
+        if isinstance(handle, Stays):
+            return handle.unpack()
+        handle.check()
+        return handle.tensor(bring(handle.saved))
+
+
+class Leaf:
+    """A parameter: it is there anyway."""
+
+    __slots__ = ("_leaf", "_version")
+
+    def __init__(self, leaf: Tensor) -> None:
+        self._leaf, self._version = leaf, leaf._version
+
+    def good(self) -> bool:
+        """Say whether it is as it was."""
+        return self._leaf._version == self._version
+
+    def tensor(self, _bring: Bring) -> Tensor:
+        """Return it, if nothing has written to it since."""
+        if not self.good():
+            raise written(self._leaf.dtype, self._leaf.shape, self._leaf._version, self._version)
+        return self._leaf.detach()
+
+
+class Number:
+    """Scalar tensor by which a tensor was multiplied, saved without a hook."""
+
+    __slots__ = ("_number",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._number = tensor
+
+    def good(self) -> bool:
+        """Say that it is as it was."""
+        return True
+
+    def tensor(self, _bring: Bring) -> Any:
+        """Return it."""
+        return self._number
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation to be done again.
+
+    Attributes:
+        rule: how.
+        operands: its operands.
+        constants: its constants.
+        shape: of the result.
+        dtype: of the result.
+    """
+
+    rule: Rule
+    operands: tuple[Value, ...]
+    constants: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def most(self) -> int:
+        """Return bytes that it makes, at most."""
+        size = prod(self.shape) * self.dtype.itemsize
+        return SLACK + int((self.rule.workspace + (not self.writes)) * size)
+
+    @property
+    def writes(self) -> bool:
+        """Return whether it writes over its first operand, which was made only for it."""
+        first = self.operands[0]
+        if self.rule.over is None or not isinstance(first, Operation) or first.rule.view:
+            return False
+        return first.shape == self.shape and first.dtype == self.dtype
+
+    def tensor(self, bring: Bring) -> Tensor:
+        """Do it."""
+        values = [None if one is None else one.tensor(bring) for one in self.operands]
+        if self.rule.operands is None:
+            return self.rule.run(values, *self.constants)
+        run = self.rule.over if self.writes else self.rule.run
+        assert run is not None
+        return run(*values, *self.constants)
+
+
+Value = Operand | Leaf | Number | Operation | None
+
+
+class RecomputeRecipe:
+    """How to have a storage again.
+
+    Args:
+        operation: the last one of the recipe.
+        tensor: fills the storage.
+    """
+
+    __slots__ = ("_operation", "_shape", "_size", "_stride")
+
+    def __init__(self, operation: Operation, tensor: Tensor) -> None:
+        self._operation = operation
+        self._shape, self._stride = tensor.shape, tensor.stride()
+        self._size = tensor.untyped_storage().nbytes()
+
+    def hold(self) -> None:
+        """Have it all live as long as this does."""
+        for operand in self._operands():
+            operand.held = operand.handle()
+
+    def good(self) -> bool:
+        """Say whether all that it starts from is there, and as it was."""
+        starts = (one for one in _all(self._operation) if isinstance(one, Operand | Leaf | Number))
+        return all(one.good() for one in starts)
+
+    def sources(self) -> list[Saved]:
+        """Return the storages that it starts from, without those that are never offloaded."""
+        handles = (operand.handle() for operand in self._operands())
+        found = {h.saved.number: h.saved for h in handles if isinstance(h, Handle)}
+        return list(found.values())
+
+    def most(self) -> int:
+        """Return an upper bound of the bytes that it needs in addition to its sources."""
+        made = sum(one.most for one in _all(self._operation) if isinstance(one, Operation))
+        return made + self._size * self._operation.rule.view
+
+    def storage(self, bring: Bring) -> Any:
+        """Follow it, and return a storage of its own."""
+        with torch.no_grad(), torch._C._DisableAutocast():
+            found = self._operation.tensor(bring)
+            fits = found.stride() == self._stride and found.untyped_storage().nbytes() == self._size
+            if fits and not self._operation.rule.view:
+                return found.untyped_storage()
+            storage = empty(self._size, found.device)
+            place = torch.empty(0, dtype=found.dtype, device=found.device)
+            place.set_(storage, 0, self._shape, self._stride).copy_(found)
+            return storage
+
+    def _operands(self) -> Iterator[Operand]:
+        return (one for one in _all(self._operation) if isinstance(one, Operand))
+
+
+def _all(value: Value) -> Iterator[Value]:
+    yield value
+    if isinstance(value, Operation):
+        for operand in value.operands:
+            yield from _all(operand)
+
+
+def read(tensor: Tensor, mine: Callable[[Saved], bool]) -> RecomputeRecipe | None:
+    """Return the recipe of a tensor that is being saved; None where no cheap one is found.
+
+    Args:
+        tensor: as autograd saves it.
+        mine: says whether a storage is one of this step.
+    """
+    dense = 1 + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
+    full = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    if tensor.grad_fn is None or not full or dense != tensor.numel():
+        return None
+    operation = _Reader(mine).made_by(tensor.grad_fn, tensor.output_nr, DEPTH)
+    return None if operation is None else RecomputeRecipe(operation, tensor)
+
+
+class _Reader:
+    """Reads a graph."""
+
+    def __init__(self, mine: Callable[[Saved], bool]) -> None:
+        self._mine = mine
+
+    def made_by(self, node: Any, nr: int, depth: int) -> Operation | None:
+        """Return the operation that a node stands for; None where it is not cheap."""
+        name = name_of(node)
+        rule = RULES.get(name)
+        if rule is None or depth == 0 or (nr and name != "SplitBackward0"):
+            return None
+        if name in ONLY_IN_TRAINING and not node._saved_training:
+            return None
+        operands = self._operands(node, rule, depth)
+        if operands is None:
+            return None
+        made = node._input_metadata[nr]
+        shape, dtype = tuple(made.shape), made.dtype
+        names = [f"_saved_{one}" for one in rule.constants]
+        if not all(hasattr(node, name) for name in names):  # this torch saves others
+            return None
+        constants = [_signed(getattr(node, name)) for name in names]
+        constants += [shape, dtype] if rule.shaped else []
+        constants += [nr] if name == "SplitBackward0" else []
+        return Operation(rule, operands, tuple(constants), shape, dtype)
+
+    def _operands(self, node: Any, rule: Rule, depth: int) -> tuple[Value, ...] | None:
+        edges = node.next_functions
+        names = ("",) * len(edges) if rule.operands is None else rule.operands
+        found: list[Value] = []
+        for k, name in enumerate(names):
+            edge, nr = edges[k] if k < len(edges) else (None, 0)
+            saved = _substitute(node, name.rstrip("?")) if name else None
+            value: Value
+            value = self._operand(saved) if saved is not None else self._value(edge, nr, depth)
+            absent = name.endswith("?") and saved is None and edge is None
+            if value is None and not absent:
+                return None
+            found.append(value)
+        return tuple(found)
+
+    def _value(self, node: Any, nr: int, depth: int) -> Value:
+        """Return the value that passes along an edge of the graph."""
+        if node is None:
+            return None
+        if name_of(node) == LEAF:
+            return Leaf(node.variable) if type(node.variable) in MOVES else None
+        saved = None if nr else _substitute(node, "result")
+        return self.made_by(node, nr, depth - 1) if saved is None else self._operand(saved)
+
+    def _operand(self, saved: Any) -> Operand | Number | None:
+        """Return a tensor that a node has saved by the hooks of this step, or a number."""
+        if isinstance(saved, Number):
+            return saved
+        if isinstance(saved, Stays):
+            return Operand(saved) if saved.current() and type(saved.tensor) in MOVES else None
+        if isinstance(saved, Handle) and saved.current() and self._mine(saved.saved):
+            return Operand(saved)
+        return None
+
+
+def _substitute(node: Any, name: str) -> Any:
+    """Return the hook's substitute for a tensor that a node has saved; None if it saved none."""
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    saved = None if raw is None else getattr(raw, "data", None)
+    if isinstance(saved, Tensor) and getattr(raw, "unpack_hook", 0) is None and not saved.dim():
+        return Number(saved)
+    return saved
+
+
+def _signed(constant: Any) -> Any:
+    """Return a constant with its sign: some nodes store negative dimensions as unsigned."""
+    if isinstance(constant, int) and constant >= 1 << 63:
+        return constant - (1 << 64)
+    if isinstance(constant, tuple):
+        return tuple(map(_signed, constant))
+    return constant
+
+
+# Which nodes of autograd's graph stand for cheap operations, and how to do one of them again.
+#
+# Autograd's graph is made for backward. But a node also has its type, its constants and, where its
+# backward needs them, its operands: that is enough to repeat forward, if the kernel called here is
+# the one that ran there.
+#
+#     NativeBatchNormBackward0   _saved_eps, the saved input, weight ──> native_batch_norm again
+#
+# Running statistics are left out of that call, so nothing is updated twice; and where the saved
+# mean and deviation can take their place, they are not reduced again. No rule has a product of
+# matrices, a convolution or a draw in it. A node without a rule is not cheap.
+#
+# Source: AGBN's "memory monger".
+
+aten = torch.ops.aten
+
+EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
+"""Those that layers and groups are normalised with; their nodes do not know which."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How to do an operation again.
+
+    Attributes:
+        run: takes the operands and the constants, and returns the result.
+        operands: for each, by which name its node saves it, "" where it does not; a trailing "?"
+            is for one that may be None. None for as many as there are, given as one list.
+        constants: by which names its node has them.
+        over: the same as `run`, written over the first operand; None where that cannot be.
+        view: the result may lie in the memory of the first operand.
+        shaped: takes the shape and dtype of the result, too.
+        workspace: bytes of what `run` makes in addition to its result, as a share of it, at most.
+    """
+
+    run: Callable[..., Tensor]
+    operands: tuple[str, ...] | None = ("self",)
+    constants: tuple[str, ...] = ()
+    over: Callable[..., Tensor] | None = None
+    view: bool = False
+    shaped: bool = False
+    workspace: float = 0.25
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, mean: Tensor, invstd: Tensor, eps: float
+) -> Tensor:
+    """Normalise with saved statistics; the CPU kernel multiplies weight and invstd itself."""
+    arguments: tuple[Any, ...] = (weight, bias, None, None, True, 0.0, eps)
+    if of(x.device).host:
+        arguments = (weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)
+    found: Tensor = aten.native_batch_norm(x, *arguments)[0]
+    return found
+
+
+def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    found: Tensor = aten.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
+    return found
+
+
+def _group_norm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    samples: int,
+    channels: int,
+    size: int,
+    groups: int,
+) -> Tensor:
+    """Normalise with the epsilon that reproduces a sample's rstd: from 2.14 no node stores it."""
+    found: Tensor
+    for eps in EPSILONS:
+        one = aten.native_group_norm(x[:1], weight, bias, 1, channels, size, groups, eps)
+        if torch.equal(one[2], rstd[:1]):
+            sizes = (samples, channels, size, groups)
+            found, _, ours = aten.native_group_norm(x, weight, bias, *sizes, eps)
+            if torch.equal(ours, rstd):
+                return found
+            del found, ours
+    parts = (x.reshape(samples, groups, -1) - mean.unsqueeze(2)) * rstd.unsqueeze(2)
+    shape = (1, channels, *(1,) * (x.dim() - 2))
+    return (parts.view_as(x) * weight.view(shape) + bias.view(shape)).to(x.dtype)
+
+
+def _layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    shape: Sequence[int],
+) -> Tensor:
+    """Normalise with the epsilon that reproduces a row's rstd, and check it for all rows."""
+    row = (slice(0, 1),) * (x.dim() - len(shape))
+    for eps in EPSILONS:
+        if torch.equal(aten.native_layer_norm(x[row], shape, weight, bias, eps)[2], rstd[row]):
+            found: Tensor
+            found, _, ours = aten.native_layer_norm(x, shape, weight, bias, eps)
+            if torch.equal(ours, rstd):
+                return found
+            del found, ours
+    found = (x - mean) * rstd  # an epsilon of the person's own: right, if not bit for bit
+    found = found if weight is None else found * weight
+    return (found if bias is None else found + bias).to(x.dtype)
+
+
+def _max_pool(x: Tensor, *constants: Any) -> Tensor:
+    found: Tensor = aten.max_pool2d_with_indices(x, *constants)[0]
+    return found
+
+
+def _add(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    return torch.add(a, b, alpha=alpha)
+
+
+def _add_over(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    return a.add_(b, alpha=alpha)
+
+
+def _sub(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    return torch.sub(a, b, alpha=alpha)
+
+
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    found: Tensor = aten.gelu(x, approximate=approximate)
+    return found
+
+
+def _cast(x: Tensor, _shape: Any, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, copy=True)
+
+
+def _view(x: Tensor, shape: Sequence[int], _dtype: Any) -> Tensor:
+    return x.reshape(tuple(shape))
+
+
+def _expand(x: Tensor, shape: Sequence[int], _dtype: Any) -> Tensor:
+    return x.expand(tuple(shape))
+
+
+def _split(x: Tensor, dim: int, size: int, nr: int) -> Tensor:
+    found: Tensor = aten.split(x, size, dim)[nr]
+    return found
+
+
+VIEW = Rule(_view, ("",), view=True, shaped=True)
+POOL = ("kernel_size", "stride", "padding")
+
+RULES = {
+    "ReluBackward0": Rule(torch.relu, ("",), over=torch.relu_),
+    "SigmoidBackward0": Rule(torch.sigmoid, ("",), over=torch.sigmoid_),
+    "TanhBackward0": Rule(torch.tanh, ("",), over=torch.tanh_),
+    "LeakyReluBackward0": Rule(aten.leaky_relu, constants=("negative_slope",)),
+    "EluBackward0": Rule(aten.elu, constants=("alpha", "scale", "input_scale")),
+    "HardtanhBackward0": Rule(aten.hardtanh, constants=("min_val", "max_val")),
+    "LeakyReluBackward1": Rule(aten.leaky_relu, ("",), ("negative_slope",)),
+    "EluBackward1": Rule(aten.elu, ("",), ("alpha", "scale", "input_scale")),
+    "HardtanhBackward1": Rule(aten.hardtanh, ("",), ("min_val", "max_val")),
+    "ClampBackward1": Rule(aten.clamp, constants=("min", "max")),
+    "SoftplusBackward0": Rule(aten.softplus, constants=("beta", "threshold")),
+    "GeluBackward0": Rule(_gelu, constants=("approximate",)),
+    "SiluBackward0": Rule(aten.silu),
+    "MishBackward0": Rule(aten.mish),
+    "HardswishBackward0": Rule(aten.hardswish),
+    "AddBackward0": Rule(_add, ("", ""), ("alpha",), _add_over),
+    "SubBackward0": Rule(_sub, ("", ""), ("alpha",)),
+    "MulBackward0": Rule(torch.mul, ("self", "other"), over=Tensor.mul_),
+    "CatBackward0": Rule(torch.cat, None, ("dim",)),
+    "NativeBatchNormBackward0": Rule(
+        _batch_norm, ("input", "weight", "bias", "result1", "result2"), ("eps",)
+    ),
+    "CudnnBatchNormBackward0": Rule(_cudnn_batch_norm, ("input", "weight", "bias"), ("epsilon",)),
+    "NativeGroupNormBackward0": Rule(
+        _group_norm,
+        ("input", "weight", "bias", "result1", "result2"),
+        ("N", "C", "HxW", "group"),
+    ),
+    "NativeLayerNormBackward0": Rule(
+        _layer_norm,
+        ("input", "weight?", "bias?", "result1", "result2"),
+        ("normalized_shape",),
+    ),
+    "MaxPool2DWithIndicesBackward0": Rule(
+        _max_pool, constants=(*POOL, "dilation", "ceil_mode"), workspace=4.0
+    ),
+    "AvgPool2DBackward0": Rule(
+        aten.avg_pool2d,
+        constants=(*POOL, "ceil_mode", "count_include_pad", "divisor_override"),
+    ),
+    "UpsampleNearest2DBackward0": Rule(
+        aten.upsample_nearest2d, ("",), ("output_size", "scales_h", "scales_w")
+    ),
+    "UpsampleBilinear2DBackward0": Rule(
+        aten.upsample_bilinear2d,
+        ("",),
+        ("output_size", "align_corners", "scales_h", "scales_w"),
+    ),
+    "ToCopyBackward0": Rule(_cast, ("",), shaped=True),
+    "CloneBackward0": Rule(torch.clone, ("",)),
+    "ViewBackward0": VIEW,
+    "UnsafeViewBackward0": VIEW,
+    "ReshapeAliasBackward0": VIEW,
+    "ExpandBackward0": Rule(_expand, ("",), view=True, shaped=True),
+    "TransposeBackward0": Rule(torch.transpose, ("",), ("dim0", "dim1"), view=True),
+    "PermuteBackward0": Rule(torch.permute, ("",), ("dims",), view=True),
+    "SplitBackward0": Rule(_split, ("",), ("dim", "split_size"), view=True),
+    "SliceBackward0": Rule(aten.slice, ("",), ("dim", "start", "end", "step"), view=True),
+}
+"""By the name of the node."""
+
+ONLY_IN_TRAINING = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
+"""Outside it they normalise with running statistics, which may have moved on."""

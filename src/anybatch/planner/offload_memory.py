@@ -1,0 +1,592 @@
+"""Choice of a micro-batch size with saved tensors offloaded, and of the bytes to offload.
+
+Smaller micro-batches send less: the same bytes hold a larger share of them. Larger ones compute
+faster. So sizes are timed as they would be run, and without timing the one that sends least is
+chosen. The chosen one runs dry once more on real rows, all of it offloaded, because kernels may
+have workspace that no fake shows; that also measures the speed of the store.
+
+    floor on fakes <= budget ──> sizes ──> timed ──> one ──> recorded on real rows ──> rooms, stall
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from anybatch.core.absent import absent, enough
+from anybatch.core.batch import count_micro_batches
+from anybatch.core.plan import OffloadPlan
+from anybatch.core.plan_sections import Candidate, Link, Memory
+from anybatch.core.units import show_bytes, show_samples
+from anybatch.errors import BudgetError, NotYetError
+from anybatch.execution.signature import MICRO_BATCHES, Case, RunPlan, few, first_rows
+from anybatch.memory.ledger import Timeline
+from anybatch.memory.meter import STEP, Meter
+from anybatch.memory.spill import Spill, clocked, maker, require_space
+from anybatch.memory.stores import BLOCK, BOUNCE, Store
+from anybatch.offload.course import Course, Recording, set_course
+from anybatch.offload.mover import SMALL, Mover
+from anybatch.offload.recorder import FAST, StepRecorder, link_of
+from anybatch.offload.saved_tensors import Hooked, Keeping, StepHooks, without_outside
+from anybatch.offload.unroll import Stretch, chained
+from anybatch.planner import rehearsal
+from anybatch.planner.forecast import WORKSPACE, Forecast, merged, total
+from anybatch.planner.probe import LONG, seconds
+from anybatch.planner.search import MOVED, fastest, search, step_seconds
+
+SAVED = "saved tensors"
+"""The owner of resident saved tensors, where some of them are offloaded."""
+
+
+class OffloadedSizes:
+    """Choice of a size with saved tensors offloaded, for one signature.
+
+    Attributes:
+        foreseen: forecast of its steps.
+        full_batch: the batch must not be divided.
+        times: size -> seconds of a micro-batch, where it was timed.
+
+    Args:
+        foreseen: forecast of its steps.
+        case: returns the real one.
+        size: N_B, samples in the mini-batch.
+        most: samples that a micro-batch may have.
+        budget: bytes.
+        source: where these come from, in words.
+        spill: where saved tensors go.
+        full_batch: the batch must not be divided.
+        ready: is called with a size before it is timed.
+    """
+
+    def __init__(
+        self,
+        foreseen: Forecast,
+        case: Callable[[], Case],
+        size: int,
+        *,
+        most: int,
+        budget: int,
+        source: str,
+        spill: Spill,
+        full_batch: bool,
+        ready: Callable[[int], None],
+    ) -> None:
+        self._ready = ready
+        self.foreseen, self._case, self._size, self._most = foreseen, case, size, most
+        self._budget, self._source, self._spill = budget, source, spill
+        self.full_batch = full_batch
+        self._steps: dict[int, OffloadedStep] = {}
+        self.times: dict[int, float] = {}
+
+    def largest(self) -> int:
+        """Return the most samples that fit fully offloaded, of 1, 2, 4 ... and most; or 0."""
+        if self.full_batch:
+            return self._size if self._most >= self._size and self.fits(self._size) else 0
+        found, n = 0, 1
+        while n < self._most and self.fits(n):
+            found, n = n, 2 * n
+        if (n >= self._most or found == 0) and self.fits(self._most):
+            return self._most
+        return found
+
+    def fits(self, n: int) -> bool:
+        """Return whether micro-batches of `n` fit with all saved tensors offloaded."""
+        return self.floor(n) <= self._budget
+
+    def timed(self, cap: int) -> int:
+        """Return the fastest size up to `cap`, as timed."""
+        self.times = search(cap, self._size, self.seconds)
+        return fastest(self.times, self._size) if self.times else cap
+
+    @property
+    def possible(self) -> bool:
+        """Whether anything is large enough to offload, and a dry run can forecast it.
+
+        It is the activations of the undivided batch, which are more than any storage of them.
+        """
+        owners = self.foreseen.owners(self._size, self._size)
+        return self.foreseen.case is not None and owners.get(STEP, 0) >= SMALL
+
+    def moving(self, n: int) -> float:
+        """Return a lower bound on the seconds of copies in a step in micro-batches of `n`."""
+        much = max(0, self.foreseen.peak(n, self._size) - self._budget)
+        link, count = self._link, count_micro_batches(self._size, n)
+        return MOVED * much * count * (1 / link.out + 1 / link.back)
+
+    @cached_property
+    def _link(self) -> Link:
+        """How fast a few bytes have gone where saved tensors would, and returned."""
+        owners = self.foreseen.owners(1, self._size)
+        available = self._budget - sum(owners.values()) + owners.get(STEP, 0)
+        try:
+            return clocked(self._where, min(BOUNCE, max(available, BLOCK)), self._case().device)
+        except OSError:  # a trial will say it
+            return Link(out=FAST, back=FAST)
+
+    def least(self, cap: int) -> int:
+        """Return the size up to `cap` with the fewest bytes offloaded; the larger on a tie."""
+        rehearsed = [n for n in self._steps if n <= cap and self.fits(n)]
+        return min(rehearsed, key=lambda n: (self._sent(n), -n))
+
+    def seconds(self, n: int, enough: float = LONG) -> float | None:
+        """Time a micro-batch as it would be run; None where it does not fit.
+
+        Args:
+            n: samples.
+            enough: seconds after which a first run is taken as it is.
+
+        Raises:
+            StoreError: the offloaded tensors do not fit in the store.
+        """
+        if not self.fits(n):
+            return None
+        require_space(self._step(n).most, self._where)
+        self._ready(n)
+        keeping = Keeping(self._maker(), self._case().device)
+        keeping.begin(self._step(n).within(self._budget).capacity)
+        try:
+            return seconds(
+                self._case(), self.foreseen.inspection, n, offload=keeping, enough=enough
+            )
+        finally:
+            keeping.close()
+
+    def candidates(self, n: int = 0) -> tuple[Candidate, ...]:
+        """Return the sizes that fit with all offloaded, of those recorded so far, and `n`."""
+        size, timed = self._size, self.times
+        return tuple(
+            Candidate(
+                k,
+                one.within(self._budget).predicted,
+                step_seconds(timed, k, size) if k in timed else None,
+                offloaded=True,
+            )
+            for k, one in sorted(self._steps.items())
+            if k == n or one.floor <= self._budget
+        )
+
+    def planned(self, n: int, *, real: bool) -> RunPlan:
+        """Return how a batch is run in micro-batches of `n`.
+
+        Args:
+            n: samples.
+            real: see on real rows that they fit.
+
+        Raises:
+            BudgetError: they do not.
+            StoreError: the offloaded tensors do not fit in the store.
+        """
+        if not self.fits(n):
+            self._refuse(n)
+        found = self._step(n)
+        require_space(found.most, self._where)
+        if real and self.foreseen.case is not None and absent() is None:
+            found = self._really(n)
+            self._steps[n] = found
+            if found.floor > self._budget:
+                self._refuse(n)
+        return self._described(n, found, found.within(self._budget))
+
+    @property
+    def smallest(self) -> int:
+        """Return the size that holds the least: one sample, or all, without sums of gradients."""
+        if self.full_batch or self._most < self._size:
+            return self._size if self.full_batch else 1
+        return min((1, self._size), key=lambda n: (self.floor(n), n))
+
+    def floor(self, n: int) -> int:
+        """Return the fewest bytes in which micro-batches of `n` can be run."""
+        return self._step(n).floor
+
+    def helps(self, n: int) -> bool:
+        """Return whether `n` samples have bytes to offload; 0 is the size with least memory."""
+        return self._step(n or self.smallest).saved > 0
+
+    def _refuse(self, n: int) -> NoReturn:
+        """Raise an error with the bytes that micro-batches of `n` need, and a size that fits.
+
+        Raises:
+            BudgetError: always.
+        """
+        needed = self.floor(n)
+        fits = 0 if self.full_batch else self._most_below(n)
+        owners = sorted(self._step(n).all_owners.items(), key=lambda pair: -pair[1])
+        listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
+        cut = "undivided" if n >= self._size else f"with micro-batches of {show_samples(n)}"
+        smaller = f"micro_batch={fits} or less, or " if fits else ""
+        workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
+        raise BudgetError(
+            f"a step must fit in memory, and {cut}, with all saved tensors offloaded, it needs "
+            f"{show_bytes(needed)} ({listed}), and the budget is {show_bytes(self._budget)} "
+            f"({self._source}): give {smaller}{enough(needed)} or more, {workspace}smaller "
+            "samples, or an optimizer with less state",
+            needed=needed,
+            budget=self._budget,
+        )
+
+    def _most_below(self, n: int) -> int:
+        """Return the most samples below `n` that fit; 0 for none."""
+        low, high = 0, n
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(middle) else (low, middle)
+        return low
+
+    def _step(self, n: int) -> OffloadedStep:
+        if n not in self._steps:
+            fakes = self.foreseen.case
+            self._steps[n] = (
+                self._really(n)
+                if fakes is None
+                else rehearse_offloaded(self.foreseen, fakes, n, self._size)
+            )
+        return self._steps[n]
+
+    def _really(self, n: int) -> OffloadedStep:
+        return rehearse_offloaded(
+            self.foreseen, self._case(), n, self._size, self._maker(), self._budget
+        )
+
+    @property
+    def _where(self) -> str:
+        return self._spill.where(self._case().device)
+
+    def _maker(self) -> Callable[[], Store]:
+        return maker(self._where, self._case().device)
+
+    def _sent(self, n: int) -> int:
+        return self._step(n).within(self._budget).sent(count_micro_batches(self._size, n))
+
+    def _described(self, n: int, found: OffloadedStep, fitted: Fitted) -> RunPlan:
+        foreseen, size, count = self.foreseen, self._size, count_micro_batches(self._size, n)
+        owners = found.all_owners
+        resident = fitted.predicted - sum(owners.values())
+        if resident > 0:
+            owners = merged(owners, {SAVED: resident})
+        memory = Memory(
+            budget=self._budget,
+            source=self._source,
+            predicted=fitted.predicted,
+            owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+            floor=min(one.floor for one in self._steps.values()),
+            undivided=foreseen.peak(size, size),
+            how=f"{foreseen.how}, with all saved tensors offloaded",
+            candidates=self.candidates(n),
+        )
+        offload = OffloadPlan(
+            store=self._spill.store(self._case().device),
+            folder=self._spill.folder,
+            capacity=fitted.capacity,
+            saved=found.saved,
+            sent=fitted.sent(count),
+            most=found.most,
+            stall=fitted.stall(count) if found.clocked else None,
+            remade=fitted.remade(count),
+        )
+        inspection = foreseen.inspection
+        passes = partial(
+            chained,
+            found.stretches(fitted),
+            budget=self._budget,
+            most=fitted.predicted,
+            clocked=found.clocked,
+        )
+        return RunPlan(
+            n, False, memory, inspection.coupled, inspection.loss, offload=offload, passes=passes
+        )
+
+
+# Dry run of a step with all saved tensors offloaded: its floor, and its plan for a budget.
+#
+# A dry run on tensors without data yields the bytes of a step; with hooks that drop all saved
+# tensors it yields the rest: the floor of a step out of core. The same dry run records each
+# micro-batch for the planners, so a budget is turned into an offload plan before anything has run.
+# On real rows, with a real store, it also yields seconds.
+#
+#     ledger   states, gradients, inputs ... │ mu_0: floor ... course ... │ mu_1 ...
+#     budget   M - what is there beside it  = available to a micro-batch
+
+LINK = Link(out=FAST, back=FAST)
+"""Between a rehearsal without data and nowhere."""
+
+
+class RehearsedMicroBatch(NamedTuple):
+    """One micro-batch of a rehearsal.
+
+    Attributes:
+        first: it found no sums of gradients.
+        there: bytes that were live when it began.
+        begin: kernels counted before it.
+        end: kernels counted after it.
+        recording: of its own storages.
+    """
+
+    first: bool
+    there: int
+    begin: int
+    end: int
+    recording: Recording
+
+
+@dataclass(frozen=True)
+class OffloadedStep:
+    """Recorded step with all saved tensors offloaded.
+
+    Attributes:
+        owners: owners and bytes at its peak.
+        between: the most bytes that are live while no micro-batch is computed.
+        parts: its first micro-batches.
+        link: how fast saved tensors went and returned.
+        held: bytes in addition to all this.
+        other_peak: owners and bytes at the peak before and after the step.
+        clocked: it was run, so its seconds are those of a step.
+    """
+
+    owners: dict[str, int]
+    between: int
+    parts: tuple[RehearsedMicroBatch, ...]
+    link: Link
+    held: dict[str, int]
+    other_peak: dict[str, int]
+    clocked: bool
+
+    @property
+    def floor(self) -> int:
+        """Return the fewest bytes with which such a step can be made."""
+        single = max(part.there + part.recording.peak for part in self.parts)
+        return max(total(self.all_owners), total(self.held) + single)
+
+    @property
+    def all_owners(self) -> dict[str, int]:
+        """Return owner -> bytes at the largest peak before, during or after the step."""
+        return max(merged(self.owners, self.held), self.other_peak, key=total)
+
+    @property
+    def saved(self) -> int:
+        """Return the most bytes of saved tensors that a micro-batch can offload."""
+        return max(sum(part.recording.sizes) for part in self.parts)
+
+    @property
+    def most(self) -> int:
+        """Return the bytes that the store needs for the saved tensors, in blocks."""
+        return max(sum(size + BLOCK for size in part.recording.sizes) for part in self.parts)
+
+    def within(self, budget: int) -> Fitted:
+        """Return the offload plan of the step within a budget.
+
+        Raises:
+            BudgetError: it is below the floor.
+        """
+        if self.floor > budget:
+            raise BudgetError("below the floor", needed=self.floor, budget=budget)
+        held = total(self.held)
+        courses = [
+            set_course(part.recording, budget - held - part.there, self.link) for part in self.parts
+        ]
+        predicted = max(
+            total(self.other_peak),
+            held + self.between,
+            *(held + p.there + c.predicted for p, c in zip(self.parts, courses, strict=True)),
+        )
+        return Fitted(predicted, self._rooms(predicted), self.parts, tuple(courses))
+
+    def stretches(self, fitted: Fitted) -> tuple[Stretch, ...]:
+        """Return the micro-batches in order, with the bytes that are live next to each."""
+        held = total(self.held)
+        pairs = zip(self.parts, fitted.courses, strict=True)
+        return tuple(Stretch(held + part.there, course) for part, course in pairs)
+
+    def _rooms(self, predicted: int) -> tuple[int, int]:
+        """Return the bytes that the first micro-batch may make, and any other."""
+        first = [part.there for part in self.parts if part.first]
+        others = [part.there for part in self.parts if not part.first] or first
+        most = predicted - total(self.held)
+        return most - max(first or others), most - max(others)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Offload plan of a step within a budget.
+
+    Attributes:
+        predicted: bytes that it holds at most.
+        capacity: bytes that its first micro-batch may make, and any other.
+        parts: its first micro-batches.
+        courses: of each of them.
+    """
+
+    predicted: int
+    capacity: tuple[int, int]
+    parts: tuple[RehearsedMicroBatch, ...]
+    courses: tuple[Course, ...]
+
+    def sent(self, count: int) -> int:
+        """Return the bytes offloaded in a step of `count` micro-batches."""
+        return sum(course.sent for course in self._all(count))
+
+    def remade(self, count: int) -> int:
+        """Return the bytes recomputed in such a step, neither resident nor offloaded."""
+        return sum(course.remade for course in self._all(count))
+
+    def stall(self, count: int) -> float:
+        """Return the seconds in which such a step waits for copies."""
+        return sum(course.stall for course in self._all(count))
+
+    def _all(self, count: int) -> list[Course]:
+        """Return the course of every micro-batch; those that were not rehearsed are the last."""
+        found = list(self.courses[:count])
+        return found + [self.courses[-1]] * (count - len(found))
+
+
+def rehearse_offloaded(
+    foreseen: Forecast,
+    case: Case,
+    n: int,
+    size: int,
+    make: Callable[[], Store] | None = None,
+    tries: int = 0,
+) -> OffloadedStep:
+    """Run a step with its saved tensors offloaded, on fake tensors or real rows.
+
+    Args:
+        foreseen: forecast of such steps.
+        case: on fakes, or the real one.
+        n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+        make: returns the store of a real one; None (default) keeps nothing, for fakes.
+        tries: bytes that a real one may hold during trials of recomputation. Default 0: no trials,
+            for fakes have no values to compare.
+    """
+    recorders: list[Recorder] = []
+    divided, inspection = foreseen.divides(n, size), foreseen.inspection
+    held = foreseen.held(size, divided=divided)
+    if not divided and foreseen.copied:  # seen on real rows inside a step, which has its own copy
+        held = merged(held, {"buffers": foreseen.copied})
+    if grown := foreseen.grown(n, size):
+        held = merged(held, {"gradients": grown})
+    inside = tries - total(held) if make is not None else 0
+
+    def sends(meter: Meter) -> Recorder:
+        recorders.append(Recorder(case, meter, make, inside))
+        return recorders[0]
+
+    try:
+        if divided:
+            case = replace(
+                first_rows(_rows(case, n, size), size), global_samples=foreseen.global_samples
+            )
+            line = rehearsal.divided(case, n, inspection, accumulator=False, sends=sends)
+        else:
+            line = rehearsal.full_batch(_rows(case, size, size), size, inspection, sends=sends)
+    finally:
+        for recorder in recorders:
+            recorder.close()
+    parts = tuple(recorders[0].parts)
+    live, tried = line.live.sum(1), recorders[0].tried
+    spans = [range(part.begin, part.end) for part in parts]
+    outside = [int(b) for t, b in enumerate(live) if not any(t in span for span in spans)]
+    return OffloadedStep(
+        owners=foreseen.summed(_without(line, tried)),
+        between=max([*outside, total(line.final())]),
+        parts=parts,
+        link=LINK if make is None else recorders[0].link,
+        held=held,
+        other_peak=max(foreseen.other_peaks(n, size), key=total),
+        clocked=make is not None,
+    )
+
+
+def _without(line: Timeline, tried: set[int]) -> Timeline:
+    """Return a step without the events in which something was tried: they are no part of it."""
+    retained = [t for t in range(len(line.events)) if t not in tried]
+    return Timeline(line.owners, tuple(line.events[t] for t in retained), line.live[retained])
+
+
+def _rows(case: Case, n: int, size: int) -> Case:
+    """Return the case with rows enough, where they are real."""
+    count = MICRO_BATCHES * n if n < size else n
+    return case if case.fake else few(case, min(count, max(size, n)))
+
+
+class Recorder:
+    """Recorder of micro-batches with all their saved tensors offloaded.
+
+    Args:
+        case: the case of the dry run.
+        meter: counts its bytes.
+        make: returns a store; None keeps nothing.
+        tries: bytes that may be live during trials of recomputation.
+
+    Attributes:
+        parts: the micro-batches so far.
+        tried: the events in which it was tried to compute something again.
+    """
+
+    def __init__(
+        self, case: Case, meter: Meter, make: Callable[[], Store] | None, tries: int
+    ) -> None:
+        self._device, self._meter, self._tries = case.device, meter, tries
+        self._mover = Mover(make or Nowhere, case.device)
+        self.parts: list[RehearsedMicroBatch] = []
+        self.tried: set[int] = set()
+
+    @property
+    def link(self) -> Link:
+        """Return how fast saved tensors went and returned."""
+        return link_of(self._mover)
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of a micro-batch of `size` samples."""
+        del size
+        there, begin = self._meter.live, self._meter.events
+        watch = StepRecorder(self._device, max(0, self._tries - there), None)
+        with Hooked(StepHooks(self._mover, self._device, watch, {}), self._mover, watch):
+            work()
+        if self._meter.events - begin != watch.events:
+            raise NotYetError(
+                "to offload saved tensors, each kernel of a step must run in two dry runs, and "
+                "some run in one only (sparse gradients make others): give more memory, so that "
+                "none is offloaded, or sparse=False"
+            )
+        self.tried.update(begin + t for aside in watch.asides for t in aside)
+        self.parts.append(
+            RehearsedMicroBatch(first, there, begin, self._meter.events, without_outside(watch))
+        )
+
+    def close(self) -> None:
+        """Release the stored tensors."""
+        self._mover.close()
+
+
+class Nowhere:
+    """A store of tensors without data."""
+
+    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return a function that does nothing."""
+        del key, storage
+        return _nothing
+
+    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
+        """Return a function that does nothing."""
+        del key, storage
+        return _nothing
+
+    def put(self, key: Hashable, data: Tensor) -> None:
+        """Keep nothing."""
+
+    def get(self, key: Hashable, out: Tensor) -> None:
+        """Fill nothing."""
+
+    def drop(self, key: Hashable) -> None:
+        """Forget nothing."""
+
+    def close(self) -> None:
+        """Forget nothing."""
+
+
+def _nothing() -> None:
+    """Copy nothing."""

@@ -1,0 +1,492 @@
+"""Dry run of a step under the meter, on fake tensors or a few rows: its bytes at every event.
+
+A formula for activations omits a loss's intermediates, the gradient that waits to be added, and the
+outputs of a first pass. So nothing is modelled: the mechanism itself is run, on fakes of the model,
+the loss and the rows, for three micro-batches: the first finds no gradients, the second finds them
+and another micro-batch on its way, the third is like the second, and so are later ones.
+
+    inspection: forward, forward of fewer │ mu_0 │ mu_1 │ mu_2 │ update  bytes live at every kernel
+
+Real tensors go the same way where fakes cannot (a value is read, a kernel hides its workspace).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import _get_current_function_mode_stack
+
+from anybatch.conv.dispatch import KernelRecorder
+from anybatch.core import pytree
+from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.modules import renormalised, tensors_of
+from anybatch.core.norm import NonReducingNorms, RefusedNorms, counters
+from anybatch.core.python_state import PythonState, rehearse_difference
+from anybatch.core.transaction import Before, no_optimizer_step, uninterrupted
+from anybatch.distributed.local_batch import AbsentRanks, Rows
+from anybatch.errors import LossError
+from anybatch.execution.buffers import ForwardBuffers
+from anybatch.execution.discover import discoverer
+from anybatch.execution.full_batch_rng.kernels import Weighing
+from anybatch.execution.gradients import Gradients
+from anybatch.execution.inspection import (
+    comparable,
+    layout_of,
+    quietly,
+    rough_layout,
+    two_sizes,
+    written,
+)
+from anybatch.execution.prefetch import DeviceLink
+from anybatch.execution.signature import MICRO_BATCHES, Case, Claiming, bytes_of, first_rows
+from anybatch.execution.step import Layout, MicroBatchOffloader, Step
+from anybatch.execution.streaming import Lap, Parts, feed, laps, stream, undivided
+from anybatch.execution.two_pass import COUPLED, loss_of_all, pull, shares, value_of_all
+from anybatch.lockstep.batchnorm import batch_norm
+from anybatch.loss.calls import LossCalls
+from anybatch.loss.holders import Depth, Writes
+from anybatch.loss.tracer import CallableLoss, Rehearsed
+from anybatch.memory.fakes import uncounted
+from anybatch.memory.ledger import Timeline
+from anybatch.memory.meter import FOREIGN, Meter
+from anybatch.planner.notes import shapes_of_moments
+
+WATCHED = 2
+"""Samples of the micro-batch at which a loss is watched, of a mini-batch of twice as many."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Findings of the first inspection of a model.
+
+    Attributes:
+        layout: where the outputs hold the samples.
+        copies: forward writes to its inputs, or the loss to its targets, so it gets copies.
+        coupled: the loss needs all outputs at once.
+        loss: the loss in words.
+        lanes: micro-batches wait for each other.
+        shows: bytes of the outputs of a sample.
+        gathers: bytes that forward gathers of all samples, for each of them.
+    """
+
+    layout: Layout
+    copies: bool
+    coupled: bool = False
+    loss: str = ""
+    lanes: bool = False
+    shows: int = 0
+    gathers: int = 0
+
+
+def inspect_model(case: Case, n: int) -> tuple[Timeline, Inspection]:
+    """Run the first inspection of a model under the meter, as a step would.
+
+    Args:
+        case: the case of the dry run.
+        n: samples in a micro-batch.
+
+    Returns:
+        Its bytes, and its findings.
+    """
+    exact_norms = case.batchnorm == "exact" and not case.lanes
+    with (
+        metered(case) as (meter, _),
+        torch.no_grad(),
+        RefusedNorms([]) if exact_norms else nullcontext(),
+    ):
+        step = make_step(case, Claiming(case.device, meter), n, None, MICRO_BATCHES)
+        full, part = two_sizes(step)
+        outputs, gathered = step.forward(full), _gathered_so_far()
+        fewer = step.forward(part)
+        find = layout_of if step.loss.takes_outputs else rough_layout
+        held = find(outputs, fewer, full.size, part.size)
+        layout = held if step.loss.takes_outputs else ()
+        for _, _, one, _ in comparable(outputs, fewer, held, part.size):
+            rehearse_difference(one)
+        if case.draws:  # what learning them compares is there while forward runs again
+            compared = pytree.map_tensors(torch.empty_like, fewer)
+            step.forward(full)
+            del compared
+    copies = written(full) or written(part)
+    shows = -(-sum(bytes_of(t) for _, t in pytree.tensors(outputs)) // full.size)
+    gathers = -(-gathered // case.together)
+    found = Inspection(layout, copies, lanes=case.lanes, shows=shows, gathers=gathers)
+    return meter.timeline(), found
+
+
+def _gathered_so_far() -> int:
+    """Return the bytes of the rows of all samples that forward has gathered."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    return max((mode.gathered for mode in modes if isinstance(mode, NonReducingNorms)), default=0)
+
+
+Sends = Callable[[Meter], MicroBatchOffloader]
+"""Returns where the saved tensors of a rehearsal go."""
+
+Around = Callable[[], AbstractContextManager[Any]]
+"""Returns a context."""
+
+
+def divided(
+    case: Case,
+    n: int,
+    inspection: Inspection,
+    *,
+    accumulator: bool,
+    sends: Sends | None = None,
+    around: Around = nullcontext,
+) -> Timeline:
+    """Rehearse the first micro-batches of a divided step.
+
+    Args:
+        case: the case of the dry run.
+        n: samples in a micro-batch.
+        inspection: findings of the first inspection.
+        accumulator: gradients are summed in an accumulator.
+        sends: returns the offloader of saved tensors; None (default) offloads none.
+        around: returns the context of a loss of all outputs. Default none.
+    """
+    with metered(case) as (meter, before):
+        gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
+        step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
+        step.layout, step.copies = inspection.layout, inspection.copies
+        step.discover = discoverer(step, before)
+        step.offloader = None if sends is None else sends(meter)
+        with torch.set_grad_enabled(case.trains):
+            coupled = inspection.coupled
+            if not coupled and stream(step) is None:  # as these rows tell, and fewer did not
+                step.restart()
+                coupled = True
+            if coupled:
+                _gathered(step, case, around)
+        claim_gradients(meter, gradients)
+    return meter.timeline()
+
+
+def kernels(case: Case, n: int, inspection: Inspection) -> KernelRecorder:
+    """Return the convolutions recorded in a micro-batch; the case is made of fakes.
+
+    Args:
+        case: the case of the dry run.
+        n: samples in the micro-batch.
+        inspection: findings of the first inspection.
+    """
+    recorder = KernelRecorder(case.model)
+
+    @contextmanager
+    def mode() -> Iterator[None]:
+        with case.mode(), recorder:
+            yield
+
+    full_batch(replace(first_rows(case, n), mode=mode), n, inspection)
+    return recorder
+
+
+def watch_loss(case: Case, inspection: Inspection) -> Inspection:
+    """Return the findings plus the name, coupling and writes of the loss, traced on few rows."""
+    rows = own_rows(case, 2 * WATCHED)
+    tried = replace(case, rows=rows, size=rows.size)
+    with metered(case) as (meter, _), torch.no_grad():
+        step = make_step(tried, Claiming(case.device, meter), min(WATCHED, rows.size), None, 1)
+        step.layout, step.copies = inspection.layout, inspection.copies
+        coupled = stream(step) is None
+        (micro,) = step.feed()
+        targets = [t for _, t in pytree.tensors(rows.targets)]
+        with Writes(targets) as observed:
+            step.loss.full_batch(step.forward(micro), micro)
+    writes = bool(observed) or any(t._version > 0 for t in targets)
+    loss = COUPLED if coupled else step.found
+    return replace(inspection, coupled=coupled, loss=loss, copies=inspection.copies or writes)
+
+
+def draws(case: Case, n: int) -> list[int]:
+    """Return the bytes of each draw of a forward of `n` samples; none where they are not shared."""
+    if not case.draws:
+        return []
+    with metered(case) as (meter, _), torch.no_grad():
+        step = make_step(case, Claiming(case.device, meter), n, None, 1)
+        (micro,) = step.feed()
+        with Weighing() as weighing:
+            step.forward(micro)
+    found: list[int] = weighing.bytes
+    return found
+
+
+def entries(case: Case, n: int, inspection: Inspection) -> int:
+    """Return the bytes that a sample adds to sparse gradients; 0 where they are dense."""
+    if not case.trains:
+        return 0
+    with metered(case) as (meter, before):
+        gradients = Gradients(case.leaves)
+        step = make_step(case, Claiming(case.device, meter), n, gradients, 1)
+        step.layout, step.copies = inspection.layout, inspection.copies
+        step.discover = discoverer(step, before)
+        with torch.enable_grad():
+            (micro,) = step.feed()
+            loss = step.loss.full_batch(step.forward(micro), micro)
+            step.pull([loss], [torch.ones_like(loss)])
+        there = [p.grad for p in gradients.parameters if p.grad is not None and p.grad.is_sparse]
+        return -(-sum(map(bytes_of, there)) // n)
+
+
+def full_batch(
+    case: Case, size: int, inspection: Inspection | None = None, *, sends: Sends | None = None
+) -> Timeline:
+    """Run an undivided step of `size` samples under the meter; `sends` offloads saved tensors."""
+    case = case if inspection is None else unharmed(case, size, writes=inspection.copies)
+    ungathered = replace(case, size=0, meets=0)  # nothing but these samples is gathered
+    with metered(ungathered, undivided=True) as (meter, before):
+        gradients = Gradients(case.leaves, wide=False) if case.trains else None
+        step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
+        step.discover = discoverer(step, before)
+        step.offloader = None if sends is None else sends(meter)
+        with torch.set_grad_enabled(case.trains):
+            undivided(step)
+        claim_gradients(meter, gradients)
+    return meter.timeline()
+
+
+def _gathered(step: Step, case: Case, around: Around) -> None:
+    """Rehearse both passes of a coupled loss: few micro-batches, and the loss of all samples.
+
+    Over ranks the joined outputs are sent to the tensor of all samples.
+    """
+    rows, micro_batches = case.rows, step.feed()
+    first = next(micro_batches)
+    if case.fake and step.calls is not None:  # a first step learns that the loss couples samples
+        step.compare(step.forward(first), first)
+    with torch.no_grad():
+        outputs = step.forward(first)
+    own = size = max(step.batch.size, first.size)
+    all_rows = _rows_of_all(step, outputs, size)
+    parts, trains = Parts(step, first.inputs), step.gradients is not None
+    found = parts.outputs(first, graph=trains) if step.offloader is None else []
+    places = [0, *accumulate(len(pytree.flat(one)) for one in found)]
+    last = found[-1:]
+    del found
+    cut = pytree.rows(rows.targets, 0, min(size, rows.size), rows.size)
+    of_all = partial(_targets_of_all, cut, device=case.device)
+    with around():
+        every, targets = _rows_of_all(step, outputs, size), of_all(size)
+        del all_rows
+        if case.global_samples:
+            here = every, targets
+            size = max(size, case.global_samples)
+            every, targets = _rows_of_all(step, outputs, size), of_all(size)
+            del here
+        del outputs
+        full = Rows(every, targets, size, 0, leads=True, here=own)
+        local, step.global_batch = (
+            step.global_batch,
+            AbsentRanks(size) if case.global_samples else step.global_batch,
+        )
+        if step.gradients is None:
+            value_of_all(step, full)
+            return
+        captured, step.global_batch = loss_of_all(step, full), local
+    for graph in map(pytree.flat, last):
+        place = len(captured.gradients) - len(graph)
+        step.pull(*shares(step, graph, captured.gradients, 0, place))
+        del graph
+    last.clear()
+
+    def again(micro: MicroBatch, lap: Lap) -> None:
+        pull(step, micro, captured.gradients, 0, lap=lap, place=places[lap or 0])
+
+    for lap in laps(step):
+        for micro in chain([first], micro_batches) if lap is None else feed(step, lap):
+            step.under(partial(again, lap=lap))(micro)
+    step.finish()
+
+
+def _rows_of_all(step: Step, outputs: Any, size: int) -> Any:
+    """Return outputs of `size` samples like those of a few."""
+    axes = iter(step.layout or ())
+
+    def grown(tensor: Tensor) -> Tensor:
+        axis, shape = next(axes), list(tensor.shape)
+        if axis is not None:
+            shape[axis] = size
+        return tensor.new_zeros(shape)
+
+    return pytree.map_tensors(grown, outputs)
+
+
+def _targets_of_all(few: Any, size: int, device: torch.device) -> Any:
+    """Return targets of `size` samples like those of a few, which may be on the host."""
+
+    def grown(tensor: Tensor) -> Tensor:
+        if not tensor.dim():
+            return tensor.to(device)
+        return tensor.new_zeros((size, *tensor.shape[1:]), device=device)
+
+    return pytree.map_tensors(grown, few)
+
+
+# Setup of a dry run: its case is prepared and metered, and all changes are restored.
+#
+#   gradients set aside │ hooks of parameters off │ what modules keep is noted │ the step │ all back
+#
+# Fakes are discarded, so only state that forward stores outside of them is restored.
+
+
+def unharmed(case: Case, rows: int, *, writes: bool) -> Case:
+    """Return the case with its own copy of rows, where forward `writes` to its inputs."""
+    return case if case.fake or not writes else replace(case, rows=own_rows(case, rows))
+
+
+def own_rows(case: Case, rows: int) -> TensorBatch:
+    """Return the first rows as copies, except leaves that receive a gradient."""
+    pair = (case.rows.inputs, case.rows.targets)
+    count = min(rows, case.rows.size)
+    with case.mode():
+        inputs, targets = pytree.map_tensors(
+            lambda t: t if t.requires_grad else t.clone(),
+            pytree.rows(pair, 0, count, case.rows.size),
+        )
+    return TensorBatch(inputs, targets, count)
+
+
+@contextmanager
+def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
+    """Run the body on a case without its gradients, and restore all that it changed.
+
+    Args:
+        case: the real one, or fakes of it.
+        undivided: the batch is not divided, so BatchNorm is torch's own. Default False.
+
+    Raises:
+        LossError: the loss draws from an iterator, which cannot be restored.
+    """
+    if case.state is not None and case.state.iterators:
+        raise LossError(
+            "a loss must have state that can be restored after a dry run, and it reaches an "
+            f"iterator ({', '.join(case.state.iterators)}): give micro_batch=, which needs no dry "
+            "run, or count in an attribute"
+        )
+    before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
+    attributes = PythonState()
+    attributes.modules((module for _, module in case.modules), attributes=not case.fake)
+    state = None if case.state is None else case.state.snapshot(Depth.THOROUGH)
+    _forget_casts(case)
+    try:
+        before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
+        Gradients(case.leaves).set_aside()
+        for _, module in [] if case.fake else renormalised(case.modules):
+            module.max_norm = None  # or a rehearsal would write to its weight
+        with (
+            no_optimizer_step(before),
+            _in_one_piece(case),
+            case.mode(),
+            _single_lane(case, undivided),
+        ):
+            yield before
+    finally:
+        with uninterrupted():
+            attributes.put_back()
+            if case.state is not None and state is not None:
+                case.state.restore(state)
+            failures = before.put_back()
+            _forget_casts(case)
+        for failure in failures:
+            raise failure
+
+
+def _forget_casts(case: Case) -> None:
+    """Drop the casts that autocast keeps: a rehearsal makes its own, and takes them along."""
+    if torch.is_autocast_enabled(case.device.type):
+        torch.clear_autocast_cache()
+
+
+class LoneNorms(NonReducingNorms):
+    """Runs BatchNorm by the kernels of a lane, forward and backward, without other lanes.
+
+    Half precision is widened there, which torch's own backward does not do.
+    """
+
+    def normalise(
+        self,
+        x: Tensor,
+        running: tuple[Tensor | None, Tensor | None],  # noqa: ARG002
+        weight: Tensor | None,
+        bias: Tensor | None,
+        momentum: float,  # noqa: ARG002
+        eps: float,
+    ) -> Tensor:
+        """Return x, normalised by made-up moments."""
+        return batch_norm(x, weight, bias, eps, moments=shapes_of_moments)[0]
+
+
+def _single_lane(case: Case, undivided: bool) -> AbstractContextManager[Any]:  # noqa: FBT001
+    """Return a context without BatchNorm's barrier: one lane runs, and no statistics move."""
+    norms = NonReducingNorms if undivided else LoneNorms
+    return norms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
+
+
+def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
+    """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
+    return uninterrupted() if case.fake else nullcontext()
+
+
+@contextmanager
+def metered(case: Case, *, undivided: bool = False) -> Iterator[tuple[Meter, Before]]:
+    """Run the body as `put_back` does, under a meter that knows the tensors of the model."""
+    modules = [module for _, module in case.modules]
+    every = [*tensors_of(modules, "_parameters"), *case.leaves]
+    owned = {
+        "parameters": [p for p in every if id(p) not in case.paged],
+        "buffers": tensors_of(modules, "_buffers"),
+        FOREIGN: [p for p in every if id(p) in case.paged],
+    }
+    with (
+        quietly(),
+        put_back(case, undivided=undivided) as before,
+        _keep_large(case),
+        Meter(case.device, owned, spare=case.spare) as meter,
+        uncounted(meter, case.leaves, case.paged),
+    ):
+        yield meter, before
+
+
+def make_step(
+    case: Case, link: DeviceLink, n: int, gradients: Gradients | None, count: int
+) -> Step:
+    """Return the step of a case in micro-batches of `n`, of which `count` will be run."""
+    buffers = tensors_of((module for _, module in case.modules), "_buffers")
+    return Step(
+        model=case.model,
+        loss=Rehearsed(case.loss) if type(case.loss) is CallableLoss else case.loss,
+        batch=case.batch(count),
+        micro_batch=n,
+        link=link,
+        buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
+        gradients=gradients,
+        batchnorm=case.batchnorm,
+        calls=_calls(case),
+        budgeted=True,
+    )
+
+
+def _keep_large(case: Case) -> AbstractContextManager[None]:
+    state = case.state
+    return nullcontext() if case.fake or state is None else state.large_restored()
+
+
+def _calls(case: Case) -> LossCalls | None:
+    state = case.state
+    if state is None or not (state or state.written_by_person):
+        return None
+    return LossCalls(state, twice=case.fake)  # a real call would count where nothing can undo it
+
+
+def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:
+    """Claim the existing gradients for their owner in the meter."""
+    if gradients is not None:
+        meter.claim("gradients", (p.grad for p in gradients.parameters if p.grad is not None))

@@ -1,0 +1,289 @@
+"""Memory touched by each phase of a lane, traced by a dry run of that lane only.
+
+A phase goes from one barrier to the next. Storages of earlier phases may be evicted until a kernel
+needs them (`anybatch.memory.pager`), so the memory of a running lane is that touched by its phase
+so far. These tensors need not be modelled: the lane runs as in the step, through the same BatchNorm
+and under the same mode, with a recorder in place of the pager.
+
+    kernels      conv  relu  conv │ wait │ norm  relu  conv │ wait │ ...
+    touched      a,x   ab    abc  │      │ cd    cde   cdef │      │
+    untouched    -     -     -    │      │ ab    ab    ab   │      │
+
+If phases do not end in BatchNorm, or one lane does not show all bytes, there is no result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from anybatch.core.barrier import meeting_in
+from anybatch.core.batch import count_micro_batches
+from anybatch.core.norm import counters
+from anybatch.execution.gradients import HALF, gradient_dtype
+from anybatch.execution.signature import MICRO_BATCHES, Case, few, first_rows
+from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
+from anybatch.memory.ledger import Bytes, Timeline
+from anybatch.memory.lockstep_budget import Lane, Sizes
+from anybatch.memory.meter import STEP, Meter
+from anybatch.memory.pager import Paging, keep
+from anybatch.planner import rehearsal
+from anybatch.planner.forecast import Forecast, merged, total
+from anybatch.planner.notes import SingleLaneBarrier, StorageRecorder, shapes_of_moments
+
+INPUTS = "inputs"
+"""The owner of a micro-batch on the device."""
+
+GRADIENTS = "gradients"
+"""The owner of the sums in ``.grad``, as `anybatch.planner.rehearsal` counts them."""
+
+LOSS = "the loss of all outputs"
+"""The event at which all outputs are joined."""
+
+
+def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) -> Lane | None:
+    """Return a lane of `n` samples; None where its memory depends on other lanes.
+
+    Args:
+        foreseen: forecast of such steps; it caches dry runs of lanes.
+        n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+        rehearsed: rehearse it where that was not done before. Default True.
+    """
+    key, case = (n, size if foreseen.inspection.coupled else 0), foreseen.case
+    if rehearsed and key not in foreseen.lanes:
+        foreseen.lanes[key] = None if case is None else _rehearsed(foreseen, case, n, size)
+    return foreseen.lanes.get(key)
+
+
+def step_of(
+    lane: Lane, foreseen: Forecast, n: int, size: int, budget: int
+) -> tuple[Timeline, tuple[int, ...] | None]:
+    """Return a step in lanes as a timeline, and the budget of waiting lanes.
+
+    Args:
+        lane: one of them.
+        foreseen: forecast, for the bytes in addition.
+        n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+        budget: bytes.
+
+    Returns:
+        The step at the kernels of a lane, and the bytes for waiting ones; None where all of them
+        fit, negative where one lane that runs does not.
+    """
+    lanes, shown = count_micro_batches(size, n), size * foreseen.inspection.shows
+    joins = shown if foreseen.inspection.coupled else 0  # by one lane: resident
+    held = merged(foreseen.held(size, divided=True), {STEP: lane.others(lanes) + joins})
+    waits = lane.waits(lanes, shown - joins)
+    waiting = lane.capacity(budget - total(held), waits)
+    return lane.step(held, waits, waiting), waiting
+
+
+def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None:
+    if not _alike(foreseen, case):
+        return None
+    with case.mode():  # or there would be fewer of them than three, or the last one smaller
+        case = few(case, n * MICRO_BATCHES)
+    case = first_rows(case, n * MICRO_BATCHES)
+    coupled = foreseen.inspection.coupled
+    case = replace(case, size=size) if coupled else case
+    watched: list[LaneRehearsal] = []
+
+    def sends(meter: Meter) -> LaneRehearsal:
+        watched.append(LaneRehearsal(meter, case, coupled=coupled))
+        return watched[0]
+
+    line = rehearsal.divided(case, n, foreseen.inspection, accumulator=False, sends=sends)
+    (lanes,) = watched
+    lane = lanes.lane(line)
+    return lane if lane is None or not coupled else lanes.with_loss(lane, line)
+
+
+def _alike(foreseen: Forecast, case: Case) -> bool:
+    """Return whether a single lane behaves like each of many."""
+    elsewhere = foreseen.global_samples or case.draws or case.lazy or case.paged or case.sharded
+    if elsewhere or not case.trains:
+        return False
+    half = any(gradient_dtype(leaf) in HALF for leaf in case.leaves)  # summed between phases
+    return not half and not torch.is_autocast_enabled(case.device.type)
+
+
+class Touching(Paging):  # type: ignore[no-untyped-call]
+    """Dispatch mode that records the untouched bytes after every kernel.
+
+    Args:
+        notes: of the lane.
+        meter: counts events, inside this.
+
+    Attributes:
+        untouched: event -> bytes; of an event in which several kernels ran, the fewest.
+        most: the most bytes that may be evicted since this was last set.
+        makes: the most bytes that a kernel has made since this was last set.
+        outside: the most bytes that may not be evicted since this was last set, of any owner.
+    """
+
+    def __init__(self, notes: StorageRecorder, meter: Meter) -> None:
+        super().__init__(notes)
+        self._notes, self._meter = notes, meter
+        self.untouched: dict[int, int] = {}
+        self.most = self.makes = self.outside = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run one kernel."""
+        before = self._meter.live
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.makes = max(self.makes, self._meter.live - before)
+        event, now = self._meter.events - 1, self._notes.untouched
+        self.untouched[event] = min(now, self.untouched.get(event, now))
+        holds = self._notes.holds
+        self.most = max(self.most, holds)
+        self.outside = max(self.outside, self._meter.live - holds)
+        return result
+
+
+class LaneRehearsal:
+    """Runs each micro-batch of a rehearsal as a lane; the last of them counts.
+
+    Args:
+        meter: counts the bytes of the rehearsal.
+        case: the case of the dry run.
+        coupled: in some phase lanes wait once more, for the loss of all outputs.
+    """
+
+    def __init__(self, meter: Meter, case: Case, *, coupled: bool) -> None:
+        self._meter, self._case, self._coupled = meter, case, coupled
+        self._notes = StorageRecorder(case.device)
+        self._touching = Touching(self._notes, meter)
+        self._ends: list[tuple[int, int, int]] = []
+        self._first_ends: list[int] = []
+        self._begin = self._there = self._stays = 0
+        self._first: int | None = None
+        self._makes: list[int] = []
+        self._shared: list[int] = []
+        self._storages: list[tuple[Sizes, Sizes]] = []
+        self._began: Sizes = Counter()
+
+    def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
+        """Do `work`, forward and backward of a micro-batch of `size` samples, as a lane."""
+        del size
+        self._notes = notes = StorageRecorder(self._case.device)
+        self._begin, self._there = self._meter.events, self._meter.live
+        self._first = self._begin if self._first is None else self._first
+        self._stays, self._ends = 0, []
+        self._makes, self._shared, self._storages, self._began = [], [], [], Counter()
+        tracked = Tracked(counters(self._case.modules))
+        norms = MeetingNorms(tracked, partial(keep, notes), moments=shapes_of_moments)
+        self._touching = Touching(notes, self._meter)
+        with self._touching, meeting_in(SingleLaneBarrier(notes, self._end)), norms:
+            work()
+        self._end()
+        if first:
+            self._first_ends = [event for event, *_ in self._ends]
+
+    def _end(self) -> None:
+        """End a phase of the lane, and record its bytes."""
+        most = self._touching.most if self._coupled else 0
+        self._makes.append(self._touching.makes)
+        self._shared.append(max(0, self._touching.outside - self._there))
+        ended = self._notes.sizes()
+        self._storages.append((self._began | ended, self._notes.ever))
+        self._began, self._notes.ever = ended, ended.copy()
+        self._touching.most = self._touching.makes = self._touching.outside = 0
+        self._ends.append((self._meter.events, self._notes.holds, most))
+        self._stays = max(self._stays, self._meter.live - self._there - self._notes.accounted)
+        self._notes.phase += 1
+
+    def lane(self, line: Timeline) -> Lane | None:
+        """Return the lane of the dry run `line`; None where a barrier was not BatchNorm's."""
+        if self._notes.unknown:
+            return None
+        end = self._ends[-1][0]
+        live, events = line.live[self._begin : end].copy(), line.events[self._begin : end]
+        notes = self._touching.untouched
+        untouched = np.array([notes.get(self._begin + t, 0) for t in range(len(events))])
+        column = line.owners.index(STEP)
+        untouched = np.minimum(untouched, live[:, column]).astype(np.int64)
+        live[:, column] -= untouched
+        if GRADIENTS in line.owners:
+            column = line.owners.index(GRADIENTS)
+            live[:, column] -= self._not_yet(line.live[:, column], live[:, column])
+        resident, waiting = Timeline(line.owners, events, live), self._waiting(len(events))
+        if INPUTS in line.owners:  # copied to the device, where each lane has its own
+            waiting += int(live[0, line.owners.index(INPUTS)])
+        phases, storages = self._numbers(len(events)), tuple(self._storages)
+        each = tuple(self._makes), tuple(self._shared)
+        return Lane(resident, untouched, waiting, phases, self._stays, *each, storages)
+
+    def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
+        """Return the bytes of gradients that are made after the phase of each event.
+
+        The measured lane has found sums of earlier ones. A step begins without any, and lanes are
+        in the same phase: the first lane has shown those that exist by the end of one.
+
+        Args:
+            rehearsed: [events of the rehearsal] bytes of gradients.
+            there: [events of the lane] of them.
+        """
+        found, begin = np.zeros(len(there), np.int64), 0
+        if len(self._first_ends) != len(self._ends):
+            return found
+        made = rehearsed[self._first_ends[-1] - 1]
+        for shown, (event, *_) in zip(self._first_ends, self._ends, strict=True):
+            end = event - self._begin
+            found[begin:end] = made - rehearsed[shown - 1]
+            begin = end
+        return np.clip(found, 0, there)
+
+    def with_loss(self, lane: Lane, line: Timeline) -> Lane:
+        """Return the lane with the loss of all outputs, which the last of them computes.
+
+        It was before all lanes in the dry run. Its position in a phase does not matter: it is added
+        to the most that a phase has touched, and the most that waits.
+        """
+        before, resident = line.live[: self._first], lane.resident
+        if not self._first:
+            return lane
+        row, own, there = (
+            before[int(before.sum(1).argmax())].copy(),
+            resident.live.sum(1),
+            self._there,
+        )
+        if GRADIENTS in resident.owners:  # none of them is there before backward
+            column = resident.owners.index(GRADIENTS)
+            own, there = own - resident.live[:, column], there - int(line.live[self._begin, column])
+        row[resident.owners.index(STEP)] += int(own.max()) - min(there, int(own.min()))
+        events, live = (*resident.events, LOSS), np.vstack([resident.live, row])
+        untouched = np.append(lane.untouched, lane.untouched.max())
+        waiting = np.append(lane.at_barrier, lane.at_barrier.max())
+        phases = np.append(lane.segments, 0)
+        return Lane(Timeline(resident.owners, events, live), untouched, waiting, phases, lane.stays)
+
+    def _numbers(self, events: int) -> Bytes:
+        """Return the number of the phase of each event."""
+        found, begin = np.zeros(events, np.int64), 0
+        for number, (event, *_) in enumerate(self._ends, 1):
+            found[begin : event - self._begin] = number
+            begin = event - self._begin
+        return found
+
+    def _waiting(self, events: int) -> Bytes:
+        """Return the bytes of a lane at the begin of the phase of each event, or at its end."""
+        found, before, begin = np.zeros(events, np.int64), 0, 0
+        for event, holds, most in self._ends:
+            end = event - self._begin
+            found[begin:end] = max(before, holds, most)
+            before, begin = holds, end
+        return found

@@ -1,0 +1,77 @@
+"""Comparison of tensors piece by piece: the same numbers as at once, and few bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from anybatch.core import python_state
+from anybatch.memory.meter import Meter
+
+SHAPES = [(), (1,), (7,), (5, 3), (3, 1, 4), (2, 9000), (9000, 2), (4, 30, 200), (2, 50000, 3)]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0,), (3, 0, 2)])
+@pytest.mark.parametrize("parts", [1, 16])
+def test_the_pieces_cover_a_tensor_once(shape: tuple[int, ...], parts: int) -> None:
+    count = torch.zeros(shape)
+    for place in python_state.places(shape, parts):
+        count[place] += 1
+        assert count[place].numel() <= max(python_state.LEAST, count.numel() // parts)
+    assert bool((count == 1).all())
+
+
+def at_once(a: Tensor, b: Tensor) -> tuple[float, float]:
+    finite = a.isfinite() & b.isfinite()
+    a, b = a[finite], b[finite]
+    return (float((a - b).abs().max()), float(a.abs().max())) if len(a) else (0.0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.complex64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_largest_difference_is_that_of_the_tensors_at_once(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    a, b = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype)
+    for one, value in ((a, math.nan), (b, math.inf), (a, -math.inf)):
+        if one.numel() > 8:
+            one.view(-1)[torch.randint(one.numel(), (3,))] = value
+    assert python_state.difference(a, b) == at_once(a, b)
+    for axis in range(a.dim()):
+        assert python_state.difference(a, b, axis) == at_once(a.flip(axis), b)
+    assert python_state.difference(a.mT, b.mT) == at_once(a, b) if a.dim() > 1 else True
+
+
+def test_a_difference_that_overflows_is_infinite() -> None:
+    a = torch.tensor([60000.0, 1.0], dtype=torch.float16)
+    assert python_state.difference(a, -a) == (math.inf, 60000.0)
+
+
+def test_numbers_that_are_not_finite_are_left_out() -> None:
+    a, b = torch.tensor([math.nan, 1.0]), torch.tensor([1.0, math.inf])
+    assert python_state.difference(a, b) == (0.0, 0.0)
+
+
+def test_one_number_in_the_last_piece_distinguishes_tensors() -> None:
+    a = torch.zeros(3, (1 << 20) + 5)
+    b = a.clone()
+    assert python_state.equal(a, b)
+    b[-1, -1] = 1e-30
+    assert not python_state.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(5000,), (3, 40000), (2, 500, 300)])
+def test_a_comparison_holds_what_its_rehearsal_does(shape: tuple[int, ...]) -> None:
+    a, b = torch.randn(shape), torch.randn(shape)
+    with Meter(torch.device("cpu")) as compared:
+        python_state.difference(a, b, 0)
+    with Meter(torch.device("cpu")) as rehearsed:
+        python_state.rehearse_difference(b)
+    assert 0.8 * rehearsed.peak <= compared.peak <= rehearsed.peak
+    assert (
+        compared.peak <= 4 * max(python_state.LEAST, b.numel() // python_state.PARTS) * b.itemsize
+    )

@@ -1,0 +1,188 @@
+"""What was shown for one size of batch is compared again for another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_of, undivided
+from tests.unit.execution.proof.nets import Body, Net, batch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine
+from anybatch.errors import NotExactError
+from anybatch.execution.proof.inspected import FREE, LARGER, ComparedSizes
+
+
+class Ghosts(nn.Module):
+    """Batch normalisation of 8 samples at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.cat([self.norm(part) for part in h.split(8)])
+
+
+COUNTING: dict[str, tuple[Callable[[], Body], tuple[int, ...]]] = {
+    "ghost batches of 8": (Ghosts, (6, 8, 16)),
+    "a branch above 8": (lambda: lambda h: h * 2 if len(h) > 8 else h, (6, 16)),
+    "a factor above 8": (lambda: lambda h: h * (2.0 if len(h) > 8 else 1.0), (6, 16)),
+    "a branch at 12 alone": (lambda: lambda h: h.relu() if len(h) == 12 else h, (16, 12)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTING)
+def test_a_later_batch_of_another_size_is_compared_before_it_computes(name: str) -> None:
+    make, sizes = COUNTING[name]
+    net = Net(make()).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    for n in sizes[:-1]:
+        x, y = batch(n)
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+    net.zero_grad()
+    with pytest.raises(NotExactError, match=f"for {sizes[-1]} samples"):
+        engine.backward(*batch(sizes[-1]))
+    assert all(p.grad is None for p in net.parameters())
+    with pytest.raises(NotExactError, match=f"for {sizes[-1]} samples"):
+        engine.backward(*batch(sizes[-1]))
+
+
+class Asks(nn.Module):
+    """Ask how many samples there are, and compute the same for any number."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.norm(h.reshape(len(h), -1))
+
+
+@pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
+def test_the_evidence_is_of_the_step_that_compared_last(norm: Callable[[], nn.Module]) -> None:
+    net = Net(Asks(norm())).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    steps = []
+    for n in (6, 6, 16, 6, 16, 7):
+        x, y = batch(n)
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+        assert engine.plan is not None
+        assert engine.plan.exact
+        steps.append(engine.plan.exact.step)
+    assert steps == [1, 1, 3, 3, 3, 6]
+
+
+def test_sizes_that_vary_are_not_compared_in_every_step() -> None:
+    recorded = ComparedSizes(counts=True)
+    for n in range(10, 10 + LARGER):
+        assert recorded.new(n, 4)
+        recorded.add(n, 4, n)
+    most = 9 + LARGER
+    assert not recorded.new(most + 1, 4)
+    assert recorded.beyond(most + 1, 4)
+    assert recorded.new(2 * most, 4)
+    assert recorded.new(most, 8)
+    assert not recorded.new(9, 4)
+    assert not recorded.beyond(9, 4)
+    assert len(recorded.pairs) > FREE
+    assert not ComparedSizes(counts=False).new(5, 4)
+
+
+ONE: dict[str, Body] = {
+    "a branch": lambda h: h * 2 if len(h) > 1 else h,
+    "a factor": lambda h: h * (1.0 + (len(h) > 1)),
+    "a function": lambda h: h.relu() if h.shape[0] > 1 else h,
+}
+
+
+@pytest.mark.parametrize(("n", "micro_batch"), [(6, 1), (7, 2), (7, 3), (8, 3)])
+@pytest.mark.parametrize("name", ONE)
+def test_a_micro_batch_of_one_sample_that_is_computed_otherwise_leaves_a_doubt(
+    name: str, n: int, micro_batch: int
+) -> None:
+    net, (x, y) = Net(ONE[name]).double(), batch(n)
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    single = micro_batch == 1 or n % micro_batch == 1
+    assert bool(engine.plan.exact) is not single
+    assert ("one sample may be computed otherwise" in str(engine.plan.exact)) is single
+
+
+class Standardised(nn.Module):
+    """Normalise the rows of a weight by batch_norm, as one row of channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, h: Tensor) -> Tensor:
+        weight = F.batch_norm(self.weight[None], None, None, training=True)[0]
+        return h.reshape(len(h), -1) @ weight
+
+
+def each(h: Tensor) -> Tensor:
+    """Normalise halves of each sample, all of them in one row of channels."""
+    n = len(h)
+    return F.batch_norm(h.reshape(1, n * 2, 4), None, None, training=True).reshape(n, 8)
+
+
+ROWS: dict[str, Callable[[], Body]] = {"a weight": Standardised, "each sample": lambda: each}
+
+
+@pytest.mark.parametrize(("n", "micro_batch"), [(6, 1), (7, 2), (7, 3), (8, 3)])
+@pytest.mark.parametrize("name", ROWS)
+def test_one_row_of_channels_is_by_itself_for_one_sample_too(
+    name: str, n: int, micro_batch: int
+) -> None:
+    net, (x, y) = Net(ROWS[name]()).double(), batch(n)
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    want = undivided(net, F.cross_entropy, x, y)
+    assert_exact(state_of(net, engine.backward(x, y)), want)
+    assert engine.plan is not None
+    assert engine.plan.exact, str(engine.plan.exact)
+
+
+class Positions(nn.Module):
+    """Add where each pixel is, along one dimension of images [n, 4, H, W]."""
+
+    def __init__(self, dim: int, step: float) -> None:
+        super().__init__()
+        self.first, self.last, self.dim, self.step = nn.Conv2d(2, 4, 1), nn.Linear(4, 3), dim, step
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        n, _, height, width = h.shape
+        mask = ~torch.zeros(n, height, width, dtype=torch.bool)
+        places = torch.div(mask.cumsum(self.dim), self.step, rounding_mode="floor")
+        return self.last((h * (1 + places[:, None])).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 4])
+@pytest.mark.parametrize("n", [7, 8, 16])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_an_image_as_high_as_the_batch_is_long_is_no_row(
+    dim: int, n: int, micro_batch: int
+) -> None:
+    net = Positions(dim, 8.0 if dim == 0 else 3.0).double()
+    x, y = torch.randn(n, 2, n, 8, dtype=torch.float64), torch.randint(0, 3, (n,))
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    want = undivided(net, F.cross_entropy, x, y)
+    try:
+        loss = engine.backward(x, y)
+    except NotExactError:
+        assert dim == 0
+        return
+    assert engine.plan is not None
+    assert bool(engine.plan.exact) is (dim > 0), str(engine.plan.exact)
+    if dim > 0:
+        assert_exact(state_of(net, loss), want)

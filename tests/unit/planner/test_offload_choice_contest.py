@@ -1,0 +1,295 @@
+"""Saved tensors leave though a step would fit without, where that is faster by known clocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import Engine, Plan
+from anybatch.core.plan_sections import Link
+from anybatch.errors import BudgetError, StoreError
+from anybatch.memory.meter import Meter
+from anybatch.planner.offload_memory import OffloadedSizes
+from anybatch.planner.search import step_seconds
+
+CPU = torch.device("cpu")
+SIZE = 8
+
+
+class Clocks:
+    """Seconds that are known: of micro-batches as they are, with tensors away, and of lanes."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.here: Callable[[int], float] = lambda n: 1.0 + 0.01 * n
+        self.offloaded: Callable[[int], float] = lambda n: 1.1 + 0.01 * n
+        self.lanes: float | None = 5.0
+        self.wider = 6.0
+        self.link = Link(out=1e12, back=1e12)
+        self.tried: list[int] = []
+        self.in_lanes: list[int] = []
+        self.linked = 0
+        monkeypatch.setattr(
+            "anybatch.planner.offload_choice.seconds", lambda case, inspection, n, **_: self.here(n)
+        )
+        monkeypatch.setattr("anybatch.planner.offload_memory.seconds", self._offloaded)
+        monkeypatch.setattr("anybatch.engine.step_builder.seconds_of_step", self._lanes)
+        monkeypatch.setattr("anybatch.planner.offload_memory.clocked", self._clocked)
+
+    def _offloaded(self, case: Any, inspection: Any, n: int, **_: Any) -> float:
+        self.tried.append(n)
+        return self.offloaded(n)
+
+    def _lanes(
+        self, step_inputs: Any, batch: Any, modules: Any, n: int, available: Any, offloaded: Any
+    ) -> float | None:
+        if offloaded is not None and (n == SIZE or not step_inputs.meets(modules)):
+            return step_seconds({k: self.offloaded(k) for k in range(1, SIZE + 1)}, n, SIZE)
+        if not step_inputs.meets(modules):
+            return step_seconds({k: self.here(k) for k in range(1, SIZE + 1)}, n, SIZE)
+        self.in_lanes.append(n)
+        return self.lanes if offloaded is None else self.wider
+
+    def _clocked(self, *_: Any) -> Link:
+        self.linked += 1
+        return self.link
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    return Clocks(monkeypatch)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), *(nn.Tanh() for _ in range(15))).double()
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    return torch.randn(SIZE, 256, 16).double(), torch.randn(SIZE, 256, 16).double()
+
+
+def convolutions() -> nn.Module:
+    layers = [
+        layer
+        for wide in (3, 8)
+        for layer in (
+            nn.Conv2d(wide, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            *(nn.Tanh() for _ in range(6)),
+        )
+    ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()).double()
+
+
+def images() -> tuple[Tensor, Tensor]:
+    return torch.randn(SIZE, 3, 16, 16).double(), torch.randint(0, 8, (SIZE,))
+
+
+@cache
+def tight_budget(make: Callable[[], nn.Module]) -> int:
+    """Bytes in which micro-batches of three fit with all of their saved tensors, and no more do."""
+    model, loss, batch = parts(make)
+    options = {"memory": "1GiB", "timed": False, "micro_batch": 3, "offload": "off"}
+    memory = anybatch.plan(model, loss, batch, **options).memory
+    assert memory is not None
+    return next(c.peak_bytes for c in memory.candidates if c.micro_batch == 3) + 1024
+
+
+def parts(make: Callable[[], nn.Module]) -> tuple[nn.Module, Any, tuple[Tensor, Tensor]]:
+    return (mlp(), F.mse_loss, rows()) if make is mlp else (make(), F.cross_entropy, images())
+
+
+def step(engine: Engine, batch: Any) -> int:
+    """The most bytes that were live in a step, which its plan has foreseen."""
+    model = engine.model
+    model.zero_grad()
+    with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+        engine.backward(*batch)
+    assert engine.last is not None
+    assert engine.last.predicted_bytes is not None
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert meter.peak <= engine.last.predicted_bytes <= engine.plan.memory.budget
+    return meter.peak
+
+
+def test_larger_micro_batches_are_chosen_where_they_are_faster_with_tensors_offloaded(
+    clocks: Clocks,
+) -> None:
+    model, batch = mlp(), rows()
+    memory = tight_budget(mlp)
+    engine, before = Engine(model, F.mse_loss, memory=memory), snapshot(model)
+    plan = engine.foresee(*batch)
+    assert same(before, snapshot(model))
+    assert plan.memory is not None
+    assert plan.offload is not None
+    assert (plan.micro_batch, plan.mechanism) == (8, "undivided")
+    assert clocks.tried == [6, 8]
+    assert Plan.from_json(plan.to_json()) == plan
+    text = str(plan)
+    assert "saved tensors offloaded; chosen: the fastest timed" in text
+    assert "161 % slower" in text  # 3.08 s in threes
+    assert "saved tensors offloaded; runner-up: 85 % slower" in text  # 2.18 s in sixes
+    assert (
+        "timed as it would be run, a step takes 1.18 s in micro-batches of 8 with saved tensors "
+        "offloaded, and 3.08 s in micro-batches of 3 without"
+    ) in text
+    timed = list(clocks.tried)
+    for n in (8, 6, 3):  # what comes later is not timed
+        step(engine, tuple(t[:n] for t in batch))
+        assert engine.last is not None
+        assert engine.last.micro_batches == 1
+        assert (engine.last.moved_bytes > 0) == (n > 3)
+    assert clocks.tried == timed
+    assert engine.plan is not None
+    assert replace(engine.plan, loss=plan.loss) == plan  # how it is called undivided
+
+
+@pytest.mark.parametrize("slower", [0.5, 9.0])
+def test_all_stays_where_that_is_faster(clocks: Clocks, slower: float) -> None:
+    clocks.offloaded = lambda n: slower + 1.02 * n
+    model, batch = mlp(), rows()
+    memory = tight_budget(mlp)
+    plan = anybatch.plan(model, F.mse_loss, batch, memory=memory)
+    assert clocks.tried == [6, 8]  # one may lose by its last micro-batch, of two samples
+    assert plan.offload is None
+    assert (plan.micro_batch, plan.mechanism) == (3, "streaming")
+    text = str(plan)
+    assert "saved tensors offloaded; " in text
+    assert "3 without" in text
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_the_gradient_of_a_plan_that_was_chosen_so_is_that_of_the_batch(clocks: Clocks) -> None:
+    model, batch = mlp(), rows()
+    memory = tight_budget(mlp)
+    clocks.offloaded = lambda n: 1.1 if n < SIZE else 9.0
+    engines: list[Engine] = []
+
+    def run(ours: nn.Module) -> Tensor:
+        engines.append(Engine(ours, F.mse_loss, memory=memory))
+        return engines[0].backward(*batch)
+
+    assert_exact(state_after(model, run), undivided(model, F.mse_loss, *batch))
+    assert engines[0].last is not None
+    assert engines[0].last.micro_batch == 6
+    assert engines[0].last.moved_bytes > 0
+
+
+INF = float("inf")
+
+
+@pytest.mark.large(few=3)
+@pytest.mark.parametrize(
+    ("lanes", "wider", "chosen", "offloaded"),
+    [
+        (5.0, 6.0, SIZE, True),  # the full batch with all away, which takes 1.2 s
+        (1.0, 6.0, 3, False),
+        (INF, 6.0, SIZE, True),
+        (5.0, 1.1, 4, True),  # lanes that leave while they run
+        (1.0, 0.9, 4, True),
+        (INF, INF, SIZE, True),
+        (0.8, INF, 3, False),
+    ],
+)
+def test_lanes_against_wider_ones_and_the_whole_batch_with_all_away(
+    clocks: Clocks, lanes: float, wider: float, chosen: int, offloaded: bool
+) -> None:
+    mechanism = "lockstep" if chosen < SIZE else "undivided"
+    clocks.lanes, clocks.wider, clocks.offloaded = lanes, wider, lambda _: 1.2
+    clocks.here = lambda n: 0.2 + 0.01 * n
+    model, batch = convolutions(), images()
+    memory = tight_budget(convolutions)
+    engine = Engine(model, F.cross_entropy, memory=memory)
+    plan = engine.foresee(*batch)
+    assert clocks.in_lanes == [3, 4]
+    assert clocks.tried == [SIZE]
+    assert (plan.mechanism, plan.micro_batch) == (mechanism, chosen)
+    assert (plan.offload is not None) == offloaded
+    assert plan.memory is not None
+    found = {(c.micro_batch, c.offloaded): c.seconds for c in plan.memory.candidates}
+    assert found[SIZE, True] == 1.2
+    assert found[3, False] == (lanes if lanes < INF else None)
+    assert found[4, True] == (wider if wider < INF else None)
+    state = state_after(model, lambda m: Engine(m, F.cross_entropy, plan=plan).backward(*batch))
+    assert_exact(state, undivided(model, F.cross_entropy, *batch))
+    for n in (8, 7):
+        step(engine, tuple(t[:n] for t in batch))
+        assert engine.plan is not None
+        assert engine.plan.mechanism == mechanism
+    assert clocks.tried == [SIZE]
+
+
+def flat(n: int) -> float:
+    return 1.0 * n
+
+
+@pytest.mark.parametrize(
+    ("options", "here", "link", "linked"),
+    [
+        ({}, flat, Link(1e12, 1e12), 0),  # a sample costs the same at every size
+        ({}, None, Link(1e4, 1e4), 1),  # what is too much would take minutes
+        ({"offload": "off"}, None, Link(1e12, 1e12), 0),
+        ({"timed": False}, None, Link(1e12, 1e12), 0),
+        ({"micro_batch": 3}, None, Link(1e12, 1e12), 0),
+    ],
+)
+def test_nothing_is_tried_that_cannot_win_or_was_not_requested(
+    clocks: Clocks,
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    here: Callable[[int], float] | None,
+    link: Link,
+    linked: int,
+) -> None:
+    clocks.here, clocks.link = here or clocks.here, link
+    model, batch = mlp(), rows()
+    memory = tight_budget(mlp)
+    monkeypatch.setattr("anybatch.planner.offload_memory.rehearse_offloaded", None)  # nor rehearsed
+    plan = anybatch.plan(model, F.mse_loss, batch, memory=memory, **options)
+    assert clocks.tried == []
+    assert clocks.linked == linked
+    assert plan.offload is None
+    assert not any(c.offloaded for c in plan.memory.candidates) if plan.memory else False
+
+
+def test_small_tensors_are_not_even_thought_of(
+    clocks: Clocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("anybatch.planner.offload_memory.rehearse_offloaded", None)
+    model, batch = (
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)),
+        (
+            torch.randn(40, 8),
+            torch.randint(0, 3, (40,)),
+        ),
+    )
+    plan = anybatch.plan(model, F.cross_entropy, batch, memory="8KiB")
+    assert plan.mechanism == "streaming"
+    assert (clocks.tried, clocks.linked) == ([], 0)
+
+
+@pytest.mark.parametrize("where", ["the trial", "real rows"])
+def test_where_there_is_no_space_after_all_it_stays(
+    clocks: Clocks, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise StoreError("full") if where == "the trial" else BudgetError("x", needed=2, budget=1)
+
+    name = "seconds" if where == "the trial" else "_really"
+    monkeypatch.setattr(OffloadedSizes, name, fails)
+    model, batch = mlp(), rows()
+    memory = tight_budget(mlp)
+    engine = Engine(model, F.mse_loss, memory=memory)
+    step(engine, batch)
+    assert engine.plan is not None
+    assert engine.plan.offload is None
+    assert engine.plan.micro_batch == 3
