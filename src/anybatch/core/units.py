@@ -109,7 +109,7 @@ def show_bytes(count: int) -> str:
 
 
 def show_seconds(seconds: float) -> str:
-    """Return seconds in a readable unit: "0.41 s", "12 min", "3.4 h"."""
+    """Return `seconds` in a readable unit: "0.41 s", "12 min", "3.4 h"."""
     if seconds < 100:
         return f"{seconds:.3g} s"
     minutes = seconds / 60
