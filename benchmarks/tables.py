@@ -56,6 +56,7 @@ from benchmarks.outofcore.monger import rows as monger_rows
 from benchmarks.outofcore.narrow import rows as narrow_rows
 from benchmarks.outofcore.offload import rows as offload_rows
 from benchmarks.outofcore.recompute import rows as recompute_rows
+from benchmarks.outofcore.rules import rows as rules_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
@@ -122,6 +123,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "accuracy": ("agbn/accuracy", agbn_accuracy.accuracy),
     "cheap": ("outofcore/cheap", cheap.cheap),
     "monger": ("outofcore/monger", monger_rows.monger),
+    "rules": ("outofcore/rules", rules_rows.rules),
     "offload": ("outofcore/offload", offload_rows.offload),
     "frontier": ("outofcore/frontier", frontier_rows.frontier),
     "narrow": ("outofcore/narrow", narrow_rows.narrow),
@@ -212,6 +214,7 @@ TITLES = {
     "cheap": "Results that are cheap to compute again",
     "monger": "The largest batch with a memory monger, as AGBN has it",
     "schedules": "Out of core: Table 1 and Figures 3 to 5, planned and simulated",
+    "rules": "Out of core: how much each rule of eviction gains",
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
     "frontier": "Out of core: the memory and the time of a step, every way beside the others",
     "narrow": "Out of core: lanes of which not even one fits",

@@ -1,0 +1,1 @@
+"""The rules by which saved tensors leave, alone and together."""
