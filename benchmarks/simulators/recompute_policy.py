@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from anybatch.core.plan_sections import Link
-from anybatch.offload.policy import by_rule, plan, too_small
+from anybatch.offload.policy import plan, too_small
 from anybatch.offload.schedule import Schedule, Trace, simulate
 from benchmarks.simulators.recompute import cheap
 from benchmarks.simulators.sublinear import sublinear
@@ -31,13 +31,7 @@ def plan_with_recomputation(trace: Trace, budget: int, link: Link) -> tuple[Trac
     """
     steps = [trace, *(cheap(trace, share) for share in SHARES)]
     steps += [sublinear(trace, stretches, share) for stretches, share in STRETCHES]
-    found = [(step, by_rule(step, budget, link)) for step in steps if step.floor <= budget]
+    found = [(step, plan(step, budget, link)) for step in steps if step.floor <= budget]
     if not found:
         raise too_small(trace, budget)
-    best, _ = _fastest_step(found, link)
-    likely = [step for step in dict.fromkeys((trace, best)) if step.floor <= budget]
-    return _fastest_step([(step, plan(step, budget, link)) for step in likely], link)
-
-
-def _fastest_step(found: list[tuple[Trace, Schedule]], link: Link) -> tuple[Trace, Schedule]:
     return min(found, key=lambda pair: simulate(pair[0], pair[1], link).seconds)

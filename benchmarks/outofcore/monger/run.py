@@ -24,7 +24,7 @@ from torch import nn
 
 from anybatch.cli.models.resnet import Residual, resnet
 from anybatch.core.plan_sections import Link
-from anybatch.offload.policy import by_rule
+from anybatch.offload.policy import plan
 from anybatch.offload.schedule import Trace, simulate
 from benchmarks.environment import environment
 from benchmarks.results import console, write
@@ -87,7 +87,7 @@ def largest(way: str, traced: Callable[[int], Trace], budget: int) -> dict[str, 
     timed, step = GPU.timed(traced(n)), GPU.timed(rewritten(traced(n)))
     seconds = step.seconds
     if way == "offload":
-        seconds = simulate(step, by_rule(step, budget, GPU.link), GPU.link).seconds
+        seconds = simulate(step, plan(step, budget, GPU.link), GPU.link).seconds
     console.print(f"{way}: {n}")
     return {"batch": n, "bytes": bytes_of(n), "seconds": seconds / timed.seconds}
 

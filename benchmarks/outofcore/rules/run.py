@@ -17,12 +17,14 @@ import typer
 
 from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.offload.policy import belady, ends, hiding, window
+from anybatch.offload.policy import belady, ends
 from anybatch.offload.schedule import Schedule, Trace, simulate
 from benchmarks.environment import environment
+from benchmarks.outofcore.rules.hidden import hiding
 from benchmarks.outofcore.schedules.cases import BUDGET, MACHINES, NETWORKS
 from benchmarks.outofcore.schedules.run import machines
 from benchmarks.results import console, write
+from benchmarks.simulators.window import window
 
 HERE = Path(__file__).parent
 QUICK = ("unet",)

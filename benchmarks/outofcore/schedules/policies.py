@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from anybatch.errors import BudgetError
-from anybatch.offload.policy import belady, by_rule, plan, window
+from anybatch.offload.policy import belady, plan
 from anybatch.offload.schedule import Schedule, Trace, simulate
 from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.outofcore.schedules.parts import WORTH, in_parts
@@ -17,6 +17,7 @@ from benchmarks.simulators.machine import Machine
 from benchmarks.simulators.recompute import cheap
 from benchmarks.simulators.recompute_policy import plan_with_recomputation
 from benchmarks.simulators.sublinear import sublinear
+from benchmarks.simulators.window import window
 
 Found = dict[str, Any]
 WINDOWS = (0, 1, 2, 3, 4, 6, 8, 10, 12, 14, 16)
@@ -75,7 +76,7 @@ def on_machine(
     found["in parts"] = None
     if found["default"]["seconds"] > WORTH * found["bound"]:
         cut = in_parts(timed, budget >> PART)
-        found["in parts"] = _best(cut, machine, [by_rule(cut, budget, machine.link)])
+        found["in parts"] = _best(cut, machine, [plan(cut, budget, machine.link)])
     return found | recomputing(timed, budget, machine)
 
 

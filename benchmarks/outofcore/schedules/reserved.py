@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from anybatch.errors import BudgetError
-from anybatch.offload.policy import by_rule, fastest, window
+from anybatch.offload.policy import fastest, plan
 from anybatch.offload.schedule import Schedule, Trace, simulate
 from benchmarks.simulators.allocators import (
     MIB,
@@ -20,6 +20,7 @@ from benchmarks.simulators.allocators import (
 )
 from benchmarks.simulators.fragmentation import events, footprint
 from benchmarks.simulators.machine import Machine
+from benchmarks.simulators.window import window
 
 ALLOCATORS: dict[str, Callable[[], Allocator]] = {
     "first fit": lambda: Arena(best=False),
@@ -60,7 +61,7 @@ def largest_budgets(trace: Trace, machine: Machine, memory: int) -> dict[str, An
 
     @cache
     def ours(budget: int) -> Schedule:
-        return by_rule(timed, budget, machine.link)
+        return plan(timed, budget, machine.link)
 
     @cache
     def papers(budget: int) -> Schedule:

@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.offload.policy import plan, window
+from anybatch.offload.policy import plan
 from anybatch.offload.schedule import Trace
 from benchmarks.environment import environment
 from benchmarks.outofcore.schedules.cases import (
@@ -36,6 +36,7 @@ from benchmarks.outofcore.schedules.policies import on_link, on_machine, schedul
 from benchmarks.outofcore.schedules.reserved import largest_budgets, wastes
 from benchmarks.results import console, write
 from benchmarks.simulators.machine import Machine
+from benchmarks.simulators.window import window
 
 HERE = Path(__file__).parent
 QUICK = ("unet",)

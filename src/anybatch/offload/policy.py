@@ -1,18 +1,16 @@
-"""Policies of eviction: the best of three rules + fit, never slower than the paper's window.
+"""Policies of eviction: the faster of two rules + fit, as the simulator finds.
 
     belady   moves the fewest bytes: where the link is the bottleneck
-    hiding   what hides its travel best: where computing nearly is
-    ends     the same before memory runs short and after: where it is short for a moment
+    ends     hides both copies best: where memory is short for a moment, or kernels are the slower
 
-They do not depend on the link and have nothing to tune; the simulator selects the fastest. If even
-that one waits for a copy, the paper's policy is tried too, with nine windows. It frees memory long
-before it is needed, which costs nothing while the link is idle, and now and then wins a little.
+They do not use the link and have nothing to tune; the simulator says which is the faster. A third
+rule and the paper's window gain 1.3% at most beside them (`benchmarks/outofcore/rules`).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -23,9 +21,6 @@ from anybatch.core.plan_sections import Link
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
 from anybatch.offload.schedule import Schedule, Stage, Trace, simulate
-
-WINDOWS = tuple(range(9))
-"""Eighths of the budget."""
 
 
 def plan(trace: Trace, budget: int, link: Link) -> Schedule:
@@ -43,28 +38,7 @@ def plan(trace: Trace, budget: int, link: Link) -> Schedule:
         >>> schedule = plan(trace, 16 << 30, Link(out=25e9, back=25e9))
         >>> simulate(trace, schedule, link).seconds
     """
-    ours = by_rule(trace, budget, link)
-    if simulate(trace, ours, link).stall == 0:
-        return ours
-    return fastest(trace, link, (ours, *_windows(trace, budget)))
-
-
-def by_rule(trace: Trace, budget: int, link: Link) -> Schedule:
-    """Return the fastest of the three rules' schedules.
-
-    Raises:
-        BudgetError: a single function needs more.
-    """
-    return fastest(trace, link, (rule(trace, budget) for rule in (belady, hiding, ends)))
-
-
-def _windows(trace: Trace, budget: int) -> Iterator[Schedule]:
-    """Yield the paper's schedules, of the windows that fit."""
-    for eighths in WINDOWS:
-        try:
-            yield window(trace, budget, eighths * budget // 8)
-        except BudgetError:
-            continue
+    return fastest(trace, link, (belady(trace, budget), ends(trace, budget)))
 
 
 def fastest(trace: Trace, link: Link, schedules: Iterable[Schedule]) -> Schedule:
@@ -148,82 +122,6 @@ class _Walk:
             self.held -= self.trace.size(v)
 
 
-# The paper's policy: a window of bytes slides over the variables in the order they are used.
-#
-#    variables of   f_{i-1} |  f_i   f_{i+1}  f_{i+2} |  f_{i+3} ...
-#                           └─── window, in bytes ────┘
-#    (a) what comes into the window returns          (c) what f_i used leaves, after it
-#    (b) where that does not fit, the oldest copy    (d) unless it is never used again, or is in the
-#        to the host is awaited before f_i               window already
-#
-# Improvements to it: a variable is not copied again if nothing has written to it since; one that
-# enters the window before its copy was awaited is not moved; and variables outside of the window
-# when the step begins are evicted after the first function.
-#
-# Source: Hayakawa and Narihira, section 3, Figure 2.
-
-
-def window(trace: Trace, budget: int, size: int) -> Schedule:
-    """Plan a step by the paper's algorithm.
-
-    Args:
-        trace: the step.
-        budget: bytes on the device.
-        size: bytes of the schedule-window; the variables of one function are always in it.
-
-    Raises:
-        BudgetError: the window and the resident variables do not fit.
-    """
-    draft, sequence = Draft(trace, budget), _Sequence(trace, size)
-    for i, function in enumerate(trace.functions):
-        inside, new = sequence.slide_to(i)
-        draft.bring(v for v in new if v in sequence.made)  # (a), and in it (b)
-        draft.run()
-        sequence.made.update(function.makes)
-        used = function.uses if i else (*function.uses, *trace.before)
-        draft.evict(v for v in used if v not in inside)  # (c), (d)
-    return draft.schedule(f"window of {show_bytes(size)}")
-
-
-class _Sequence:
-    """The variable-sequence v, and the window v[l:r] on it."""
-
-    def __init__(self, trace: Trace, size: int) -> None:
-        self._flat = [v for function in trace.functions for v in function.uses]
-        self._trace, self._size = trace, size
-        self._left = self._right = self._bytes = 0
-        self._count: dict[int, int] = {}
-        self.made = {*trace.before, *trace.hosted}
-
-    def slide_to(self, i: int) -> tuple[dict[int, int], list[int]]:
-        """Move the window to function `i`.
-
-        Returns:
-            The variables in it after those of the function, and those that have just entered it.
-        """
-        own = self._left + len(self._trace.functions[i].uses)
-        new = []
-        while self._right < len(self._flat) and (
-            self._right < own or self._bytes + self._size_at(self._right) <= self._size
-        ):
-            v = self._flat[self._right]
-            new.append(v)
-            self._count[v] = self._count.get(v, 0) + 1
-            self._bytes += self._size_at(self._right)
-            self._right += 1
-        for place in range(self._left, own):
-            v = self._flat[place]
-            self._bytes -= self._size_at(place)
-            self._count[v] -= 1
-            if not self._count[v]:
-                del self._count[v]
-        self._left = own
-        return self._count, new
-
-    def _size_at(self, place: int) -> int:
-        return self._trace.size(self._flat[place])
-
-
 # Policy that evicts variables with both copies hidden: before memory is short, and after.
 #
 # A variable may be idle for long, yet a copy can use only two parts of that time: one before memory
@@ -265,40 +163,6 @@ def ends(trace: Trace, budget: int) -> Schedule:
 
     chosen = fitted(trace, budget, all_gaps(trace), seconds_a_byte)
     return as_schedule("best hidden at both ends + fit", trace, budget, chosen)
-
-
-# Policy that evicts variables with the best hidden copies: most seconds between uses per byte.
-#
-# A copy and a return cost time only where they take longer than the kernels meanwhile. So of all
-# intervals in which variables are not used, those with the fewest seconds a byte are spent on the
-# device, as far as bytes permit, and in the others variables are offloaded:
-#
-#     stays first:  (seconds from last to next use) / bytes    the smallest
-#
-# The paper's distance between two uses is such a ratio, too, with bytes in place of seconds.
-# Belady's rule considers only the next use, and may evict a large variable for a short time.
-#
-# Source: this project; Hayakawa and Narihira, section 3, for the distance.
-
-
-def hiding(trace: Trace, budget: int) -> Schedule:
-    """Plan a step within a budget by evicting the variables with the best hidden copies.
-
-    Args:
-        trace: the step, with seconds; only their ratios count.
-        budget: bytes.
-
-    Raises:
-        BudgetError: a single function needs more.
-    """
-    clock = [0.0, *accumulate(function.seconds for function in trace.functions)]
-    clock.append(clock[-1])  # after the end
-
-    def seconds_a_byte(gap: Gap) -> tuple[float, ...]:
-        return ((clock[gap.next] - clock[gap.freed]) / max(trace.size(gap.v), 1),)
-
-    chosen = fitted(trace, budget, all_gaps(trace), seconds_a_byte)
-    return as_schedule("best hidden + fit", trace, budget, chosen)
 
 
 # Gaps between uses of a variable, in which it may be offloaded.
@@ -467,107 +331,6 @@ def _back_early(trace: Trace, gaps: list[Gap], spare: SpareBytes) -> list[Gap]:
     return found
 
 
-# Schedule under construction: resident variables, evictions in progress, and stages so far.
-#
-# Policies that go through the functions one by one call `bring` and `evict`; a draft counts bytes,
-# and where they run short it waits for the oldest copy that has begun, as the paper does (Fig. 2b).
-# A variable that is needed again before its copy was awaited has never been evicted.
-
-
-class Draft:
-    """The beginning of a schedule.
-
-    Args:
-        trace: the step.
-        budget: bytes.
-
-    Attributes:
-        stage: the stage that is being written.
-        here: variables on the device, in eviction or not.
-        leaving: variables that may be freed after their copy, the oldest first.
-        held: bytes on the device.
-    """
-
-    def __init__(self, trace: Trace, budget: int) -> None:
-        self.trace, self.budget = trace, budget
-        self.stage = 0
-        self.here = set(trace.before)
-        self.leaving: dict[int, None] = {}
-        self.held = trace.bytes_of(self.here)
-        self._copied = set(trace.hosted)
-        self._frees: list[int] = []
-        self._ins: list[int] = []
-        self._stages: list[Stage] = []
-
-    def bring(self, variables: Iterable[int]) -> None:
-        """Make variables resident at this stage, and cancel their evictions in progress."""
-        wanted = list(dict.fromkeys(variables))
-        for v in wanted:
-            self.leaving.pop(v, None)
-        for v in wanted:
-            if v not in self.here:
-                self._make_space(self.trace.size(v))
-                self._ins.append(v)
-                self.here.add(v)
-
-    def run(self) -> None:
-        """Run the function of this stage; then the next stage begins."""
-        i, trace = self.stage, self.trace
-        function = trace.functions[i]
-        self.bring(function.reads)
-        self._make_space(trace.bytes_of(function.makes))
-        self.here.update(function.makes)
-        self._copied.difference_update(function.writes)
-        dead = set(trace.dies[i])
-        self.here -= dead
-        self.held -= trace.bytes_of(dead)
-        self._close()
-
-    def evict(self, variables: Iterable[int]) -> None:
-        """Begin copies after the latest function; skip variables that are never evicted."""
-        outs = []
-        for v in dict.fromkeys(variables):
-            if v in self.here and v not in self.leaving and not self.trace.variables[v].stays:
-                self.leaving[v] = None
-                if v not in self._copied:
-                    outs.append(v)
-        self._copied.update(outs)
-        last = self._stages[-1]
-        self._stages[-1] = Stage(last.frees, last.ins, last.outs + tuple(outs))
-
-    def await_all(self) -> None:
-        """Free at this stage all variables that are being evicted."""
-        for v in list(self.leaving):
-            self._free(v)
-
-    def schedule(self, policy: str) -> Schedule:
-        """Evict the host's variables, bring in those needed at the end; return the schedule."""
-        self.evict(v for v in self.trace.hosted if v in self.here)
-        for v in [v for v in self.trace.hosted if v in self.leaving]:
-            self._free(v)
-        self.bring(self.trace.after)
-        self._close()
-        return Schedule(policy, self.budget, tuple(self._stages))
-
-    def _make_space(self, count: int) -> None:
-        self.held += count
-        while self.held > self.budget:
-            if not self.leaving:
-                raise over_budget(self.trace, self.budget, self.stage, self.held)
-            self._free(next(iter(self.leaving)))
-
-    def _free(self, v: int) -> None:
-        del self.leaving[v]
-        self.here.remove(v)
-        self.held -= self.trace.size(v)
-        self._frees.append(v)
-
-    def _close(self) -> None:
-        self._stages.append(Stage(tuple(self._frees), tuple(self._ins)))
-        self._frees, self._ins = [], []
-        self.stage += 1
-
-
 def too_small(trace: Trace, budget: int) -> BudgetError:
     """Return the error for one function that does not fit in the budget by itself."""
     return BudgetError(
@@ -575,17 +338,5 @@ def too_small(trace: Trace, budget: int) -> BudgetError:
         f"offloaded, and its budget is {show_bytes(budget)}: give as much, or a smaller "
         "micro-batch",
         needed=trace.floor,
-        budget=budget,
-    )
-
-
-def over_budget(trace: Trace, budget: int, i: int, held: int) -> BudgetError:
-    """Return the error for a policy that evicts too few bytes where another may suffice."""
-    if trace.floor > budget:
-        return too_small(trace, budget)
-    return BudgetError(
-        f"a policy must evict enough for each function, and at stage {i} this one holds "
-        f"{show_bytes(held)} of {show_bytes(budget)}: evict more, or prefetch less",
-        needed=held,
         budget=budget,
     )

@@ -7,17 +7,17 @@ from random import Random
 import pytest
 from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch
 from benchmarks.simulators.fragmentation import events
+from benchmarks.simulators.window import window
 from tests.unit.offload.traces import anything, network
 
 from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError, ScheduleError
-from anybatch.offload.policy import belady, ends, hiding, plan, window
+from anybatch.offload.policy import belady, ends, plan
 from anybatch.offload.schedule import Function, Schedule, Stage, Trace, Variable, simulate
 
 LINK = Link(5, 7)
 ALWAYS = {
     "belady": belady,
-    "hiding": hiding,
     "ends": ends,
     "naive": naive,
     "on demand": on_demand,
@@ -75,7 +75,7 @@ def test_what_is_only_read_is_not_copied_to_the_host() -> None:
 def test_what_was_written_to_is_waited_for_in_the_end() -> None:
     variables = (Variable("w", 8, before=True, after=True, host=True),)
     trace = Trace(variables, (Function("update", (0,), (), (0,), seconds=1.0),))
-    found = simulate(trace, hiding(trace, 8), Link(2, 4))
+    found = simulate(trace, ends(trace, 8), Link(2, 4))
     assert (found.bytes_out, found.bytes_in, found.seconds) == (8, 8, 2 + 1 + 4)
 
 

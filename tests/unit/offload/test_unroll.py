@@ -8,12 +8,13 @@ from random import Random
 import numpy as np
 import pytest
 from benchmarks.simulators.baselines import naive, on_demand
+from benchmarks.simulators.window import window
 from tests.unit.offload.test_course_recording import recording
 from tests.unit.offload.traces import anything, network
 
 from anybatch.core.plan_sections import Link
 from anybatch.offload.course import Recording, set_course
-from anybatch.offload.policy import plan, window
+from anybatch.offload.policy import plan
 from anybatch.offload.schedule import Schedule, Trace, simulate
 from anybatch.offload.unroll import COPIED, LEAVING, RETURNING, THERE, of_course, unroll
 
