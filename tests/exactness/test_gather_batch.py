@@ -131,6 +131,37 @@ def test_any_budget_is_kept(seed: int) -> None:
     assert_a_budget_is_respected(model, loss, rows, share)
 
 
+class Centred(nn.Module):
+    """Adds a mean over all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 32), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 6] -> [n, 3]."""
+        h = self.body(x)
+        others, _ = anybatch.gather_batch(h)
+        return self.head(h + others.square().mean(0))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_lanes_that_gather_wait_without_a_gradient_of_all_rows(micro_batch: int) -> None:
+    """One each was a multiple of the forecast: 80 lanes held 8 times as many bytes as 2."""
+    x, y = torch.randn(80, 6), torch.randint(3, (80,))
+    peaks = []
+    for n in (micro_batch, 40):
+        engine = Engine(Centred(), F.cross_entropy, memory="16MiB", micro_batch=n)
+        engine.backward(x, y)
+        assert engine.last is not None
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        assert engine.last.peak_bytes is not None
+        assert engine.last.peak_bytes <= engine.plan.memory.predicted
+        peaks.append(engine.last.peak_bytes)
+    assert peaks[0] <= 1.1 * peaks[1]
+
+
 def test_without_an_engine_it_is_its_input() -> None:
     x = torch.randn(3, 2, requires_grad=True)
     full, begin = anybatch.gather_batch(x)

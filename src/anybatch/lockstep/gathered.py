@@ -13,6 +13,7 @@ Source: the chain rule.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -64,8 +65,22 @@ def gather_batch(rows: Tensor) -> tuple[Tensor, int]:
     place = around("gather_batch")
     if place.meeting is None and not place.rows:
         return rows, 0
-    found: tuple[Tensor, int] = _Gather.apply(rows, place, not looks_here())  # type: ignore[no-untyped-call]
-    return found
+    held: list[Tensor] = []
+    full, begin = _Gather.apply(rows, place, not looks_here(), held)  # type: ignore[no-untyped-call]
+    if full.grad_fn is not None and place.meeting is not None:
+        full.grad_fn.register_prehook(partial(_hold, held))
+    return full, begin
+
+
+def _hold(held: list[Tensor], gradients: tuple[Tensor, Any]) -> tuple[Tensor, None]:
+    """Move the gradient of the full batch's rows to `held`, and return one without memory.
+
+    Autograd holds what it calls a backward with for as long as that runs, and each lane waits in
+    it: all of them would have a gradient of all rows
+    (test_lanes_that_gather_wait_without_a_gradient_of_all_rows).
+    """
+    held[:] = gradients[:1]
+    return gradients[0].new_zeros(()).expand_as(gradients[0]), None
 
 
 class Around(NamedTuple):
@@ -162,12 +177,19 @@ def around(what: str) -> Around:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, place: Around, grad: bool) -> tuple[Tensor, int]:  # noqa: FBT001
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        place: Around,
+        grad: bool,  # noqa: FBT001
+        held: list[Tensor],
+    ) -> tuple[Tensor, int]:
         ctx.meeting, ctx.begin, ctx.size, ctx.empty = place.meeting, 0, len(rows), place.empty
         if place.meeting is None:
             # The rows must exist for as long as any lane needs them.
             ctx.retained = full, _ = place.stand_in(rows, grad=grad)
             return full.view_as(full), 0
+        ctx.held = held
         shape = ", ".join(map(str, rows.shape[1:]))
         ctx.place = BarrierKey(f"gather_batch of [n, {shape}] of {rows.dtype}", "gather")
         own = rows.detach()[:0] if place.empty else rows.detach()
@@ -178,17 +200,15 @@ class _Gather(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         if ctx.meeting is None:
-            first, before = torch.zeros_like(gradient), torch.zeros_like(gradient)
-            total = before + gradient  # while the first of all, which began the sum, is there
-            del first, before
-            return total[: ctx.size].clone(), None, None
+            total = torch.zeros_like(gradient) + gradient  # the sum so far, and the sum after
+            return total[: ctx.size].clone(), None, None, None
         place = BarrierKey(f"the backward of {ctx.place}", "gather")
         with meeting_in(ctx.meeting):
-            part = torch.zeros_like(gradient) if ctx.empty else gradient
-            total = reduce(place, lambda: part, torch.add, _same)
+            part = partial(torch.zeros_like, gradient) if ctx.empty else ctx.held.pop
+            total = reduce(place, part, torch.add, _same)
         if ctx.empty:
-            return total.new_zeros((ctx.size, *total.shape[1:])), None, None
-        return total[ctx.begin : ctx.begin + ctx.size].clone(), None, None
+            return total.new_zeros((ctx.size, *total.shape[1:])), None, None, None
+        return total[ctx.begin : ctx.begin + ctx.size].clone(), None, None, None
 
 
 def _same(total: Tensor) -> Tensor:
