@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from tests.cli.conftest import Make
 from anybatch.cli.data import Arrays, Data, open_data
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.settings import Settings
-from anybatch.cli.views import InEpochs, Loader, Views, fixed_offsets, make_views
+from anybatch.cli.views import InEpochs, Loader, Views, _begin_worker, fixed_offsets, make_views
 
 
 def arrays(n: int = 11, size: int = 6) -> Arrays:
@@ -111,3 +113,16 @@ def test_a_crop_larger_than_the_image_is_refused() -> None:
 
 def test_the_order_without_shuffling_is_the_order() -> None:
     assert list(InEpochs(3, 2, 7, shuffle=False)) == [[(0, 0), (0, 1)], [(0, 2)]]
+
+
+def test_a_reader_that_sends_to_a_run_that_has_ended_is_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("anybatch.cli.views.deaf", lambda: None)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    _begin_worker(0)
+    for error in (EOFError(), ConnectionResetError("peer"), BrokenPipeError()):
+        sys.excepthook(type(error), error, None)
+    assert capsys.readouterr().err == ""
+    sys.excepthook(ValueError, ValueError("another"), None)
+    assert "another" in capsys.readouterr().err

@@ -13,10 +13,12 @@ A batch carries the files that could not be read, and the samples that could.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
+from types import TracebackType
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -246,6 +248,17 @@ class Loader:
 
 def _begin_worker(_number: int) -> None:
     deaf()
+    sys.excepthook = _of_reader
+
+
+def _of_reader(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """Print an error of a reader's threads, unless the run ended while it sent an image."""
+    # Python prints it beside the one line of an interrupted run
+    # (test_a_reader_that_sends_to_a_run_that_has_ended_is_silent).
+    if not isinstance(error, EOFError | ConnectionError):
+        sys.__excepthook__(kind, error, traceback)
 
 
 def collate(items: Sequence[View | Unreadable], none: View) -> LoadedBatch:
