@@ -638,7 +638,7 @@ def _raises(_: Tensor) -> None:
     ("what", "words"),
     [
         ("one rank", "RankError: all ranks must have hooks on the same parameters.*rank 1 does"),
-        ("draws", "NotExactError: a hook on a parameter must give the same on all ranks"),
+        ("draws", "NotExactError: a hook on a parameter must compute the same on all ranks"),
         ("fails", "BoomError: in a hook"),
     ],
 )

@@ -46,7 +46,7 @@ sys.platform = system
 import anybatch
 import anybatch.cli.cli
 from anybatch.tools.exactness import error_of, tolerance
-from anybatch.memory.limits import left
+from anybatch.memory.limits import available_memory
 from anybatch.cli.run_folder import Lock
 
 layers = [layer for _ in range(8) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
@@ -66,7 +66,7 @@ loss(model(x), x).backward()
 true = {name: p.grad for name, p in model.named_parameters()}
 assert max(error_of(got, true).values()) <= tolerance()
 try:
-    print(left(torch.device("cpu"))[1])
+    print(available_memory(torch.device("cpu"))[1])
 except ValueError as error:
     print(error)
 lock = Lock(pathlib.Path(tempfile.mkdtemp()))

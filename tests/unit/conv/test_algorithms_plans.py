@@ -171,6 +171,7 @@ def test_what_cudnn_does_not_support_has_no_plan() -> None:
 def test_plans_are_for_cuda_where_the_package_is(monkeypatch: pytest.MonkeyPatch) -> None:
     one = problem("forward", 2, "plain")
     there = Problem(**{**vars(one), "device": "cuda"})
+    uncached = algorithms.available.__wrapped__
     monkeypatch.setattr("anybatch.conv.algorithms.available", lambda: True)
     assert "cudnn:0" in candidates(there)
     assert "cudnn:0" not in candidates(one)
@@ -178,7 +179,7 @@ def test_plans_are_for_cuda_where_the_package_is(monkeypatch: pytest.MonkeyPatch
     assert "cudnn:0" not in candidates(there)
     monkeypatch.delitem(sys.modules, "cudnn")
     monkeypatch.setattr(algorithms, "PACKAGE", "no_such_package")
-    assert algorithms.available.__wrapped__() is False
+    assert uncached() is False
 
 
 def test_results_are_in_the_layout_of_the_operands() -> None:

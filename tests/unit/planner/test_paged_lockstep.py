@@ -231,7 +231,7 @@ def test_no_space_is_noticed_before_the_step(monkeypatch: pytest.MonkeyPatch) ->
     found = plan(model, F.cross_entropy, batch, memory=low + 4096, micro_batch=2)
     engine, before = Engine(model, F.cross_entropy, plan=found), snapshot(model)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0))
-    with pytest.raises(StoreError, match="room"):
+    with pytest.raises(StoreError, match="free space there"):
         engine.backward(*batch)
     assert same(before, snapshot(model))
 

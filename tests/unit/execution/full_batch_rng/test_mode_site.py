@@ -25,7 +25,7 @@ def test_a_place_is_recognised_and_distinguished_from_others() -> None:
     places = [module().chain for module in (one, other, one)]
     assert places[0] == places[2] != places[1]
     assert one().chain != one().chain
-    assert first.words.startswith("test_site.py, line ")
+    assert first.words.startswith("test_mode_site.py, line ")
 
 
 def test_modules_that_are_made_anew_are_the_same_place() -> None:
