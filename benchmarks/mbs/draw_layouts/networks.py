@@ -607,6 +607,11 @@ def _path(x: Tensor) -> Tensor:
     return x + x.sin() * x.new_empty(len(x), *[1] * (x.dim() - 1)).bernoulli_(0.7) / 0.7
 
 
+def _beta(n: int) -> Any:
+    ratios: Any = torch.distributions.Beta(1.0, 1.0)
+    return ratios.sample((n, 1))
+
+
 def _mixed(x: Tensor, a: Tensor) -> Tensor:
     return a * x.sin() + (1 - a) * x.cos()
 
@@ -637,7 +642,7 @@ _between("stochastic depth of samples", _path)
 _between("RReLU", lambda x: F.rrelu(x, training=True))
 _between("feature alpha dropout", lambda x: F.feature_alpha_dropout(x, 0.3, training=True), T)
 _between("mixup in forward", lambda x: 0.7 * x + 0.3 * x.detach()[torch.randperm(len(x))])
-_between("mixup of ratios", lambda x: x * torch.distributions.Beta(1.0, 1.0).sample((len(x), 1)))
+_between("mixup of ratios", lambda x: x * _beta(len(x)))
 _between("Gaussian noise", lambda x: x + 0.1 * torch.randn_like(x), T)
 _between("multiplicative noise", lambda x: x * torch.normal(1.0, 0.3, x.shape), T)
 _between("Gumbel softmax", lambda x: x * F.gumbel_softmax(x, 0.7, hard=True), T)

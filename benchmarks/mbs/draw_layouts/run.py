@@ -124,7 +124,7 @@ def without_proof(step: Any, *_: Any) -> None:
 def watched(steps: list[SharedDraws], calls: list[int], trials: list[int]) -> Iterator[None]:
     """Note the draws of each step, the forwards by which layouts are learnt, and the trials."""
     begin, call = SharedDraws.begin, draw_layout.Lesson._call
-    arrangements = vars(draw_layout)["candidates"]  # the rule's
+    arrangements: Any = vars(draw_layout)["candidates"]  # the rule's
 
     def noted(shared: SharedDraws) -> None:
         steps.append(shared)
@@ -136,7 +136,7 @@ def watched(steps: list[SharedDraws], calls: list[int], trials: list[int]) -> It
 
     def tried(law: Law, entries: int, n: int) -> Iterator[Law]:
         trials.append(1)
-        return arrangements(law, entries, n)
+        yield from arrangements(law, entries, n)
 
     with (
         swapped(SharedDraws, "begin", noted),
