@@ -330,7 +330,7 @@ family(
     "NystromformerForMaskedLM",
     "NystromformerConfig",
     _ids(8),
-    **{**SIZE, "num_landmarks": 4, "inv_init_coeff_option": "exact", "segment_means_seq_len": 8},
+    **{**SIZE, "num_landmarks": 4, "segment_means_seq_len": 8},
 )
 family("I-BERT", "IBertForMaskedLM", "IBertConfig", _ids(), **SIZE)
 family(
