@@ -26,6 +26,7 @@ from benchmarks.integrations.lightning import rows as of_lightning
 from benchmarks.integrations.transformers import rows as of_transformers
 from benchmarks.mbs.adversary import rows as adversary_rows
 from benchmarks.mbs.choice import rows as choice
+from benchmarks.mbs.draw_layouts import rows as draw_rows
 from benchmarks.mbs.first_step.rows import first_step
 from benchmarks.mbs.honest import rows as honest_rows
 from benchmarks.mbs.peak.rows import peak
@@ -87,6 +88,9 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "zoos": ("mbs/zoos", honest_rows.honest),
     "zoos_summary": ("mbs/zoos", honest_rows.honest_summary),
     "zoos_skipped": ("mbs/zoos", honest_rows.honest_skipped),
+    "draw_layouts": ("mbs/draw_layouts", draw_rows.draw_layouts),
+    "draw_layouts_summary": ("mbs/draw_layouts", draw_rows.draw_layouts_summary),
+    "draw_layouts_refused": ("mbs/draw_layouts", draw_rows.draw_layouts_refused),
     "speed": ("mbs/speed", speed),
     "speed_summary": ("mbs/speed", speed_summary),
     "bf16": ("mbs/bf16", bf16),
@@ -194,6 +198,7 @@ TITLES = {
     "adversary": "Samples that couple in hiding: exact, refused, or silently wrong",
     "honest": "Honest networks: none may be refused",
     "zoos": "Networks of timm and torchvision",
+    "draw_layouts": "Full-batch draws: the rules that find where a draw holds the samples",
     "speed": "Speed against the best loop by hand",
     "overhead": "What a step costs beside forward and backward",
     "first_step": "The first step of an engine, beside its second one",
@@ -251,6 +256,7 @@ MORE = {
     "adversary": ("adversary_hidings", "adversary_ways"),
     "honest": ("honest_skipped",),
     "zoos": ("zoos_skipped",),
+    "draw_layouts": ("draw_layouts_refused",),
     "global_bn": ("global_bn_volume", "global_bn_numerics"),
     "adaptive_speed": ("adaptive_speed_accuracy", "adaptive_speed_patience"),
     "overlap": ("overlap_shares",),

@@ -1,0 +1,1 @@
+"""Layouts of full-batch draws: which rules find them, over networks that draw in training."""
