@@ -655,7 +655,7 @@ _between(
 _between("shake-shake", lambda x: _mixed(x, torch.rand(len(x), 1)))
 _between(
     "policy that samples",
-    lambda x: x * torch.distributions.Categorical(logits=x.detach()).sample()[:, None],
+    lambda x: x * torch.distributions.Categorical(logits=x.detach()).sample()[:, None],  # type: ignore[no-untyped-call]
 )
 _between(
     "locked dropout, time first",
