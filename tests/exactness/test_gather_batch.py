@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, state_after
+from tests.oracle import assert_exact, state_after, state_of, undivided
 from tests.peaks import assert_a_budget_is_respected
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
@@ -147,7 +147,7 @@ class Centred(nn.Module):
 
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_lanes_that_gather_wait_without_a_gradient_of_all_rows(micro_batch: int) -> None:
-    """One each was a multiple of the forecast: 80 lanes held 8 times as many bytes as 2."""
+    """One each was beyond the forecast, and more of them held more."""
     x, y = torch.randn(80, 6), torch.randint(3, (80,))
     peaks = []
     for n in (micro_batch, 40):
@@ -160,6 +160,36 @@ def test_lanes_that_gather_wait_without_a_gradient_of_all_rows(micro_batch: int)
         assert engine.last.peak_bytes <= engine.plan.memory.predicted
         peaks.append(engine.last.peak_bytes)
     assert peaks[0] <= 1.1 * peaks[1]
+
+
+class _Dropped(torch.autograd.Function):
+    """The value of its input, and no gradient for it."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, _gradient: Tensor) -> None:
+        return None
+
+
+class Silent(Centred):
+    """The same, where the gathered rows get no gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 6] -> [n, 3]."""
+        h = self.body(x)
+        others, _ = anybatch.gather_batch(h)
+        return self.head(h + _Dropped.apply(others).square().mean(0))  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8, N])
+def test_gathered_rows_to_which_no_gradient_comes_get_zeros(micro_batch: int) -> None:
+    model, x, y = Silent().double(), batch()[0], torch.randint(3, (N,))
+    want = undivided(model, F.cross_entropy, x, y)
+    engine = Engine(model, F.cross_entropy, micro_batch=micro_batch)
+    assert_exact(state_of(model, engine.backward(x, y)), want)
 
 
 def test_without_an_engine_it_is_its_input() -> None:

@@ -72,15 +72,18 @@ def gather_batch(rows: Tensor) -> tuple[Tensor, int]:
     return full, begin
 
 
-def _hold(held: list[Tensor], gradients: tuple[Tensor, Any]) -> tuple[Tensor, None]:
+def _hold(held: list[Tensor], gradients: tuple[Tensor | None, Any]) -> tuple[Tensor, None] | None:
     """Move the gradient of the full batch's rows to `held`, and return one without memory.
 
     Autograd holds what it calls a backward with for as long as that runs, and each lane waits in
     it: all of them would have a gradient of all rows
     (test_lanes_that_gather_wait_without_a_gradient_of_all_rows).
     """
-    held[:] = gradients[:1]
-    return gradients[0].new_zeros(()).expand_as(gradients[0]), None
+    gradient = gradients[0]
+    if gradient is None:  # no gradient came; backward gets zeros
+        return None
+    held[:] = [gradient]
+    return gradient.new_zeros(()).expand_as(gradient), None
 
 
 class Around(NamedTuple):
@@ -204,7 +207,8 @@ class _Gather(torch.autograd.Function):
             return total[: ctx.size].clone(), None, None, None
         place = BarrierKey(f"the backward of {ctx.place}", "gather")
         with meeting_in(ctx.meeting):
-            part = partial(torch.zeros_like, gradient) if ctx.empty else ctx.held.pop
+            own = ctx.held.pop if ctx.held else lambda: gradient
+            part = partial(torch.zeros_like, gradient) if ctx.empty else own
             total = reduce(place, part, torch.add, _same)
         if ctx.empty:
             return total.new_zeros((ctx.size, *total.shape[1:])), None, None, None
