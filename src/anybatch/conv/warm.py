@@ -1,4 +1,4 @@
-"""Kernels are measured before anybody waits for them, in one process or in several.
+"""Measurement of kernels before a training, in one process or in several.
 
     kernels ──> process 0   forward 3x64x64 ...   ──┐
             └─> process 1   filter 64x32x32 ...   ──┴──> one file
@@ -37,7 +37,7 @@ class Warming:
 
     Attributes:
         path: of the file; None keeps nothing.
-        policy: which micro-batches.
+        policy: sizes of micro-batches, as in `anybatch.convolutions`.
         limit: bytes of workspace.
         seconds: for all kernels together, in every process.
         processes: that measure at a time.
@@ -96,10 +96,10 @@ class MeasuredKernel:
     Attributes:
         layers: their names.
         key: the kernel, and its samples.
-        seconds: that torch's own takes.
-        front: its candidates: torch's own, and what is clearly faster, in the order of workspace;
-            the last one is the fastest.
-        chosen: the one of these that is chosen.
+        seconds: of torch's own algorithm.
+        front: its candidates in the order of workspace: torch's own, and clearly faster ones; the
+            last one is the fastest.
+        chosen: one of these.
     """
 
     layers: tuple[str, ...]

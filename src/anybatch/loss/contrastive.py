@@ -312,7 +312,7 @@ def _weighted(
 # Maximum and sum are stored as two numbers. In float32 their one logarithm m + log r has only the
 # digits of m, and a small loss lies in the lost ones: at temperature 0.05 the gradient was wrong by
 # 2.6e-3. For the same reason the sum omits one entry of each row, that of the true partner, from
-# which its part of the loss is computed: see `anybatch.loss.contrastive`.
+# which its part of the loss is computed, as above.
 #
 # So memory is that of the embeddings and of a few tiles, linear in N, for one more product a tile
 # than with a stored matrix. In half precision all of it is computed in float32. Source: the softmax

@@ -9,7 +9,7 @@ takes T_C / G and the overhead does not change:
     efficiency = (1 + R_O) / (1 + G R_O)          speedup = G * efficiency < 1 + 1 / R_O
 
 It needs one measurement. It ignores that summing gradients takes longer the more GPUs there are,
-and that a small share of a mini-batch is computed less well: see `anybatch.tools.gpus`.
+and that a small share of a mini-batch is computed less well: see `Loop`.
 
 Source: guide, Lemma 3.1 and its proof, Equations 9 to 13.
 """

@@ -200,8 +200,8 @@ def best_window(trace: Trace, budget: int, link: Link) -> float | None:
 def test_the_default_is_not_behind_the_papers_best_window_but_by_a_stall_of_one_variable() -> None:
     """Chains with skips and heavy weights, from the floor to nine tenths of the peak.
 
-    Over 480 of them it was behind in 7, by 2.6% at most, a little below the peak: the window makes
-    room long before it needs it, over a link that is idle.
+    Where it is behind, the budget is a little below the peak: the window makes room long before it
+    needs it, over a link that is idle.
     """
     ratios, link = [], Link(10, 10)
     for seed in range(10):
