@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from anybatch.core.retry import Retry
+
 P = TypeVar("P")
 R = TypeVar("R")
 
@@ -248,10 +250,6 @@ Way = tuple[Site, ...]
 END: Site = ("the end", 0, 0)
 
 
-class OtherSitesError(Exception):
-    """Error at a barrier that earlier steps did not have: the model is inspected again."""
-
-
 def site_of(x: Tensor) -> Site:
     """Return the place where `x` is normalised."""
     return "batch_norm", x.shape[1], x.dim()
@@ -272,9 +270,9 @@ class Route:
         """Take in the next place.
 
         Raises:
-            OtherSitesError: no recorded way goes there.
+            Retry: no recorded way goes there.
         """
         at, self._at = self._at, self._at + 1
         self._left = [way for way in self._left if at < len(way) and way[at] == site]
         if not self._left:
-            raise OtherSitesError
+            raise Retry("sites")

@@ -376,7 +376,3 @@ def no_optimizer_step(before: Before) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-class AgainError(Exception):
-    """Error that restarts a step, which has found that another plan is needed."""

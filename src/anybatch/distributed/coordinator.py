@@ -1,8 +1,7 @@
 """Collectives that all ranks run in the same order, or that end with the reason on all ranks.
 
-A rank that fails, runs out of memory or finds a loss to couple the samples cannot simply stop: the
-others would wait for it. So it takes part in the next collective with a failure flag, and then all
-ranks exchange their states.
+A rank that fails, or runs the step again, cannot simply stop: the others would wait for it. So it
+takes part in the next collective with a failure flag, and then all ranks exchange their states.
 
     rank 0:  begin  BN1  BN2  ...                      reads "rank 1: out of memory", begins again
     rank 1:  begin  BN1  fails ──> flag in BN2         reports it, begins again
@@ -23,12 +22,13 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import wide
-from anybatch.core.transaction import AgainError, uninterrupted
+from anybatch.core.retry import Retry
+from anybatch.core.transaction import uninterrupted
 from anybatch.distributed.buckets import Pieces
 from anybatch.distributed.process_group import FEW, Group
 from anybatch.errors import LockstepError, RankError
 
-Status = Literal["fine", "coupled", "smaller", "anew", "failed"]
+Status = Literal["fine", "anew", "failed"]
 T = TypeVar("T")
 
 KEYS = 2**20
@@ -70,22 +70,6 @@ END = "the end of the step"
 
 SLOTS = 3
 """Flag, key and key squared stand before the numbers of a collective."""
-
-
-class RanksAgainError(Exception):
-    """All ranks run the step again, because one has to.
-
-    Attributes:
-        coupled: a rank has found that the loss needs all outputs at once.
-    """
-
-    def __init__(self, *, coupled: bool) -> None:
-        super().__init__("all ranks run the step again")
-        self.coupled = coupled
-
-
-class OffScriptError(LockstepError):
-    """Error for a collective other than in an earlier step of this signature."""
 
 
 class Coordinator:
@@ -183,18 +167,13 @@ class Coordinator:
         yield
         self._raw = False
 
-    def learn_anew(self) -> None:
-        """Discard the expected collectives: the step is run again, perhaps in another way."""
-        self.script, self._expected, self._scripts = [], None, {}
-        self.script_key = ScriptKey()
-
     def gather(self, key: str, part: Tensor) -> list[Tensor]:
         """Return the parts of all ranks, [n] float64 each, in order.
 
         Raises:
             LockstepError: another rank is somewhere else.
             RankError: another rank has failed.
-            RanksAgainError: another rank has to run the step again.
+            Retry: another rank runs the step again.
         """
         self._announce(key, Collective("gather", part.numel()))
         rows = self.group.gather(_slotted(part, key))
@@ -206,7 +185,7 @@ class Coordinator:
         """Return the sum of the parts of all ranks, [n] float64.
 
         Raises:
-            LockstepError, RankError, RanksAgainError: as in `gather`.
+            LockstepError, RankError, Retry: as in `gather`.
         """
         if part.numel() * self.group.size <= FEW:
             return torch.stack(self.gather(key, part)).sum(0)
@@ -219,7 +198,7 @@ class Coordinator:
         """Check that all ranks reach this barrier, and can run collectives that cannot fail.
 
         Raises:
-            LockstepError, RankError, RanksAgainError: as in `gather`.
+            LockstepError, RankError, Retry: as in `gather`.
         """
         self._expect(HEADER)
         self._header(key, 0)
@@ -245,7 +224,7 @@ class Coordinator:
 
         Raises:
             RankError: another rank has failed too, and this one has not.
-            RanksAgainError: another rank has to run the step again in another way.
+            Retry: another rank runs the step again, and this one has neither failed nor does so.
         """
         if self._over or self.group.broken:
             return
@@ -277,14 +256,10 @@ class Coordinator:
         self.script.append(coming)
 
     def _expect(self, coming: Collective) -> None:
-        """Refuse a collective that other ranks do not expect: they repeat an earlier step."""
+        """Run the step again where other ranks expect another collective, of an earlier step."""
         expected, at = self._expected, len(self.script)
         if expected is not None and (at >= len(expected) or expected[at] != coming):
-            raise OffScriptError(
-                "every rank must reach the same barriers (layers where samples meet) in every "
-                "step, and this one takes another path than in an earlier step of this signature. "
-                'Use batchnorm="local"'
-            )
+            raise Retry("sites")
 
     def _header(self, key: str, numbers: int) -> None:
         rows = self.group.gather(_slotted(_filled([numbers]), key))
@@ -323,23 +298,16 @@ class Coordinator:
 
         Raises:
             RankError: a rank has failed, and this one has not.
-            RanksAgainError: no rank has failed, and a rank has to run the step again.
-            AgainError: the same, from its plan.
+            Retry: no rank has failed, and another one runs the step again.
         """
         self.give_up_early()
         statuses: list[tuple[Status, str]] = self.group.objects((status, message))
-        said = {one for one, _ in statuses}
-        if "failed" in said:
-            self._over = True
+        self._over = True
+        if any(one == "failed" for one, _ in statuses):
             if status != "failed":
                 raise RankError(_failures(statuses))
-        elif "anew" in said:
-            self._over = True
-            if status != "anew":
-                raise AgainError
-        else:
-            self.learn_anew()
-            raise RanksAgainError(coupled="coupled" in said)
+        elif status != "anew":
+            raise Retry("ranks")
 
 
 def guarded(coordinator: Coordinator | None, run: Callable[[], T]) -> T:
@@ -353,7 +321,7 @@ def guarded(coordinator: Coordinator | None, run: Callable[[], T]) -> T:
         return run()
     try:
         return run()
-    except AgainError:
+    except Retry:
         with coordinator.shielded():
             coordinator.fail("anew")
         raise
@@ -366,7 +334,7 @@ def _tell(coordinator: Coordinator, error: BaseException) -> None:
     try:
         with coordinator.shielded():
             coordinator.fail("failed", f"{type(error).__name__}: {error}")
-    except (RankError, RanksAgainError) as other:
+    except (RankError, Retry) as other:
         error.add_note(f"and while the other ranks were informed: {other}")
 
 

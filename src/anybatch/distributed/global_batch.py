@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from anybatch.core import pytree
 from anybatch.core.accelerator import home, of, wide
 from anybatch.core.moments import merged_in_order
+from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.distributed import gradients
 from anybatch.distributed.buckets import Pieces
 from anybatch.distributed.coordinator import END, Coordinator, Scripts
-from anybatch.distributed.gradients import AddedTwiceError, GradientSums
-from anybatch.distributed.handshake import Alike, Beginning, Habit, Here, UnexpectedError
+from anybatch.distributed.gradients import GradientSums
+from anybatch.distributed.handshake import Alike, Beginning, Habit, Here
 from anybatch.distributed.local_batch import Amended, Layout, Moved, Rows, Take
 from anybatch.distributed.process_group import Group, packed
 from anybatch.errors import NotExactError, RankError
@@ -101,7 +102,7 @@ class Ranks:
         self._scripts, self._habit = scripts or {}, habit or Habit()
         self._offered: Pieces | None = None
         self._counted: list[list[Total] | None] = []
-        self._shared = self._ending = self._begun = False
+        self._ending = self._begun = False
         self._sums: GradientSums | None = None
         self._loss: tuple[Tensor, Tensor] | None = None
         self._moves: Moved | None = None
@@ -116,7 +117,7 @@ class Ranks:
         """Exchange the facts of all ranks; return the numbers sent with them, if all sent any.
 
         Raises:
-            UnexpectedError: it is something else than was expected.
+            Retry: it is something else than was expected.
         """
         rows, said = self._coordinator.begin(self._facts, self._scripts, announced)
         self._begun = True
@@ -124,7 +125,7 @@ class Ranks:
         if self._expected is None:
             self._take(rows)
         elif rows != self._expected:
-            raise UnexpectedError
+            raise Retry("ranks")
         if not self.settled:
             self._coordinator.begin_again()
         return said
@@ -159,7 +160,7 @@ class Ranks:
     def totals(self, totals: list[Total] | None) -> list[Total] | None:
         """Return the denominators of the full batch; a rank without samples passes an empty list.
 
-        A step that begins again on this rank only gets the earlier counts.
+        A micro-batch that is tried again gets the earlier counts.
         """
         if not self._counted:
             with self._coordinator.shielded():
@@ -180,7 +181,6 @@ class Ranks:
     @meets
     def sum_of(self, what: str, value: float | Tensor) -> float | Tensor:
         """Return the sum over all ranks: a tensor on the device of `value`, or a number."""
-        self._shared = True
         number = (
             wide(value) if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)
         )
@@ -192,7 +192,6 @@ class Ranks:
     @meets
     def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
         """Return the sum of tensors, or of moments, over all ranks."""
-        self._shared = True
         if isinstance(part, Tensor):
             real = torch.view_as_real(part) if part.is_complex() else part
             total = self._coordinator.sum(str(key), real).reshape(real.shape)
@@ -204,7 +203,6 @@ class Ranks:
     @meets
     def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
         """Return the rows of all ranks, and where these begin among them."""
-        self._shared = True
         self._coordinator.call(str(key))
         with self._coordinator.raw():
             sizes = self._coordinator.group.objects(len(rows))
@@ -214,7 +212,6 @@ class Ranks:
     @meets
     def rows(self, outputs: Any, targets: Any, layout: Layout, size: int) -> Rows:
         """Return outputs and targets of all ranks, in their order; see `Rows`."""
-        self._shared = True
         found, aims = rows_of_all(self._coordinator, outputs, targets, layout, size)
         leads = self._coordinator.group.rank == self._first
         return Rows(found, aims, self.size, self.begin, leads=leads, here=size)
@@ -231,7 +228,7 @@ class Ranks:
         Where pieces were agreed on, the presence of gradients is exchanged at the end, which may
         `amend` the sums.
         """
-        self._shared = self._ending = True
+        self._ending = True
         early = self._coordinator.early
         found = GradientSums(self._coordinator, sums, early)
         if early is not None:
@@ -258,7 +255,6 @@ class Ranks:
         Raises:
             NotExactError: a rank has drawn otherwise than another; all of them say so.
         """
-        self._shared = True
         own = RNGState.on(devices)
         check = torch.tensor([own.checksum()], dtype=torch.float64)
         found = [float(row) for row in self._coordinator.gather("the RNG state", check)]
@@ -272,17 +268,11 @@ class Ranks:
             if not self._here.size:
                 state.put_on(devices)
 
-    @meets
-    def again(self, *, coupled: bool, others: bool = False) -> None:
-        """Inform the others that this rank runs the step again, if that concerns them.
-
-        Args:
-            coupled: the loss needs all outputs at once.
-            others: it concerns them. Default False: where they have taken part in this run.
+    def refuse_smaller(self) -> None:
+        """Refuse to run a smaller step: the hooks of other ranks may have fired.
 
         Raises:
-            RanksAgainError: they run it again, too.
-            RankError: they are about to end it.
+            RankError: the gradients have been summed.
         """
         if self._ending:
             raise RankError(
@@ -290,13 +280,6 @@ class Ranks:
                 "one after the gradients had been summed: give less memory= or a smaller "
                 "micro_batch"
             )
-        if self._shared or self.sending or coupled or others:
-            self._coordinator.fail("coupled" if coupled else "smaller")
-
-    def anew(self) -> None:
-        """Discard the counted denominators: all ranks run the step again."""
-        self._counted, self._offered, self._sums, self._loss = [], None, None, None
-        self._shared = self._ending = False
 
     def moves(self, buffers: Moved) -> None:
         """Copy buffers that forward moved to ranks without samples, when the step ends."""
@@ -307,7 +290,7 @@ class Ranks:
         """Wait until all ranks have ended the step; return the amended sums.
 
         Raises:
-            RanksAgainError: the step has to be run again.
+            Retry: the step has to be run again.
         """
         amended = self._end()
         if self._moves is not None and not all(self._sizes):
@@ -332,12 +315,7 @@ class Ranks:
         return amended
 
     def _amended(self, sums: GradientSums, rows: list[Tensor]) -> Amended:
-        try:
-            missing = sums.receive([row[: len(sums.kinds)] for row in rows])
-        except AddedTwiceError:
-            self.dense = None
-            self._coordinator.learn_anew()
-            raise
+        missing = sums.receive([row[: len(sums.kinds)] for row in rows])
         self._note(sums)
         amended = [(sums.parameters[at], total) for at, total in sums.late()]
         if missing:

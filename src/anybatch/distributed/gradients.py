@@ -14,20 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from anybatch.core.retry import Retry
 from anybatch.distributed.buckets import Pieces
-from anybatch.distributed.coordinator import SUMS, Coordinator, RanksAgainError
+from anybatch.distributed.coordinator import SUMS, Coordinator
 
 OVERLAP = True
 """Whether gradients may be sent while the last backward of a step still runs."""
 
 NONE, DENSE, SPARSE, TWICE = 0.0, 1.0, 2.0, 3.0
-
-
-class AddedTwiceError(RanksAgainError):
-    """Backward has added to a gradient again that was on its way: all ranks run the step again."""
-
-    def __init__(self) -> None:
-        super().__init__(coupled=False)
 
 
 class GradientSums:
@@ -86,11 +80,12 @@ class GradientSums:
         """Record the gradient types of all ranks; return whether sums are missing.
 
         Raises:
-            AddedTwiceError: on some rank, of a checkpointed layer that is called twice for example.
+            Retry: one was added twice on some rank: of a checkpointed layer that is called twice,
+                for example.
         """
         self._there = [set(column) for column in torch.stack([*rows]).T.tolist()]
         if any(TWICE in found for found in self._there):
-            raise AddedTwiceError
+            raise Retry("ranks", dense=None)
         self.dense = tuple(at for at, found in enumerate(self._there) if DENSE in found)
         return any(
             found - {NONE} and at not in self._contributed for at, found in enumerate(self._there)

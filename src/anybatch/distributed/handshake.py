@@ -20,7 +20,6 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.modules import Modules
-from anybatch.core.transaction import AgainError
 from anybatch.errors import BatchError, RankError
 
 ANY = -1
@@ -52,10 +51,6 @@ class Here(NamedTuple):
     lanes: int
     trains: int
     coupled: int
-
-
-class UnexpectedError(AgainError):
-    """Error for unexpected facts of another rank: the step begins again."""
 
 
 class Habit:

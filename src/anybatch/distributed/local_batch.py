@@ -133,16 +133,8 @@ class GlobalBatch(Protocol):
             devices: accelerators of the model.
         """
 
-    def again(self, *, coupled: bool, others: bool = False) -> None:
-        """Take in that this rank runs the step again; the others do too, where they must.
-
-        Args:
-            coupled: it has found that the loss needs all outputs at once.
-            others: all of them must: the next run is another step. Default False.
-        """
-
-    def anew(self) -> None:
-        """Discard the exchanged facts: all ranks run the step again."""
+    def refuse_smaller(self) -> None:
+        """Refuse to run a smaller step, where other ranks are about to end theirs."""
 
     def moves(self, buffers: Moved) -> None:
         """Copy buffers that forward moved to ranks without samples, when the step ends."""
@@ -214,11 +206,8 @@ class LocalBatch:
     def agree(self, devices: Sequence[torch.device]) -> None:
         """Check nothing: there is one RNG state."""
 
-    def again(self, *, coupled: bool, others: bool = False) -> None:
-        """Notify no rank."""
-
-    def anew(self) -> None:
-        """Forget nothing."""
+    def refuse_smaller(self) -> None:
+        """Refuse nothing."""
 
     def moves(self, buffers: Moved) -> None:
         """Copy nothing."""

@@ -28,6 +28,7 @@ from anybatch.core.modules import Modules, renormalised
 from anybatch.core.oom import NothingHeld
 from anybatch.core.optimizers import Prepared, bare, rounding
 from anybatch.core.plan import Plan, card, decide, table
+from anybatch.core.retry import Retry
 from anybatch.core.transaction import Before, no_optimizer_step, transaction
 from anybatch.distributed.fsdp import sharded_of
 from anybatch.engine.executor import Runner
@@ -38,7 +39,7 @@ from anybatch.errors import AnybatchError, NotExactError, NotYetError
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.records import StepReport
 from anybatch.execution.signature import RunPlan, Signature
-from anybatch.execution.snapshots import Observer, Tries
+from anybatch.execution.snapshots import Attempts, Observer
 from anybatch.execution.step import Scaler, Step
 from anybatch.lockstep.sync_batchnorm import Adaptive, Fixed
 from anybatch.loss.base import Loss
@@ -217,11 +218,41 @@ class Engine:
         self._refuse_place()
         self._prepared.refuse_loop()
         scaler = self._prepared.scaler if scaler is None else scaler
-        run = partial(self._backward, inputs, targets, scaler, observe, Tries())
-        with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
-            loss = self._inputs.reach.again(partial(self._rank_session.together, run))
+        loss = self._until_complete(partial(self._backward, inputs, targets, scaler, observe))
         self._inputs.norms.step(loss)
         return loss
+
+    def _until_complete(self, attempt: Callable[[Attempts], Tensor]) -> Tensor:
+        """Run attempts of a step on all ranks until one is complete; return its loss.
+
+        An attempt that must be another one ends with a `Retry`. Nothing of it is left but the
+        findings, and the next attempt begins with them:
+
+        ==========  ==============================================  ============================
+        reason      what is learned                                 how often in a step
+        ==========  ==============================================  ============================
+        memory      half the samples at once                        until one sample is too much
+        rows        the larger rows of a lazy batch                 once for each larger row
+        meeting     samples meet in a function, without a module    once for each of two kinds
+        coupled     the loss needs all outputs at once              once
+        inspection  the earlier inspection does not hold            twice, then it is refused
+        sites       the lanes meet elsewhere than in earlier steps  twice, then it is refused
+        draws       the layout of a full-batch draw                 once for each draw
+        ranks       what another rank has learned                   as often as on the others
+        ==========  ==============================================  ============================
+        """
+        attempts = Attempts()
+        with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
+            while True:
+                try:
+                    return self._rank_session.together(partial(attempt, attempts))
+                except Retry as retry:
+                    attempts.learn(retry)
+                    self._inputs.reach.learn(retry)
+                    self._rank_session.learn(retry)
+                except Exception as error:
+                    attempts.explain(error)
+                    raise
 
     def _backward(
         self,
@@ -229,7 +260,7 @@ class Engine:
         targets: Any,
         scaler: Scaler | None,
         observe: Observer | None,
-        tries: Tries,
+        attempts: Attempts,
     ) -> Tensor:
         start = perf_counter()
         batch, modules = self._arranger.batch(inputs, targets)
@@ -245,7 +276,7 @@ class Engine:
         with transaction(before, write) as delivery:
             before.suspend_hooks()
             step, signature, run_plan = self._arranged(
-                batch, modules, before, gradients, tries, scaler
+                batch, modules, before, gradients, attempts, scaler
             )
             step.scaler, step.observe, step.deliver = scaler, observe, delivery
             gradients.set_aside()
@@ -273,22 +304,20 @@ class Engine:
             NotExactError: as in `backward`.
         """
         self._refuse_place()
-        with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
-            run = partial(self._evaluate, inputs, targets, observe, Tries())
-            return self._inputs.reach.again(partial(self._rank_session.together, run))
+        return self._until_complete(partial(self._evaluate, inputs, targets, observe))
 
     def _evaluate(
         self,
         inputs: Any,
         targets: Any,
         observe: Observer | None,
-        tries: Tries,
+        attempts: Attempts,
     ) -> Tensor:
         start = perf_counter()
         batch, modules = self._arranger.batch(inputs, targets)
         before = Before(modules, [])
         with transaction(before, self._rank_session.end) as delivery, torch.no_grad():
-            step, signature, run_plan = self._arranged(batch, modules, before, None, tries)
+            step, signature, run_plan = self._arranged(batch, modules, before, None, attempts)
             step.observe, step.deliver = observe, delivery
             loss, peak = self._first_measured(step, signature, modules, before)
             step.forget_casts()
@@ -306,13 +335,13 @@ class Engine:
         modules: Modules,
         before: Before,
         gradients: Gradients | None,
-        tries: Tries,
+        attempts: Attempts,
         scaler: Scaler | None = None,
     ) -> Arranged:
         arranged = self._arranger.step(
             *(self._planner, batch, modules, before, gradients),
             micro_batch=self.micro_batch or 1,
-            tries=tries,
+            attempts=attempts,
             scaler=scaler,
         )
         self.micro_batch = arranged.step.global_batch.micro_batch
@@ -331,9 +360,9 @@ class Engine:
         if planner is None or signature is None or planner.decided == self._measured:
             with read_peak(inputs.device) as found:
                 return self._runner.run(step, modules, before), found()
-        self._measured = planner.decided
         with measured(inputs.device, modules, inputs.optimizer, before, inputs.shards) as peak:
             loss = self._runner.run(step, modules, before)
+        self._measured = planner.decided
         grain = rounding(inputs.device)
         later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
         planner.learn(signature, peak() + later, state_bytes(inputs.optimizer))
@@ -404,8 +433,14 @@ class Engine:
                 self._planner.spill = self._spill
         refuse_place(self._inputs.device, outside=False)
         run = partial(self._foresee, inputs, targets, timed=timed)
+        attempts = Attempts()
         with self._convolutions.step(waits=True):
-            return self._inputs.reach.again(partial(self._rank_session.foreseeing, run))
+            while True:
+                try:
+                    return self._rank_session.foreseeing(run)
+                except Retry as retry:
+                    attempts.learn(retry)
+                    self._inputs.reach.learn(retry)
 
     def _recall(self, n: int, inputs: Any, targets: Any = None) -> None:
         """Plan a batch as an earlier run did, which chose a micro-batch of `n` with a clock.

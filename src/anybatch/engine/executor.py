@@ -1,22 +1,20 @@
-"""Runner of a step by its mechanism: undivided, streaming, two-pass or lockstep; with retry.
+"""Runner of one attempt of a step, by its mechanism: undivided, streaming, two-pass or lockstep.
 
 Which mechanism a batch needs is found out by its first step (`anybatch.execution.inspection`, and
-the loss that is watched) and recorded for its signature; so is a size at which memory ran out.
-
-    undivided ──out of memory──> divided        streamed ──the loss couples samples──> gathered
+the loss that is traced) and recorded for its signature; so is a size at which memory ran out. An
+attempt that finds out that it must be another one ends with a `Retry`.
 """
 
 from __future__ import annotations
 
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybatch.core.barrier import OtherSitesError
 from anybatch.core.batch import Batch, TensorBatch, refuse_missing
 from anybatch.core.modules import Modules, eager, in_training, renormalised
 from anybatch.core.norm import (
@@ -31,35 +29,34 @@ from anybatch.core.norm import (
 from anybatch.core.plan import OffloadPlan
 from anybatch.core.plan_sections import Capacity, LockstepLimits
 from anybatch.core.python_state import Attributes
+from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import Before
-from anybatch.distributed.coordinator import OffScriptError
 from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
 from anybatch.engine.inputs import LOSS, StepInputs
 from anybatch.errors import NotExactError
-from anybatch.execution.buffers import ForwardBuffers, put_back_moved
+from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.collated import Collates
 from anybatch.execution.discover import discoverer
 from anybatch.execution.full_batch_rng.draw_layout import attributes_of, learn
 from anybatch.execution.full_batch_rng.kernels import refuse_scripted
-from anybatch.execution.full_batch_rng.mode import FullBatchRNG, Laws, SharedDraws, UnknownDrawError
+from anybatch.execution.full_batch_rng.mode import FullBatchRNG, Laws, SharedDraws
 from anybatch.execution.full_size import compare_new_sizes, doubt_larger
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.inspection import AGAIN, inspect_model, quietly
 from anybatch.execution.prefetch import DeviceLink, link_to
 from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.records import LaneTraits, ModelTraits
-from anybatch.execution.snapshots import OutputsChangedError, SmallerPlanError, Tries
+from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Step
-from anybatch.execution.streaming import run_with_retries, stream, undivided
+from anybatch.execution.streaming import memory_is_too_small, stream, undivided
 from anybatch.execution.strides import standard_strides
-from anybatch.execution.two_pass import COUPLED, gather
+from anybatch.execution.two_pass import gather
 from anybatch.lockstep.batchnorm import Singles, Tracked, listening, values_of_a_part
 from anybatch.lockstep.coupled import refuse_looks
 from anybatch.lockstep.lockstep import lockstep
 from anybatch.lockstep.scheduler import LaneInspection
 from anybatch.loss.base import Algorithm1
-from anybatch.loss.tracer import NotAPartError
 from anybatch.memory.spill import maker, require_place, require_space
 from anybatch.offload.saved_tensors import Keeping
 
@@ -96,7 +93,9 @@ class Runner:
         lane_bytes: Capacity = 0,
         global_batch: GlobalBatch | None = None,
         offload: OffloadPlan | None = None,
-        tries: Tries | None = None,
+        attempts: Attempts | None = None,
+        signature: Any = None,
+        meeting: list[str] | None = None,
     ) -> Step:
         """Return a step that has not begun.
 
@@ -106,25 +105,28 @@ class Runner:
             before: the state before it.
             gradients: where its gradients come together; None runs forward only.
             micro_batch: samples in a micro-batch; fewer where memory ran out at that.
-            accumulator: sum gradients in an accumulator. Default False.
-            lane_bytes: bytes that waiting micro-batches may hold on the device; None offloads none
-                of them. Default 0.
-            global_batch: the batch over all ranks; None (default) is one process.
-            offload: which saved tensors are offloaded; None (default) where none is.
-            tries: limits of an earlier plan; None (default) where there was none.
+            accumulator: sum gradients in an accumulator.
+            lane_bytes: bytes that waiting micro-batches may hold on the device; None: all of them.
+            global_batch: the batch over all ranks. Default None: one process.
+            offload: which saved tensors are offloaded. Default None: none is.
+            attempts: findings of earlier attempts. Default None: there were none.
+            signature: of the batch. Default: it is computed.
+            meeting: names of the layers where samples meet. Default: they are looked up.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
         """
-        signature = self.signature(batch, modules, trains=gradients is not None)
+        if signature is None:
+            signature = self.signature(batch, modules, trains=gradients is not None)
         shared = self._inputs.rng == "batch" and global_batch is not None and global_batch.several
         start = RNGState.now() if shared else before.rng
+        attempts = attempts or Attempts()
         fits = self._shrunk.get(signature, (0, micro_batch))[1]
         step = Step(
             model=self._inputs.model,
             loss=self._inputs.loss,
             batch=batch,
-            micro_batch=min(micro_batch, fits),
+            micro_batch=min(micro_batch, fits, attempts.limit or micro_batch),
             link=self._link_to_model(),
             buffers=ForwardBuffers([], set()),
             gradients=gradients,
@@ -137,24 +139,38 @@ class Runner:
             global_batch=global_batch or LocalBatch(batch.size),
             private=frozenset(map(id, [*self._inputs.rows_leaves(batch), *self._inputs.shards])),
             sharded=self._inputs.sharded,
-            tries=tries or Tries(),
+            attempts=attempts,
             calls=self._inputs.calls(first=not self._made(signature)),
         )
         if step.calls is not None:
             before.patched.insert(0, step.calls.restart)
+        self._prepare(step, modules, before, meeting, offload)
+        return step
+
+    def _prepare(
+        self,
+        step: Step,
+        modules: Modules,
+        before: Before,
+        meeting: list[str] | None,
+        offload: OffloadPlan | None,
+    ) -> None:
+        """Prepare the optional parts of a step: full-batch draws, micro-batches, offloading."""
         if self._inputs.rng == "batch":
             step.draws = self._draws(step)
         if step.divided:
-            self._divide(step, modules, before)
-        if offload is not None and step.lanes:
+            self._divide(step, modules, before, meeting)
+        if offload is not None:
+            self._offload(step, offload)
+
+    def _offload(self, step: Step, offload: OffloadPlan) -> None:
+        """Let lanes be paged, or saved tensors be offloaded, as planned."""
+        if step.lanes:
             self._require(offload)
-            step.inside, step.spill = (
-                LockstepLimits(offload.capacity[1], offload.segment_extra, offload.segment_kernel),
-                offload.where,
-            )
-        elif offload is not None:
+            limits = offload.capacity[1], offload.segment_extra, offload.segment_kernel
+            step.inside, step.spill = LockstepLimits(*limits), offload.where
+        else:
             step.offloader = self._offloader(offload)
-        return step
 
     def _require(self, offload: OffloadPlan) -> None:
         """Require a store with the capacity for offloaded tensors."""
@@ -192,8 +208,15 @@ class Runner:
         traits = self._traits.get(signature)
         return traits is not None and traits.coupled
 
-    def refuse_division(self, modules: Modules) -> None:
+    def refuse_division(self, modules: Modules, meeting: list[str] | None = None) -> list[str]:
         """Raise an error before the run where a batch cannot be divided.
+
+        Args:
+            modules: every module that a step runs.
+            meeting: names of the layers where samples meet. Default: they are looked up.
+
+        Returns:
+            These names.
 
         Raises:
             NotExactError: naming the BatchNorm layers that cannot wait for each other, and why, or
@@ -209,18 +232,19 @@ class Runner:
                 "max_norm out and call torch.renorm on the weight after each step, or give "
                 "micro_batch >= the batch size"
             )
-        names = self._inputs.meets(modules)
+        names = self._inputs.meets(modules) if meeting is None else meeting
         if names:
             refuse_lanes(modules, names, literal=isinstance(self._inputs.loss, Algorithm1))
+        return names
 
     def failed_at(self, step: Step) -> int:
         """Remember the size that a step ended with; return that at which memory ran out, or 0."""
         failed, _ = self._shrunk.get(step.signature, (0, 0))
         if step.retries:
-            failed = step.failed
+            failed = step.attempts.failed
             self._shrunk[step.signature] = failed, step.limit
-        if step.tries.most:
-            self._most[step.signature] = step.tries.most
+        if step.attempts.most:
+            self._most[step.signature] = step.attempts.most
         return failed
 
     def most(self, batch: Batch, modules: Modules, *, trains: bool) -> int:
@@ -230,59 +254,76 @@ class Runner:
         return self._most.get(self.signature(batch, modules, trains=trains), 0)
 
     def run(self, step: Step, modules: Modules, before: Before) -> Tensor:
-        """Run the step, and while memory runs out run it again, smaller.
+        """Run one attempt of a step and deliver it.
 
         Returns:
             The loss of the full batch, a detached 0-dim tensor.
+
+        Raises:
+            Retry: it must be run again, another one.
         """
-        run = partial(self._delivered, step, modules, before)
+        outside, failure = sys.exception(), None
         try:  # no closures: the frames of an error would hold what they close over
             with standard_strides():
-                loss = run_with_retries(step, run, partial(self._prepare, step, modules, before))
+                loss = self._computed(step, modules, before)
+            step.agree()
+            step.global_batch.moves(step.buffers)
+            step.fire_hooks()
+            step.deliver()  # until then the other ranks may have it run again
             if isinstance(step.offloader, Keeping):
                 step.moved += step.offloader.moved
                 step.remade += step.offloader.remade
+        except Retry:
+            raise
+        except Exception as error:
+            if not memory_is_too_small(step, error, outside):
+                raise
+            failure = error
+        else:
+            return loss
         finally:
             step.discover = None
-        return loss
+        # Outside of the handler: in it, the frames that hold the failed attempt's tensors could not
+        # be emptied (test_nothing_of_a_failed_attempt_is_in_memory_when_it_is_tried_again).
+        step.shrink(failure)
+        if step.budgeted and not step.divided:  # the bytes of a divided one were not forecast
+            step.attempts.most = step.limit
+        raise Retry("memory")
 
-    def _delivered(self, step: Step, modules: Modules, before: Before) -> Tensor:
-        """Run the step and deliver it, or raise: until then the others may have it run again."""
-        loss = self._once(step, modules, before)
-        step.agree()
-        step.global_batch.moves(step.buffers)
-        step.fire_hooks()
-        step.deliver()
-        return loss
-
-    def _once(self, step: Step, modules: Modules, before: Before) -> Tensor:
+    def _computed(self, step: Step, modules: Modules, before: Before) -> Tensor:
+        """Return the loss of a step; its gradients are ready."""
         if not step.divided:
             if step.signature not in self._walked:  # once: a graph is walked for it
                 step.discover = discoverer(step, before, self._inputs.closure)
             loss = undivided(step)
             self._walked.add(step.signature)
             return loss
-        if step.batchnorm != "local":
-            refuse_scripted_norms(modules)
-        while True:
-            try:
-                if step.lanes:
-                    with eager(), values_of_a_part():  # what is compiled would be with lanes
-                        return self._in_lanes(step, modules, before)
-                return self._divided(step, before)
-            except AttributeError as error:
-                refuse_missing(error, step.hung)
-                raise
-            except UnknownDrawError:
-                step.begin_again()
-                with (
-                    NonReducingNorms(step.counters, rows=step.global_batch.size)
-                    if step.lanes
-                    else nullcontext()
-                ):
-                    learn(step)
-                step.restart()
-                step.global_batch.again(coupled=False)
+        try:
+            if step.lanes:
+                with eager(), values_of_a_part():  # what is compiled would be with lanes
+                    return self._in_lanes(step, modules, before)
+            return self._one_by_one(step, before)
+        except AttributeError as error:
+            refuse_missing(error, step.hung)
+            raise
+        except Retry as retry:
+            self._learn(step, retry)
+            raise
+
+    def _learn(self, step: Step, retry: Retry) -> None:
+        """Correct the findings of earlier steps by the reason that has ended this one."""
+        traits = self._traits.get(step.signature)
+        if retry.reason == "inspection":  # the model as it was when the step began is inspected
+            self._traits.pop(step.signature, None)
+            step.attributes.put_back()
+        elif retry.reason == "sites" and traits is not None and traits.lanes is not None:
+            lanes = replace(traits.lanes, current=False)
+            self._traits[step.signature] = replace(traits, lanes=lanes)
+        elif retry.reason == "draws":
+            step.begin_again()
+            rows = step.global_batch.size
+            with NonReducingNorms(step.counters, rows=rows) if step.lanes else nullcontext():
+                learn(step)
 
     def _draws(self, step: Step) -> FullBatchRNG:
         """Return the dispatch mode of full-batch draws for the micro-batches of a step."""
@@ -298,84 +339,30 @@ class Runner:
             SharedDraws(laws, global_batch.size, modules, global_batch.begin, global_batch.several)
         )
 
-    def _prepare(self, step: Step, modules: Modules, before: Before) -> None:
-        """Restore all but the observations already made, for a retry at a smaller size.
-
-        Raises:
-            SmallerPlanError: the bytes of the divided batch were not forecast.
-        """
-        put_back_moved(before.buffers)
-        was_undivided = not step.divided
-        step.begin_again()
-        if not was_undivided:
-            return
-        self._divide(step, modules, before)
-        if step.budgeted:
-            tries = step.tries
-            tries.retries, tries.failed, tries.most = step.retries, step.failed, step.limit
-            raise SmallerPlanError
-
     def _in_lanes(self, step: Step, modules: Modules, before: Before) -> Tensor:
         """Let micro-batches wait for each other, where samples meet in BatchNorm."""
-        names = names_of_norms(modules)
-        tracked = Tracked(step.counters, names)
+        tracked = Tracked(step.counters, names_of_norms(modules))
         if not step.batch.size:
-            return self._without_samples(step, tracked, names)
-        traits = self._traits.get(step.signature)
+            return lockstep(step, tracked)
+        traits, inspected = self._findings(step)
         lanes = None if traits is None else traits.lanes
-        if lanes is None or not lanes.current or step.steps in AGAIN:
-            lanes, step.ways = self._inspect_lanes(step, modules, before, lanes), None
+        if lanes is None or not lanes.current or (step.steps in AGAIN and not inspected):
+            lanes, step.ways = self._inspect_lanes(step, modules, lanes), None
         else:
             step.ways = lanes.ways
             self._at_new_sizes(step)
+        if step.ways is None or inspected:
+            step.discover = discoverer(step, before, self._inputs.closure)
+            step.attempts.traits = self._traits_of(step, moving=None, lanes=lanes)
         self._collates.ask(step)
         step.slots, step.singles = list(lanes.slots), lanes.singles
-        try:
-            loss = lockstep(step, tracked)
-        except NotAPartError:  # some micro-batch shows what the first one did not
-            step.global_batch.again(coupled=True)
-            step.begin_again()
-            step.coupled, tracked = True, Tracked(step.counters, names)
-            loss = lockstep(step, tracked)
-        except OutputsChangedError:
-            if traits is None:
-                raise
-            self._forget(step)
-            return self._in_lanes(step, modules, before)
-        except (OtherSitesError, OffScriptError):
-            if traits is not None:
-                self._traits[step.signature] = replace(traits, lanes=replace(lanes, current=False))
-            step.global_batch.again(coupled=False, others=True)
-            step.begin_again()
-            return self._in_lanes(step, modules, before)
+        loss = lockstep(step, tracked)
         step.buffers.refuse_moved(tracked.all())
-        self._familiar[step.signature].keep(reads=step.reads)
-        step.doubt_batch()
-        self._traits[step.signature] = ModelTraits(
-            step.coupled,
-            frozenset(),
-            step.layout,
-            step.copies,
-            lanes=lanes,
-            doubts=step.doubts,
-            looked=step.looked,
-            sizes=step.sizes,
-            steps=step.steps,
-            mixed=step.mixed,
-        )
+        self._remember(step, moving=frozenset(), lanes=lanes)
         return loss
 
-    def _without_samples(self, step: Step, tracked: Tracked, names: dict[int, str]) -> Tensor:
-        """Run lockstep without samples, and again where other ranks change their collectives."""
-        try:
-            return lockstep(step, tracked)
-        except OffScriptError:
-            step.global_batch.again(coupled=False, others=True)
-            step.begin_again()
-        return lockstep(step, Tracked(step.counters, names))
-
     def _inspect_lanes(
-        self, step: Step, modules: Modules, before: Before, earlier: LaneTraits | None
+        self, step: Step, modules: Modules, earlier: LaneTraits | None
     ) -> LaneTraits:
         """Run the first inspection of a model in lanes, and return its findings."""
         with attributes_of(step):
@@ -386,32 +373,76 @@ class Runner:
             refuse_looks(norms.called[:of_two])
             slots = watch.slots()
         step.buffers.refuse_moved({})
-        step.discover = discoverer(step, before, self._inputs.closure)
         return (earlier or LaneTraits()).after(slots, watch.way(), singles=norms.singles > 0)
 
-    def _divided(self, step: Step, before: Before) -> Tensor:
-        """Run a streaming step, or a two-pass one where a coupled loss is recorded or detected."""
-        traits = self._traits.get(step.signature)
+    def _one_by_one(self, step: Step, before: Before) -> Tensor:
+        """Run a streaming step, or a two-pass one if the loss is coupled."""
+        run = gather if step.coupled else stream
         if not step.batch.size:
-            return self._streamed_or_gathered(step, None)
-        if traits is None or step.steps in AGAIN:
+            return run(step)
+        traits, inspected = self._findings(step)
+        if traits is None or (step.steps in AGAIN and not inspected):
             with self._inputs.detecting(), self._listening(before), attributes_of(step):
                 inspect_model(step)
+            step.attempts.traits = self._traits_of(step, moving=None)
         else:
             self._at_new_sizes(step)
         self._collates.ask(step)
-        if traits is None:
+        earlier = self._traits.get(step.signature)
+        if earlier is None:
             step.discover = discoverer(step, before, self._inputs.closure)
-        try:
-            # Forward may call batch_norm where the inspection has not observed it
-            # (test_only_some_micro_batches_is_refused).
-            with self._inputs.detecting(), self._listening(before):
-                return self._streamed_or_gathered(step, traits)
-        except OutputsChangedError:
-            if traits is None:
-                raise
-        self._forget(step)
-        return self._divided(step, before)
+        # Forward may call batch_norm where the inspection has not observed it
+        # (test_only_some_micro_batches_is_refused).
+        with self._inputs.detecting(), self._listening(before):
+            loss = run(step)
+        moving = step.buffers.moving
+        if earlier is not None:
+            moving |= earlier.moving or frozenset()
+        drew = step.drew_any() if earlier is None else not earlier.still
+        self._remember(step, moving=moving, still=not drew and step.draws is None)
+        return loss
+
+    def _findings(self, step: Step) -> tuple[ModelTraits | None, bool]:
+        """Return the findings that hold for a step, and whether they are of an attempt of it."""
+        found: ModelTraits | None = step.attempts.traits
+        return found or self._traits.get(step.signature), found is not None
+
+    def _remember(
+        self,
+        step: Step,
+        *,
+        moving: frozenset[str],
+        still: bool = False,
+        lanes: LaneTraits | None = None,
+    ) -> None:
+        """Record the findings of a step that is complete."""
+        self._familiar[step.signature].keep(reads=step.reads)
+        step.doubt_batch()
+        self._traits[step.signature] = self._traits_of(
+            step, moving=moving, still=still, lanes=lanes
+        )
+
+    def _traits_of(
+        self,
+        step: Step,
+        *,
+        moving: frozenset[str] | None,
+        still: bool = False,
+        lanes: LaneTraits | None = None,
+    ) -> ModelTraits:
+        return ModelTraits(
+            step.coupled,
+            moving,
+            step.layout,
+            step.copies,
+            still,
+            lanes=lanes,
+            doubts=step.doubts,
+            looked=step.looked,
+            sizes=step.sizes,
+            steps=step.steps,
+            mixed=step.mixed,
+        )
 
     def _at_new_sizes(self, step: Step) -> None:
         """Compare the full batch with its parts again, where its sizes are new."""
@@ -424,89 +455,57 @@ class Runner:
         with self._inputs.detecting(), attributes_of(step), quietly():
             compare_new_sizes(step)
 
-    def _forget(self, step: Step) -> None:
-        """Have the model inspected again, in its state at the beginning of the step."""
-        del self._traits[step.signature]
-        step.global_batch.again(coupled=False)
-        step.begin_again()
-        step.attributes.put_back()
-        step.coupled = False
-
     def _listening(self, before: Before) -> AbstractContextManager[None]:
         """Return a context that detects batch normalisation outside of modules."""
         if self._inputs.batchnorm != "exact":
             return nullcontext()
         return listening(before, self._singles)
 
-    def _streamed_or_gathered(self, step: Step, traits: ModelTraits | None) -> Tensor:
-        loss = None if step.coupled else stream(step)
-        if loss is None:
-            step.coupled = True
-            step.begin_again()
-            loss = gather(step)
-        if not step.batch.size:  # a rank without samples has seen nothing
-            return loss
-        moving = step.buffers.moving if traits is None else traits.moving | step.buffers.moving
-        drew = step.draws is not None or (step.drew_any() if traits is None else not traits.still)
-        coupled = step.found == COUPLED
-        self._familiar[step.signature].keep(reads=step.reads)
-        step.doubt_batch()
-        self._traits[step.signature] = ModelTraits(
-            coupled,
-            moving,
-            step.layout,
-            step.copies,
-            not drew,
-            doubts=step.doubts,
-            looked=step.looked,
-            sizes=step.sizes,
-            steps=step.steps,
-            mixed=step.mixed,
-        )
-        return loss
-
-    def _divide(self, step: Step, modules: Modules, before: Before) -> None:
+    def _divide(
+        self, step: Step, modules: Modules, before: Before, meeting: list[str] | None
+    ) -> None:
         """Prepare the parts of a step that only a divided one needs."""
-        self.refuse_division(modules)
+        names, every = self.refuse_division(modules, meeting), of_model(modules)
         if step.global_batch.several and isinstance(self._inputs.loss, Algorithm1):
             raise NotExactError(
                 "Algorithm 1 to the letter is for one process, and there are several: leave "
                 "Loss.algorithm1 out"
             )
-        traits, local = self._current_traits(step, modules), self._inputs.batchnorm == "local"
-        step.lanes = bool(self._inputs.meets(modules)) or step.global_batch.lanes
+        traits, local = self._current_traits(step, every), step.batchnorm == "local"
+        step.lanes = bool(names) or step.global_batch.lanes
         if step.calls is not None:
             step.calls.divided = True
         step.coupled = step.global_batch.coupled
         step.counters = counters(modules) if step.lanes else []
-        step.local = 0 if step.lanes else len(training_batchnorms(of_model(modules)))
+        step.local = len(training_batchnorms(every)) if local and not step.lanes else 0
         step.buffers = ForwardBuffers(
             [b for b in before.buffers if not b.path.startswith(LOSS)],
-            running_statistics(of_model(modules)) if step.lanes or local else set(),
+            running_statistics(every) if step.lanes or local else set(),
             traits.moving if traits else None,
         )
         if traits is not None:
             step.layout, step.copies, step.still = traits.layout, traits.copies, traits.still
-            step.doubts, step.looked, step.steps = traits.doubts, traits.looked, traits.steps + 1
+            step.doubts, step.looked, step.steps = traits.doubts, traits.looked, traits.steps
+            step.steps += step.attempts.traits is None  # else they are of an attempt of this step
             step.sizes, step.mixed = traits.sizes, traits.mixed
         if step.gradients is not None:
             step.gradients.divide(accumulator=step.accumulator)
             step.familiar = self._familiar[step.signature]
-            step.attributes = Attributes(module for _, module in of_model(modules))
+            step.attributes = Attributes(module for _, module in every)
 
-    def _current_traits(self, step: Step, modules: Modules) -> ModelTraits | None:
+    def _current_traits(self, step: Step, of_model: Modules) -> ModelTraits | None:
         """Return the findings of earlier steps, if the model is unchanged since its inspection."""
         familiar = self._familiar.setdefault(step.signature, Familiar())
-        traits = self._traits.get(step.signature)
+        traits, inspected = self._findings(step)
         batch = step.batch if isinstance(step.batch, TensorBatch) else None
         arguments: list[Any] = [] if batch is None else [batch.inputs]
         if step.loss.declares:  # any other is watched in every step
-            every = of_model(modules) + [(LOSS + p, m) for p, m in self._inputs.state.modules]
+            every = of_model + [(LOSS + p, m) for p, m in self._inputs.state.modules]
             arguments += [] if batch is None else [batch.targets]
             recognised = familiar.has_model(every, step.loss.functions(), arguments)
         else:
-            recognised = familiar.has_model(of_model(modules), arguments=arguments)
-        if recognised or traits is None:
+            recognised = familiar.has_model(of_model, arguments=arguments)
+        if recognised or traits is None or inspected:
             return traits
         step.steps = traits.steps + 1
         del self._traits[step.signature]

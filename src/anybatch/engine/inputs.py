@@ -19,7 +19,7 @@ from anybatch.core import pytree
 from anybatch.core.batch import Batch, LazyBatch, TensorBatch
 from anybatch.core.modules import Modules, in_training, is_spread, parameters, walk
 from anybatch.core.norm import BatchStatisticsError, GatherError, training_batchnorms
-from anybatch.core.transaction import AgainError
+from anybatch.core.retry import Retry
 from anybatch.distributed.fsdp import Sharded
 from anybatch.errors import AnybatchError
 from anybatch.execution.signature import (
@@ -158,7 +158,7 @@ class StepInputs:
         """Record batch normalisation that no module stands for; the step begins again for it.
 
         Raises:
-            AgainError: it was found in the body.
+            Retry: it was found in the body.
         """
         try:
             yield
@@ -166,12 +166,12 @@ class StepInputs:
             if self.gathers or self.batchnorm != "exact":
                 raise
             self.gathers.append(error.call)
-            raise AgainError from error
+            raise Retry("meeting") from error
         except BatchStatisticsError as error:
             if self.bare or self.batchnorm != "exact":
                 raise
             self.bare.append("a call of batch_norm in forward")
-            raise AgainError from error
+            raise Retry("meeting") from error
 
     def meets(self, modules: Modules) -> list[str]:
         """Return the names of the layers where samples meet, so that micro-batches need lanes."""

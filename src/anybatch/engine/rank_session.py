@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from anybatch.core.retry import Retry
 from anybatch.distributed.coordinator import Coordinator, Scripts, guarded
 from anybatch.distributed.fsdp import Sharded, coordinated
 from anybatch.distributed.global_batch import Ranks, devices_of, same_rng
@@ -113,6 +114,12 @@ class RankSession:
         if self._coordinator is None:
             return sharded.around(run, None)
         return sharded.around(run, self._coordinator.group, partial(coordinated, self._coordinator))
+
+    def learn(self, retry: Retry) -> None:
+        """Forget the recorded collectives of a step that is run again: it may have others."""
+        self._scripts.pop(self._signature, None)
+        if "dense" in retry.learned:
+            self._dense[self._signature] = retry.learned["dense"]
 
     def local_layers(self) -> AbstractContextManager[None]:
         """Let no layer of the model meet other ranks by itself."""

@@ -31,9 +31,10 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.optimizers import allocated
 from anybatch.core.plan import Facts, OffloadPlan
 from anybatch.core.plan_sections import Capacity
+from anybatch.core.retry import Retry
 from anybatch.core.transaction import Before
 from anybatch.core.units import show_samples
-from anybatch.distributed.handshake import ANY, Here, Named, hooks_of, named_parameters
+from anybatch.distributed.handshake import ANY, Here, hooks_of, named_parameters
 from anybatch.distributed.local_batch import GlobalBatch
 from anybatch.engine.executor import Runner
 from anybatch.engine.inputs import StepInputs
@@ -43,7 +44,7 @@ from anybatch.execution.buffers import put_back_moved
 from anybatch.execution.gradients import HALF, Gradients, gradient_dtype
 from anybatch.execution.proof.declared import DECLARED
 from anybatch.execution.signature import RunPlan, Signature
-from anybatch.execution.snapshots import Tries
+from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Scaler, Step
 from anybatch.execution.two_pass import COUPLED
 from anybatch.lockstep.scheduler import NoThreadError
@@ -102,7 +103,7 @@ class Arranger:
         gradients: Gradients | None,
         *,
         micro_batch: int,
-        tries: Tries,
+        attempts: Attempts,
         scaler: Scaler | None = None,
     ) -> Arranged:
         """Return the step, in micro-batches as large as the budget allows on every rank.
@@ -114,38 +115,45 @@ class Arranger:
             before: the state before it.
             gradients: where they come together; None runs forward only.
             micro_batch: samples in a micro-batch, where nothing is planned.
-            tries: the record that survives each new begin.
+            attempts: findings of earlier attempts.
             scaler: as `backward` has it.
         """
-        make = partial(self._runner.step, batch, modules, before, gradients, tries=tries)
-        join = partial(
-            self._join, batch, modules, scaler, before.hooks, trains=gradients is not None
+        trains, meeting = gradients is not None, self._inputs.meets(modules)
+        signature = self._runner.signature(batch, modules, trains=trains)
+        make = partial(
+            self._runner.step,
+            *(batch, modules, before, gradients),
+            attempts=attempts,
+            signature=signature,
+            meeting=meeting,
         )
+        coupled = attempts.coupled or self._runner.coupled(signature)
+        here = Here(batch.size, micro_batch, ANY, bool(meeting), trains, coupled)
+        join = partial(self._join, here, signature, modules, scaler, before.hooks)
         plan = None
         if planner is not None and batch.size:
-            plan = partial(self._planned, planner, batch, modules, gradients, tries.most)
+            plan = partial(self._planned, planner, batch, modules, gradients, attempts.most)
         if self._rank_session.several:
-            global_batch, planned = self._together(join, plan, micro_batch, gradients is not None)
+            global_batch, planned = self._together(join, plan, micro_batch, trains)
         else:
             planned = None if plan is None else plan(0)
             global_batch = join(micro_batch if planned is None else planned[1].micro_batch)
         if planner is None or planned is None:
             step = make(global_batch.micro_batch, accumulator=False, global_batch=global_batch)
             return Arranged(step, None, None)
-        signature, run_plan = planned
+        plan_signature, run_plan = planned
         run_plan = replace(run_plan, micro_batch=global_batch.micro_batch)
-        lane_bytes = run_plan.memory.waiting_capacity
         step = make(
             run_plan.micro_batch,
             accumulator=run_plan.accumulator,
-            lane_bytes=lane_bytes,
+            lane_bytes=run_plan.memory.waiting_capacity,
             global_batch=global_batch,
-            offload=run_plan.offload if gradients is not None else None,
+            offload=run_plan.offload if trains else None,
         )
         step.budgeted, step.spill = True, step.spill or planner.spill.where(step.device)
         if isinstance(batch, LazyBatch):
             step.watch = self._inputs.reach.watch
-        return Arranged(step, signature, run_plan)
+        return Arranged(step, plan_signature, run_plan)
 
     def _planned(
         self,
@@ -256,31 +264,21 @@ class Arranger:
 
     def _join(
         self,
-        batch: Batch,
+        here: Here,
+        signature: Any,
         modules: Modules,
         scaler: Scaler | None,
         hooks: LeafHooks,
         micro_batch: int,
         covers: int = ANY,
-        *,
-        trains: bool,
     ) -> GlobalBatch:
         """Return the batch over all ranks."""
-        signature = self._runner.signature(batch, modules, trains=trains)
-        here = Here(
-            size=batch.size,
-            micro_batch=micro_batch,
-            covers=covers,
-            lanes=bool(self._inputs.meets(modules)),
-            trains=trains,
-            coupled=self._runner.coupled(signature),
-        )
-        named: Named = []
-        scale = 1.0
-        if self._rank_session.several:
-            named = named_parameters(modules, self._inputs.optimizer)
-            if scaler is not None:
-                scale = float(scaler.scale(torch.ones((), device=self._inputs.device)))
+        here = here._replace(micro_batch=micro_batch, covers=covers)
+        if not self._rank_session.several:
+            return self._rank_session.join(here, signature, [])
+        named, scale = named_parameters(modules, self._inputs.optimizer), 1.0
+        if scaler is not None:
+            scale = float(scaler.scale(torch.ones((), device=self._inputs.device)))
         return self._rank_session.join(here, signature, named, scale, hooks_of(named, hooks))
 
 
@@ -326,23 +324,27 @@ def seconds_of_step(
     runner = Runner(inputs)  # of its own: what it finds out is not yet the engine's
     try:
         with put_back(replace(case, lanes=False)) as before, torch.enable_grad():
+            make = partial(runner.step, lane_bytes=lane_bytes, offload=offload)
 
-            def once() -> float:
+            def attempt(attempts: Attempts) -> float:
                 put_back_moved(before.buffers)
                 before.rng.put_back()
                 for leaf in case.leaves:
                     leaf.grad = None
                 gradients = Gradients(case.leaves, wide=False)
-                step = runner.step(
-                    batch, modules, before, gradients, n, lane_bytes=lane_bytes, offload=offload
-                )
-                step.budgeted = True
+                step = make(batch, modules, before, gradients, n, attempts=attempts)
+                step.budgeted, step.coupled = True, step.coupled or attempts.coupled
                 finish(case.device)
                 start = perf_counter()
-                runner.run(step, modules, before)
+                try:
+                    runner.run(step, modules, before)
+                except Retry:
+                    step.begin_again()
+                    raise
                 finish(case.device)
                 return inf if step.retries else perf_counter() - start
 
+            once = partial(_until_complete, attempt)
             return _warm(once, 1 if offload is None else RECORDED)
     except Exception as error:
         if not isinstance(error, NoThreadError) and not out_of_memory(error):
@@ -350,6 +352,20 @@ def seconds_of_step(
     finally:
         runner.close()
     return inf
+
+
+def _until_complete(attempt: Callable[[Attempts], float]) -> float:
+    """Return the seconds of the first attempt that is complete; infinite where memory ran out."""
+    attempts = Attempts()
+    while True:
+        try:
+            return attempt(attempts)
+        except Retry as retry:
+            if retry.reason == "memory":
+                return inf
+            if retry.reason == "meeting":  # another plan is needed
+                raise
+            attempts.learn(retry)
 
 
 def _warm(once: Callable[[], float], steps: int) -> float:

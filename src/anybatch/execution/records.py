@@ -102,7 +102,7 @@ class ModelTraits:
 
     Attributes:
         coupled: the loss needs all outputs at once.
-        moving: paths of the buffers that forward moves.
+        moving: paths of the buffers that forward moves; None before a step is complete.
         layout: where the outputs hold the samples.
         copies: forward writes to its inputs.
         still: the first step drew nothing.
@@ -115,7 +115,7 @@ class ModelTraits:
     """
 
     coupled: bool
-    moving: frozenset[str]
+    moving: frozenset[str] | None
     layout: Layout | None
     copies: bool
     still: bool = False

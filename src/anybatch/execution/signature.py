@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch
 from anybatch.core.modules import Modules, local, tensors_of
 from anybatch.core.plan import OffloadPlan
 from anybatch.core.plan_sections import Memory
+from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
-from anybatch.core.transaction import AgainError
 from anybatch.distributed.fsdp import Sharded
 from anybatch.execution.prefetch import HostLink, Shipment
 from anybatch.loss.base import Loss
@@ -408,16 +408,6 @@ def stretched(rows: TensorBatch, shapes: Sequence[tuple[int, ...]], count: int) 
 FEW = MICRO_BATCHES * MICRO_BATCHES
 """Rows that are loaded to plan with."""
 
-T = TypeVar("T")
-
-
-class LargerRowsError(AgainError):
-    """A micro-batch has larger rows than any before it."""
-
-    def __init__(self, micro: MicroBatch) -> None:
-        super().__init__("rows larger than any before")
-        self.micro = micro
-
 
 class Reach:
     """The largest rows so far, for each signature (paths, dimensions and dtypes)."""
@@ -436,26 +426,21 @@ class Reach:
             rng.put_back()
         return max(self._largest_rows.values(), key=lambda rows: elements(shapes_of(rows)))
 
-    def again(self, run: Callable[[], T]) -> T:
-        """Run a step, and where it has found out more, take that in and run it again."""
-        while True:
-            try:
-                return run()
-            except LargerRowsError as larger:
-                self._take(larger.micro)
-            except AgainError:
-                pass
+    def learn(self, retry: Retry) -> None:
+        """Take in the larger rows for which a step is run again."""
+        if retry.reason == "rows":
+            self._take(retry.learned["micro"])
 
     def watch(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield micro-batches.
 
         Raises:
-            LargerRowsError: one has larger rows than any before it.
+            Retry: one has larger rows than any before it.
         """
         for micro in micro_batches:
             largest = self._largest_rows.get(tensor_signature(micro))
             if largest is None or shapes_of(largest) != _largest(largest, micro):
-                raise LargerRowsError(micro)
+                raise Retry("rows", micro=micro)
             yield micro
 
     def _take(self, micro: MicroBatch) -> None:

@@ -1,9 +1,8 @@
 """Snapshots of a step's state: for a retry of a micro-batch, and for trial steps of training.
 
 A step changes more than gradients: buffers, the RNG state, samples passed to an observer. When
-memory runs out, or an inspection was wrong, or another plan is needed, all that must be restored
-before the next attempt. This module has the progress of an attempt, the size limit of the next one,
-and its restoring; `anybatch.execution.streaming` and the runner decide whether there is a next one.
+memory runs out in a micro-batch, all that must be restored before it is tried again in parts. This
+module has the progress of an attempt, its restoring, and what the next attempt has to know.
 
 Source: MBS, section 3.2 (the micro-batch must fit); the ways back are ours.
 """
@@ -12,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -25,10 +25,11 @@ from anybatch.core import pytree
 from anybatch.core.batch import Batch, MicroBatch
 from anybatch.core.modules import Modules, local
 from anybatch.core.oom import forget
+from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
-from anybatch.core.transaction import AgainError, Before, uninterrupted
+from anybatch.core.transaction import Before, uninterrupted
 from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
-from anybatch.errors import NotYetError
+from anybatch.errors import NotExactError, NotYetError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.gradients import Gradients
@@ -53,28 +54,58 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class Tries:
-    """Record of a step that survives each new begin, under another plan perhaps.
+class Attempts:
+    """Findings of the attempts of a step, for the next one.
 
     Attributes:
         rows: how many an observer got.
-        retries: how often memory ran out under another plan.
-        failed: samples that were computed at once then.
-        most: samples that may be from here on; 0 (default) is no limit.
+        retries: how often memory ran out.
+        failed: samples that were computed at once when it did last.
+        limit: samples that may be computed at once from here on; 0 (default) is no limit.
+        most: the same, where a plan for so many is needed: memory ran out undivided.
+        failure: the error then; it holds no tensors.
+        coupled: the loss needs all outputs at once.
+        traits: result of the inspection of an attempt; None where there was none.
+        times: how often each reason has come.
     """
 
     rows: int = 0
     retries: int = 0
     failed: int = 0
+    limit: int = 0
     most: int = 0
+    failure: Exception | None = None
+    coupled: bool = False
+    traits: Any = None
+    times: Counter[str] = field(default_factory=Counter)
+
+    def learn(self, retry: Retry) -> None:
+        """Take in why an attempt ended.
+
+        Raises:
+            NotExactError: for a reason that does not end, because the model changes each time.
+        """
+        self.times[retry.reason] += 1
+        if self.times[retry.reason] > MOST.get(retry.reason, sys.maxsize):
+            raise NotExactError(
+                "a step that is run again must find the same model, and this one has changed each "
+                f"time ({retry.reason}, {self.times[retry.reason]} times): forward or the loss "
+                "depends on how often it is called. Take that out, or give micro_batch >= the "
+                "batch size"
+            )
+        if retry.reason == "coupled":
+            self.coupled = True
+        else:  # another size or another model: what was inspected holds no longer
+            self.traits = None
+
+    def explain(self, error: Exception) -> None:
+        """Name memory that ran out in an earlier attempt as the cause of an error."""
+        if self.failure is not error and error.__cause__ is None:
+            error.__cause__ = self.failure
 
 
-class SmallerPlanError(AgainError):
-    """Memory ran out undivided, as was planned: another plan is needed, for fewer samples."""
-
-
-class OutputsChangedError(Exception):
-    """The outputs are not those of the inspection: the model must be inspected again."""
+MOST = {"coupled": 1, "meeting": 2, "inspection": 2, "sites": 2}
+"""How often a reason can come in one step; of others each makes the next one smaller or shorter."""
 
 
 @dataclass(kw_only=True)
@@ -85,15 +116,12 @@ class Repeatable(ABC):
         micro_batch: N_mu, samples that are loaded at once.
         gradients: where gradients come together; None runs forward only.
         limit: samples that are computed at once; less than `micro_batch` once memory ran out.
-        retries: how often it did.
-        failed: samples that were computed at once when it did last.
-        failure: the exception; it holds no tensors.
         done: micro-batches that are done.
         phase: of the micro-batch being computed.
         rng: the RNG state as it was recorded last in this step.
         start: the RNG state that it began with, on all ranks.
         still: the first step of its signature has drawn nothing.
-        tries: the record that survives each new begin.
+        attempts: what earlier attempts have learned.
         global_batch: the batch over all ranks, as far as it is not here.
         draws: draws as the full batch would; None lets each micro-batch draw for itself.
     """
@@ -106,22 +134,23 @@ class Repeatable(ABC):
     gradients: Gradients | None
     observe: Observer | None = None
     limit: int = field(init=False)
-    retries: int = field(init=False)
-    failed: int = field(init=False)
-    failure: Exception | None = None
     done: int = 0
     phase: Phase = "forward"
     _rows: int = 0
     rng: RNGState | None = None
     start: RNGState | None = None
     still: bool = False
-    tries: Tries = field(default_factory=Tries)
+    attempts: Attempts = field(default_factory=Attempts)
     global_batch: GlobalBatch = field(default_factory=LocalBatch)
     draws: FullBatchRNG | None = None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
-        self.retries, self.failed = self.tries.retries, self.tries.failed
+
+    @property
+    def retries(self) -> int:
+        """How often memory ran out."""
+        return self.attempts.retries
 
     @property
     def device(self) -> torch.device:
@@ -142,9 +171,9 @@ class Repeatable(ABC):
         """Let the observer see the rows of a micro-batch, once, though the step start over."""
         begin, self._rows = self._rows, self._rows + micro.size
         self.done += 1
-        if self.observe is None or self._rows <= self.tries.rows:
+        if self.observe is None or self._rows <= self.attempts.rows:
             return
-        observed, self.tries.rows = max(self.tries.rows - begin, 0), self._rows
+        observed, self.attempts.rows = max(self.attempts.rows - begin, 0), self._rows
         targets = micro.targets
         if observed:
             outputs = self.rows(outputs, observed, micro.size - observed, micro.size)
@@ -216,10 +245,10 @@ class Repeatable(ABC):
     def shrink(self, failure: Exception) -> None:
         """Halve the samples that are computed at once, after `failure`, and free its memory."""
         forget(failure, outside=sys.exception())
-        self.failure = failure
-        self.retries += 1
-        self.failed = min(self.limit, self.batch.size)
-        self.limit = (self.failed + 1) // 2
+        attempts, failed = self.attempts, min(self.limit, self.batch.size)
+        attempts.failure, attempts.failed = failure, failed
+        attempts.retries += 1
+        self.limit = attempts.limit = (failed + 1) // 2
 
     def restart(self) -> None:
         """Begin again: nothing summed, buffers as they were; at the size of the limit."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +34,7 @@ from anybatch.core.modules import call_model
 from anybatch.core.oom import out_of_memory
 from anybatch.core.plan_sections import Capacity, LockstepLimits
 from anybatch.core.python_state import Attributes
+from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.distributed.fsdp import Sharded
 from anybatch.distributed.global_batch import devices_of
@@ -40,12 +42,11 @@ from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError,
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.prefetch import DeviceLink, feed
 from anybatch.execution.proof.inspected import ComparedSizes, Familiar
-from anybatch.execution.snapshots import OutputsChangedError, Repeatable
+from anybatch.execution.snapshots import Repeatable
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Part, Scope, Total
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.traced import OtherFormError
-from anybatch.loss.tracer import NotAPartError
 from anybatch.memory.fakes import is_fake
 
 
@@ -206,7 +207,7 @@ class Step(Repeatable):
         A loss that changes state of its own is taken so, too: it is called once.
 
         Raises:
-            OutputsChangedError: the loss that the model returns was not inspected.
+            Retry: the loss that the model returns was not inspected.
         """
         scope = self.scope(outputs, micro)
         try:
@@ -217,20 +218,20 @@ class Step(Repeatable):
         except OtherFormError as error:
             if self.looked == self.steps or self.familiar is None:
                 raise LossError(str(error)) from error
-            raise OutputsChangedError from error
+            raise Retry("inspection") from error
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return a micro-batch's part of each of `totals`.
 
         Raises:
-            NotAPartError: it is no part of them, or the loss changes state of its own.
+            Retry: it is no part of them, or the loss changes state of its own.
         """
         if self.calls is None:
             return self.loss.parts(outputs, micro, totals)
         found = self.calls.called(partial(self.loss.parts, outputs, micro, totals))
         if self.calls.changed:
             self.calls.noted += self.calls.changed
-            raise NotAPartError
+            raise Retry("coupled")
         return found
 
     def full_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
@@ -275,10 +276,6 @@ class Step(Repeatable):
             loaded = self.draws.watch(loaded)
         return feed(self.watch(loaded), self.link, ahead=ahead)
 
-    def drawing(self) -> AbstractContextManager[Any]:
-        """Return the context in which a micro-batch is computed, for its full-batch draws."""
-        return nullcontext() if self.draws is None else self.draws
-
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
         """Return the `Scope` of the loss: the facts on the full batch after its first forward."""
         full_batch = self.batch if isinstance(self.batch, TensorBatch) else None
@@ -310,9 +307,9 @@ class Step(Repeatable):
         ) from error
 
     def check_structure(self, outputs: Any) -> None:
-        """Raise `OutputsChangedError` if the outputs are not those of the inspection."""
+        """Run the step again if the outputs are not those of the inspection."""
         if self.layout and len(self.layout) != len(pytree.flat(outputs)):
-            raise OutputsChangedError
+            raise Retry("inspection")
 
     def forward(
         self,
@@ -331,26 +328,31 @@ class Step(Repeatable):
             within: context of the call of the model, without the handling of buffers. Default:
                 none.
         """
-        within = within or nullcontext()
         if not self.divided:
-            with within:
+            with within or nullcontext():
                 return self.call(micro, None)
         if begins:
             self.buffers.before()
-        with within:
-            outputs = self.call(copied(micro) if self.copies else micro, self.draws)
+        if self.copies:
+            micro = copied(micro)
+        if within is None:
+            outputs = self.call(micro, self.draws)
+        else:
+            with within:
+                outputs = self.call(micro, self.draws)
         if ends:
             self.buffers.after()
         return outputs
 
     def call(self, micro: MicroBatch, draws: FullBatchRNG | None) -> Any:
         """Call the model, with full-batch draws where `draws` is not None."""
+        divided = self.divided
         if micro.size == 1:
             one_row()
         forward = partial(call_model, self.model, micro.inputs)
-        if self.divided:
+        if divided:
             forward = partial(self.loss.run, forward, micro.inputs)
-        with ForwardOf(micro.size, standalone=self.divided):
+        with ForwardOf(micro.size, standalone=divided):
             try:
                 outputs = forward() if draws is None else draws.forward(micro, forward)
             except RuntimeError as error:
@@ -363,9 +365,9 @@ class Step(Repeatable):
             except (ValueError, IndexError, TypeError) as error:
                 self._refuse_single_sample(error, micro)
                 raise
-        if micro.size == 1 and self.layout and self.divided:
+        if micro.size == 1 and self.layout and divided:
             _check_single(outputs, self.layout)
-        if self.divided and self.loss.takes_outputs and hangs(outputs):
+        if divided and self.loss.takes_outputs and hangs(outputs):
             self.hanging |= hanging(outputs, "outputs", classes=True)
         return outputs
 
@@ -379,14 +381,6 @@ class Step(Repeatable):
             offloader.run(partial(work, micro), micro.size, first=not gradients.summed())
 
         return offloaded
-
-    def backward(self, losses: list[Tensor], weights: list[Tensor]) -> int:
-        """Accumulate the gradient of ``sum weights * losses``, scaled where there is a scaler.
-
-        Returns:
-            How many of `losses` have a gradient.
-        """
-        return self.pull(losses, self.scaled(weights))
 
     def scaled(self, weights: list[Tensor]) -> list[Tensor]:
         """Return the weights times the present scale, where there is a scaler."""
@@ -410,41 +404,39 @@ class Step(Repeatable):
         self, roots: list[Tensor], gradients: list[Tensor], into: list[Tensor] | None = None
     ) -> int:
         """Do the same for a part of a micro-batch, which is in no sum before `collect`."""
-        pairs = [(r, g) for r, g in zip(roots, gradients, strict=True) if r.requires_grad]
-        if self.gradients is None or not pairs:
+        flows = [root.requires_grad for root in roots]
+        if not all(flows):
+            roots, gradients = [*compress(roots, flows)], [*compress(gradients, flows)]
+        if self.gradients is None or not roots:
             return 0
-        if any(is_fake(root) for root, _ in pairs) and not any(
-            map(is_fake, self.gradients.parameters)
-        ):
+        if any(map(is_fake, roots)) and not any(map(is_fake, self.gradients.parameters)):
             raise NotExactError(WITHOUT_DATA)
         if self.discover is not None:
-            self.discover([root for root, _ in pairs])
-        self._recognise([root for root, _ in pairs])
-        with _outside_autocast(pairs[0][0].device.type):
-            self.phase = "backward"
-            try:
-                torch.autograd.backward([r for r, _ in pairs], [g for _, g in pairs], inputs=into)
-            except CheckpointError as error:
-                if self.loss.takes_outputs:
-                    raise
-                raise LossError(IN_CHECKPOINT) from error
-        return len(pairs)
+            self.discover(roots)
+        if self._collected <= self.coupled and self.familiar is not None:
+            self._recognise(self.familiar, roots)
+        self.phase = "backward"
+        try:
+            with _outside_autocast(roots[0].device.type):
+                torch.autograd.backward(roots, gradients, inputs=into)
+        except CheckpointError as error:
+            if self.loss.takes_outputs:
+                raise
+            raise LossError(IN_CHECKPOINT) from error
+        return len(roots)
 
-    def _recognise(self, roots: list[Tensor]) -> None:
+    def _recognise(self, familiar: Familiar, roots: list[Tensor]) -> None:
         """Compare the first graph of the step, and that of a coupled loss, with those inspected.
 
         Raises:
-            OutputsChangedError: it is another one.
+            Retry: it is another one.
         """
-        familiar = self.familiar
-        if familiar is None or not (self.divided and self.batch.size):
-            return
-        if self._collected > self.coupled:
+        if not (self.divided and self.batch.size):
             return
         if familiar.has_graph(roots, looked=self.looked == self.steps):
             return
         if not familiar.full:
-            raise OutputsChangedError
+            raise Retry("inspection")
         if CHANGES not in self.doubts:
             self.doubts += (CHANGES,)
 
@@ -481,21 +473,33 @@ class Step(Repeatable):
             every = self.gradients.parameters
             self.global_batch.offer([p for p in every if id(p) not in self.private])
 
-    def sending(
-        self, micro: MicroBatch, factor: Callable[[], float | Tensor]
-    ) -> AbstractContextManager[None]:
-        """Return the context of a backward; the last one sends completed sums to other ranks.
+    def backward(
+        self,
+        losses: list[Tensor],
+        weights: list[Tensor],
+        micro: MicroBatch,
+        factor: Callable[[], float | Tensor],
+    ) -> int:
+        """Accumulate the gradient of ``sum weights * losses``, scaled where there is a scaler.
+
+        That of the last micro-batch sends completed sums to the other ranks.
 
         Args:
-            micro: whose backward it is.
+            losses: numerators of a micro-batch.
+            weights: of each.
+            micro: the micro-batch.
             factor: returns the missing factor of the sums, if all ranks have agreed to send early.
+
+        Returns:
+            How many of `losses` have a gradient.
         """
         gradients = self.gradients
         last = micro.begin + micro.size == self.batch.size
         if gradients is None or not (last and self.global_batch.several):
-            return nullcontext()
+            return self.pull(losses, self.scaled(weights))
         old = gradients.summed()
-        return self.global_batch.during(lambda some: gradients.take(some, factor(), old))
+        with self.global_batch.during(lambda some: gradients.take(some, factor(), old)):
+            return self.pull(losses, self.scaled(weights))
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""

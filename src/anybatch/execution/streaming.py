@@ -24,19 +24,18 @@ from torch import Tensor
 from anybatch.core import accelerator, pytree
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.oom import out_of_memory
+from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
-from anybatch.distributed.coordinator import RanksAgainError
 from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
 from anybatch.execution.composite import SCALE, Encoders
 from anybatch.execution.gradients import HALF
 from anybatch.execution.step import Step, check_trains
 from anybatch.loss.base import Number, Part, Total
-from anybatch.loss.tracer import NotAPartError
 from anybatch.memory.fakes import is_fake
 
 
-def stream(step: Step) -> Tensor | None:
-    """Run the step, or return None, having delivered nothing, where the loss couples samples.
+def stream(step: Step) -> Tensor:
+    """Run the step, one micro-batch after the other.
 
     Args:
         step: the mini-batch and the model; see `anybatch.execution.step`.
@@ -44,20 +43,18 @@ def stream(step: Step) -> Tensor | None:
     Returns:
         The loss of the full batch, a detached 0-dim tensor.
 
+    Raises:
+        Retry: the loss couples samples, or memory ran out.
+
     Source: MBS, Algorithm 1; its lines are numbered on the right.
     """
     streaming = Streaming(step)
     step.offer()
-    try:
-        if step.loss.couples and step.batch.size:
-            normalization(step, None)
-        for micro in step.feed():  # 8
-            in_pieces(step, micro, step.under(streaming.train))
-        normalize = streaming.normalize or normalization(step, [])
-    except NotAPartError:
-        if streaming.normalize is not None:  # the others count on parts
-            step.global_batch.again(coupled=True)
-        return None
+    if step.loss.couples and step.batch.size:
+        of_parts(step, None)
+    for micro in step.feed():  # 8
+        in_pieces(step, micro, step.under(streaming.train))
+    normalize = streaming.normalize or of_parts(step, [])
     if step.gradients is not None and step.batch.size:
         check_trains(streaming.trained)
     step.finish(normalize.correction())
@@ -76,7 +73,7 @@ class Streaming:
         """Train on a micro-batch; when it returns or fails, its memory is free.
 
         Raises:
-            NotAPartError: the loss couples samples.
+            Retry: the loss couples samples.
         """
         step = self.step
         if self.normalize is None and step.discover is not None:
@@ -85,8 +82,8 @@ class Streaming:
         normalize = self.normalize or self._first(outputs, micro)
         parts = step.parts(outputs, micro, normalize.totals)  # 10
         weights = normalize(parts, micro.size)  # 11
-        with step.sending(micro, normalize.correction):
-            trained = step.backward([part.numerator for part in parts], weights)  # 12
+        losses = [part.numerator for part in parts]
+        trained = step.backward(losses, weights, micro, normalize.correction)  # 12
         normalize.count()
         self.trained += trained
         step.show(outputs, micro)
@@ -102,30 +99,43 @@ class Streaming:
         step.forget_casts()
         rng.put_back()
         if coupled:
-            normalization(step, None)
+            of_parts(step, None)
 
     def _first(self, outputs: Any, micro: MicroBatch) -> Normalization:
         """Find the denominator of the full batch's loss, from its first outputs."""
         totals = self.step.totals(outputs, micro)
-        self.normalize = normalization(self.step, totals)
+        self.normalize = of_parts(self.step, totals)
         return self.normalize
 
 
-def normalization(step: Step, totals: list[Total] | None) -> Normalization:
-    """Return the denominators of the loss over all ranks, as a `Normalization`.
+def of_parts(step: Step, totals: list[Total] | None) -> Normalization:
+    """Return the denominators of a loss that must be a sum over samples.
+
+    Args:
+        step: the step.
+        totals: as in `normalization`.
+
+    Raises:
+        Retry: the loss couples samples, here or elsewhere.
+    """
+    found = normalization(step, totals)
+    if found is None:
+        raise Retry("coupled")
+    return found
+
+
+def normalization(step: Step, totals: list[Total] | None) -> Normalization | None:
+    """Return the denominators of the loss over all ranks; None where it couples samples somewhere.
 
     Args:
         step: the step.
         totals: of this rank's samples; None if the loss couples them, empty without samples.
-
-    Raises:
-        NotAPartError: the loss couples samples, here or elsewhere.
     """
     found = step.global_batch.totals(totals)
     if found is None:
-        raise NotAPartError
+        return None
     step.found = step.loss.describe(found)
-    return Normalization(found, step.batch.size, step.global_batch, step.nothing())
+    return Normalization(found, step.batch.size, step.global_batch, step.nothing)
 
 
 class Normalization:
@@ -139,7 +149,7 @@ class Normalization:
         totals: the terms of the full batch's loss; at most one denominator is still unknown.
         size: N_B, samples in the mini-batch of this rank.
         global_batch: the batch over all ranks; None (default) is one process.
-        nothing: 0, as the loss of no samples. Default a float32 on the CPU.
+        nothing: returns 0, as the loss of no samples. Default a float32 on the CPU.
     """
 
     def __init__(
@@ -147,12 +157,12 @@ class Normalization:
         totals: list[Total],
         size: int,
         global_batch: GlobalBatch | None = None,
-        nothing: Tensor | None = None,
+        nothing: Callable[[], Tensor] | None = None,
     ) -> None:
         self.totals = totals
         self._size = size
         self._global_batch = global_batch or LocalBatch(size)
-        self._nothing = torch.zeros(()) if nothing is None else nothing
+        self._nothing = nothing or partial(torch.zeros, ())
         self._all: Number | None = None
         self._late = totals[0].denominator is None
         self._counted: Number = 0
@@ -205,7 +215,8 @@ class Normalization:
         """Return the loss of the full batch."""
         correction = self.correction()
         if not self._sums:  # a rank without samples
-            return self._global_batch.loss(self._nothing, self._nothing.dtype)
+            nothing = self._nothing()
+            return self._global_batch.loss(nothing, nothing.dtype)
         shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
         full = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         return self._global_batch.loss(full * correction, self._weights[0].dtype)
@@ -292,7 +303,7 @@ def undivided(step: Step) -> Tensor:
         outputs = step.forward(micro)
         loss = step.loss.full_batch(outputs, micro)
         if step.gradients is not None:
-            check_trains(step.backward([loss], [torch.ones_like(loss)]))
+            check_trains(step.pull([loss], step.scaled([torch.ones_like(loss)])))
         step.compare(outputs, micro, once=True)  # when the step's graph has gone
         found.append((outputs, loss.detach()))
 
@@ -402,7 +413,7 @@ def _names(step: Step, inputs: Any) -> list[str]:
     return [name for name in model.encoders if name in inputs]
 
 
-# Retry inside a step that ran out of memory: smaller, and only of work to be repeated.
+# Memory that runs out inside a step: smaller micro-batches, and only work that can be repeated.
 #
 # Finders of a batch size catch the error around a whole training and start that over; a loop that
 # catches it around one micro-batch has half a gradient in ``.grad``, moved buffers and RNG, and the
@@ -416,10 +427,6 @@ def _names(step: Step, inputs: Any) -> list[str]:
 #     the observer failed               out: it has seen what it must not see twice
 #
 # Source: MBS, section 3.2 (the micro-batch must fit); the ways back are ours.
-
-
-class StartOverError(Exception):
-    """A micro-batch can be done smaller only if all of the step is; `Step.limit` says how small."""
 
 
 def in_pieces(
@@ -440,15 +447,14 @@ def in_pieces(
         Exception: `work` failed, and it is not for memory, or cannot be undone here, or a single
             sample was too much.
     """
-    at_once = sizes is None or list(sizes) == [micro.size]
-    todo = [micro] if at_once or sizes is None else [*cut(micro, sizes)][::-1]
+    todo = [micro] if sizes is None else [*cut(micro, sizes)][::-1]
     while todo:
         piece = todo.pop()
         if piece.size > step.limit:
             todo += [*_at_most(step.limit, piece)][::-1]
             continue
         moment = step.moment()
-        failure = attempt(step, partial(work, piece))
+        failure = attempt(step, work, piece)
         if failure is None:
             continue
         step.go_back(moment, failure)
@@ -456,13 +462,22 @@ def in_pieces(
         todo += [*_at_most(min(step.limit, _half(piece.size)), piece)][::-1]
 
 
-def attempt(step: Step, work: Callable[[], None]) -> Exception | None:
-    """Do `work`, and return the out-of-memory error that ended it; None if it is done."""
+def attempt(step: Step, work: Callable[..., None], *piece: MicroBatch) -> Exception | None:
+    """Do `work` on a piece, and return the out-of-memory error that ended it; None if it is done.
+
+    Args:
+        step: the step.
+        work: called with `piece`.
+        piece: a micro-batch, or nothing where `work` needs none.
+    """
     outside = sys.exception()
     step.phase = "forward"
     try:
-        with step.drawing():
-            work()
+        if step.draws is None:
+            work(*piece)
+        else:
+            with step.draws:
+                work(*piece)
     except Exception as error:
         if not out_of_memory(error, outside=outside):
             raise
@@ -470,61 +485,23 @@ def attempt(step: Step, work: Callable[[], None]) -> Exception | None:
     return None
 
 
-def run_with_retries(step: Step, run: Callable[[], Tensor], prepare: Callable[[], None]) -> Tensor:
-    """Run a step; while memory runs out, again from its start, at half the size.
+def memory_is_too_small(step: Step, error: Exception, outside: BaseException | None) -> bool:
+    """Return whether a step failed for memory, and may be run again at half the size.
+
+    Not where a single sample was too much, or where the observer or a hook has run.
 
     Args:
-        step: the step; nothing of it has been run.
-        run: all of it.
-        prepare: puts everything back, for a run with `step.limit` samples in a micro-batch.
-
-    Returns:
-        The loss.
+        step: the attempt that failed.
+        error: its error.
+        outside: the exception that was being handled when it began; None where there was none.
 
     Raises:
-        Exception: a single sample was too much, or something else than memory failed; an
-            out-of-memory error before it is its cause.
+        RankError: the gradients have been summed over the ranks.
     """
-    outside = sys.exception()
-    ready: Callable[[], None] | None = None
-    while True:
-        try:
-            if ready is not None:
-                ready()
-            return run()
-        except RanksAgainError as again:
-            ready = partial(_with_all, step, prepare, coupled=again.coupled)
-            continue
-        except StartOverError:
-            failure = None
-        except Exception as error:
-            failure = _for_memory(step, error, outside)
-        ready = partial(_again, step, prepare)
-        if failure is not None:
-            step.shrink(failure)
-
-
-def _again(step: Step, prepare: Callable[[], None]) -> None:
-    step.global_batch.again(coupled=False)
-    prepare()
-
-
-def _with_all(step: Step, prepare: Callable[[], None], *, coupled: bool) -> None:
-    """Make ready for a run that all ranks begin again."""
-    step.global_batch.anew()
-    step.coupled = step.coupled or coupled
-    prepare()
-
-
-def _for_memory(step: Step, error: Exception, outside: BaseException | None) -> Exception:
-    """Return an error that a smaller step may not meet; raise any other."""
-    if not out_of_memory(error, outside=outside):
-        if step.failure is not None and error.__cause__ is None:
-            error.__cause__ = step.failure
-        raise error
-    if not step.can_shrink():
-        raise error
-    return error
+    if not out_of_memory(error, outside=outside) or not step.can_shrink():
+        return False
+    step.global_batch.refuse_smaller()
+    return True
 
 
 def cut(micro: MicroBatch, sizes: Sequence[int]) -> Iterator[MicroBatch]:

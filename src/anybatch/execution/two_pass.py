@@ -29,16 +29,15 @@ from torch import Tensor
 from anybatch.core import modules, pytree
 from anybatch.core.batch import MicroBatch, TensorBatch, count_micro_batches
 from anybatch.core.python_state import difference, equal, places
+from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.distributed.local_batch import Rows
 from anybatch.errors import LossError, NotReproducibleError
 from anybatch.execution.proof.declared import refuse_trained
-from anybatch.execution.snapshots import OutputsChangedError
 from anybatch.execution.step import Step, check_trains
 from anybatch.execution.streaming import (
     Lap,
     Parts,
-    StartOverError,
     attempt,
     feed,
     in_pieces,
@@ -213,11 +212,11 @@ class FirstPass:
             self.targets = pytree.rows(rows.targets, rows.begin, rows.begin + size, rows.size)
 
     def _check(self, run: LapRun, out: Any) -> None:
-        """Raise `OutputsChangedError` where the number of outputs is not the inspected one."""
+        """Run the step again where the number of outputs is not the inspected one."""
         layout, there = self._step.layout, run.place + len(pytree.flat(out))
         last = run.lap == self._laps[-1]
         if layout and (there != len(layout) if last else there >= len(layout)):
-            raise OutputsChangedError
+            raise Retry("inspection")
 
     def _forward(self, run: LapRun, found: list[Any], micro: MicroBatch) -> None:
         step = self._step
@@ -355,7 +354,7 @@ class Backwards:
         smaller = self._sizes.get(begin) != micro.size
         other = [at for at, pair in enumerate(zip(found, before, strict=True)) if not _same(*pair)]
         if smaller and (other or (step.draws is None and step.drew())):
-            raise StartOverError  # these draws, or these statistics, are not those of pass 1
+            raise Retry("memory")  # these draws, or these statistics, are not those of pass 1
         if other:
             paths = [path for path, _ in pytree.tensors(self._first.outputs, "outputs")]
             raise _not_reproducible(paths[place + other[0]])

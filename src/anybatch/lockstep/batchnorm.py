@@ -182,7 +182,7 @@ class MeetingNorms(Norms):
         """Take in a place of forward where samples meet.
 
         Raises:
-            OtherSitesError: it was not inspected.
+            Retry: it was not inspected.
         """
         if self._route is not None:
             self._route.comes_to(site)
@@ -191,7 +191,7 @@ class MeetingNorms(Norms):
         """Record the end of forward: later places are not checked against the route.
 
         Raises:
-            OtherSitesError: it has never ended there.
+            Retry: it has never ended there.
         """
         self.meets(END)
         self._route = None

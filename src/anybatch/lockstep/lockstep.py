@@ -42,7 +42,6 @@ from anybatch.execution.two_pass import loss_of_all, shares, value_of_all
 from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
 from anybatch.lockstep.scheduler import Lanes, LaneTurns
 from anybatch.loss.base import Total
-from anybatch.loss.tracer import NotAPartError
 from anybatch.memory.meter import Meter
 from anybatch.memory.pager import SMALL, Pager, Paging, keep
 from anybatch.memory.stores import store_on
@@ -61,7 +60,8 @@ def lockstep(step: Step, tracked: Tracked) -> Tensor:
 
     Raises:
         LockstepError: the model takes another path for other samples.
-        NotAPartError: some micro-batch has shown that the loss couples the samples.
+        Retry: some micro-batch has shown that the loss couples the samples, or the lanes meet
+            elsewhere than in earlier steps.
     """
     together = LockstepState(step)
     with uninterrupted() as held:  # or a thread of the pager, and its file, would be left
@@ -204,10 +204,8 @@ class LockstepState:
 
     def _count(self, totals: list[Total] | None) -> None:
         """Record the denominator of the loss, or that it needs all outputs at once."""
-        try:
-            self._normalize = normalization(self._step, totals)
-        except NotAPartError:
-            self._step.coupled = True
+        self._normalize = normalization(self._step, totals)
+        self._step.coupled = self._normalize is None
 
     def _full_batch_draws(self) -> AbstractContextManager[None]:
         """Return the context for the loss of all outputs, with torch's full-batch draws."""

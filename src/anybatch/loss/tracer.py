@@ -26,15 +26,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from anybatch.core import pytree
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.oom import out_of_memory
+from anybatch.core.retry import Retry
 from anybatch.loss.base import Loss, Part, Scope, Total, call_loss, scalar
 from anybatch.loss.functionals import Numerators, Term
 from anybatch.loss.watch import LossTrace, same_calls
 
 Weighted = list[tuple[float, Term]]
-
-
-class NotAPartError(Exception):
-    """Error for a micro-batch's loss that is no part of the traced one: the loss is coupled."""
 
 
 MANY = 100
@@ -127,7 +124,7 @@ class CallableLoss(Loss):
         """Call the loss, and take the numerators from it.
 
         Raises:
-            NotAPartError: it is another function of these samples than of the full batch, or fails
+            Retry: it is another function of these samples than of the full batch, or fails
                 on them (``squeeze()`` of a single sample).
         """
         terms = [total.term for total in totals if total.term is not None]
@@ -138,11 +135,11 @@ class CallableLoss(Loss):
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if out_of_memory(error, outside=outside):
                 raise
-            raise NotAPartError from error
+            raise Retry("coupled") from error
         same = len(mode.found) == len(terms) and all(map(Term.part_of, mode.found, terms))
         trace = terms[0].trace if terms else None
         if not same or (trace is not None and not self._is_part(trace, outputs, micro)):
-            raise NotAPartError
+            raise Retry("coupled")
         return [Part(term.numerator, term.denominator) for term in mode.found]
 
     def functions(self) -> tuple[Any, ...]:

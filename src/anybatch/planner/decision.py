@@ -333,7 +333,7 @@ class PlanningRequest:
     signature: Signature
     case: Callable[[], Case]
     optimizer: torch.optim.Optimizer | None
-    refuse_division: Callable[[], None]
+    refuse_division: Callable[[], object]
     time_step: StepTimer
 
     @cached_property

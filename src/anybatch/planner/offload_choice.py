@@ -271,7 +271,7 @@ class ResidentSizes:
             cap = min(cap - 1, 7 * cap // 8)
         return cap
 
-    def require(self, fixed: int | None, refuse_division: Callable[[], None]) -> None:
+    def require(self, fixed: int | None, refuse_division: Callable[[], object]) -> None:
         """Require that a step fits, in micro-batches of `fixed` samples if that is set.
 
         Raises:
@@ -352,7 +352,7 @@ class ResidentSizes:
     def _as_run(self, row: Candidate) -> Candidate:
         return replace(row, seconds=self.steps.get(row.micro_batch, row.seconds))
 
-    def _refuse(self, refuse_division: Callable[[], None]) -> None:
+    def _refuse(self, refuse_division: Callable[[], object]) -> None:
         """Refuse to divide an indivisible batch, and name the bytes that it needs undivided."""
         try:
             refuse_division()

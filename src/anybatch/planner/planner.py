@@ -95,7 +95,7 @@ class Planner:
         signature: Signature,
         make_case: Callable[[], Case],
         optimizer: torch.optim.Optimizer | None,
-        refuse_division: Callable[[], None],
+        refuse_division: Callable[[], object],
         time_step: StepTimer,
     ) -> RunPlan:
         """Return how a batch of this signature is run.

@@ -153,7 +153,7 @@ def _timed(step: Step, micro: MicroBatch) -> float:
             _train_in_parts(step, parts, micro)
             return
         loss = step.loss.full_batch(step.forward(micro), micro)
-        step.backward([loss], [torch.ones_like(loss)])
+        step.pull([loss], step.scaled([torch.ones_like(loss)]))
 
     step.under(train)(micro)
     finish(step.device)

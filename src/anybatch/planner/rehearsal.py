@@ -29,6 +29,7 @@ from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.modules import renormalised, tensors_of
 from anybatch.core.norm import NonReducingNorms, RefusedNorms, counters
 from anybatch.core.python_state import PythonState, rehearse_difference
+from anybatch.core.retry import Retry
 from anybatch.core.transaction import Before, no_optimizer_step, uninterrupted
 from anybatch.distributed.local_batch import AbsentRanks, Rows
 from anybatch.errors import LossError
@@ -160,14 +161,22 @@ def divided(
         step.discover = discoverer(step, before)
         step.offloader = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
-            coupled = inspection.coupled
-            if not coupled and stream(step) is None:  # as these rows tell, and fewer did not
-                step.restart()
-                coupled = True
-            if coupled:
+            if inspection.coupled or not streams(step):  # as these rows tell, and fewer did not
                 _gathered(step, case, around)
         claim_gradients(meter, gradients)
     return meter.timeline()
+
+
+def streams(step: Step) -> bool:
+    """Stream a step; return False, with nothing done, where its loss couples the samples."""
+    try:
+        stream(step)
+    except Retry as retry:
+        if retry.reason != "coupled":
+            raise
+        step.restart()
+        return False
+    return True
 
 
 def kernels(case: Case, n: int, inspection: Inspection) -> KernelRecorder:
@@ -196,7 +205,7 @@ def watch_loss(case: Case, inspection: Inspection) -> Inspection:
     with metered(case) as (meter, _), torch.no_grad():
         step = make_step(tried, Claiming(case.device, meter), min(WATCHED, rows.size), None, 1)
         step.layout, step.copies = inspection.layout, inspection.copies
-        coupled = stream(step) is None
+        coupled = not streams(step)
         (micro,) = step.feed()
         targets = [t for _, t in pytree.tensors(rows.targets)]
         with Writes(targets) as observed:

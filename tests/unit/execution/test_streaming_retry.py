@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.retry import Retry
+from anybatch.errors import NotExactError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.prefetch import HostLink
+from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Step
-from anybatch.execution.streaming import StartOverError, cut, in_pieces, run_with_retries
+from anybatch.execution.streaming import cut, in_pieces, memory_is_too_small
 from anybatch.loss.tracer import CallableLoss
 
 
@@ -61,7 +64,7 @@ def test_a_micro_batch_is_done_again_in_halves_and_the_rest_too() -> None:
     run(over, work)
     assert work.ran == [(0, 4), (4, 4), (4, 2), (6, 2), (8, 2)]
     assert work.done == list(range(10))
-    assert (over.retries, over.failed, over.limit) == (1, 4, 2)
+    assert (over.retries, over.attempts.failed, over.limit) == (1, 4, 2)
 
 
 def test_halves_of_halves() -> None:
@@ -69,7 +72,7 @@ def test_halves_of_halves() -> None:
     run(over, work)
     assert work.ran[:4] == [(0, 5), (0, 3), (0, 2), (0, 1)]
     assert work.done == list(range(11))
-    assert (over.retries, over.failed, over.limit) == (3, 2, 1)
+    assert (over.retries, over.attempts.failed, over.limit) == (3, 2, 1)
 
 
 def test_a_ragged_rest_that_fails_costs_the_size_one_half_only() -> None:
@@ -127,61 +130,56 @@ def test_parts_are_views_of_everything_that_has_rows() -> None:
     assert (first.size, first.inputs["k"], first.targets.tolist()) == (4, 3, [0, 1, 2, 3])
 
 
-def outcomes(*found: Exception | None) -> tuple[Step, list[int], Any]:
-    """A step whose runs end like this, the micro-batches of each, and what runs it."""
-    over, sizes, ends = step(), [], iter(found)
-
-    def once() -> Tensor:
-        sizes.append(over.micro_batch)
-        end = next(ends)
-        if end is not None:
-            raise end
-        return torch.zeros(())
-
-    return over, sizes, lambda: run_with_retries(over, once, over.restart)
-
-
-def test_a_step_starts_over_at_half_the_size() -> None:
-    over, sizes, go = outcomes(MemoryError(), torch.OutOfMemoryError(), None)
-    go()
-    assert sizes == [4, 2, 1]
-    assert (over.retries, over.failed) == (2, 2)
+def test_memory_halves_the_size_of_the_next_attempt() -> None:
+    over = step()
+    assert memory_is_too_small(over, torch.OutOfMemoryError(), None)
+    over.shrink(MemoryError())
+    assert (over.attempts.limit, over.attempts.failed, over.retries) == (2, 4, 1)
 
 
 def test_a_step_of_fewer_samples_than_a_micro_batch_is_halved_itself() -> None:
-    over, sizes, go = outcomes(MemoryError(), None)
+    over = step()
     over.micro_batch = over.limit = 64
-    go()
-    assert sizes == [64, 5]
-
-
-def test_the_last_error_goes_out() -> None:
-    last = MemoryError()
-    _, sizes, go = outcomes(MemoryError(), MemoryError(), last)
-    with pytest.raises(MemoryError) as raised:
-        go()
-    assert raised.value is last
-    assert sizes == [4, 2, 1]
-
-
-def test_another_error_after_memory_ran_out_says_so() -> None:
-    first = MemoryError()
-    _, _, go = outcomes(first, ValueError("a fault"))
-    with pytest.raises(ValueError, match="a fault") as raised:
-        go()
-    assert raised.value.__cause__ is first
-
-
-def test_another_error_has_no_cause_of_ours() -> None:
-    _, _, go = outcomes(ValueError("a fault"))
-    with pytest.raises(ValueError, match="a fault") as raised:
-        go()
-    assert raised.value.__cause__ is None
-
-
-def test_a_step_that_starts_over_for_its_draws_takes_the_size_that_is_left() -> None:
-    over, sizes, go = outcomes(StartOverError(), None)
     over.shrink(MemoryError())
-    go()
-    assert sizes == [4, 2]
-    assert over.retries == 1
+    assert over.attempts.limit == 5
+
+
+def test_a_single_sample_or_what_was_shown_is_not_tried_smaller() -> None:
+    over = step()
+    over.phase = "fired"
+    assert not memory_is_too_small(over, MemoryError(), None)
+    over.phase, over.limit = "forward", 1
+    assert not memory_is_too_small(over, MemoryError(), None)
+
+
+def test_another_error_after_memory_ran_out_has_it_as_its_cause() -> None:
+    over, first, fault = step(), MemoryError(), ValueError("a fault")
+    assert not memory_is_too_small(over, fault, None)
+    over.attempts.explain(fault)
+    assert fault.__cause__ is None
+    over.shrink(first)
+    over.attempts.explain(fault)
+    assert fault.__cause__ is first
+    over.attempts.explain(first)
+    assert first.__cause__ is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "most"), [("coupled", 1), ("meeting", 2), ("inspection", 2), ("sites", 2)]
+)
+def test_a_model_that_changes_in_every_attempt_is_refused(reason: Any, most: int) -> None:
+    attempts = Attempts()
+    for _ in range(most):
+        attempts.learn(Retry(reason))
+    with pytest.raises(NotExactError, match="depends on how often it is called"):
+        attempts.learn(Retry(reason))
+
+
+def test_only_a_coupled_loss_leaves_the_inspection_as_it_was() -> None:
+    attempts = Attempts(traits=object())
+    attempts.learn(Retry("coupled"))
+    assert attempts.coupled
+    assert attempts.traits is not None
+    attempts.learn(Retry("memory"))
+    assert attempts.coupled
+    assert attempts.traits is None

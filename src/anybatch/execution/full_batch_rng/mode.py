@@ -28,6 +28,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.batch import MicroBatch
+from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 from anybatch.execution.full_batch_rng.kernels import (
@@ -40,7 +41,6 @@ from anybatch.execution.full_batch_rng.kernels import (
     unmoved,
 )
 from anybatch.execution.full_batch_rng.law import Law, Pattern, RowRange
-from anybatch.loss.tracer import NotAPartError
 
 T = TypeVar("T")
 NOWHERE = Pattern((), ())
@@ -100,7 +100,7 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the forward of a micro-batch, from the RNG state of the step's start.
 
         Raises:
-            UnknownDrawError: a draw has no known layout yet.
+            Retry: a draw has no known layout yet.
             NotExactError: it makes a draw that the full batch would not.
         """
         if not self._on:
@@ -174,7 +174,7 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not self._forward:
             # A loss that draws is computed on the full batch
             # (test_a_declared_loss_that_draws_is_computed_on_the_full_batch).
-            raise drawn_late(draw) if backward else NotAPartError
+            raise drawn_late(draw) if backward else Retry("coupled")
         index, self._count = self._count, self._count + 1
         if index < len(shared.draws):
             drawn = shared.draws[index]
@@ -207,7 +207,7 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         full = None if law is None else law.full_pattern(own, self.rows)
         if law is None or full is None:
             ask(self.shared.laws, (place.chain, number, law), f"{draw.name} at {place.words}")
-            raise UnknownDrawError
+            raise Retry("draws")
         return law, full
 
     def _compare_ends(self) -> None:
@@ -225,7 +225,7 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         if not shared.laws.steady and not now.others_as(shared.start):
             ask(shared.laws, "random", "a draw from random or numpy")
-            raise UnknownDrawError
+            raise Retry("draws")
         shared.end = now
         shared.laws.requested.clear()
 
@@ -251,10 +251,6 @@ def _other(draw: Draw) -> NotExactError:
 
 
 # Layouts of the draws of a model, and the state of draws that a step's micro-batches share.
-
-
-class UnknownDrawError(Exception):
-    """A draw has no layout yet: learn it, and begin the step again."""
 
 
 class Laws:
