@@ -127,7 +127,10 @@ class Arranger:
             signature=signature,
             meeting=meeting,
         )
-        coupled = attempts.coupled or self._runner.coupled(signature)
+        # A plan that was passed in says so from its first step on; a forecast may be wrong about it
+        # (test_a_step_is_run_from_nothing_but_the_text_of_a_plan).
+        coupled = planner is not None and planner.two_pass
+        coupled = coupled or attempts.coupled or self._runner.coupled(signature)
         here = Here(batch.size, micro_batch, ANY, bool(meeting), trains, coupled)
         join = partial(self._join, here, signature, modules, scaler, before.hooks)
         plan = None

@@ -50,6 +50,7 @@ class Planner:
     Attributes:
         spill: store of offloaded tensors.
         workspaces: of convolutions.
+        two_pass: an earlier plan has found that the loss needs all outputs at once.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Planner:
         self.budget, self.source = budget, "as given"
         self.timed = timed
         self._settled = settled
+        self.two_pass = settled is not None and settled.coupled
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
         )
