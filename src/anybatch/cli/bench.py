@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import typer
 from rich.console import Console
@@ -17,61 +18,20 @@ from anybatch.cli.build import seeded
 from anybatch.cli.explain import first_batch
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.kernels import console_of, refuse_without_rows, summary_of, table_of
-from anybatch.cli.options import (
-    BatchSizeOption,
-    BenchOption,
-    CacheOption,
-    CropOption,
-    DataOption,
-    DeviceOption,
-    LossOption,
-    MallocOption,
-    MicroBatchOption,
-    ModelOption,
-    NormOption,
-    PolicyOption,
-    ProcessesOption,
-    RecipeOption,
-    SecondsOption,
-    SeedOption,
-    SizeOption,
-    SkipOption,
-    TaskOption,
-    ThreadsOption,
-    WorkspaceOption,
-)
+from anybatch.cli.options import WORKSPACE, settings_of, takes
 from anybatch.cli.outcome import INTERRUPTED, ending
 from anybatch.cli.process import allocate
-from anybatch.cli.settings import Settings, parse_image_size
 from anybatch.cli.team import Team
 from anybatch.kernels import KernelBenchmark, record_kernels
 
 
-def bench(
-    context: typer.Context,
-    *,
-    convolutions: BenchOption = False,
-    data: DataOption = "digits",
-    task: TaskOption = None,
-    model: ModelOption = None,
-    batch_size: BatchSizeOption = 1024,
-    micro_batch: MicroBatchOption = None,
-    workspace: WorkspaceOption = KernelBenchmark.WORKSPACE,
-    policy: PolicyOption = "powerOfTwo",
-    cache: CacheOption = None,
-    seconds: SecondsOption = 600.0,
-    processes: ProcessesOption = 1,
-    recipe: RecipeOption = None,
-    loss: LossOption = None,
-    norm: NormOption = "group",
-    image_size: SizeOption = None,
-    crop: CropOption = None,
-    seed: SeedOption = 0,
-    threads: ThreadsOption = None,
-    device: DeviceOption = None,
-    malloc: MallocOption = "auto",
-    skip_corrupt: SkipOption = False,
-) -> None:
+@takes(
+    "convolutions data task model batch_size micro_batch workspace policy cache seconds "
+    "processes recipe loss norm image_size crop seed threads device malloc skip_corrupt",
+    convolutions=(bool, "Measure the convolutions of a model."),
+    workspace=(*WORKSPACE, KernelBenchmark.WORKSPACE),
+)
+def bench(context: typer.Context, options: SimpleNamespace) -> None:
     """Measure a model's convolutions on this machine, and store the times for later processes.
 
     With --convolutions: every convolution of the model on --micro-batch samples, forward and
@@ -80,37 +40,27 @@ def bench(
     team = Team.here()
     with ending(team):
         team.refuse("bench")
-        _refuse(convolutions=convolutions, seconds=seconds, processes=processes)
-        console, errors = console_of(), Console(stderr=True)
-        allocated = allocate(context, malloc, device, budgeted=False)
-        errors.print(allocated, highlight=False, soft_wrap=True)
-        settings = Settings(
-            data=data,
-            task=task,
-            model=model,
-            batch_size=batch_size,
-            micro_batch=micro_batch or batch_size,
-            workspace=workspace,
-            recipe=recipe,
-            loss=loss,
-            norm=norm,
-            image_size=None if image_size is None else parse_image_size(image_size),
-            crop=crop,
-            seed=seed,
-            threads=threads,
-            device=device,
-            skip_corrupt=skip_corrupt,
+        _refuse(
+            convolutions=options.convolutions, seconds=options.seconds, processes=options.processes
         )
-        with seeded(seed, threads):
+        console, errors = console_of(), Console(stderr=True)
+        allocated = allocate(context, options.malloc, options.device, budgeted=False)
+        errors.print(allocated, highlight=False, soft_wrap=True)
+        settings = settings_of(options, micro_batch=options.micro_batch or options.batch_size)
+        with seeded(options.seed, options.threads):
             parts, batch = first_batch(settings)
             refuse_without_rows(batch.inputs)
             recorder = record_kernels(parts.model, batch.inputs)
-            keys = recorder.scaled(min(micro_batch or batch_size, batch_size))
-            space = workspace or KernelBenchmark.WORKSPACE
-            benchmark = KernelBenchmark(space, policy=policy, cache=cache or True)
+            keys = recorder.scaled(
+                min(options.micro_batch or options.batch_size, options.batch_size)
+            )
+            space = options.workspace or KernelBenchmark.WORKSPACE
+            benchmark = KernelBenchmark(space, policy=options.policy, cache=options.cache or True)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                times = benchmark.measure(keys, seconds=seconds, processes=processes)
+                times = benchmark.measure(
+                    keys, seconds=options.seconds, processes=options.processes
+                )
                 _watch(times, len(keys), f"and are kept in {benchmark.path}", errors)
                 rows = benchmark.choose(recorder, keys)
         console.print(table_of(rows))

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import typer
@@ -19,54 +20,14 @@ from anybatch.cli.bench import bench
 from anybatch.cli.compare import compare as compare_trainings
 from anybatch.cli.explain import check, plan
 from anybatch.cli.faults import SettingsError, terminable
-from anybatch.cli.options import (
-    BatchNormOption,
-    BatchSizeOption,
-    CompareOption,
-    CompareStepsOption,
-    CropOption,
-    CropsOption,
-    DataOption,
-    DecayOption,
-    DeviceOption,
-    EpochsOption,
-    FlipOption,
-    LossOption,
-    LrOption,
-    MallocOption,
-    MaxBatchOption,
-    MemoryOption,
-    MicroBatchOption,
-    MinutesOption,
-    ModelOption,
-    MomentumOption,
-    NormOption,
-    OffloadOption,
-    OptimizerOption,
-    OutOption,
-    OverwriteOption,
-    PadOption,
-    RecipeOption,
-    ReplanOption,
-    ResumeOption,
-    ScheduleOption,
-    SeedOption,
-    SharedOption,
-    SizeOption,
-    SkipOption,
-    SpillOption,
-    StatesOption,
-    TaskOption,
-    ThreadsOption,
-    WorkersOption,
-)
+from anybatch.cli.options import settings_of, takes
 from anybatch.cli.outcome import ending, summary_table
 from anybatch.cli.process import allocate
 from anybatch.cli.profiled import profile
 from anybatch.cli.progress import make_progress
 from anybatch.cli.report.write import report
 from anybatch.cli.saved_run import SavedRun
-from anybatch.cli.settings import Settings, parse_image_size
+from anybatch.cli.settings import Settings
 from anybatch.cli.team import Team
 from anybatch.cli.train import resume as resume_training
 from anybatch.cli.train import train as run_training
@@ -98,49 +59,13 @@ def _main(
 
 
 @app.command()
-def train(
-    context: typer.Context,
-    *,
-    data: DataOption = "digits",
-    task: TaskOption = None,
-    model: ModelOption = None,
-    batch_size: BatchSizeOption = 1024,
-    memory: MemoryOption = None,
-    micro_batch: MicroBatchOption = None,
-    offload: OffloadOption = "auto",
-    states: StatesOption = None,
-    spill: SpillOption = None,
-    workspace: SharedOption = None,
-    epochs: EpochsOption = None,
-    out: OutOption = None,
-    resume: ResumeOption = None,
-    replan: ReplanOption = False,
-    compare: CompareOption = False,
-    compare_steps: CompareStepsOption = 20,
-    recipe: RecipeOption = None,
-    lr: LrOption = None,
-    optimizer: OptimizerOption = None,
-    momentum: MomentumOption = None,
-    weight_decay: DecayOption = None,
-    schedule: ScheduleOption = None,
-    loss: LossOption = None,
-    norm: NormOption = "group",
-    batchnorm: BatchNormOption = "exact",
-    max_batch: MaxBatchOption = None,
-    image_size: SizeOption = None,
-    crop: CropOption = None,
-    crops: CropsOption = 1,
-    pad: PadOption = None,
-    flip: FlipOption = None,
-    seed: SeedOption = 0,
-    workers: WorkersOption = 0,
-    threads: ThreadsOption = None,
-    device: DeviceOption = None,
-    malloc: MallocOption = "auto",
-    skip_corrupt: SkipOption = False,
-    overwrite: OverwriteOption = False,
-    checkpoint_minutes: MinutesOption = 10.0,
-) -> None:
+@takes(
+    "data task model batch_size memory micro_batch offload states spill workspace epochs out "
+    "resume replan compare compare_steps recipe lr optimizer momentum weight_decay schedule "
+    "loss norm batchnorm max_batch image_size crop crops pad flip seed workers threads device "
+    "malloc skip_corrupt overwrite checkpoint_minutes",
+)
+def train(context: typer.Context, options: SimpleNamespace) -> None:
     """Train a model with mini-batches of any size, streamed in micro-batches.
 
     Data: digits (built in); DIR/{train,test}/CLASS/*.png; DIR/CLASS/*.png; or, for segmentation,
@@ -154,60 +79,33 @@ def train(
     team = Team.here()
     console = Console(quiet=not team.leads)
     with team, ending(team), terminable():
-        if compare:
+        if options.compare:
             team.refuse("compare")
-        _refuse_together(resume=resume is not None, replan=replan, compare=compare)
-        if compare:
-            _refuse_leaving(offload, states, spill)
-        budgeted = memory is not None or (resume is not None and SavedRun.read(resume).budgeted)
-        allocated = allocate(context, malloc, device, budgeted=budgeted)
-        console.print(allocated, highlight=False, soft_wrap=True)
-        team.meet(device)
-        settings = Settings(
-            data=data,
-            out=out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S"),
-            task=task,
-            model=model,
-            recipe=recipe,
-            batch_size=batch_size,
-            memory=memory,
-            micro_batch=micro_batch,
-            offload=offload,
-            states=states,
-            spill=spill,
-            workspace=workspace,
-            epochs=epochs,
-            lr=lr,
-            optimizer=optimizer,
-            momentum=momentum,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            loss=loss,
-            norm=norm,
-            batchnorm=batchnorm,
-            max_batch=max_batch,
-            image_size=None if image_size is None else parse_image_size(image_size),
-            crop=crop,
-            crops=crops,
-            pad=pad,
-            flip=flip,
-            seed=seed,
-            workers=workers,
-            threads=threads,
-            device=device,
-            skip_corrupt=skip_corrupt,
-            overwrite=overwrite,
-            checkpoint_minutes=checkpoint_minutes,
+        _refuse_together(
+            resume=options.resume is not None, replan=options.replan, compare=options.compare
         )
-        if compare:
-            console.print(compare_trainings(settings, compare_steps))
+        if options.compare:
+            _refuse_leaving(options.offload, options.states, options.spill)
+        budgeted = options.memory is not None or (
+            options.resume is not None and SavedRun.read(options.resume).budgeted
+        )
+        allocated = allocate(context, options.malloc, options.device, budgeted=budgeted)
+        console.print(allocated, highlight=False, soft_wrap=True)
+        team.meet(options.device)
+        settings = settings_of(
+            options, out=options.out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+        )
+        if options.compare:
+            console.print(compare_trainings(settings, options.compare_steps))
             return
         progress = make_progress(console)
-        if resume is None:
+        if options.resume is None:
             summary = run_training(settings, progress, team=team)
         else:
             named = _named_settings(context, settings)
-            summary = resume_training(resume, named, progress, replan=replan, team=team)
+            summary = resume_training(
+                options.resume, named, progress, replan=options.replan, team=team
+            )
         console.print(summary_table(summary))
         if summary.skipped:
             plural = ("file", "was") if summary.skipped == 1 else ("files", "were")

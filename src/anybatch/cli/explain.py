@@ -7,7 +7,7 @@ of `--timeline FILE.png` and the page of `--html FILE.html`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
 
 import typer
 from rich.console import Console
@@ -17,46 +17,7 @@ from anybatch import check as check_gradients
 from anybatch.cli.build import BatchNormPolicy, RunParts, build, describe, seeded
 from anybatch.cli.devices import absent_device, refuse_measured
 from anybatch.cli.explained import Explained
-from anybatch.cli.options import (
-    BatchNormOption,
-    BatchSizeOption,
-    CacheOption,
-    ConvolutionsOption,
-    CropOption,
-    DataOption,
-    DeadlineOption,
-    DeviceOption,
-    GpusOption,
-    HtmlOption,
-    JsonOption,
-    LossOption,
-    MallocOption,
-    MaxBatchOption,
-    MeasureOption,
-    MemoryOption,
-    MicroBatchOption,
-    ModelOption,
-    MomentumOption,
-    NetworkOption,
-    NormOption,
-    OffloadOption,
-    OptimizerOption,
-    PictureArgument,
-    PlannedDeviceOption,
-    RecipeOption,
-    SeedOption,
-    ServersOption,
-    SharedOption,
-    SizeOption,
-    SkipOption,
-    SpeedupOption,
-    SpillOption,
-    StatesOption,
-    TaskOption,
-    ThreadsOption,
-    TimelineOption,
-    TotalOption,
-)
+from anybatch.cli.options import PLANNED_DEVICE, settings_of, takes
 from anybatch.cli.outcome import ending
 from anybatch.cli.planned import question_of, refuse_to_plan
 from anybatch.cli.process import allocate
@@ -64,7 +25,7 @@ from anybatch.cli.progress import Silent
 from anybatch.cli.report.history import Envelope
 from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.write import page_of, refuse_page, write_page
-from anybatch.cli.settings import Settings, make_optimizer, parse_image_size
+from anybatch.cli.settings import Settings, make_optimizer
 from anybatch.cli.team import Team
 from anybatch.cli.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.cli.views import LoadedBatch, Reading
@@ -78,47 +39,14 @@ NOT_RUN = "Nothing was trained, and nothing was run: the device is not there."
 NO_CHOICE = "Nothing was trained, and no size was timed: there is none to choose."
 
 
-def plan(
-    context: typer.Context,
-    picture: PictureArgument = None,
-    *,
-    data: DataOption = "digits",
-    task: TaskOption = None,
-    model: ModelOption = None,
-    batch_size: BatchSizeOption = 1024,
-    memory: MemoryOption = None,
-    micro_batch: MicroBatchOption = None,
-    offload: OffloadOption = "auto",
-    states: StatesOption = None,
-    spill: SpillOption = None,
-    workspace: SharedOption = None,
-    measure: MeasureOption = False,
-    gpus: GpusOption = None,
-    speedup: SpeedupOption = None,
-    deadline: DeadlineOption = None,
-    network: NetworkOption = None,
-    servers: ServersOption = None,
-    timeline: TimelineOption = False,
-    convolutions: ConvolutionsOption = False,
-    workspace_total: TotalOption = None,
-    cache: CacheOption = None,
-    json: JsonOption = False,
-    html: HtmlOption = None,
-    recipe: RecipeOption = None,
-    optimizer: OptimizerOption = None,
-    momentum: MomentumOption = None,
-    loss: LossOption = None,
-    norm: NormOption = "group",
-    batchnorm: BatchNormOption = "exact",
-    max_batch: MaxBatchOption = None,
-    image_size: SizeOption = None,
-    crop: CropOption = None,
-    seed: SeedOption = 0,
-    threads: ThreadsOption = None,
-    device: PlannedDeviceOption = None,
-    malloc: MallocOption = "auto",
-    skip_corrupt: SkipOption = False,
-) -> None:
+@takes(
+    "picture data task model batch_size memory micro_batch offload states spill workspace "
+    "measure gpus speedup deadline network servers timeline convolutions workspace_total "
+    "cache json html recipe optimizer momentum loss norm batchnorm max_batch image_size crop "
+    "seed threads device malloc skip_corrupt",
+    device=PLANNED_DEVICE,
+)
+def plan(context: typer.Context, options: SimpleNamespace) -> None:
     """Explain a step's plan, memory and time, as a database explains a query; train nothing.
 
     The plan is that of `train` for the first mini-batch of the training data; with --batchnorm
@@ -127,53 +55,38 @@ def plan(
     team = Team.here()
     with ending(team):
         team.refuse("plan")
-        refuse_picture(picture, timeline=timeline, json=json, convolutions=convolutions)
-        if html is not None:
-            refuse_page(html)
-        explained = Explained.of(
-            *(workspace, workspace_total, cache, memory), convolutions=convolutions, json=json
+        refuse_picture(
+            options.picture,
+            timeline=options.timeline,
+            json=options.json,
+            convolutions=options.convolutions,
         )
-        wanted = Wanted.of(gpus, speedup, deadline, network, servers)
-        wanted.refuse(states)
-        measure, target = measure or wanted.anything, absent_device(device)
+        if options.html is not None:
+            refuse_page(options.html)
+        explained = Explained.of(
+            *(options.workspace, options.workspace_total, options.cache, options.memory),
+            convolutions=options.convolutions,
+            json=options.json,
+        )
+        wanted = Wanted.of(
+            options.gpus, options.speedup, options.deadline, options.network, options.servers
+        )
+        wanted.refuse(options.states)
+        measure, target = options.measure or wanted.anything, absent_device(options.device)
         refuse_measured(target, measure=measure, workspace=explained.workspace is not None)
         with planned_for(target):
-            budgeted = memory is not None and target is None
-            allocated = allocate(context, malloc, device, budgeted=budgeted)
-        settings = Settings(
-            data=data,
-            task=task,
-            model=model,
-            batch_size=batch_size,
-            memory=memory,
-            micro_batch=micro_batch,
-            offload=offload,
-            states=states,
-            spill=spill,
-            workspace=explained.workspace,
-            recipe=recipe,
-            optimizer=optimizer,
-            momentum=momentum,
-            loss=loss,
-            norm=norm,
-            batchnorm=batchnorm,
-            max_batch=max_batch,
-            image_size=None if image_size is None else parse_image_size(image_size),
-            crop=crop,
-            seed=seed,
-            threads=threads,
-            device=device,
-            skip_corrupt=skip_corrupt,
-        )
-        with seeded(seed, threads), planned_for(target):
+            budgeted = options.memory is not None and target is None
+            allocated = allocate(context, options.malloc, options.device, budgeted=budgeted)
+        settings = settings_of(options, workspace=explained.workspace)
+        with seeded(options.seed, options.threads), planned_for(target):
             parts, batch = first_batch(settings)
             refuse_to_plan(settings, parts.device)
             stepped = make_optimizer(parts.recipe, parts.model.parameters())
             question = question_of(
-                settings, parts, stepped, BatchNormPolicy(settings, batch_size), batch
+                settings, parts, stepped, BatchNormPolicy(settings, options.batch_size), batch
             )
             with explained.context():
-                found = question.answer(explained.share, states, timed=measure)
+                found = question.answer(explained.share, options.states, timed=measure)
             step, config = question.engine_of(found).timeline(), describe(settings, parts)
             if measure:
                 found = wanted.measured(question, found, settings, parts, stepped)
@@ -182,34 +95,23 @@ def plan(
             allocated,
             str(found),
             *wanted.lines(found, parts, context),
-            _not_done(found, measured=measure, fixed=micro_batch is not None),
+            _not_done(found, measured=measure, fixed=options.micro_batch is not None),
         ]
-        typer.echo(found.to_json() if json else "\n".join(lines))
-        explained.show(rows, picture)
-        if timeline:
-            _draw(step, picture, chart=not json)
-        if html is not None:
+        typer.echo(found.to_json() if options.json else "\n".join(lines))
+        explained.show(rows, options.picture)
+        if options.timeline:
+            _draw(step, options.picture, chart=not options.json)
+        if options.html is not None:
             shown = None if step is None else Envelope.of(step)
-            write_page(page_of(RunRecord("plan", config, plan=found, step=shown)), html)
-            typer.echo(f"The plan is explained in {html}.", err=json)
+            write_page(page_of(RunRecord("plan", config, plan=found, step=shown)), options.html)
+            typer.echo(f"The plan is explained in {options.html}.", err=options.json)
 
 
-def check(
-    *,
-    data: DataOption = "digits",
-    task: TaskOption = None,
-    model: ModelOption = None,
-    batch_size: Annotated[int, typer.Option(help="Samples of the batch that is checked.")] = 8,
-    recipe: RecipeOption = None,
-    loss: LossOption = None,
-    norm: NormOption = "group",
-    image_size: SizeOption = None,
-    crop: CropOption = None,
-    seed: SeedOption = 0,
-    threads: ThreadsOption = None,
-    device: DeviceOption = None,
-    skip_corrupt: SkipOption = False,
-) -> None:
+@takes(
+    "data task model batch_size recipe loss norm image_size crop seed threads device skip_corrupt",
+    batch_size=(int, "Samples of the batch that is checked.", 8),
+)
+def check(_: typer.Context, options: SimpleNamespace) -> None:
     """Compare the gradient in micro-batches with that of the full batch, on real data.
 
     Exit code 1 when they differ by more than rounding; the report says where, and why.
@@ -217,22 +119,8 @@ def check(
     team = Team.here()
     with ending(team):
         team.refuse("check")
-        settings = Settings(
-            data=data,
-            task=task,
-            model=model,
-            batch_size=batch_size,
-            recipe=recipe,
-            loss=loss,
-            norm=norm,
-            image_size=None if image_size is None else parse_image_size(image_size),
-            crop=crop,
-            seed=seed,
-            threads=threads,
-            device=device,
-            skip_corrupt=skip_corrupt,
-        )
-        with seeded(seed, threads):
+        settings = settings_of(options)
+        with seeded(options.seed, options.threads):
             parts, batch = first_batch(settings)
             report = check_gradients(parts.model, parts.loss, (batch.inputs, batch.targets))
         typer.echo(str(report))

@@ -1,13 +1,19 @@
-"""Names and help texts of the command's options, one type for each.
+"""Names, help texts and defaults of the command's options, and the settings that they make.
 
-typer reads an option's name and help from its parameter's type. `train` and `check` share many, and
-an option must mean the same in both.
+typer reads the options of a command from the signature of its function. Commands share many, and an
+option must mean the same in all: so `takes` makes the signatures from one table, and the defaults
+are those of `Settings`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from functools import wraps
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import typer
 
@@ -21,8 +27,10 @@ from anybatch.cli.settings import (
     PolicyName,
     RecipeName,
     ScheduleName,
+    Settings,
     StatesName,
     Task,
+    parse_image_size,
 )
 
 MODELS = (
@@ -30,209 +38,169 @@ MODELS = (
     "amoebanet-d[:LAYERS,FILTERS], or package.module:callable"
 )
 
-DataOption = Annotated[str, typer.Option("--data", help="digits, or a folder of images.")]
-TaskOption = Annotated[Task | None, typer.Option("--task", help="Default: what the folder holds.")]
-ModelOption = Annotated[str | None, typer.Option("--model", help=f"One of {MODELS}.")]
-RecipeOption = Annotated[
-    RecipeName | None,
-    typer.Option("--recipe", help="Settings of MBS, section 4.2; explicit options win."),
-]
-LossOption = Annotated[
-    LossName | None,
-    typer.Option("--loss", help="Default: cross-entropy for classes, bce+dice for masks."),
-]
-NormOption = Annotated[NormName, typer.Option("--norm", help="Layer of the built-in models.")]
-SizeOption = Annotated[
-    str | None, typer.Option("--image-size", help="Resize to N, or WIDTHxHEIGHT, pixels.")
-]
-CropOption = Annotated[
-    int | None, typer.Option("--crop", help="Train on random crops of N x N pixels.")
-]
-OffloadOption = Annotated[
-    OffloadName,
-    typer.Option(
-        help="Offload saved tensors: auto if not even one sample fits, or if it was timed to be "
-        "faster; to host memory (from a GPU) or a file always; off never."
+WORKSPACE = (
+    str | None,
+    "Workspace of one convolution, to make it faster, such as 64MiB; on the CPU. Default: "
+    "convolutions are torch's own.",
+)
+PLANNED_DEVICE = (
+    str | None,
+    "cpu, cuda, ...; or cuda:24GiB, a GPU of that size, which need not be there. Default: "
+    "cuda where there is one.",
+)
+
+OPTIONS: dict[str, Any] = {
+    "data": (str, "digits, or a folder of images."),
+    "task": (Task | None, "Default: what the folder holds."),
+    "model": (str | None, f"One of {MODELS}."),
+    "recipe": (RecipeName | None, "Settings of MBS, section 4.2; explicit options win."),
+    "loss": (LossName | None, "Default: cross-entropy for classes, bce+dice for masks."),
+    "norm": (NormName, "Layer of the built-in models."),
+    "image_size": (str | None, "Resize to N, or WIDTHxHEIGHT, pixels."),
+    "crop": (int | None, "Train on random crops of N x N pixels."),
+    "offload": (
+        OffloadName,
+        "Offload saved tensors: auto if not even one sample fits, or if it was timed to be "
+        "faster; to host memory (from a GPU) or a file always; off never.",
     ),
-]
-StatesOption = Annotated[
-    StatesName | None,
-    typer.Option(
-        help="Offload the optimizer's state between its steps: to host memory (from a GPU) or a "
+    "states": (
+        StatesName | None,
+        "Offload the optimizer's state between its steps: to host memory (from a GPU) or a "
         "file (from the CPU); auto: if nothing fits otherwise. If nothing fits with that, "
         "parameters and gradients are offloaded too, except over ranks and with only "
-        "--micro-batch. Default: nothing is offloaded."
+        "--micro-batch. Default: nothing is offloaded.",
     ),
-]
-WorkspaceOption = Annotated[
-    str | None,
-    typer.Option(
-        help="Workspace of one convolution, to make it faster, such as 64MiB; on the CPU. "
-        "Default: convolutions are torch's own."
+    "workspace": (
+        str | None,
+        "Workspace of one convolution, to make it faster, such as 64MiB; on the CPU. auto: a "
+        "share of --memory, if a step is faster so. Default: convolutions are torch's own.",
     ),
-]
-SharedOption = Annotated[
-    str | None,
-    typer.Option(
-        "--workspace",
-        help="Workspace of one convolution, to make it faster, such as 64MiB; on the CPU. auto: "
-        "a share of --memory, if a step is faster so. Default: convolutions are torch's own.",
+    "workspace_total": (
+        str | None,
+        "With --convolutions: workspace of all kernels together, divided for the fastest; only "
+        "explained.",
     ),
-]
-TotalOption = Annotated[
-    str | None,
-    typer.Option(
-        "--workspace-total",
-        help="With --convolutions: workspace of all kernels together, divided for the fastest; "
-        "only explained.",
+    "convolutions": (
+        bool,
+        "Explain how each convolution is computed; FILE.png for the effect of a workspace.",
     ),
-]
-ConvolutionsOption = Annotated[
-    bool,
-    typer.Option(
-        "--convolutions",
-        help="Explain how each convolution is computed; FILE.png for the effect of a workspace.",
+    "policy": (PolicyName, "Micro-batches of a convolution: powers of two, all, or undivided."),
+    "cache": (Path | None, "File of measurements. Default: one in your cache folder."),
+    "seconds": (float, "For measuring, of all kernels together."),
+    "processes": (int, "Processes that measure; several are faster and less exact on one CPU."),
+    "spill": (str | None, "Folder of these files. Default: the system's for temporary files."),
+    "seed": (int, "Of weights, order and augmentation."),
+    "threads": (int | None, "CPU threads of torch."),
+    "device": (str | None, "cpu, cuda, ... Default: cuda where there is one."),
+    "skip_corrupt": (bool, "Train without the images that cannot be read."),
+    "batch_size": (int, "Samples of a mini-batch: of one step, of all ranks."),
+    "micro_batch": (int | None, "Samples on the device at once. Default: the fastest that fits."),
+    "memory": (str | None, "Budget of a step, such as 64MiB. Default: the device's free memory."),
+    "epochs": (int | None, "Passes over the training set."),
+    "out": (Path | None, "Run folder. Default: a new one below runs/."),
+    "lr": (float | None, "Learning rate."),
+    "optimizer": (OptimizerName | None, "Default: adamw."),
+    "momentum": (float | None, "Of sgd."),
+    "weight_decay": (float | None, "Of the weights, in every step."),
+    "schedule": (ScheduleName | None, "Of the learning rate, over the whole run."),
+    "batchnorm": (
+        BatchNormMode,
+        "exact: of the full batch; local: of each micro-batch, inexact; adaptive: local until "
+        "the training loss no longer falls, then exact.",
     ),
-]
-BenchOption = Annotated[
-    bool, typer.Option("--convolutions", help="Measure the convolutions of a model.")
-]
-PolicyOption = Annotated[
-    PolicyName,
-    typer.Option(help="Micro-batches of a convolution: powers of two, all, or undivided."),
-]
-CacheOption = Annotated[
-    Path | None,
-    typer.Option("--cache", help="File of measurements. Default: one in your cache folder."),
-]
-SecondsOption = Annotated[float, typer.Option(help="For measuring, of all kernels together.")]
-ProcessesOption = Annotated[
-    int,
-    typer.Option(help="Processes that measure; several are faster and less exact on one CPU."),
-]
-SpillOption = Annotated[
-    str | None,
-    typer.Option(help="Folder of these files. Default: the system's for temporary files."),
-]
-SeedOption = Annotated[int, typer.Option("--seed", help="Of weights, order and augmentation.")]
-ThreadsOption = Annotated[int | None, typer.Option("--threads", help="CPU threads of torch.")]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda, ... Default: cuda where there is one.")
-]
-PlannedDeviceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--device",
-        help="cpu, cuda, ...; or cuda:24GiB, a GPU of that size, which need not be there. "
-        "Default: cuda where there is one.",
+    "max_batch": (
+        int | None,
+        "With --batchnorm adaptive: local for mini-batches of so many samples.",
     ),
-]
-SkipOption = Annotated[
-    bool, typer.Option("--skip-corrupt", help="Train without the images that cannot be read.")
-]
-BatchSizeOption = Annotated[
-    int, typer.Option(help="Samples of a mini-batch: of one step, of all ranks.")
-]
-MicroBatchOption = Annotated[
-    int | None,
-    typer.Option(help="Samples on the device at once. Default: the fastest that fits."),
-]
-MemoryOption = Annotated[
-    str | None,
-    typer.Option(
-        "--memory",
-        help="Budget of a step, such as 64MiB. Default: the device's free memory.",
-    ),
-]
-EpochsOption = Annotated[int | None, typer.Option(help="Passes over the training set.")]
-OutOption = Annotated[Path | None, typer.Option(help="Run folder. Default: a new one below runs/.")]
-LrOption = Annotated[float | None, typer.Option(help="Learning rate.")]
-OptimizerOption = Annotated[OptimizerName | None, typer.Option(help="Default: adamw.")]
-MomentumOption = Annotated[float | None, typer.Option(help="Of sgd.")]
-DecayOption = Annotated[float | None, typer.Option(help="Of the weights, in every step.")]
-ScheduleOption = Annotated[
-    ScheduleName | None, typer.Option(help="Of the learning rate, over the whole run.")
-]
-BatchNormOption = Annotated[
-    BatchNormMode,
-    typer.Option(
-        help="exact: of the full batch; local: of each micro-batch, inexact; adaptive: local "
-        "until the training loss no longer falls, then exact."
-    ),
-]
-MaxBatchOption = Annotated[
-    int | None,
-    typer.Option(help="With --batchnorm adaptive: local for mini-batches of so many samples."),
-]
-CropsOption = Annotated[int, typer.Option(help="Random crops of an image in an epoch.")]
-PadOption = Annotated[
-    int | None, typer.Option(help="Empty pixels around a training image, to crop in.")
-]
-FlipOption = Annotated[
-    bool | None, typer.Option(help="Mirror training images at random. Default: not digits.")
-]
-WorkersOption = Annotated[int, typer.Option(help="Processes that read images.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace the run in --out.")]
-ResumeOption = Annotated[
-    Path | None,
-    typer.Option(help="Resume the run in this folder, from its last checkpoint."),
-]
-ReplanOption = Annotated[
-    bool,
-    typer.Option("--replan", help="With --resume: plan anew, for another --memory too."),
-]
-CompareOption = Annotated[
-    bool,
-    typer.Option(
-        "--compare", help="Train with and without anybatch under --memory, and write nothing."
-    ),
-]
-CompareStepsOption = Annotated[int, typer.Option(help="Steps of --compare, at most.")]
-GpusOption = Annotated[
-    int | None, typer.Option("--gpus", help="Estimate the gain by so many GPUs; measures.")
-]
-SpeedupOption = Annotated[
-    float | None,
-    typer.Option("--speedup", help="Find the number of GPUs for such a speedup; measures."),
-]
-DeadlineOption = Annotated[
-    str | None,
-    typer.Option("--deadline", help='Number of GPUs to train all epochs in "6h"; measures.'),
-]
-NetworkOption = Annotated[
-    str | None,
-    typer.Option("--network", help='Between GPUs, such as "10Gbit"; default: sums cost nothing.'),
-]
-ServersOption = Annotated[
-    str | None,
-    typer.Option("--servers", help='Parameter servers of --gpus workers: a number, or "auto".'),
-]
-MeasureOption = Annotated[
-    bool, typer.Option("--measure", help="Time the sizes that fit, and choose the fastest.")
-]
-TimelineOption = Annotated[
-    bool,
-    typer.Option(
-        "--timeline", help="Draw live bytes by owner against the budget; FILE.png for a picture."
-    ),
-]
-PictureArgument = Annotated[
-    Path | None,
-    typer.Argument(metavar="[FILE.png]", show_default=False, help="A picture of that."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the plan as JSON, and only that.")]
-HtmlOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--html",
-        metavar="FILE.html",
-        help="Explain the plan as a page, in this file; without it a plan writes nothing.",
-    ),
-]
-MinutesOption = Annotated[
-    float, typer.Option(help="Between two checkpoints within an epoch; 0: after every step.")
-]
-MallocOption = Annotated[
-    RequestedMode,
-    typer.Option(help="Freed host memory: fast retains it, tight returns it."),
-]
+    "crops": (int, "Random crops of an image in an epoch."),
+    "pad": (int | None, "Empty pixels around a training image, to crop in."),
+    "flip": (bool | None, "Mirror training images at random. Default: not digits."),
+    "workers": (int, "Processes that read images."),
+    "overwrite": (bool, "Replace the run in --out."),
+    "resume": (Path | None, "Resume the run in this folder, from its last checkpoint."),
+    "replan": (bool, "With --resume: plan anew, for another --memory too."),
+    "compare": (bool, "Train with and without anybatch under --memory, and write nothing."),
+    "compare_steps": (int, "Steps of --compare, at most."),
+    "gpus": (int | None, "Estimate the gain by so many GPUs; measures."),
+    "speedup": (float | None, "Find the number of GPUs for such a speedup; measures."),
+    "deadline": (str | None, 'Number of GPUs to train all epochs in "6h"; measures.'),
+    "network": (str | None, 'Between GPUs, such as "10Gbit"; default: sums cost nothing.'),
+    "servers": (str | None, 'Parameter servers of --gpus workers: a number, or "auto".'),
+    "measure": (bool, "Time the sizes that fit, and choose the fastest."),
+    "timeline": (bool, "Draw live bytes by owner against the budget; FILE.png for a picture."),
+    "picture": Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE.png]", show_default=False, help="A picture of that."),
+    ],
+    "json": (bool, "Print the plan as JSON, and only that."),
+    "html": Annotated[
+        Path | None,
+        typer.Option(
+            "--html",
+            metavar="FILE.html",
+            help="Explain the plan as a page, in this file; without it a plan writes nothing.",
+        ),
+    ],
+    "checkpoint_minutes": (float, "Between two checkpoints within an epoch; 0: after every step."),
+    "malloc": (RequestedMode, "Freed host memory: fast retains it, tight returns it."),
+}
+"""Of each parameter its type and help, or a parameter of typer's that differs from these."""
+
+DEFAULTS: dict[str, Any] = {
+    **{field.name: field.default for field in dataclasses.fields(Settings)},
+    "compare_steps": 20,
+    "malloc": "auto",
+    "policy": "powerOfTwo",
+    "processes": 1,
+    "seconds": 600.0,
+}
+"""Of options that are neither flags nor None by default."""
+
+Command = Callable[[typer.Context, SimpleNamespace], None]
+"""A command: its context, and the values of its options by name."""
+
+
+def takes(names: str, /, **others: Any) -> Callable[[Command], Callable[..., None]]:
+    """Give a command its options, in this order.
+
+    Args:
+        names: of the options, between blanks.
+        others: those that `OPTIONS` has not, or not as this command has them: type, help and
+            default, which may be left out.
+    """
+
+    def parameter(name: str) -> Parameter:
+        made = others.get(name, OPTIONS.get(name))
+        default = DEFAULTS.get(name)
+        if isinstance(made, tuple):
+            kind, words, *own = made
+            flag = ["--" + name.replace("_", "-")] if kind is bool else []  # and no --no-flag
+            made = Annotated[kind, typer.Option(*flag, help=words)]
+            default = own[0] if own else DEFAULTS.get(name, False if flag else None)
+        return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=made)
+
+    def decorate(command: Command) -> Callable[..., None]:
+        @wraps(command)
+        def called(context: typer.Context, **values: Any) -> None:
+            command(context, SimpleNamespace(**values))
+
+        first = Parameter("context", Parameter.KEYWORD_ONLY, annotation=typer.Context)
+        options = [parameter(name) for name in names.split()]
+        called.__signature__ = Signature([first, *options])  # type: ignore[attr-defined]
+        called.__annotations__ = {"context": typer.Context}
+        return called
+
+    return decorate
+
+
+def settings_of(options: SimpleNamespace, **others: Any) -> Settings:
+    """Return the settings that options of a command make.
+
+    Args:
+        options: the values of its options.
+        others: fields that have other values.
+    """
+    names = {field.name for field in dataclasses.fields(Settings)}
+    found = {name: value for name, value in vars(options).items() if name in names} | others
+    size = found.get("image_size")
+    return Settings(**found | {"image_size": None if size is None else parse_image_size(size)})

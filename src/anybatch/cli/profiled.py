@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from types import SimpleNamespace
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -18,78 +19,26 @@ from anybatch import profile as profile_loop
 from anybatch.cli.build import BatchNormPolicy, RunParts, build, seeded
 from anybatch.cli.data import corrupt
 from anybatch.cli.faults import DataError, SettingsError
-from anybatch.cli.options import (
-    BatchNormOption,
-    BatchSizeOption,
-    CropOption,
-    CropsOption,
-    DataOption,
-    DeviceOption,
-    FlipOption,
-    LossOption,
-    MallocOption,
-    MaxBatchOption,
-    MemoryOption,
-    MicroBatchOption,
-    ModelOption,
-    MomentumOption,
-    NormOption,
-    OptimizerOption,
-    PadOption,
-    RecipeOption,
-    SeedOption,
-    SizeOption,
-    SkipOption,
-    TaskOption,
-    ThreadsOption,
-    WorkersOption,
-    WorkspaceOption,
-)
+from anybatch.cli.options import WORKSPACE, settings_of, takes
 from anybatch.cli.outcome import ending
 from anybatch.cli.planned import refuse_to_plan
 from anybatch.cli.process import allocate
-from anybatch.cli.settings import AUTO, Settings, make_optimizer, parse_image_size
+from anybatch.cli.settings import AUTO, Settings, make_optimizer
 from anybatch.cli.team import Team
 from anybatch.cli.views import LoadedBatch
 
-StepsOption = Annotated[int, typer.Option(help="That are measured, after two that are not.")]
-ProfileJsonOption = Annotated[
-    bool, typer.Option("--json", help="Print the profile as JSON, and only that.")
-]
 DONE = "Nothing was trained: all was put back."
 
 
-def profile(
-    context: typer.Context,
-    *,
-    data: DataOption = "digits",
-    task: TaskOption = None,
-    model: ModelOption = None,
-    batch_size: BatchSizeOption = 1024,
-    memory: MemoryOption = None,
-    micro_batch: MicroBatchOption = None,
-    workspace: WorkspaceOption = None,
-    steps: StepsOption = 20,
-    workers: WorkersOption = 0,
-    json: ProfileJsonOption = False,
-    recipe: RecipeOption = None,
-    optimizer: OptimizerOption = None,
-    momentum: MomentumOption = None,
-    loss: LossOption = None,
-    norm: NormOption = "group",
-    batchnorm: BatchNormOption = "exact",
-    max_batch: MaxBatchOption = None,
-    image_size: SizeOption = None,
-    crop: CropOption = None,
-    crops: CropsOption = 1,
-    pad: PadOption = None,
-    flip: FlipOption = None,
-    seed: SeedOption = 0,
-    threads: ThreadsOption = None,
-    device: DeviceOption = None,
-    malloc: MallocOption = "auto",
-    skip_corrupt: SkipOption = False,
-) -> None:
+@takes(
+    "data task model batch_size memory micro_batch workspace steps workers json recipe "
+    "optimizer momentum loss norm batchnorm max_batch image_size crop crops pad flip seed "
+    "threads device malloc skip_corrupt",
+    workspace=WORKSPACE,
+    steps=(int, "That are measured, after two that are not.", 20),
+    json=(bool, "Print the profile as JSON, and only that."),
+)
+def profile(context: typer.Context, options: SimpleNamespace) -> None:
     """Show where a training loop's seconds go, which are hidden, and how to reduce the rest.
 
     A few real steps are run, with real loading, and undone. Time not hidden behind computing is
@@ -98,41 +47,18 @@ def profile(
     team = Team.here()
     with ending(team):
         team.refuse("profile")
-        if steps < 1:
-            raise SettingsError(f"steps must be at least 1; got {steps}.")
-        if workspace == AUTO:
+        if options.steps < 1:
+            raise SettingsError(f"steps must be at least 1; got {options.steps}.")
+        if options.workspace == AUTO:
             raise SettingsError(
                 "workspace must be bytes where one loop is measured; got auto. Name it, such as "
                 "--workspace 64MiB; plan --workspace auto finds one."
             )
-        allocated = allocate(context, malloc, device, budgeted=memory is not None)
-        settings = Settings(
-            data=data,
-            task=task,
-            model=model,
-            batch_size=batch_size,
-            memory=memory,
-            micro_batch=micro_batch,
-            workspace=workspace,
-            recipe=recipe,
-            optimizer=optimizer,
-            momentum=momentum,
-            loss=loss,
-            norm=norm,
-            batchnorm=batchnorm,
-            max_batch=max_batch,
-            image_size=None if image_size is None else parse_image_size(image_size),
-            crop=crop,
-            crops=crops,
-            pad=pad,
-            flip=flip,
-            seed=seed,
-            workers=workers,
-            threads=threads,
-            device=device,
-            skip_corrupt=skip_corrupt,
+        allocated = allocate(
+            context, options.malloc, options.device, budgeted=options.memory is not None
         )
-        with seeded(seed, threads):
+        settings = settings_of(options)
+        with seeded(options.seed, options.threads):
             parts = build(settings)
             if settings.planned:
                 refuse_to_plan(settings, parts.device)
@@ -141,20 +67,20 @@ def profile(
             engine = Engine(
                 parts.model,
                 parts.loss,
-                memory=memory,
+                memory=options.memory,
                 optimizer=stepped,
-                micro_batch=micro_batch,
-                batchnorm=BatchNormPolicy(settings, batch_size).batchnorm,
-                workspace=workspace,
+                micro_batch=options.micro_batch,
+                batchnorm=BatchNormPolicy(settings, options.batch_size).batchnorm,
+                workspace=options.workspace,
             )
-            with moving(steps) as move:
+            with moving(options.steps) as move:
                 found = profile_loop(
                     *(loader_of(settings, parts), engine, stepped),
-                    steps=steps,
-                    split=split_of(skip=skip_corrupt),
+                    steps=options.steps,
+                    split=split_of(skip=options.skip_corrupt),
                     progress=move,
                 )
-        typer.echo(found.to_json() if json else "\n".join([allocated, str(found), DONE]))
+        typer.echo(found.to_json() if options.json else "\n".join([allocated, str(found), DONE]))
 
 
 def loader_of(settings: Settings, parts: RunParts) -> Any:
