@@ -4,7 +4,8 @@ This folder knows functions of tensors, and models as far as they compute a loss
 step, no micro-batch of another rank and no plan.
 
 Read `base` (`Loss` and its forms), `functionals` (the denominators of torch's losses), `watch` and
-`tracer` (a loss function traced from outside), `tracing` and `traced` (the same inside a model),
-`model_loss` with `model_terms` (a model that returns its loss), `contrastive` (each sample against
-all others), then `calls`, `state` and `holders` (Python state that a loss has).
+`tracer` (a loss function traced from outside), `replay` (the same in later steps), `tracing` and
+`traced` (the same inside a model), `model_loss` with `model_terms` (a model that returns its loss),
+`contrastive` (each sample against all others), then `calls`, `state` and `holders` (Python state
+that a loss has).
 """

@@ -30,6 +30,7 @@ from anybatch.core.rng import RNGState
 from anybatch.core.transaction import same_values
 from anybatch.errors import LossError
 from anybatch.loss.holders import Change, Depth
+from anybatch.loss.replay import suspended
 from anybatch.loss.state import LossState
 from anybatch.loss.tracer import silent
 from anybatch.memory.fakes import is_fake
@@ -67,6 +68,7 @@ class LossCalls:
         self._again = first and twice and state.written_by_person and not state.iterators
         self._rehearsed = rehearsed
         self._depth = Depth.THOROUGH if first else Depth.QUICK
+        self._still = not first and state.still
         self._state, self._start = state, state.snapshot(Depth.THOROUGH if first else Depth.UNDO)
         self._left: list[Change] | None = None
 
@@ -117,6 +119,8 @@ class LossCalls:
         Raises:
             LossError: it reads a place that forward has changed.
         """
+        if self._still:
+            return self.called(call)
         if self._state.iterators:
             self.changed = self._state.iterators
             self.noted += self.changed
@@ -141,11 +145,13 @@ class LossCalls:
         if self.divided and self._state.names_grad:
             call = partial(_without_gradients, call, self._state.trained())
         state = self._state
-        before = state.snapshot(self._depth)
         if self._left is None:
             self._left = state.changes(self._start, drawn=False)
+        if self._still and not self._left:
+            return call()
+        before = state.snapshot(self._depth)
         if self._left:
-            with reads(self._left) as found:
+            with reads(self._left) as found, suspended():
                 result = call()
             _refuse(found)
         else:

@@ -75,8 +75,10 @@ def numerator(function: Callable[..., Any], arguments: Arguments) -> Tensor:
 
     Half-precision arguments are summed in float32: a sum in float16 ends at 65504.
     """
-    if any(isinstance(a, Tensor) and a.dtype is torch.float16 for a in arguments.values()):
-        arguments = {name: _wide(value) for name, value in arguments.items()}
+    for value in arguments.values():
+        if isinstance(value, Tensor) and value.dtype is torch.float16:
+            arguments = {name: _wide(one) for name, one in arguments.items()}
+            break
     if function is F.ctc_loss:
         return aligned(arguments).sum()
     return torch.as_tensor(function(**{**arguments, "reduction": "sum"}))

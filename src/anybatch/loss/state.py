@@ -62,6 +62,7 @@ from anybatch.loss.holders import (
     TensorPlace,
     Writes,
 )
+from anybatch.loss.replay import read_values
 from anybatch.memory.fakes import is_fake
 
 CONTAINERS = (dict, list, set, deque)
@@ -125,6 +126,11 @@ class LossState:
             if not place.same(was) and _leads_on(place, was):
                 return LossState(self._functions, self._model)
         return self
+
+    @property
+    def still(self) -> bool:
+        """Whether no call of the functions changes state: they are torch's, or call these only."""
+        return all(read_values(fn, []) for fn in self._functions)
 
     def snapshot(self, depth: Depth = Depth.QUICK) -> Snapshot:
         """Return the content of every place.
@@ -192,7 +198,11 @@ class LossState:
 
     def moving(self) -> set[int]:
         """Return the ids of the tensors that a call may move: a parameter that learns is none."""
-        return {id(place.tensor) for place in self.tensors() if not place.tensor.requires_grad}
+        return {
+            id(place.tensor)
+            for place in self._places
+            if isinstance(place, TensorPlace) and not place.tensor.requires_grad
+        }
 
 
 def _leads_on(place: Any, was: Any) -> bool:

@@ -29,6 +29,7 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.retry import Retry
 from anybatch.loss.base import Loss, Part, Scope, Total, call_loss, scalar
 from anybatch.loss.functionals import Numerators, Term
+from anybatch.loss.replay import SUSPENDED, Replay, Replays, form_of, read_values
 from anybatch.loss.watch import LossTrace, same_calls
 
 Weighted = list[tuple[float, Term]]
@@ -36,6 +37,9 @@ Weighted = list[tuple[float, Term]]
 
 MANY = 100
 """Cached calls of a loss that were found equal at all sizes."""
+
+MISSED = 16
+"""Steps in a row with other shapes or values, after which a loss is traced in each: they move."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class FullBatchTrace:
         loss_trace: all that was called.
         reads: it reads rows that are no tensors.
         parts: places and sizes of the micro-batches that have been compared.
+        replay: the terms of this loss without a call; None (default) where each step needs one.
     """
 
     key: tuple[Any, ...]
@@ -63,6 +68,7 @@ class FullBatchTrace:
     loss_trace: LossTrace
     reads: bool
     parts: set[tuple[int, int]] = field(default_factory=set)
+    replay: Replay | None = None
 
     @property
     def entries(self) -> bool:
@@ -82,12 +88,51 @@ class CallableLoss(Loss):
         self.name = "as written"
         self._fn = fn
         self._held: set[Any] = set()
+        self._replays = Replays()
+        self._missed = 0
 
     def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss as the user wrote it."""
         return scalar(call_loss(self._fn, outputs, micro.targets), "the loss")
 
     def totals(self, scope: Scope) -> list[Total] | None:
+        """Return the terms of the full batch's loss: those of an earlier step, or traced."""
+        batch, values = scope.batch, list[Any]()
+        if batch is None or SUSPENDED[0] or not read_values(self._fn, values):
+            return self._traced(scope)
+        form = form_of(scope.outputs, scope.first.targets)
+        key = scope.size, scope.first.size, scope.global_size, scope.layout, form
+        replay = self._replays.get(key)
+        if replay is not None and replay.holds(values):
+            self._missed = 0
+            return replay.totals(batch.targets)
+        totals = self._traced(scope)
+        self._missed += 1
+        if form is None or totals is None or self._missed > MISSED:
+            return totals
+        replay = self._replay(totals, values)
+        if replay is None:
+            return totals
+        if len(self._replays) > MANY:
+            self._replays.clear()
+        self._replays[key] = replay
+        return replay.totals(batch.targets)
+
+    def _replay(self, totals: list[Total], values: list[Any]) -> Replay | None:
+        """Return the replay of a loss; None where an argument of a functional is computed first."""
+        terms = [(total.weight, total.term) for total in totals if total.term is not None]
+        trace: FullBatchTrace = terms[0][1].trace
+        size = trace.key[0]
+        rows = trace.rows(size)
+        found = self._watch(*rows, trace, size)
+        if found is None or not same_calls(found[1], trace.loss_trace):
+            return None
+        calls = [(weight, term) for (weight, _), (_, term) in zip(terms, found[0], strict=True)]
+        trace = replace(trace, terms=found[0], loss_trace=found[1])
+        replay = Replay(values, calls, rows, trace)
+        return replay if replay.separate else None
+
+    def _traced(self, scope: Scope) -> list[Total] | None:
         """Return the terms of the full batch's loss, traced without data."""
         lazy = scope.batch is None
         real = scope.first.targets if scope.batch is None else scope.batch.targets
@@ -121,21 +166,40 @@ class CallableLoss(Loss):
         ]
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
-        """Call the loss, and take the numerators from it.
+        """Return the numerators: replayed, or from a call of the loss.
 
         Raises:
             Retry: it is another function of these samples than of the full batch, or fails
                 on them (``squeeze()`` of a single sample).
         """
-        terms = [total.term for total in totals if total.term is not None]
-        mode, outside = Numerators(terms, micro.size), sys.exception()
+        outside, term = sys.exception(), totals[0].term
+        trace = None if term is None else term.trace
+        replay: Replay | None = None if trace is None or SUSPENDED[0] else trace.replay
         try:
-            with mode:
-                call_loss(self._fn, outputs, micro.targets)
+            if replay is None:
+                return self._called(outputs, micro, totals)
+            form = form_of(outputs, micro.targets)
+            if form in replay.forms:
+                return replay.parts(outputs, micro.targets)
+            parts = self._called(outputs, micro, totals)
+            if form is not None:
+                replay.forms.add(form)
+            return parts
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             if out_of_memory(error, outside=outside):
                 raise
             raise Retry("coupled") from error
+
+    def _called(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
+        """Call the loss, and take the numerators from it.
+
+        Raises:
+            Retry: it is another function of these samples than of the full batch.
+        """
+        terms = [total.term for total in totals if total.term is not None]
+        mode = Numerators(terms, micro.size)
+        with mode:
+            call_loss(self._fn, outputs, micro.targets)
         same = len(mode.found) == len(terms) and all(map(Term.part_of, mode.found, terms))
         trace = terms[0].trace if terms else None
         if not same or (trace is not None and not self._is_part(trace, outputs, micro)):

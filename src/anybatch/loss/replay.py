@@ -1,0 +1,301 @@
+"""Replay of a traced loss: its terms from outputs and targets, without a call of the function.
+
+A function of the user's may do another thing in each step, so it is traced in each. A loss of
+torch's may not, nor may straight-line code that calls nothing else:
+
+    nn.CrossEntropyLoss()    F.mse_loss    lambda out, y: 0.5 * F.cross_entropy(out, y)
+
+Their trace follows from shapes and types, and from the values that they read beside their
+arguments: numbers, tensors, the attributes of a loss module. While all of these are the same, the
+terms of an earlier step are those of this one, of other rows.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from operator import is_
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules import loss as torch_losses
+from torch.nn.modules import module as torch_module
+
+from anybatch.core import pytree
+from anybatch.loss import functionals
+from anybatch.loss.base import Part, Total
+from anybatch.loss.functionals import Term
+from anybatch.loss.holders import ATOMS, same_value
+
+LOSSES = torch_losses.__name__
+ORIGINALS = {name: one for name, one in vars(F).items() if inspect.isfunction(one)}
+"""The functionals of torch, before anything has replaced one."""
+
+STRAIGHT = frozenset(
+    "RESUME NOP CACHE PRECALL PUSH_NULL KW_NAMES COPY_FREE_VARS EXTENDED_ARG POP_TOP RETURN_VALUE "
+    "RETURN_CONST LOAD_CONST LOAD_SMALL_INT LOAD_FAST LOAD_FAST_BORROW LOAD_FAST_LOAD_FAST "
+    "LOAD_FAST_BORROW_LOAD_FAST_BORROW STORE_FAST STORE_FAST_STORE_FAST STORE_FAST_LOAD_FAST "
+    "LOAD_DEREF LOAD_GLOBAL LOAD_ATTR LOAD_METHOD CALL CALL_KW BINARY_OP BINARY_SUBSCR "
+    "UNARY_NEGATIVE BUILD_TUPLE UNPACK_SEQUENCE SWAP COPY".split()
+)
+"""Instructions that read and compute; none jumps, and none writes but to a local name."""
+NAMES = (
+    {one.__name__ for one in functionals.TABLE}
+    | functionals.ELEMENTWISE
+    | functionals.RESHAPES
+    | functionals.PROPERTIES
+    | frozenset("nn functional size dim squeeze unsqueeze transpose permute t T".split())
+)
+"""Attributes that such code may read: none changes anything."""
+VALUES = (torch, nn, F, len)
+MOST = 100
+"""Values that are compared."""
+
+
+def read_values(fn: Any, found: list[Any]) -> bool:
+    """Collect the values that a loss reads, without its arguments; say whether these are all.
+
+    Args:
+        fn: the loss.
+        found: the values are added to it.
+    """
+    type_ = type(fn)
+    if isinstance(fn, nn.Module):
+        if not _of_torch(fn):
+            return False
+        found += (type_, *vars(fn).values())
+        values: tuple[Any, ...] = (*fn._buffers.values(),)
+    elif type_ is partial:
+        found += fn.keywords
+        values = (fn.func, *fn.args, *fn.keywords.values())
+    elif type_ is not FunctionType or len(found) > MOST:
+        return False
+    elif ORIGINALS.get(fn.__name__) is fn:
+        found.append(fn)
+        return True
+    else:
+        names = _globals(fn.__code__)
+        if names is None:
+            return False
+        found.append(fn.__code__)
+        cells = map(_content, fn.__closure__ or ())
+        named = (fn.__globals__.get(name, vars(builtins).get(name)) for name in names)
+        kwdefaults = (fn.__kwdefaults__ or {}).values()
+        values = (*(fn.__defaults__ or ()), *kwdefaults, *cells, *named)
+    for value in values:
+        if value is None:
+            found.append(None)
+        elif not _read(value, found):
+            return False
+    return True
+
+
+def _content(cell: CellType) -> Any:
+    """Return the content of a cell; the cell where it has none yet."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return cell
+
+
+def _of_torch(fn: nn.Module) -> bool:
+    """Say whether a call of a loss module runs torch's own forward, and nothing else."""
+    type_ = type(fn)
+    return not (
+        type_.__module__ != LOSSES
+        or type_.forward.__module__ != LOSSES
+        or "forward" in vars(fn)
+        or fn._forward_hooks
+        or fn._forward_pre_hooks
+        or fn._backward_hooks
+        or fn._backward_pre_hooks
+        or torch_module._has_any_global_hook()  # type: ignore[no-untyped-call]
+    )
+
+
+def _read(value: Any, found: list[Any]) -> bool:
+    """Collect a value that a loss reads; of a function or a module the values that it reads."""
+    if type(value) is Tensor:
+        found += (value, *value.shape)
+        return not value.requires_grad
+    if type(value) in ATOMS or any(value is one for one in VALUES):
+        found.append(value)
+        return True
+    return read_values(value, found)
+
+
+@lru_cache(MOST)
+def _globals(code: CodeType) -> tuple[str, ...] | None:
+    """Return the global names that straight-line code reads; None for any other code."""
+    found = []
+    for one in dis.get_instructions(code):
+        writes = one.opname == "BINARY_OP" and one.argrepr.endswith("=")
+        if one.opname not in STRAIGHT or writes:
+            return None
+        if one.opname in ("LOAD_ATTR", "LOAD_METHOD") and one.argval not in NAMES:
+            return None
+        if one.opname == "LOAD_GLOBAL":
+            found.append(one.argval)
+    return tuple(dict.fromkeys(found))
+
+
+def same_values(now: Sequence[Any], was: Sequence[Any]) -> bool:
+    """Say whether values are the same objects, or equal numbers and texts."""
+    return len(now) == len(was) and (all(map(is_, now, was)) or all(map(same_value, now, was)))
+
+
+def form_of(outputs: Any, targets: Any) -> tuple[Any, ...] | None:
+    """Return shapes and types of some rows; None where they are more than plain tensors."""
+    found: list[Any] = []
+    for tree in (outputs, targets):
+        if type(tree) is Tensor:
+            found += (tree.shape, tree.dtype, tree.device, tree.layout, tree.requires_grad)
+        elif not _add_form(tree, found):
+            return None
+    return tuple(found)
+
+
+def _add_form(tree: Any, found: list[Any]) -> bool:
+    """Collect shapes and types of a tree; say whether it consists of plain tensors and numbers."""
+    type_ = type(tree)
+    if type_ is Tensor:
+        found += (tree.shape, tree.dtype, tree.device, tree.layout, tree.requires_grad)
+        return True
+    found.append(type_)
+    if type_ is tuple or type_ is list:
+        found.append(len(tree))
+        return all(_add_form(one, found) for one in tree)
+    if type_ is dict:
+        found += (len(tree), *tree)
+        return all(_add_form(one, found) for one in tree.values())
+    found.append(tree)
+    return type_ in ATOMS
+
+
+@dataclass(frozen=True)
+class ReplayedCall:
+    """One call of a functional in a loss.
+
+    Attributes:
+        weight: c of the term.
+        term: the call for the full batch, without data.
+        places: of the arguments that are rows, among all tensors of outputs and targets.
+        divides: the sum is divided by a count.
+    """
+
+    weight: float
+    term: Term
+    places: tuple[tuple[str, int], ...]
+    divides: bool
+
+    def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the arguments of the call on other rows."""
+        arguments = self.term.arguments.copy()
+        for name, place in self.places:
+            arguments[name] = tensors[place]
+        return arguments
+
+
+class Replay:
+    """The calls of functionals that make up a loss of the full batch.
+
+    Args:
+        values: read by the loss beside its arguments.
+        terms: with their weights, as called with rows without data.
+        rows: these: outputs and targets.
+        trace: of the same call.
+
+    Attributes:
+        forms: of the rows that were compared with the full batch.
+        separate: every argument is a tensor of the rows, or one that the loss reads.
+    """
+
+    def __init__(
+        self,
+        values: list[Any],
+        terms: Sequence[tuple[float, Term]],
+        rows: tuple[Any, Any],
+        trace: Any,
+    ) -> None:
+        self._values = values
+        self._outputs = pytree.flat(rows[0])
+        every = [*self._outputs, *pytree.flat(rows[1])]
+        tensors = {id(one): place for place, one in enumerate(every)}
+        fixed = {id(one) for one in values}
+        self.forms: set[Any] = set()
+        self.separate, self._calls = True, []
+        trace = replace(trace, replay=self)
+        for weight, term in terms:
+            found = {n: id(a) for n, a in term.arguments.items() if isinstance(a, Tensor)}
+            self.separate &= all(one in tensors or one in fixed for one in found.values())
+            places = tuple((n, tensors[one]) for n, one in found.items() if one in tensors)
+            self._calls.append(
+                ReplayedCall(weight, replace(term, trace=trace), places, term.divides)
+            )
+
+    def holds(self, values: list[Any]) -> bool:
+        """Say whether nothing that the loss reads has changed."""
+        if not same_values(values, self._values):
+            return False
+        for call in self._calls:
+            function = call.term.function
+            if vars(F).get(function.__name__) is not function:
+                return False
+        return True
+
+    def totals(self, targets: Any) -> list[Total]:
+        """Return the terms of the full batch, with their denominators.
+
+        Args:
+            targets: of the full batch.
+        """
+        tensors, totals = [*self._outputs, *pytree.flat(targets)], []
+        for call in self._calls:
+            count: Any = 1
+            if call.divides:
+                count = functionals.TABLE[call.term.function].count(call.arguments(tensors))
+            totals.append(Total(call.weight, count, call.term))
+        return totals
+
+    def parts(self, outputs: Any, targets: Any) -> list[Part]:
+        """Return the numerators of some rows."""
+        tensors, parts = [*pytree.flat(outputs), *pytree.flat(targets)], []
+        for call in self._calls:
+            function, arguments = call.term.function, call.arguments(tensors)
+            count = functionals.TABLE[function].count
+            parts.append(
+                Part(
+                    functionals.numerator(function, arguments),
+                    partial(count, arguments) if call.divides else partial(int, 1),
+                )
+            )
+        return parts
+
+
+class Replays(dict[Any, Replay]):
+    """Replays by the form of a step; a copy of a loss has none, for it may hold other tensors."""
+
+    def __reduce__(self) -> tuple[type[Replays], tuple[()]]:
+        return Replays, ()
+
+
+SUSPENDED = [0]
+"""How many losses are being called for what they read: none is replayed meanwhile."""
+
+
+@contextmanager
+def suspended() -> Iterator[None]:
+    """Let losses be called in the body, and none be replayed."""
+    SUSPENDED[0] += 1
+    try:
+        yield
+    finally:
+        SUSPENDED[0] -= 1

@@ -1,0 +1,261 @@
+"""A loss of torch's is called in one step, and replayed while nothing that it reads has changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_of, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine
+from anybatch.errors import LossError
+from anybatch.loss import replay
+from anybatch.loss.replay import form_of, read_values
+from anybatch.loss.tracer import CallableLoss
+
+N = 11
+WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.double)
+SMOOTHING = 0.1
+Change = Callable[[], None]
+
+
+def net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(seed: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(N, 5).double(), torch.randint(0, 3, (N,))
+
+
+def weighted(out: Tensor, y: Tensor) -> Tensor:
+    first = F.cross_entropy(out, y, weight=WEIGHT, label_smoothing=SMOOTHING)
+    return 0.5 * first + F.cross_entropy(out, y, reduction="sum") / len(out)
+
+
+def branching(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y) if len(out) > 3 else F.cross_entropy(out, y, weight=WEIGHT)
+
+
+def adding(out: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(out, y)
+    loss += F.cross_entropy(out, y)
+    return loss
+
+
+def closing(value: Any) -> Callable[..., Tensor]:
+    return lambda out, y: F.cross_entropy(out, y, weight=value)
+
+
+def twice(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda out, y: 2 * loss(out, y)
+
+
+class Own(nn.CrossEntropyLoss):
+    pass
+
+
+class Looking:
+    def __call__(self, out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y)
+
+
+REPLAYED: dict[str, Any] = {
+    "functional": F.cross_entropy,
+    "module": nn.CrossEntropyLoss(weight=WEIGHT),
+    "partial": partial(F.cross_entropy, ignore_index=1),
+    "two terms": weighted,
+    "closure": closing(WEIGHT),
+    "module in a closure": twice(nn.CrossEntropyLoss()),
+}
+TRACED: dict[str, Any] = {
+    "branches": branching,
+    "in place": adding,
+    "subclass": Own(),
+    "object": Looking(),
+    "method": Looking().__call__,
+    "learned weight": closing(WEIGHT.clone().requires_grad_()),
+    "other names": lambda out, y: F.cross_entropy(out, y) + out.grad_fn.metadata["x"],
+    "other functions": lambda out, y: F.cross_entropy(sorted([out])[0], y),
+}
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the replays."""
+    found: list[int] = []
+    parts = replay.Replay.parts
+
+    def count(self: replay.Replay, outputs: Any, targets: Any) -> Any:
+        found.append(len(outputs))
+        return parts(self, outputs, targets)
+
+    monkeypatch.setattr(replay.Replay, "parts", count)
+    return found
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_later_step_is_replayed_and_exact(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, loss, found = net(), REPLAYED[name], counted(monkeypatch)
+    engine = Engine(model, loss, micro_batch=4)
+    for seed in range(3):
+        found.clear()
+        model.zero_grad()
+        inputs = batch(seed)
+        want = undivided(model, loss, *inputs)
+        assert_exact(state_of(model, engine.backward(*inputs)), want)
+        assert found == ([4] if seed == 0 else [4, 4, 3])
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_may_do_another_thing_in_each_step_is_not_replayed(name: str) -> None:
+    assert not read_values(TRACED[name], [])
+
+
+def test_a_hook_or_a_forward_of_its_own_ends_the_replay() -> None:
+    loss = nn.CrossEntropyLoss()
+    assert read_values(loss, [])
+    handle = loss.register_forward_hook(lambda *_: None)
+    assert not read_values(loss, [])
+    handle.remove()
+    assert read_values(loss, [])
+    loss.forward = F.cross_entropy  # type: ignore[method-assign]
+    assert not read_values(loss, [])
+
+
+def changes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Change]]:
+    """Return losses, and changes between two steps of what they read."""
+    smoothing, ignoring, summed, hooked = (nn.CrossEntropyLoss() for _ in range(4))
+    heavy = nn.CrossEntropyLoss(WEIGHT.clone())
+
+    def scaled(out: Tensor, y: Tensor) -> Tensor:
+        return number * F.cross_entropy(out, y)
+
+    number = 1.0
+
+    def set_number() -> None:
+        nonlocal number
+        number = 3.0
+
+    def replaced(out: Tensor, y: Tensor, **options: Any) -> Tensor:
+        return 2 * F.nll_loss(out.log_softmax(1), y) if options else out.sum()
+
+    def ten_times(_module: Any, _inputs: Any, result: Tensor) -> Tensor:
+        return 10 * result
+
+    here = globals()
+    return {
+        "number in a closure": (scaled, set_number),
+        "number in a global": (weighted, partial(monkeypatch.setitem, here, "SMOOTHING", 0.4)),
+        "tensor in a global": (
+            weighted,
+            partial(monkeypatch.setitem, here, "WEIGHT", WEIGHT.flip(0)),
+        ),
+        "option": (smoothing, partial(setattr, smoothing, "label_smoothing", 0.3)),
+        "ignored": (ignoring, partial(setattr, ignoring, "ignore_index", 1)),
+        "reduction": (summed, partial(setattr, summed, "reduction", "sum")),
+        "values of a weight": (heavy, lambda: heavy.weight.mul_(WEIGHT)),  # type: ignore[union-attr]
+        "hook": (hooked, lambda: hooked.register_forward_hook(ten_times)),
+        "functional": (
+            nn.CrossEntropyLoss(),
+            partial(monkeypatch.setattr, F, "cross_entropy", replaced),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", changes(pytest.MonkeyPatch()))
+def test_a_change_between_steps_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, change = changes(monkeypatch)[name]
+    model = net()
+    engine = Engine(model, loss, micro_batch=4)
+    for step in range(4):
+        if step == 2:
+            change()
+        model.zero_grad()
+        inputs = batch(step)
+        want = undivided(model, loss, *inputs)
+        assert_exact(state_of(model, engine.backward(*inputs)), want)
+
+
+def test_a_step_of_another_size_is_planned_after_a_replay() -> None:
+    """A dry run copies the loss: what it had traced could not be copied."""
+    loss = CallableLoss(nn.CrossEntropyLoss(WEIGHT))
+    model = net()
+    engine = Engine(model, loss, memory="64MiB", micro_batch=4)
+    for size in (11, 11, 7, 9):
+        inputs, targets = batch(size)
+        inputs, targets = inputs[:size], targets[:size]
+        model.zero_grad()
+        want = undivided(model, nn.CrossEntropyLoss(WEIGHT), inputs, targets)
+        assert_exact(state_of(model, engine.backward(inputs, targets)), want)
+        assert copy.deepcopy(loss)._replays == {}
+
+
+class Weighing(nn.Module):
+    """Changes the weight of the loss in its forward, from some step on."""
+
+    def __init__(self, loss: nn.CrossEntropyLoss) -> None:
+        super().__init__()
+        self.body, self.loss, self.moves = net(), [loss], False
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.loss[0].weight
+        if self.moves and weight is not None:
+            weight.mul_(1 + x.square().mean().detach())
+        out: Tensor = self.body(x)
+        return out
+
+
+def test_a_weight_that_forward_writes_is_refused_in_a_later_step_too() -> None:
+    loss = nn.CrossEntropyLoss(WEIGHT.clone())
+    model = Weighing(loss)
+    engine = Engine(model, loss, micro_batch=4)
+    for seed in range(3):
+        engine.backward(*batch(seed))
+    model.moves = True
+    with pytest.raises(LossError, match=r"reads .*weight"):
+        engine.backward(*batch(3))
+
+
+def test_a_mapping_in_another_order_is_another_form() -> None:
+    a, b, y = torch.zeros(2, 3), torch.ones(2, 3), torch.zeros(2)
+    assert form_of({"a": a, "b": b}, y) != form_of({"b": b, "a": a}, y)
+    assert form_of({"a": a, "b": b}, y) == form_of({"a": b, "b": a}, y)
+    assert form_of([a, b], y) != form_of((a, b), y)
+    assert form_of(nn.Parameter(a), y) is None
+    assert form_of(a, {1: object()}) is None
+
+
+def two_outputs(out: Any, y: Tensor) -> Tensor:
+    return F.cross_entropy(out["a"], y) + 2 * F.cross_entropy(out["b"], y)
+
+
+class TwoHeads(nn.Module):
+    """Returns its outputs in another order from step to step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.swaps = net(), net(), False
+        nn.init.normal_(self.b[0].weight)  # type: ignore[index,arg-type]
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        found = {"a": self.a(x), "b": self.b(x)}
+        return dict(reversed(found.items())) if self.swaps else found
+
+
+def test_outputs_in_another_order_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, found = TwoHeads(), counted(monkeypatch)
+    engine = Engine(model, two_outputs, micro_batch=4)
+    for seed in range(4):
+        model.swaps = seed % 2 == 1
+        model.zero_grad()
+        inputs = batch(seed)
+        want = undivided(model, two_outputs, *inputs)
+        assert_exact(state_of(model, engine.backward(*inputs)), want)
+    assert found
