@@ -40,7 +40,7 @@ TESTS = (
     "tests/repository/test_tiers.py",
     "tests/cli/test_cli.py",
     "tests/unit/loss/test_functionals.py",
-    "tests/unit/loss/test_watch.py",
+    "tests/unit/loss/test_trace.py",
     "tests/unit/lockstep/test_batchnorm_statistics.py",
     "tests/unit/offload/test_recompute_recipes.py",
     "tests/unit/offload/test_sharing_storage.py",

@@ -28,7 +28,7 @@ from anybatch.core import modules
 from anybatch.core.barrier import ForwardOf, in_a_meeting
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
-from anybatch.loss.functionals import Term
+from anybatch.loss.trace import Term
 from anybatch.memory.fakes import is_fake
 
 Number = float | int | Tensor
@@ -217,7 +217,10 @@ class Loss(ABC):
 
     def describe(self, totals: list[Total]) -> str:
         """Return the loss in words: the names of its terms, or its own name."""
-        terms = dict.fromkeys(total.term.name for total in totals if total.term is not None)
+        terms: dict[str, None] = {}
+        for total in totals:
+            if total.term is not None:
+                terms[total.term.name] = None
         return " + ".join(terms) or self.name
 
     def functions(self) -> tuple[Any, ...]:

@@ -18,12 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from anybatch.core import pytree
 from anybatch.core.barrier import as_it_is
 from anybatch.core.batch import MicroBatch
-from anybatch.core.modules import keywords
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import places
 from anybatch.core.rng import RNGState
@@ -32,6 +30,7 @@ from anybatch.errors import LossError
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.replay import suspended
 from anybatch.loss.state import LossState
+from anybatch.loss.trace import FunctionMode
 from anybatch.loss.tracer import silent
 from anybatch.memory.fakes import is_fake
 
@@ -160,7 +159,7 @@ class LossCalls:
         return result
 
 
-class _Gradients(TorchFunctionMode):
+class _Gradients(FunctionMode):
     """Refuses to give the gradient of some parameters: micro-batches are adding to it.
 
     Args:
@@ -171,20 +170,15 @@ class _Gradients(TorchFunctionMode):
         super().__init__()
         self._parameters = parameters
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Refuse a read of such a gradient; run all other functions."""
         if getattr(func, "__self__", None) is GRAD and id(args[0]) in self._parameters:
             raise LossError(
                 "a loss must not read the gradients that a divided batch is adding to, and it "
                 "reads .grad of a parameter of the model: compute the number before the step and "
                 "pass it, or give micro_batch >= the batch size"
             )
-        return func(*args, **keywords(func, kwargs))
+        return func(*args, **kwargs)
 
 
 GRAD: Any = vars(torch._C.TensorBase)["grad"]

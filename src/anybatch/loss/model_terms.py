@@ -1,11 +1,9 @@
 """Terms of a loss inside a model: numerator, denominator, their sum, and their labels.
 
-F.cross_entropy(a, t)          HeardTerm      sum of the rows, and what these are divided by
+F.cross_entropy(a, t)          TracedTerm     sum of the rows, and what these are divided by
 1 in 1 - cosine.mean()         Constant       the same in all parts of the batch
 anybatch.coupled(fn)(z)        TermOfAll      a value that all parts share
 nll.sum() / len(x)             SumBySamples   a sum that is divided by the samples
-w.sum() in v.sum() / w.sum()   Weighed        no term: what one may be divided by
-loss, w.sum(), zeros(())       Record         what a tensor on the way to the loss is
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from anybatch.core.batch import MicroBatch
 from anybatch.core.modules import storage_of
 from anybatch.errors import LossError
 from anybatch.loss import functionals
-from anybatch.loss.functionals import Sum, Term
+from anybatch.loss.trace import Term, name_of
 from anybatch.memory.fakes import is_fake
 
 ALIKE = frozenset(["ignore_index"])
@@ -74,61 +72,6 @@ class TracedTerm(Term):
             count = torch.as_tensor(count)
             count = count.clamp(min=number) if bound == "least" else count + number
         return count
-
-
-@dataclass(frozen=True)
-class Weighed:
-    """A sum without a gradient, by which a loss may be divided.
-
-    Attributes:
-        values: the summed tensor.
-        total: the sum.
-        bounds: later operations on it, as in `TracedTerm`.
-    """
-
-    values: Tensor
-    total: Record
-    bounds: tuple[tuple[str, float], ...] = ()
-
-
-@dataclass
-class Record:
-    """One tensor that is followed.
-
-    Attributes:
-        tensor: its id is a name for as long as it lives.
-        version: its count of writes when it was recorded.
-        node: its autograd node then.
-        sums: the weighted sum of terms that it is; None where it is none.
-        stack: those that it holds as entries; None where it holds none.
-        number: the number that it was filled with; None where it was not.
-        weights: the sum of weights that it is; None where it is none.
-    """
-
-    tensor: Tensor
-    version: int
-    node: Any
-    sums: Sum | None = None
-    stack: list[Sum] | None = None
-    number: float | None = None
-    weights: Weighed | None = None
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Record:
-        """Return a record of a tensor as it is now."""
-        return cls(tensor, _version(tensor), tensor.grad_fn)
-
-    @property
-    def intact(self) -> bool:
-        """Whether the tensor was not written to since, and its graph is still its own.
-
-        An ``autograd.Function`` puts its own node in the place of that which its forward has made.
-        """
-        return self.version == _version(self.tensor) and self.node is self.tensor.grad_fn
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 @dataclass(frozen=True)
@@ -371,12 +314,6 @@ class Recipes:
         for key in [key for key, t in self._alive.items() if storage_of(t) == place]:
             del self._made[key]
             del self._alive[key]
-
-
-def name_of(function: Any) -> str:
-    """Return the name of a function of torch; a property has its own."""
-    name = getattr(function, "__name__", "")
-    return name if name != "__get__" else str(getattr(function.__self__, "__name__", ""))
 
 
 def touches(function: Any) -> bool:

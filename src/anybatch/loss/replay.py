@@ -32,8 +32,8 @@ from torch.nn.modules import module as torch_module
 from anybatch.core import pytree
 from anybatch.loss import functionals
 from anybatch.loss.base import Part, Total
-from anybatch.loss.functionals import Term
 from anybatch.loss.holders import ATOMS, same_value
+from anybatch.loss.trace import Term
 
 LOSSES = torch_losses.__name__
 ORIGINALS = {name: one for name, one in vars(F).items() if inspect.isfunction(one)}

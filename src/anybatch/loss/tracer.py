@@ -28,9 +28,8 @@ from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.oom import out_of_memory
 from anybatch.core.retry import Retry
 from anybatch.loss.base import Loss, Part, Scope, Total, call_loss, scalar
-from anybatch.loss.functionals import Numerators, Term
 from anybatch.loss.replay import SUSPENDED, Replay, Replays, form_of, read_values
-from anybatch.loss.watch import LossTrace, same_calls
+from anybatch.loss.trace import LossTrace, Numerators, Term, same_calls
 
 Weighted = list[tuple[float, Term]]
 

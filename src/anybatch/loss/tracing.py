@@ -15,7 +15,7 @@ term makes the loss unknown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial, reduce
@@ -26,28 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
 from anybatch.core import pytree
-from anybatch.core.modules import keywords
 from anybatch.loss import functionals
-from anybatch.loss.functionals import Sum, arithmetic
-from anybatch.loss.model_terms import (
-    Constant,
-    Recipes,
-    Record,
-    TermOfAll,
-    TracedTerm,
-    Weighed,
-    name_of,
-    touches,
-)
+from anybatch.loss.model_terms import Constant, Recipes, TermOfAll, TracedTerm, touches
+from anybatch.loss.trace import Record, Sum, TermTrace, Weighed, arithmetic, in_order, name_of
 
 SAME = frozenset("to contiguous reshape view squeeze unsqueeze mean sum".split())
 """Functions that do not change a single number."""
-IN_PLACE = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "truediv": "div"}
-SWAPPED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "rsub", "rsub": "sub"}
-"""Functions of a number and a term, as functions of the term and the number."""
 SIGNS = {"add": (1.0, 1.0), "radd": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}
 """Functions of a term and a number that add: the sign of each."""
 BOUNDS = {"clamp": "least", "clamp_min": "least", "add": "plus", "__add__": "plus"}
@@ -75,14 +62,13 @@ def _category(func: Any) -> int:
     return LOSS if func in functionals.TABLE else TOUCHES if touches(func) else PLAIN
 
 
-class TracingMode(TorchFunctionMode):
+class TracingMode(TermTrace[TracedTerm]):
     """Function mode that traces the loss of a model run inside it, for `combination`.
 
     Args:
         inputs: arguments of the model, any tree of tensors [n, ...].
 
     Attributes:
-        terms: the recognised functionals that were called, in order.
         arguments: of each those that have rows, such as logits and labels.
         odd: names of functions that did something to a term that is not followed.
         rows: samples that the model is called with.
@@ -92,15 +78,13 @@ class TracingMode(TorchFunctionMode):
         super().__init__()
         self.rows = rows_of(inputs)
         self._aside = False
-        self.terms: list[TracedTerm] = []
         self.arguments: list[list[Tensor]] = []
         self.odd: list[str] = []
         self._recipes = Recipes(inputs)
-        self._records: dict[int, Record] = {}
         self._replaced: list[Record] = []
         self._values: dict[int, Tensor] = {}
 
-    def combination(self, loss: Any) -> list[tuple[float, TracedTerm]] | None:
+    def combination(self, result: Any) -> list[tuple[float, TracedTerm]] | None:
         """Return ``[(c_k, term_k)]`` of the model's loss, or None where it is not one."""
         every = [*self._replaced, *self._records.values()]
         if any(map(self._lost_its_graph, every)):
@@ -109,25 +93,15 @@ class TracingMode(TorchFunctionMode):
         if any(record.tensor._backward_hooks for record in every):
             self.odd.append("register_hook")  # it would get another gradient, or none
             return None
-        found = self._operand(loss)
-        if not isinstance(found, dict) or not found:
-            return None
-        return [(c, self.terms[index]) for index, c in sorted(found.items())]
+        return super().combination(result)
 
     def _lost_its_graph(self, record: Record) -> bool:
         """Say whether a value has got a graph that its terms have not: they were made without."""
         graphs = [self.terms[index].numerator.requires_grad for index in record.sums or ()]
         return bool(graphs) and record.tensor.requires_grad and not any(graphs)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a listed functional, trace its result and the labels, and run all others."""
-        kwargs = keywords(func, kwargs)
         if self._aside:
             return func(*args, **kwargs)
         category = _category(func)
@@ -226,35 +200,6 @@ class TracingMode(TorchFunctionMode):
             shapes={},
             dtypes={},
             bytes=0,
-        )
-
-    def _add(self, value: Tensor, term: TracedTerm) -> None:
-        self._record(value).sums = {len(self.terms): 1.0}
-        self.terms.append(term)
-
-    def _record(self, tensor: Tensor) -> Record:
-        """Return the record of a tensor, a new one where it has changed."""
-        found = self._records.get(id(tensor))
-        if found is None or not found.intact:
-            found = self._records[id(tensor)] = Record.of(tensor)
-        return found
-
-    def _intact(self, value: Any) -> Record | None:
-        """Return the record of a tensor; None where it has none, or has changed since."""
-        found = self._records.get(id(value))
-        return found if found is not None and found.intact else None
-
-    def _operand(self, value: Any) -> Any:
-        """Return the weighted sum, or the number, that a value is; the value where it is none."""
-        found = self._intact(value)
-        if found is None:
-            return value
-        return (
-            found.sums
-            if found.sums is not None
-            else value
-            if found.number is None
-            else found.number
         )
 
     def _term(self, func: Callable[..., Any], arguments: dict[str, Any]) -> Tensor | None:
@@ -446,10 +391,7 @@ class TracingMode(TorchFunctionMode):
         replaced = self._records.pop(id(result), None)
         if replaced is not None:  # written to in place
             self._replaced.append(replaced)
-        name = IN_PLACE.get(name, name)
-        plain = isinstance(operands[0], Real | Tensor) and len(operands) == 2
-        if name in SWAPPED and plain and isinstance(operands[1], dict):
-            name, operands = SWAPPED[name], operands[::-1]
+        name, operands = in_order(name, operands)
         first = operands[0]
         combined = None if kwargs else arithmetic(name, operands)
         if combined is None and name in ("div", "true_divide") and len(args) == 2:

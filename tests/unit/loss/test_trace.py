@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.loss.watch import LossTrace, UnfollowableError, same_calls
+from anybatch.loss.trace import LossTrace, UnfollowableError, same_calls
 
 N, C = 5, 3
 WEIGHT = torch.rand(C)
@@ -19,6 +19,19 @@ WEIGHT = torch.rand(C)
 def doubled(o: Tensor, y: Tensor) -> Tensor:
     loss = F.cross_entropy(o, y)
     return loss + loss
+
+
+def added_in_place(o: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(o, y)
+    loss += 3 * F.mse_loss(o, torch.zeros_like(o))
+    return loss
+
+
+def added_through_an_alias(o: Tensor, y: Tensor) -> Tensor:
+    loss = F.cross_entropy(o, y)
+    alias = loss.detach()
+    alias += F.mse_loss(o, torch.zeros_like(o)).detach()
+    return loss
 
 
 def written_through_an_alias(o: Tensor) -> Tensor:
@@ -47,6 +60,8 @@ SUMS: dict[str, tuple[Callable[..., Any], list[float]]] = {
         [1.0, 1.0],
     ),
     "in place": (lambda o, y: F.cross_entropy(o, y).mul_(3.0), [3.0]),
+    "added in place": (added_in_place, [1.0, 3.0]),
+    "a number before": (lambda o, y: torch.mul(F.cross_entropy(o, y), 2).add(0), [2.0]),
     "twice": (doubled, [2.0]),
     "per length": (lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(o), [1 / N]),
     "per shape": (lambda o, y: F.cross_entropy(o, y, reduction="sum") / o.shape[0], [1 / N]),
@@ -126,6 +141,7 @@ COUPLED: dict[str, Callable[..., Any]] = {
     "reads an item": lambda o, y: F.cross_entropy(o, y) * float(y[0]),
     "written to": lambda o, y: F.cross_entropy(o.clone().sub_(o.mean(0)), y),
     "written through an alias": lambda o, y: F.cross_entropy(written_through_an_alias(o), y),
+    "added through an alias": added_through_an_alias,
     "wrong samples for targets": lambda o, y: F.mse_loss(o, torch.rand(N, C)),
     "learned weight": lambda o, y: F.cross_entropy(o, y) * nn.Parameter(torch.ones(())),
     "legacy": lambda o, y: F.mse_loss(o, torch.zeros_like(o), size_average=False),
