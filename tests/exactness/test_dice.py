@@ -206,10 +206,11 @@ def drop_path_by_comparison(x: Tensor) -> Tensor:
     return torch.where(torch.rand(len(x)) < 0.3, 0.0, 1.0)[:, None] * x
 
 
-def two_views_by_comparison(x: Tensor) -> Tensor:
-    both = torch.cat([x, -x])
-    retained = torch.rand(len(both)) < 0.9
-    one, other = torch.where(retained[:, None], both, 0.0).chunk(2)
+def two_rows_by_comparison(x: Tensor) -> Tensor:
+    """The draw has a dimension for the samples alone; one of [2 n] is refused."""
+    both = torch.stack([x, -x], 1).flatten(0, 1)
+    retained = torch.rand(len(x), 2).flatten() < 0.9
+    one, other = torch.where(retained[:, None], both, 0.0).unflatten(0, (len(x), 2)).unbind(1)
     return one - 0.3 * other.sin()
 
 
@@ -321,7 +322,7 @@ NOISE: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         lambda: Views(Attention(weights=True, batch_first=True)),
         sequences(),
     ),
-    "two views by comparison": (lambda: Fn(two_views_by_comparison), vectors),
+    "two rows a sample by comparison": (lambda: Fn(two_rows_by_comparison), vectors),
     "flat": (lambda: Flat(nn.Dropout(0.3), time_first=False), sequences()),
     "flat, time first": (lambda: Flat(nn.Dropout(0.3), time_first=True), sequences()),
     "coin of Python": (lambda: Skips(random.random), vectors),

@@ -157,6 +157,18 @@ def compiled() -> nn.Module:
     return model
 
 
+def views_by_comparison(x: Tensor) -> Tensor:
+    both = torch.cat([x, -x])
+    retained = torch.rand(len(both)) < 0.9
+    one, other = torch.where(retained[:, None], both, 0.0).chunk(2)
+    return one - 0.3 * other.sin()
+
+
+def rows_by_integers(x: Tensor) -> Tensor:
+    chosen = torch.randint(2, (2 * len(x),)).unflatten(0, (len(x), 2))
+    return x * chosen.sum(1, keepdim=True)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "own generator": (
         lambda: Own(
@@ -210,6 +222,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "not the same in backward": (
         lambda: Fn(not_preserved),
         "draws in backward must repeat those of forward.*preserve_rng_state=False",
+    ),
+    "two views by comparison": (
+        lambda: Fn(views_by_comparison),
+        r"rand at .*no sample's outputs show which .* draw \[samples, entries\], and flatten",
+    ),
+    "two integers a sample": (
+        lambda: Fn(rows_by_integers),
+        r"randint at .*no sample's outputs show which .* draw \[samples, entries\]",
     ),
     "a custom kernel": (lambda: Fn(hidden), "test_dice.hidden.* draws inside its kernel"),
     "a draw that is kept for later": (

@@ -2,7 +2,7 @@
 
 from benchmarks.mbs.rows import Results, markdown
 
-RULES = ("shape", "two sizes", "neighbours", "arrangements", "extremes")
+RULES = ("shape", "two sizes", "neighbours", "arrangements")
 OUTCOMES = ("exact", "refused", "crash", "wrong")
 
 

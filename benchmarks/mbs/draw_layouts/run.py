@@ -1,20 +1,19 @@
 """Layouts of full-batch draws: which rules find them, over networks that draw in training.
 
 `rng="batch"` has to know where a draw holds the samples. Two steps in float64 on 7 samples, in
-micro-batches of 3, are compared with the undivided batch, under five rules:
+micro-batches of 3, are compared with the undivided batch, under four rules:
 
 - *shape*: a draw whose first dimension is a multiple of the rows of the micro-batch holds the
   samples there, neighbours a sample; any other is the same for all samples. No forward is needed;
 - *two sizes*: the model is called at two or three numbers of rows, and the dimension that grows
   holds the samples, neighbours a sample. Rows must give the same outputs as part of more rows;
 - *neighbours*: in addition, where a sample has several entries along the dimension, one sample's
-  are changed and must show in that sample's outputs only. Other draws are refused;
+  are made NaN and must show in that sample's outputs only. Other draws are refused;
 - *arrangements*: in addition, other arrangements of several entries are tried: two views one after
-  the other, time before samples. The change is NaN;
-- *extremes*: in addition, where a comparison ends NaN, the least and the largest values are tried.
+  the other, time before samples.
 
 The proof that samples do not meet in the model comes before, asks another question, and is left
-out. Where no draw has several entries a sample, the last four rules do the same and run once.
+out. Where no draw has several entries a sample, the last three rules do the same and run once.
 
 Networks: families of Transformers with random weights, with every rate of their configuration
 whose name holds "drop" at 0.2; the honest networks that draw; and usual networks written here,
@@ -80,17 +79,11 @@ def _one_arrangement(law: Law, _entries: int, _n: int) -> Iterator[Law]:
     yield law
 
 
-def _by_nan(trial: draw_layout.Trial, law: Law, sample: int, salt: int) -> set[int]:
-    marked = trial.call(draw_layout.Mark(trial.draw, law, sample, "nan", salt))
-    return set() if marked is None else trial._rows(draw_layout._nans, marked, trial.outputs)
-
-
 RULES: dict[str, list[tuple[Any, str, Any]]] = {
     "shape": [(FullBatchRNG, "_law", _by_shape)],
     "two sizes": [(draw_layout.Lesson, "_settle", lambda *_: None)],
     "neighbours": [(draw_layout, "candidates", _one_arrangement)],
-    "arrangements": [(draw_layout.Trial, "_once", _by_nan)],
-    "extremes": [],
+    "arrangements": [],
 }
 """What each rule puts in the place of a part of the engine; the last is the engine's own."""
 

@@ -262,7 +262,7 @@ class Lesson:
             choices = candidates(law, draw.pattern.sizes[law.dim], n)
             found = next((one for one in choices if trial.holds(one)), None)
             if found is None:
-                raise _refused(draw, "no sample's outputs show which of its entries are theirs")
+                raise _refused(draw, HIDDEN)
             self._fitted[index] = found
 
 
@@ -279,9 +279,6 @@ def _refused(draw: EncounteredDraw, why: str) -> NotExactError:
 
 # Draws of unknown layout: recorded, made for the present rows, and changed for a trial.
 
-EXTREMES = 64
-"""Draws whose least and largest value represent the range of an entry."""
-
 
 class EncounteredDraw(NamedTuple):
     """Draw of unknown layout, as one forward has recorded it; it holds no tensor."""
@@ -294,20 +291,18 @@ class EncounteredDraw(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """Change to one sample's entries of a draw: NaN, the least or the largest value.
+    """NaN in one sample's entries of a draw.
 
     Attributes:
         draw: its place among those of unknown layout.
         law: layout that selects the entries.
         sample: whose.
-        value: "nan", "least" or "most".
         salt: other numbers let the draws behind it come out otherwise.
     """
 
     draw: int
     law: Law
     sample: int
-    value: str
     salt: int
 
 
@@ -369,39 +364,17 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = None if law is None else _drawn(draw, law, self._among)
         result = draw.plain() if result is None else result
         if self._mark is not None and self._mark.draw == index:
-            _make(self._mark, draw, result, self._rows.size)
+            _set_nan(self._mark, result, self._rows.size)
         salt = 0 if self._mark is None else self._mark.salt
         _seed(hash((state, salt)) & (2**62 - 1))
         return result
 
 
-def _make(mark: Mark, draw: Draw, result: Any, n: int) -> None:
-    """Change one sample's entries of a draw as the mark says."""
+def _set_nan(mark: Mark, result: Any, n: int) -> None:
+    """Make the marked entries NaN, where the dtype has it."""
     drawn: Tensor = result[0] if isinstance(result, tuple) else result
-    if mark.value != "nan":
-        value = _extreme(draw, most=mark.value == "most")
-        mark.law.of_sample(drawn, mark.sample, n).copy_(mark.law.of_sample(value, mark.sample, n))
-    elif drawn.is_floating_point() or drawn.is_complex():
+    if drawn.is_floating_point() or drawn.is_complex():
         mark.law.of_sample(drawn, mark.sample, n).fill_(torch.nan)
-
-
-def _extreme(draw: Draw, *, most: bool) -> Tensor:
-    """Return the least or the largest of many draws, entry by entry."""
-    written = draw.category == "written"
-    before = draw.args[0].clone() if written else None
-    found: Tensor | None = None
-    for _ in range(EXTREMES):
-        drawn = draw.plain()
-        drawn = (drawn[0] if isinstance(drawn, tuple) else drawn).clone()
-        if found is not None:
-            drawn = torch.maximum(found, drawn) if most else torch.minimum(found, drawn)
-        found = drawn
-    if before is not None:
-        draw.args[0].copy_(before)
-    assert found is not None
-    if draw.name in ("bernoulli", "bernoulli_"):
-        found.fill_(1 if most else 0)
-    return found
 
 
 def _drawn(draw: Draw, law: Law, rows: RowRange) -> Any:
@@ -419,8 +392,8 @@ def _seed(seed: int) -> None:
 
 # Trials of each sample's entries of a draw: a change of them must show in that sample only.
 #
-# NaN goes through every product, also with a weight that is still zero; a comparison ends it, so
-# where it shows nowhere the least and the largest values that a draw can have are compared.
+# NaN goes through every product, also with a weight that is still zero; a comparison ends it, and
+# the draw is refused ("two views by comparison" in test_dice_attacked.py).
 
 TRIES = 6
 """How often a draw is tried at most."""
@@ -428,9 +401,11 @@ TRIES = 6
 ENOUGH = 2
 """How often it has to show."""
 
-
-Differ = Callable[[Tensor, Tensor], Tensor]
-"""Returns where two pieces differ."""
+HIDDEN = (
+    "no sample's outputs show which of its entries are theirs, as where a comparison (rand(n) > p) "
+    "ends the NaN put there: draw [samples, entries], and flatten the draw"
+)
+"""Why a draw is refused whose entries no trial assigns."""
 
 
 class Trial(NamedTuple):
@@ -462,50 +437,23 @@ class Trial(NamedTuple):
         """
         found: list[set[int]] = []
         for salt in range(TRIES):
-            found += [reached] if (reached := self._once(law, sample, salt)) else []
+            marked = self.call(Mark(self.draw, law, sample, salt))
+            found += [reached] if marked is not None and (reached := self._nans(marked)) else []
             if len(found) == ENOUGH:
                 break
         return set().union(*found)
 
-    def _once(self, law: Law, sample: int, salt: int) -> set[int]:
-        marked = self.call(Mark(self.draw, law, sample, "nan", salt))
-        reached = set() if marked is None else self._rows(_nans, marked, self.outputs)
-        if reached:
-            return reached
-        least = self.call(Mark(self.draw, law, sample, "least", salt))
-        most = self.call(Mark(self.draw, law, sample, "most", salt))
-        return set() if least is None or most is None else self._rows(_others, least, most)
-
-    def _rows(self, differ: Callable[[Tensor], Differ], one: Any, other: Any) -> set[int]:
+    def _nans(self, marked: Any) -> set[int]:
+        """Return the samples with NaN in these outputs and not in those of no mark."""
         found: set[int] = set()
-        pairs = zip(pytree.tensors(one), pytree.tensors(other), strict=False)
+        pairs = zip(pytree.tensors(marked), pytree.tensors(self.outputs), strict=False)
         for ((_, a), (_, b)), axis in zip(pairs, self.layout, strict=False):
             if axis is None or a.shape != b.shape or a.layout != torch.strided:
                 continue
-            differs = differ(a)
             where = torch.zeros(a.shape[axis], dtype=torch.bool, device=a.device)
             for place in places(a.shape):
-                rows = differs(a[place], b[place]).movedim(axis, 0)
+                rows = (a[place].isnan() & ~b[place].isnan()).movedim(axis, 0)
                 here = place[axis] if axis < len(place) else slice(None)
                 where[here] |= rows.reshape(len(rows), -1).any(1)
             found |= set(where.nonzero().flatten().tolist())
         return found
-
-
-def _nans(_: Tensor) -> Differ:
-    return lambda a, b: a.isnan() & ~b.isnan()
-
-
-def _others(every: Tensor) -> Differ:
-    """Return a function that says where two pieces differ by more than rounding.
-
-    Args:
-        every: the first output.
-    """
-    if not every.is_floating_point() or every.itemsize == 1:
-        return torch.ne
-    largest = torch.ones((), dtype=every.dtype, device=every.device)
-    for place in places(every.shape):
-        largest = torch.maximum(largest, every[place].abs().nan_to_num_(0.0, 0.0, 0.0).amax())
-    bound = torch.finfo(every.dtype).eps ** 0.5 * largest
-    return lambda a, b: ((a - b).abs() > bound) | (a.isnan() != b.isnan())
