@@ -17,6 +17,7 @@ one that the step will take; after one without, the RNG advances equally at ever
 from __future__ import annotations
 
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,7 +41,6 @@ from anybatch.execution.full_batch_rng.kernels import (
     category_of,
     fault_of,
     refuse_generator,
-    state_now,
     unmoved,
 )
 from anybatch.execution.full_batch_rng.law import Law, Pattern, RowRange, candidates, fitted
@@ -358,7 +358,7 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._unknown(draw, place, number) if result is None else result
 
     def _unknown(self, draw: Draw, place: Site, number: int) -> Any:
-        index, state = len(self.draws), state_now()
+        index, before = len(self.draws), torch.get_rng_state()
         self.draws.append(EncounteredDraw(place, number, draw.func, draw.name, draw.pattern))
         law = self._fitted.get(index)
         result = None if law is None else _drawn(draw, law, self._among)
@@ -366,7 +366,7 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._mark is not None and self._mark.draw == index:
             _set_nan(self._mark, result, self._rows.size)
         salt = 0 if self._mark is None else self._mark.salt
-        _seed(hash((state, salt)) & (2**62 - 1))
+        _seed(zlib.crc32(before.numpy().tobytes(), salt))  # `hash` differs between processes
         return result
 
 
