@@ -1,7 +1,7 @@
 """Networks that draw in training: the honest ones with their dropout on, and others that draw."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -113,19 +113,17 @@ class Named(nn.Module):
 
 
 def family(
-    name: str,
-    model: str,
-    config: str,
-    inputs: Callable[[], dict[str, Tensor]],
-    /,
-    **options: Any,
+    name: str, model: str, inputs: Callable[[], dict[str, Tensor]], /, *options: Mapping[str, Any]
 ) -> None:
     """Register a model of Transformers whose outputs are drawn to random numbers."""
-    wanted = options.pop("wanted", "logits")
+    settings = {key: value for some in options for key, value in some.items()}
+    wanted = settings.pop("wanted", "logits")
 
     def make() -> Problem:
-        named = inputs()
-        found = Named(made(model, config, **options), *named, wanted=wanted)
+        import transformers
+
+        named, config = inputs(), getattr(transformers, model).config_class.__name__
+        found = Named(made(model, config, **settings), *named, wanted=wanted)
         with torch.no_grad():
             shape = found(*named.values()).shape
         return values(found, tuple(named.values()), *shape[1:])
@@ -137,429 +135,194 @@ def _ids(length: int = 6) -> Callable[[], dict[str, Tensor]]:
     return lambda: {"input_ids": torch.randint(3, families.V, (ROWS, length))}
 
 
-def _sound(length: int = 400) -> dict[str, Tensor]:
-    return {"input_values": torch.randn(ROWS, length)}
+def _named(name: str, *shape: int) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {name: torch.randn(ROWS, *shape)}
 
 
-def _pixels(*shape: int) -> Callable[[], dict[str, Tensor]]:
-    return lambda: {"pixel_values": torch.randn(ROWS, *shape)}
+def _pair(length: int, first: Callable[[], dict[str, Tensor]]) -> Callable[[], dict[str, Tensor]]:
+    return lambda: {**first(), "decoder_input_ids": words(length)}
 
+
+def _episodes() -> dict[str, Tensor]:
+    widths = {"states": 3, "actions": 2, "rewards": 1, "returns_to_go": 1}
+    found = {name: torch.randn(ROWS, 4, width) for name, width in widths.items()}
+    times, mask = torch.arange(4).repeat(ROWS, 1), torch.ones(ROWS, 4)
+    return {**found, "timesteps": times, "attention_mask": mask}
+
+
+SOUND_INPUTS = _named("input_values", 400)
+SMALL, IMAGES = (_named("pixel_values", 3, side, side) for side in (16, 32))
+FRAMES = _named("pixel_values", 4, 3, 16, 16)
 
 W = families.D
+WORDS = {"vocab_size": families.V}
 HIDDEN = {"wanted": "last_hidden_state"}
-SOUND = {
-    "hidden_size": W,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 11,
-    "intermediate_size": W,
-    "conv_dim": (8, 8),
-    "conv_kernel": (10, 8),
-    "conv_stride": (5, 4),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
+SOUND = (
+    {"hidden_size": W, "intermediate_size": W, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"vocab_size": 11, "conv_dim": (8, 8), "conv_kernel": (10, 8), "conv_stride": (5, 4)}
+    | {"num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4}
+    | {"num_conv_pos_embedding_groups": 2}
+)
+UNMASKED = {**SOUND, "mask_time_prob": 0.0}
+VIEWED, VIDEOS = families.PATCHES, {**HIDDEN, **families.PATCHES, "num_frames": 4}
+BOTH = {"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": W, "d_model": W} | {
+    "decoder_layers": 1,
+    "decoder_attention_heads": 2,
+    "decoder_ffn_dim": W,
 }
-VIEWED = {**families.PATCHES}
+RESNET = {"model_type": "resnet", "layer_type": "basic", "embedding_size": 4} | {
+    "hidden_sizes": [4, 8],
+    "depths": [1, 1],
+    "out_features": ["stage2"],
+}
+family("Wav2Vec2, no masks", "Wav2Vec2ForCTC", SOUND_INPUTS, UNMASKED)
 family(
-    "Wav2Vec2, no masks", "Wav2Vec2ForCTC", "Wav2Vec2Config", _sound, **SOUND, mask_time_prob=0.0
+    *("Wav2Vec2, spec augment", "Wav2Vec2ForCTC", SOUND_INPUTS),
+    {**SOUND, "mask_time_prob": 0.2, "mask_time_length": 2},
+)
+family("HuBERT", "HubertForCTC", SOUND_INPUTS, UNMASKED)
+family("WavLM", "WavLMForCTC", SOUND_INPUTS, UNMASKED)
+family(
+    *("Whisper", "WhisperForConditionalGeneration", _pair(4, _named("input_features", 8, 16))),
+    {**BOTH, "encoder_layers": 2, "decoder_layers": 2, "num_mel_bins": 8, "vocab_size": V},
+    {"max_source_positions": 8, "max_target_positions": 8, **IDS, "decoder_start_token_id": 1},
+)
+family("CLIP vision", "CLIPVisionModel", SMALL, HIDDEN, VIEWED)
+family("CLIP text", "CLIPTextModel", _ids(), HIDDEN, SIZE, IDS)
+family("SigLIP vision", "SiglipVisionModel", SMALL, HIDDEN, VIEWED)
+family(
+    *("ViTMAE", "ViTMAEForPreTraining", SMALL),
+    {**VIEWED, "decoder_hidden_size": W, "decoder_intermediate_size": W},
+    {"decoder_num_hidden_layers": 1, "decoder_num_attention_heads": 2},
+)
+family("VideoMAE", "VideoMAEModel", FRAMES, VIDEOS)
+family("TimeSformer", "TimesformerModel", FRAMES, VIDEOS)
+family("ViViT", "VivitModel", FRAMES, {**VIDEOS, "tubelet_size": [2, 4, 4]})
+family(
+    *("Switch", "SwitchTransformersEncoderModel", _ids()),
+    {**HIDDEN, **families.T5, "num_experts": 4, "expert_capacity": 64, "num_layers": 2},
+    {"router_jitter_noise": 0.1, "num_sparse_encoder_layers": 1},
 )
 family(
-    *("Wav2Vec2, spec augment", "Wav2Vec2ForCTC", "Wav2Vec2Config", _sound),
-    **SOUND,
-    mask_time_prob=0.2,
-    mask_time_length=2,
-)
-family("HuBERT", "HubertForCTC", "HubertConfig", _sound, **SOUND, mask_time_prob=0.0)
-family("WavLM", "WavLMForCTC", "WavLMConfig", _sound, **SOUND, mask_time_prob=0.0)
-family(
-    *("Whisper", "WhisperForConditionalGeneration", "WhisperConfig"),
-    lambda: {"input_features": torch.randn(ROWS, 8, 16), "decoder_input_ids": words(4)},
-    d_model=W,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=W,
-    decoder_ffn_dim=W,
-    num_mel_bins=8,
-    max_source_positions=8,
-    max_target_positions=8,
-    vocab_size=V,
-    **IDS,
-    decoder_start_token_id=1,
+    *("Mixtral, jitter", "MixtralForCausalLM", _ids()),
+    {**families.LLAMA, "num_local_experts": 4, "router_jitter_noise": 0.1},
 )
 family(
-    *("CLIP vision", "CLIPVisionModel", "CLIPVisionConfig", _pixels(3, 16, 16)),
-    **{**HIDDEN, **VIEWED},
+    *("Perceiver", "PerceiverModel", _named("inputs", 6, W)),
+    {**HIDDEN, "d_model": W, "d_latents": W, "num_latents": 3, "num_self_attends_per_block": 1},
+    {"num_self_attention_heads": 2, "num_cross_attention_heads": 2},
 )
-family("CLIP text", "CLIPTextModel", "CLIPTextConfig", _ids(), **{**HIDDEN, **SIZE, **IDS})
+family("Longformer", "LongformerForMaskedLM", _ids(8), {**SIZE, **IDS, "attention_window": 4})
 family(
-    *("SigLIP vision", "SiglipVisionModel", "SiglipVisionConfig", _pixels(3, 16, 16)),
-    **{**HIDDEN, **VIEWED},
-)
-family(
-    "ViTMAE",
-    "ViTMAEForPreTraining",
-    "ViTMAEConfig",
-    _pixels(3, 16, 16),
-    **{
-        **VIEWED,
-        "decoder_hidden_size": W,
-        "decoder_num_hidden_layers": 1,
-        "decoder_num_attention_heads": 2,
-        "decoder_intermediate_size": W,
-    },
+    *("BigBird, sparse", "BigBirdForMaskedLM", _ids(32)),
+    {**SIZE, **IDS, "max_position_embeddings": 64, "attention_type": "block_sparse"},
+    {"block_size": 4, "num_random_blocks": 1},
 )
 family(
-    *("VideoMAE", "VideoMAEModel", "VideoMAEConfig", _pixels(4, 3, 16, 16)),
-    **{**HIDDEN, **VIEWED, "num_frames": 4},
+    *("Reformer", "ReformerForMaskedLM", _ids(16)),
+    {**WORDS, "hidden_size": W, "feed_forward_size": W, "num_attention_heads": 2},
+    {"attention_head_size": 8, "attn_layers": ["local", "lsh"], "is_decoder": False},
+    {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [8, 8], "max_position_embeddings": 16},
+    {"local_attn_chunk_length": 4, "lsh_attn_chunk_length": 4, "num_buckets": 4},
+    {"num_hashes": 1, "hash_seed": None},
 )
 family(
-    *("TimeSformer", "TimesformerModel", "TimesformerConfig", _pixels(4, 3, 16, 16)),
-    **{**HIDDEN, **VIEWED, "num_frames": 4},
+    *("XLNet", "XLNetLMHeadModel", _ids()),
+    {**WORDS, "d_model": W, "n_layer": 2, "n_head": 2, "d_inner": W},
 )
 family(
-    *("ViViT", "VivitModel", "VivitConfig", _pixels(4, 3, 16, 16)),
-    **{**HIDDEN, **VIEWED, "num_frames": 4, "tubelet_size": [2, 4, 4]},
+    *("Funnel", "FunnelForMaskedLM", _ids(8)),
+    {**WORDS, "block_sizes": [1, 1], "num_decoder_layers": 1},
+    {"d_model": W, "n_head": 2, "d_head": 8, "d_inner": W},
+)
+family("DeBERTa", "DebertaForMaskedLM", _ids(), SIZE, {"eager": True})
+family("RoFormer", "RoFormerForMaskedLM", _ids(), SIZE, {"embedding_size": W})
+family("FNet", "FNetForMaskedLM", _ids(), SIZE)
+family(
+    *("Nystromformer", "NystromformerForMaskedLM", _ids(8)),
+    {**SIZE, "num_landmarks": 4, "segment_means_seq_len": 8},
+)
+family("I-BERT", "IBertForMaskedLM", _ids(), SIZE)
+family(
+    *("MobileBERT", "MobileBertForMaskedLM", _ids()),
+    {**SIZE, "embedding_size": W, "intra_bottleneck_size": W, "true_hidden_size": W},
+)
+family("SqueezeBERT", "SqueezeBertForMaskedLM", _ids(), SIZE, {"embedding_size": W})
+family(
+    *("ConvBERT", "ConvBertForMaskedLM", _ids(8)),
+    {**SIZE, "embedding_size": W, "num_attention_heads": 4, "conv_kernel_size": 3},
 )
 family(
-    "Switch",
-    "SwitchTransformersEncoderModel",
-    "SwitchTransformersConfig",
-    _ids(),
-    **{
-        **HIDDEN,
-        **families.T5,
-        "num_experts": 4,
-        "expert_capacity": 64,
-        "router_jitter_noise": 0.1,
-        "num_sparse_encoder_layers": 1,
-        "num_layers": 2,
-    },
+    *("XLM", "XLMWithLMHeadModel", _ids()),
+    {**WORDS, "n_words": families.V, "emb_dim": W, "n_layers": 2, "n_heads": 2},
+    {"max_position_embeddings": 32},
 )
 family(
-    "Mixtral, jitter",
-    "MixtralForCausalLM",
-    "MixtralConfig",
-    _ids(),
-    **{**families.LLAMA, "num_local_experts": 4, "router_jitter_noise": 0.1},
+    *("CTRL", "CTRLLMHeadModel", _ids()),
+    {**WORDS, "n_embd": W, "n_layer": 2, "n_head": 2, "dff": W, "n_positions": 32},
+)
+family("GPT-BigCode", "GPTBigCodeForCausalLM", _ids(), families.GPT)
+family("CodeGen", "CodeGenForCausalLM", _ids(), {**families.GPT, "n_head": 4, "rotary_dim": 4})
+family(
+    *("RWKV", "RwkvForCausalLM", _ids()),
+    {**WORDS, **IDS, "hidden_size": W, "num_hidden_layers": 2, "context_length": 16},
 )
 family(
-    *("Perceiver", "PerceiverModel", "PerceiverConfig"),
-    lambda: {"inputs": torch.randn(ROWS, 6, W)},
-    **HIDDEN,
-    d_model=W,
-    d_latents=W,
-    num_latents=3,
-    num_self_attends_per_block=1,
-    num_self_attention_heads=2,
-    num_cross_attention_heads=2,
+    *("LED", "LEDForConditionalGeneration", _pair(4, lambda: {"input_ids": words(8)})),
+    {**families.BART, "attention_window": 4, "decoder_start_token_id": 1},
+    {"max_encoder_position_embeddings": 32, "max_decoder_position_embeddings": 32},
 )
 family(
-    "Longformer",
-    "LongformerForMaskedLM",
-    "LongformerConfig",
-    _ids(8),
-    **{**SIZE, **IDS, "attention_window": 4},
+    *("SegFormer", "SegformerForSemanticSegmentation", IMAGES),
+    {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16]},
+    {"patch_sizes": [7, 3], "strides": [4, 2], "num_attention_heads": [1, 2]},
+    {"mlp_ratios": [2, 2], "decoder_hidden_size": 8},
 )
 family(
-    "BigBird, sparse",
-    "BigBirdForMaskedLM",
-    "BigBirdConfig",
-    _ids(32),
-    **{
-        **SIZE,
-        **IDS,
-        "max_position_embeddings": 64,
-        "block_size": 4,
-        "num_random_blocks": 1,
-        "attention_type": "block_sparse",
-    },
+    *("Swin v2", "Swinv2ForImageClassification", SMALL),
+    {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2]},
+    {"window_size": 4},
 )
 family(
-    "Reformer",
-    "ReformerForMaskedLM",
-    "ReformerConfig",
-    _ids(16),
-    hidden_size=W,
-    feed_forward_size=W,
-    num_attention_heads=2,
-    attention_head_size=8,
-    vocab_size=families.V,
-    attn_layers=["local", "lsh"],
-    is_decoder=False,
-    axial_pos_shape=[4, 4],
-    axial_pos_embds_dim=[8, 8],
-    local_attn_chunk_length=4,
-    lsh_attn_chunk_length=4,
-    num_buckets=4,
-    num_hashes=1,
-    hash_seed=None,
-    max_position_embeddings=16,
+    *("FocalNet", "FocalNetForImageClassification", SMALL),
+    {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 1]},
+    {"focal_levels": [1, 1], "focal_windows": [3, 3]},
 )
 family(
-    "XLNet",
-    "XLNetLMHeadModel",
-    "XLNetConfig",
-    _ids(),
-    d_model=W,
-    n_layer=2,
-    n_head=2,
-    d_inner=W,
-    vocab_size=families.V,
+    *("PVT", "PvtForImageClassification", IMAGES),
+    {"image_size": 32, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
+    {"num_attention_heads": [1, 1, 2, 2], "mlp_ratios": [2, 2, 2, 2]},
 )
 family(
-    "Funnel",
-    "FunnelForMaskedLM",
-    "FunnelConfig",
-    _ids(8),
-    vocab_size=families.V,
-    block_sizes=[1, 1],
-    num_decoder_layers=1,
-    d_model=W,
-    n_head=2,
-    d_head=8,
-    d_inner=W,
-)
-family("DeBERTa", "DebertaForMaskedLM", "DebertaConfig", _ids(), **SIZE, eager=True)
-family("RoFormer", "RoFormerForMaskedLM", "RoFormerConfig", _ids(), **SIZE, embedding_size=W)
-family("FNet", "FNetForMaskedLM", "FNetConfig", _ids(), **SIZE)
-family(
-    "Nystromformer",
-    "NystromformerForMaskedLM",
-    "NystromformerConfig",
-    _ids(8),
-    **{**SIZE, "num_landmarks": 4, "segment_means_seq_len": 8},
-)
-family("I-BERT", "IBertForMaskedLM", "IBertConfig", _ids(), **SIZE)
-family(
-    "MobileBERT",
-    "MobileBertForMaskedLM",
-    "MobileBertConfig",
-    _ids(),
-    **{**SIZE, "embedding_size": W, "intra_bottleneck_size": W, "true_hidden_size": W},
+    "ConvNeXt v2", "ConvNextV2ForImageClassification", IMAGES, families.STAGES, {"num_stages": 2}
 )
 family(
-    "SqueezeBERT",
-    "SqueezeBertForMaskedLM",
-    "SqueezeBertConfig",
-    _ids(),
-    **{**SIZE, "embedding_size": W},
+    *("EfficientNet", "EfficientNetForImageClassification", IMAGES),
+    {"width_coefficient": 0.1, "depth_coefficient": 0.1, "hidden_dim": 128},
 )
 family(
-    "ConvBERT",
-    "ConvBertForMaskedLM",
-    "ConvBertConfig",
-    _ids(8),
-    **{**SIZE, "embedding_size": W, "num_attention_heads": 4, "conv_kernel_size": 3},
+    *("MobileViT", "MobileViTForImageClassification", IMAGES),
+    {"image_size": 32, "hidden_sizes": [8, 8, 8], "num_attention_heads": 2},
+    {"neck_hidden_sizes": [4, 4, 8, 8, 8, 8, 8]},
+)
+family("Data2Vec vision", "Data2VecVisionForImageClassification", SMALL, VIEWED)
+family(
+    *("DETR", "DetrForObjectDetection", IMAGES),
+    {**BOTH, "num_queries": 3, "use_timm_backbone": False, "use_pretrained_backbone": False},
+    {"backbone": None, "backbone_config": RESNET},
 )
 family(
-    "XLM",
-    "XLMWithLMHeadModel",
-    "XLMConfig",
-    _ids(),
-    emb_dim=W,
-    n_layers=2,
-    n_heads=2,
-    vocab_size=families.V,
-    n_words=families.V,
-    max_position_embeddings=32,
+    *("PatchTST, masks", "PatchTSTForPretraining", _named("past_values", 16, 2)),
+    {"wanted": "prediction_output", "num_input_channels": 2, "context_length": 16},
+    {"patch_length": 4, "patch_stride": 4, "num_hidden_layers": 1, "d_model": W},
+    {"num_attention_heads": 2, "ffn_dim": W, "random_mask_ratio": 0.4},
+    {"norm_type": "layernorm"},
 )
+family("SEW", "SEWForCTC", SOUND_INPUTS, UNMASKED, {"squeeze_factor": 2})
 family(
-    "CTRL",
-    "CTRLLMHeadModel",
-    "CTRLConfig",
-    _ids(),
-    n_embd=W,
-    n_layer=2,
-    n_head=2,
-    dff=W,
-    vocab_size=families.V,
-    n_positions=32,
-)
-family("GPT-BigCode", "GPTBigCodeForCausalLM", "GPTBigCodeConfig", _ids(), **families.GPT)
-family(
-    "CodeGen",
-    "CodeGenForCausalLM",
-    "CodeGenConfig",
-    _ids(),
-    **{**families.GPT, "n_head": 4, "rotary_dim": 4},
-)
-family(
-    "RWKV",
-    "RwkvForCausalLM",
-    "RwkvConfig",
-    _ids(),
-    **{
-        "hidden_size": W,
-        "num_hidden_layers": 2,
-        "vocab_size": families.V,
-        "context_length": 16,
-        **IDS,
-    },
-)
-family(
-    "LED",
-    "LEDForConditionalGeneration",
-    "LEDConfig",
-    lambda: {"input_ids": words(8), "decoder_input_ids": words(4)},
-    **{
-        **families.BART,
-        "attention_window": 4,
-        "max_encoder_position_embeddings": 32,
-        "max_decoder_position_embeddings": 32,
-        "decoder_start_token_id": 1,
-    },
-)
-family(
-    "SegFormer",
-    "SegformerForSemanticSegmentation",
-    "SegformerConfig",
-    _pixels(3, 32, 32),
-    num_encoder_blocks=2,
-    depths=[1, 1],
-    sr_ratios=[2, 1],
-    hidden_sizes=[8, 16],
-    patch_sizes=[7, 3],
-    strides=[4, 2],
-    num_attention_heads=[1, 2],
-    mlp_ratios=[2, 2],
-    decoder_hidden_size=8,
-)
-family(
-    "Swin v2",
-    "Swinv2ForImageClassification",
-    "Swinv2Config",
-    _pixels(3, 16, 16),
-    image_size=16,
-    patch_size=2,
-    embed_dim=8,
-    depths=[2, 1],
-    num_heads=[2, 2],
-    window_size=4,
-)
-family(
-    "FocalNet",
-    "FocalNetForImageClassification",
-    "FocalNetConfig",
-    _pixels(3, 16, 16),
-    image_size=16,
-    patch_size=2,
-    embed_dim=8,
-    depths=[1, 1],
-    focal_levels=[1, 1],
-    focal_windows=[3, 3],
-)
-family(
-    "PVT",
-    "PvtForImageClassification",
-    "PvtConfig",
-    _pixels(3, 32, 32),
-    image_size=32,
-    hidden_sizes=[8, 8, 8, 8],
-    depths=[1, 1, 1, 1],
-    num_attention_heads=[1, 1, 2, 2],
-    mlp_ratios=[2, 2, 2, 2],
-)
-family(
-    "ConvNeXt v2",
-    "ConvNextV2ForImageClassification",
-    "ConvNextV2Config",
-    _pixels(3, 32, 32),
-    **families.STAGES,
-    num_stages=2,
-)
-family(
-    "EfficientNet",
-    "EfficientNetForImageClassification",
-    "EfficientNetConfig",
-    _pixels(3, 32, 32),
-    width_coefficient=0.1,
-    depth_coefficient=0.1,
-    hidden_dim=128,
-)
-family(
-    "MobileViT",
-    "MobileViTForImageClassification",
-    "MobileViTConfig",
-    _pixels(3, 32, 32),
-    image_size=32,
-    hidden_sizes=[8, 8, 8],
-    num_attention_heads=2,
-    neck_hidden_sizes=[4, 4, 8, 8, 8, 8, 8],
-)
-family(
-    "Data2Vec vision",
-    "Data2VecVisionForImageClassification",
-    "Data2VecVisionConfig",
-    _pixels(3, 16, 16),
-    **VIEWED,
-)
-family(
-    "DETR",
-    "DetrForObjectDetection",
-    "DetrConfig",
-    _pixels(3, 32, 32),
-    d_model=W,
-    encoder_layers=1,
-    decoder_layers=1,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=W,
-    decoder_ffn_dim=W,
-    num_queries=3,
-    use_timm_backbone=False,
-    use_pretrained_backbone=False,
-    backbone=None,
-    backbone_config={
-        "model_type": "resnet",
-        "embedding_size": 4,
-        "hidden_sizes": [4, 8],
-        "depths": [1, 1],
-        "layer_type": "basic",
-        "out_features": ["stage2"],
-    },
-)
-family(
-    "PatchTST, masks",
-    "PatchTSTForPretraining",
-    "PatchTSTConfig",
-    lambda: {"past_values": torch.randn(ROWS, 16, 2)},
-    wanted="prediction_output",
-    num_input_channels=2,
-    context_length=16,
-    patch_length=4,
-    patch_stride=4,
-    num_hidden_layers=1,
-    d_model=W,
-    num_attention_heads=2,
-    ffn_dim=W,
-    random_mask_ratio=0.4,
-    norm_type="layernorm",
-)
-family(
-    "SEW", "SEWForCTC", "SEWConfig", _sound, **{**SOUND, "mask_time_prob": 0.0, "squeeze_factor": 2}
-)
-family(
-    "Decision transformer",
-    "DecisionTransformerModel",
-    "DecisionTransformerConfig",
-    lambda: {
-        "states": torch.randn(ROWS, 4, 3),
-        "actions": torch.randn(ROWS, 4, 2),
-        "rewards": torch.randn(ROWS, 4, 1),
-        "returns_to_go": torch.randn(ROWS, 4, 1),
-        "timesteps": torch.arange(4).repeat(ROWS, 1),
-        "attention_mask": torch.ones(ROWS, 4),
-    },
-    wanted="action_preds",
-    state_dim=3,
-    act_dim=2,
-    hidden_size=W,
-    n_layer=1,
-    n_head=2,
-    max_ep_len=8,
+    *("Decision transformer", "DecisionTransformerModel", _episodes),
+    {"wanted": "action_preds", "state_dim": 3, "act_dim": 2, "hidden_size": W},
+    {"n_layer": 1, "n_head": 2, "max_ep_len": 8},
 )
 
 # --- networks written here
@@ -577,7 +340,14 @@ def _channels() -> Problem:
     )
 
 
+LAYERS: dict[str, Any] = {"stem": lambda: linear(6), "head": lambda: linear(D, C)}
+IMAGE_LAYERS: dict[str, Any] = {"stem": conv, "head": lambda: nn.Sequential(*pooled())}
+
+
 def _net(name: str, body: Callable[..., Any], inputs: Any = None, **layers: Any) -> None:
+    """Register a network; its layers are made in this order, and `LAYERS` follow without a head."""
+    layers = layers if "head" in layers else {**layers, **LAYERS}
+
     def make() -> Problem:
         built = {key: value() for key, value in layers.items()}
         made_inputs = rows(6) if inputs is None else inputs()
@@ -590,17 +360,10 @@ def _tokens(*shape: int) -> Callable[[], Tensor]:
     return lambda: rows(*shape)
 
 
-LAYERS: dict[str, Any] = {"stem": lambda: linear(6), "head": lambda: linear(D, C)}
-
-
 def _between(name: str, noise: Callable[[Tensor], Tensor], *shape: int) -> None:
     """A stem, what draws, and a head."""
-    _net(
-        name,
-        lambda m, x: m.head(noise(m.stem(x).tanh())),
-        _tokens(*shape, 6) if shape else None,
-        **LAYERS,
-    )
+    inputs = _tokens(*shape, 6) if shape else None
+    _net(name, lambda m, x: m.head(noise(m.stem(x).tanh())), inputs)
 
 
 def _path(x: Tensor) -> Tensor:
@@ -635,6 +398,24 @@ def _edges(x: Tensor) -> Tensor:
         torch.zeros_like(x.flatten(0, 1))
         .index_add(0, target, x.flatten(0, 1) * retained)
         .view(x.shape)
+    )
+
+
+def _noised(x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+    a = (t / 10)[:, None]
+    return (1 - a).sqrt() * x + a.sqrt() * noise
+
+
+def _block(x: Tensor) -> Tensor:
+    dropped = (torch.rand(len(x), 1, *x.shape[2:]) < 0.05).double()
+    return x * (1 - F.max_pool2d(dropped, 3, 1, 1))
+
+
+def _shifted(x: Tensor) -> Tensor:
+    eye = torch.eye(2, 3).to(x).expand(len(x), 2, 3).clone()
+    eye[:, :, 2] = torch.rand(len(x), 2) - 0.5
+    return F.grid_sample(
+        x, F.affine_grid(eye, list(x.shape), align_corners=False), align_corners=False
     )
 
 
@@ -703,17 +484,12 @@ _between("dropout of a graph's edges, shared", lambda x: (torch.rand(T, T) > 0.3
 _between("dropout of a graph's edges, as a list", _edges, T)
 
 
-_net(
-    "DropConnect, one mask",
-    lambda m, x: m.head(x @ F.dropout(m.stem.weight, 0.3).T),
-    **LAYERS,
-)
+_net("DropConnect, one mask", lambda m, x: m.head(x @ F.dropout(m.stem.weight, 0.3).T))
 _net(
     "DropConnect, a mask a sample",
     lambda m, x: m.head(
         torch.einsum("ni,noi->no", x, m.stem.weight * (torch.rand(len(x), D, 6) > 0.3))
     ),
-    **LAYERS,
 )
 _net(
     "embedding dropout",
@@ -726,32 +502,23 @@ _net(
     "generator of a GAN",
     lambda m, x: m.head((m.stem(x) + m.noise(x.new_empty(len(x), 4).normal_())).relu()),
     noise=lambda: linear(4),
-    **LAYERS,
 )
 _net(
     "critic with a gradient penalty",
     lambda m, x: m.head(m.stem(x + torch.rand(len(x), 1) * (torch.randn_like(x) - x)).tanh()),
-    **LAYERS,
 )
 _net(
     "diffusion, noise and times in forward",
     lambda m, x: m.head(
         m.stem(_noised(x, torch.randint(9, (len(x),)), torch.randn_like(x))).sigmoid()
     ),
-    **LAYERS,
 )
-
-
-def _noised(x: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-    a = (t / 10)[:, None]
-    return (1 - a).sqrt() * x + a.sqrt() * noise
 
 
 _net(
     "VQ-VAE with random codes",
     lambda m, x: m.head(m.stem(x) + m.codes(torch.randint(5, (len(x),)))),
     codes=lambda: nn.Embedding(5, D),
-    **LAYERS,
 )
 _net(
     "NeRF, stratified rays",
@@ -760,50 +527,27 @@ _net(
         .relu()
         .mean(1)
     ),
-    **LAYERS,
 )
 _net(
     "regions of images with dropout",
     lambda m, x: m.head(F.dropout(m.stem(x.flatten(0, 1)).relu(), 0.3)).view(len(x), T, C).sum(1),
     _tokens(T, 6),
-    **LAYERS,
 )
 _net(
     "frames of videos with dropout of channels",
     lambda m, x: m.head(F.dropout2d(m.stem(x.flatten(0, 1)), 0.3)).view(len(x), 3, C).mean(1),
     _tokens(3, 3, 8, 8),
-    stem=conv,
-    head=lambda: nn.Sequential(*pooled()),
+    **IMAGE_LAYERS,
 )
-_net(
-    "DropBlock",
-    lambda m, x: m.head(_block(m.stem(x).relu())),
-    _tokens(3, 8, 8),
-    stem=conv,
-    head=lambda: nn.Sequential(*pooled()),
-)
-
-
-def _block(x: Tensor) -> Tensor:
-    dropped = (torch.rand(len(x), 1, *x.shape[2:]) < 0.05).double()
-    return x * (1 - F.max_pool2d(dropped, 3, 1, 1))
+_net("DropBlock", lambda m, x: m.head(_block(m.stem(x).relu())), _tokens(3, 8, 8), **IMAGE_LAYERS)
 
 
 _net(
     "random crops by offsets",
     lambda m, x: m.head(m.stem(_shifted(x))),
     _tokens(3, 8, 8),
-    stem=conv,
-    head=lambda: nn.Sequential(*pooled()),
+    **IMAGE_LAYERS,
 )
-
-
-def _shifted(x: Tensor) -> Tensor:
-    eye = torch.eye(2, 3).to(x).expand(len(x), 2, 3).clone()
-    eye[:, :, 2] = torch.rand(len(x), 2) - 0.5
-    return F.grid_sample(
-        x, F.affine_grid(eye, list(x.shape), align_corners=False), align_corners=False
-    )
 
 
 def _transformer(*, batch_first: bool) -> None:
