@@ -45,6 +45,9 @@ GENERIC = {
 """Functions of a module, and those of ``torch.accelerator`` that do the same."""
 
 
+ABSENT = (RuntimeError, AttributeError, ImportError)
+"""Errors of torch where it has no module for a type."""
+
 FAILURES = (RuntimeError, AttributeError, AssertionError, TypeError)
 """Errors of functions that a build of torch, or a package, only declares."""
 
@@ -125,7 +128,7 @@ class Accelerator:
         """
         try:
             return torch.get_device_module(self.type)
-        except (RuntimeError, AttributeError, ImportError) as error:
+        except ABSENT as error:
             raise NotYetError(
                 f"a device of type {self.type} must have a module in torch, and torch.{self.type} "
                 "is not there: import the package that brings it, or train on the CPU"
@@ -168,27 +171,41 @@ class Accelerator:
     def has(self, *names: str) -> bool:
         """Say whether torch has the module, and the module all of these."""
         try:
-            module = self.module
-        except NotYetError:
+            module = torch.get_device_module(self.type)
+        except ABSENT:
             return False
         return all(hasattr(module, name) for name in names)
 
-    def _says(self, name: str) -> bool | None:
-        """Return the answer of a function that takes no device; None where there is none."""
+    def _says(self, *names: str) -> bool:
+        """Return the answer of the first of these functions that is there; one that fails has none.
+
+        Args:
+            names: of functions of the module that take no device.
+        """
         try:
-            return bool(self.call(name)) if self.has(name) else None
-        except NotYetError:
-            return None
+            module = torch.get_device_module(self.type)
+        except ABSENT:
+            return False
+        for name in names:
+            function = getattr(module, name, None)
+            if function is not None:
+                try:
+                    return bool(function())
+                except FAILURES as error:
+                    if isinstance(error, torch.AcceleratorError) or out_of_memory(error):
+                        raise
+                    return False
+        return False
 
     @property
     def available(self) -> bool:
         """Whether torch can use one here; a module that fails counts as none."""
-        return bool(self._says("is_available"))
+        return self._says("is_available")
 
     @property
     def in_use(self) -> bool:
         """Whether this process has used such a device; on MPS, whether one is available."""
-        return bool(self._says("is_initialized")) if self.has("is_initialized") else self.available
+        return self._says("is_initialized", "is_available")
 
     @property
     def count(self) -> int:

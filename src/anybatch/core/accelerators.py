@@ -27,11 +27,14 @@ def random_states() -> States:
 
     Those of a type without all verbs of generators are left out; a step there is refused.
     """
-    return tuple(state for _, states in _with_generators() for state in states)
+    every = in_use()
+    return (
+        tuple(state for _, states in _with_generators(every) for state in states) if every else ()
+    )
 
 
-def _with_generators() -> Iterator[tuple[Accelerator, States]]:
-    for one in in_use():
+def _with_generators(every: list[Accelerator]) -> Iterator[tuple[Accelerator, States]]:
+    for one in every:
         with suppress(NotYetError):
             yield one, one.generators()
 
@@ -55,7 +58,7 @@ def put_random_states(states: States) -> None:
 
 def seed(number: int) -> None:
     """Seed the generators of all accelerators in use."""
-    for one, _ in _with_generators():
+    for one, _ in _with_generators(in_use()):
         one.seed(number)
 
 

@@ -171,6 +171,8 @@ WORDS = 624
 TWISTER = 4 * WORDS + 4
 """Its bytes."""
 
+TWISTER_BYTES = ctypes.c_char * TWISTER
+
 GAUSS = 16
 """Bytes of a flag, and of the normal number that was drawn in advance if it is set."""
 
@@ -194,12 +196,8 @@ def memory() -> tuple[bytes, bytes, bytes, Any] | None:
     bits = BITS() if LOCATED else None
     if not isinstance(bits, np.random.MT19937):
         return None
-    return (
-        ctypes.string_at(bits.ctypes.state_address, TWISTER),
-        ctypes.string_at(GAUSS_LIES, GAUSS),
-        ctypes.string_at(PYTHON_LIES, TWISTER),
-        PYTHON.gauss_next,
-    )
+    words = TWISTER_BYTES.from_address(bits.ctypes.state_address)
+    return words.raw, GAUSS_NOW.raw, PYTHON_NOW.raw, PYTHON.gauss_next
 
 
 def _python_located() -> bool:
@@ -239,4 +237,5 @@ def _located() -> bool:
 _AT = _gauss_at() if _located() else None
 LOCATED = _AT is not None
 """Whether the address was found."""
-GAUSS_LIES = id(NUMPY) + (_AT or 0)
+GAUSS_NOW = (ctypes.c_char * GAUSS).from_address(id(NUMPY) + (_AT or 0))
+PYTHON_NOW = TWISTER_BYTES.from_address(PYTHON_LIES)
