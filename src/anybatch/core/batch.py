@@ -15,6 +15,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import cached_property
 from numbers import Number
 from typing import Any, Protocol
 
@@ -92,23 +93,32 @@ class TensorBatch:
         inputs = pytree.marked(inputs, size, "inputs", arguments=True)
         return cls(inputs, pytree.marked(targets, size, "targets"), size)
 
+    @cached_property
+    def form(self) -> tuple[tuple[str, int, torch.dtype], ...]:
+        """Path, dimensions and dtype of every tensor, found once for all that ask in a step."""
+        every = pytree.tensors((self.inputs, self.targets))
+        return tuple([(path, tensor.dim(), tensor.dtype) for path, tensor in every])
+
+    @cached_property
+    def trained(self) -> tuple[Tensor, ...]:
+        """The tensors that receive a gradient themselves, found once."""
+        every = pytree.flat((self.inputs, self.targets))
+        return tuple([tensor for tensor in every if tensor.requires_grad])
+
     @property
     def hanging(self) -> set[Hung]:
         """Attributes of its tensors that their rows lack."""
-        if not hangs((self.inputs, self.targets)):
+        if not (hangs(self.inputs) or hangs(self.targets)):
             return set()
         return hanging(self.inputs, "inputs") | hanging(self.targets, "targets")
 
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
         """Yield views of `micro_batch` rows."""
-        for start in range(0, self.size, micro_batch):
-            stop = min(start + micro_batch, self.size)
-            yield MicroBatch(
-                pytree.rows(self.inputs, start, stop, self.size),
-                pytree.rows(self.targets, start, stop, self.size),
-                stop - start,
-                start,
-            )
+        size, rows = self.size, pytree.rows
+        for start in range(0, size, micro_batch):
+            stop = min(start + micro_batch, size)
+            inputs = rows(self.inputs, start, stop, size)
+            yield MicroBatch(inputs, rows(self.targets, start, stop, size), stop - start, start)
 
 
 def made_up(batch: Batch, size: int) -> MicroBatch:
@@ -367,6 +377,8 @@ def hanging(values: Any, path: str, *, classes: bool = False) -> set[Hung]:
 
 def doubts_of(found: set[Hung]) -> tuple[str, ...]:
     """Return the doubts of a step with tensors that have attributes that rows lack."""
+    if not found:
+        return ()
     return tuple(
         f"{at} has {name}, which hangs on the tensor or its container and is no part of its rows: "
         "pass it beside it, in a tuple or a mapping"

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Number
 from typing import Any
 
@@ -46,13 +46,17 @@ MAPPINGS, LISTS, ARRAYS = (dict, Mapping), (tuple, list), (Tensor, np.ndarray)
 """Types tested at every micro-batch; ``tuple | list`` would be made anew each time."""
 
 
-def tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield ``(path, tensor)`` for every tensor of `tree`, in order."""
+def tensors(tree: Any, path: str = "") -> list[tuple[str, Tensor]]:
+    """Return ``(path, tensor)`` for every tensor of `tree`, in order."""
     if isinstance(tree, Tensor):
-        yield path, tree
-    elif type(tree) not in LEAVES:
-        for key, child in children(tree):
-            yield from tensors(child, path + key)
+        return [(path, tree)]
+    found: list[tuple[str, Tensor]] = []
+    for key, child in children(tree):
+        if isinstance(child, Tensor):  # here: a call for each would take longer than all else
+            found.append((path + key, child))
+        elif type(child) not in LEAVES:
+            found += tensors(child, path + key)
+    return found
 
 
 def flat(tree: Any) -> list[Tensor]:
@@ -62,20 +66,31 @@ def flat(tree: Any) -> list[Tensor]:
     type_ = type(tree)
     if type_ in LEAVES:
         return []
-    if type_ is tuple or type_ is list:
-        return [tensor for child in tree for tensor in flat(child)]
+    inside = tree
     if isinstance(tree, dict):
-        return [tensor for child in tree.values() for tensor in flat(child)]
-    return [tensor for _, child in children(tree) for tensor in flat(child)]
+        inside = tree.values()
+    elif type_ is not tuple and type_ is not list:
+        inside = [child for _, child in children(tree)]
+    found: list[Tensor] = []
+    for child in inside:
+        if isinstance(child, Tensor):
+            found.append(child)
+        elif type(child) not in LEAVES:
+            found += flat(child)
+    return found
 
 
-def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``(path, leaf)`` for everything in `tree`; a list of entries or strings is one leaf."""
-    if _is_leaf(tree):
-        yield path, tree
-        return
+def leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Return ``(path, leaf)`` for all in `tree`; a list of entries or strings is one leaf."""
+    if isinstance(tree, Tensor) or _is_leaf(tree):
+        return [(path, tree)]
+    found: list[tuple[str, Any]] = []
     for key, child in children(tree):
-        yield from leaves(child, path + key)
+        if isinstance(child, Tensor) or type(child) in LEAVES:
+            found.append((path + key, child))
+        else:
+            found += leaves(child, path + key)
+    return found
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
@@ -257,10 +272,9 @@ def rows(tree: Any, start: int, stop: int, size: int | None = None) -> Any:
         size: N, the rows of `tree`: a list of exactly N strings is sliced too, others are carried
             along. None (default) takes it from the tensors, where they agree.
     """
-    count = _rows_of(leaf for _, leaf in leaves(tree)) if size is None else size
-
     if isinstance(tree, Tensor):
         return tree[start:stop] if tree.ndim > 0 else tree
+    count = _rows_of(leaf for _, leaf in leaves(tree)) if size is None else size
     type_ = type(tree)
     if type_ is dict and count is not None:
         return {key: rows(child, start, stop, count) for key, child in tree.items()}
@@ -377,27 +391,27 @@ LEAVES = frozenset(
 """Types without children, tested first: the general tests below are slow."""
 
 
-def children(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield ``(key, child)`` of one level of a tree; nothing for a leaf."""
+def children(tree: Any) -> list[tuple[str, Any]]:
+    """Return ``(key, child)`` of one level of a tree; nothing for a leaf."""
     type_ = type(tree)
     if type_ in LEAVES:
-        return
+        return []
     if type_ is tuple or type_ is list:
-        yield from ((f"[{i}]", child) for i, child in enumerate(tree))
-        return
+        return [(f"[{i}]", child) for i, child in enumerate(tree)]
     if isinstance(tree, PackedSequence):
         raise BatchError(
             "the rows of a batch must be samples, and those of a PackedSequence are time steps: "
             "pass the padded tensor and the lengths, and pack them inside the model"
         )
     if isinstance(tree, MAPPINGS):  # to ask for the first alone is faster
-        yield from ((f"[{key!r}]", child) for key, child in tree.items())
-    elif _is_named_tuple(tree):
-        yield from ((f".{name}", getattr(tree, name)) for name in tree._fields)
-    elif isinstance(tree, LISTS):
-        yield from ((f"[{i}]", child) for i, child in enumerate(tree))
-    elif _is_dataclass(tree):
-        yield from ((f".{name}", getattr(tree, name)) for name in _fields(tree))
+        return [(f"[{key!r}]", child) for key, child in tree.items()]
+    if _is_named_tuple(tree):
+        return [(f".{name}", getattr(tree, name)) for name in tree._fields]
+    if isinstance(tree, LISTS):
+        return [(f"[{i}]", child) for i, child in enumerate(tree)]
+    if _is_dataclass(tree):
+        return [(f".{name}", getattr(tree, name)) for name in _fields(tree)]
+    return []
 
 
 def _is_leaf(tree: Any) -> bool:

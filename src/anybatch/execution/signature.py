@@ -132,9 +132,10 @@ class RunPlan:
 
 def tensor_signature(rows: HasRows) -> tuple[Any, ...]:
     """Return path, dimensions and dtype of every tensor."""
-    return tuple(
-        (path, t.dim(), t.dtype) for path, t in pytree.tensors((rows.inputs, rows.targets))
-    )
+    if isinstance(rows, TensorBatch):
+        return rows.form
+    every = pytree.tensors((rows.inputs, rows.targets))
+    return tuple([(path, t.dim(), t.dtype) for path, t in every])
 
 
 def shapes_of(rows: HasRows) -> Shapes:
