@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from types import FrameType
 from typing import Any
 
@@ -31,10 +32,36 @@ def walk(model: nn.Module) -> Modules:
             continue
         visited.add(id(module))
         found.append((path, module))
-        prefix = f"{path}." if path else ""
-        children = reversed(module._modules.items())
-        ahead.extend((prefix + name, child) for name, child in children if child is not None)
+        children = module._modules
+        if children:
+            prefix = f"{path}." if path else ""
+            for name, child in reversed(children.items()):
+                if child is not None:
+                    ahead.append((prefix + name, child))
     return found
+
+
+DEPTH = 16
+"""Modules, each the first one inside the one before, that `first_parameter` looks into itself."""
+
+
+def first_parameter(model: nn.Module) -> Tensor | None:
+    """Return the first of ``model.parameters()``, past its chain of generators; None of none."""
+    own = type(model).parameters is not nn.Module.parameters
+    module: nn.Module | None = None if own else model
+    for _ in range(DEPTH):
+        if module is None:
+            break
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                return parameter
+        module = next(iter(module._modules.values()), None)
+    return next(model.parameters(), None)
+
+
+def training_modes(modules: Modules) -> tuple[bool, ...]:
+    """Return `in_training` of each module, without a call for each."""
+    return tuple([bool(getattr(module, "training", False)) for _, module in modules])
 
 
 def in_training(module: nn.Module) -> bool:
@@ -68,6 +95,10 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+"""Tested of every module of a step; ``Embedding | EmbeddingBag`` would be made anew each time."""
+
+
 def renormalised(modules: Modules) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
     """Return the embeddings with `max_norm`, in which forward itself writes to the weights.
 
@@ -77,7 +108,7 @@ def renormalised(modules: Modules) -> list[tuple[str, nn.Embedding | nn.Embeddin
     return [
         (path, module)
         for path, module in modules
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None
+        if isinstance(module, EMBEDDINGS) and module.max_norm is not None
     ]
 
 
@@ -100,6 +131,12 @@ def storage_of(tensor: Tensor) -> int:
     """
     # fmt: off
     with torch._C.DisableTorchFunction(): return int(tensor.untyped_storage()._cdata)  # noqa: E701
+
+
+def storages_of(tensors: Iterable[Tensor]) -> list[int]:
+    """Return `storage_of` each tensor, at less cost; it stands on one line for the same reason."""
+    # fmt: off
+    with torch._C.DisableTorchFunction(): return [int(t.untyped_storage()._cdata) for t in tensors]  # noqa: E701
 
 
 @contextmanager
@@ -150,18 +187,24 @@ def _nodes(ahead: list[Any]) -> Iterator[Any]:
 def outline(roots: Iterable[Tensor]) -> int:
     """Return a hash of the names and edges of a graph's nodes."""
     ahead: list[Any] = [root.grad_fn for root in roots]
-    places: dict[Any, int] = {}
-    found: list[str | int | None] = []
+    places: dict[Any, int] = {None: -1}
+    found: list[str | int] = []
     while ahead:
         node = ahead.pop()
-        place = places.get(node)
-        if place is None and node is not None:
-            places[node] = len(places)
-            found.append(type(node).__name__)
-            ahead.extend([before for before, _ in node.next_functions])
-        else:
-            found.append(place)
+        if node in places:
+            found.append(places[node])
+            continue
+        places[node] = len(places)
+        found.append(_class_name(type(node)))  # type: ignore[arg-type]
+        for before, _ in node.next_functions:
+            ahead.append(before)
     return hash(tuple(found))
+
+
+@lru_cache(maxsize=1000)
+def _class_name(cls: type) -> str:
+    """Return the name of a class; that of a node's is made anew each time it is read."""
+    return cls.__name__
 
 
 SPARK = "_anybatch_spark"

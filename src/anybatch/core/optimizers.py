@@ -189,7 +189,9 @@ class Prepared:
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         _refuse_foreign(model, optimizer)
         self.scaler = getattr(optimizer, "scaler", None)
-        self._model, self._state = model, getattr(optimizer, "gradient_state", None)
+        self._model: Any = model
+        self._joins = hasattr(model, "_join_config")  # of torch's Joinable, from its beginning
+        self._state = getattr(optimizer, "gradient_state", None)
         if self._state is None and getattr(model, "_is_accelerate_prepared", False):
             self._state = sys.modules["accelerate.state"].GradientState()
         self.refuse_loop()
@@ -201,7 +203,7 @@ class Prepared:
             ValueError: ``optimizer.step()`` and ``zero_grad()`` would be left out.
             NotYetError: ranks may leave the loop one after another.
         """
-        if getattr(getattr(self._model, "_join_config", None), "enable", False):
+        if self._joins and getattr(self._model._join_config, "enable", False):
             raise NotYetError(
                 "every rank must take every step, and in join_uneven_inputs (torch's Join) some "
                 "may have none left: leave it out, and call engine.backward on a rank without "

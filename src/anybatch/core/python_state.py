@@ -182,8 +182,10 @@ class Attributes:
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._was: list[tuple[Any, Any]] = []
-        for module in filter(_theirs, modules):
-            held = vars(module)
+        for module in modules:
+            if type(module).__module__.startswith("torch.nn."):  # which store nothing in them
+                continue
+            held = module.__dict__
             self._was.append((held, held.copy()))
             for name, value in held.items():
                 if name not in self.OWN and type(value) in CONTAINERS and len(value) <= MANY:
@@ -202,11 +204,6 @@ def of_library(name: str) -> bool:
 
 LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
 """Top-level packages without state of a user's forward."""
-
-
-def _theirs(module: nn.Module) -> bool:
-    """Say whether a class is the user's: torch's own store nothing in plain attributes."""
-    return not type(module).__module__.startswith("torch.nn.")
 
 
 def fill(held: Any, was: Any) -> None:

@@ -6,8 +6,6 @@ This module has the functions of these that need no state of the engine.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import pytree
 from anybatch.core.batch import Batch, LazyBatch, TensorBatch
-from anybatch.core.modules import Modules, in_training, is_spread, parameters, walk
+from anybatch.core.modules import (
+    Modules,
+    first_parameter,
+    in_training,
+    is_spread,
+    parameters,
+    training_modes,
+    walk,
+)
 from anybatch.core.norm import BatchStatisticsError, GatherError, training_batchnorms
 from anybatch.core.retry import Retry
 from anybatch.distributed.fsdp import Sharded
@@ -101,7 +106,7 @@ class StepInputs:
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        parameter = next(self.model.parameters(), None)
+        parameter = first_parameter(self.model)
         return torch.device("cpu") if parameter is None else parameter.device
 
     def batch(self, inputs: Any, targets: Any, *, several: bool = False) -> Batch:
@@ -122,10 +127,13 @@ class StepInputs:
         Of those that the loss reaches without being one, such as a BatchNorm that a lambda closes
         over, only those with buffers.
         """
-        self._states[:] = [self.state.current()]
-        of_loss = [fn for fn in self.loss.functions() if isinstance(fn, nn.Module)]
-        every = walk(self.model) + [(LOSS + p, m) for fn in of_loss for p, m in walk(fn)]
-        found = [(LOSS + p, m) for p, m in self.state.modules if m._buffers]
+        state = self.state.current()
+        self._states[:] = [state]
+        every = walk(self.model)
+        for function in self.loss.functions():
+            if isinstance(function, nn.Module):
+                every += [(LOSS + path, module) for path, module in walk(function)]
+        found = [(LOSS + path, module) for path, module in state.modules if module._buffers]
         if found:
             there = {id(module) for _, module in every}
             every += [(path, module) for path, module in found if id(module) not in there]
@@ -133,15 +141,13 @@ class StepInputs:
 
     def leaves(self, modules: Modules, batch: Batch) -> list[Tensor]:
         """Return every leaf that may receive a gradient, once."""
-        groups = self.optimizer.param_groups if self.optimizer is not None else []
-        every = [
-            *parameters(modules),
-            *self.closure,
-            *(p for group in groups for p in group["params"]),
-            *self.rows_leaves(batch),
-            *self.shards,
-        ]
-        return list({id(p): p for p in every}.values())
+        every = parameters(modules) + self.closure
+        if self.optimizer is not None:
+            for group in self.optimizer.param_groups:
+                every += group["params"]
+        every += self.rows_leaves(batch)
+        every += self.shards
+        return list(dict(zip(map(id, every), every, strict=True)).values())
 
     @property
     def shards(self) -> list[Tensor]:
@@ -150,36 +156,27 @@ class StepInputs:
 
     def rows_leaves(self, batch: Batch) -> list[Tensor]:
         """Return the tensors of a batch that receive a gradient themselves."""
-        trees = [] if not isinstance(batch, TensorBatch) else [batch.inputs, batch.targets]
-        return [leaf for _, leaf in pytree.tensors(trees) if leaf.requires_grad]
+        return list(batch.trained) if isinstance(batch, TensorBatch) else []
 
-    @contextmanager
-    def detecting(self) -> Iterator[None]:
+    def detecting(self) -> Detecting:
         """Record batch normalisation that no module stands for; the step begins again for it.
 
         Raises:
             Retry: it was found in the body.
         """
-        try:
-            yield
-        except GatherError as error:
-            if self.gathers or self.batchnorm != "exact":
-                raise
-            self.gathers.append(error.call)
-            raise Retry("meeting") from error
-        except BatchStatisticsError as error:
-            if self.bare or self.batchnorm != "exact":
-                raise
-            self.bare.append("a call of batch_norm in forward")
-            raise Retry("meeting") from error
+        return Detecting(self)
 
     def meets(self, modules: Modules) -> list[str]:
         """Return the names of the layers where samples meet, so that micro-batches need lanes."""
-        of_model = [(path, module) for path, module in modules if not path.startswith(LOSS)]
-        if self.batchnorm != "exact":
+        if self.norms.now != "exact":
             return []
-        bare = self.bare if any(in_training(module) for _, module in of_model) else []
-        return self.gathers + bare + training_batchnorms(of_model)
+        found = training_batchnorms(modules)
+        if found:
+            found = [name for name in found if not name.startswith(LOSS)]
+        bare = self.bare and any(
+            in_training(module) for path, module in modules if not path.startswith(LOSS)
+        )
+        return self.gathers + (self.bare if bare else []) + found
 
     def tensor_signature(self, batch: Batch) -> tuple[Any, ...]:
         """Return path, dimensions and dtype of every tensor of a batch that is not lazy."""
@@ -198,7 +195,7 @@ class StepInputs:
         every = [p for _, module in modules for p in module._parameters.values() if p is not None]
         modes = (
             isinstance(batch, TensorBatch),
-            tuple(in_training(module) for _, module in modules),
+            training_modes(modules),
             tuple(p.requires_grad for p in every),
             switched_on(self.optimizer),
             paged().limit,
@@ -245,3 +242,25 @@ class StepInputs:
 
 
 _NOTHING = TensorBatch(None, None, 0)
+
+
+class Detecting:
+    """Context of `StepInputs.detecting`; a class, which is entered faster than a generator."""
+
+    __slots__ = ("_inputs",)
+
+    def __init__(self, inputs: StepInputs) -> None:
+        self._inputs = inputs
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        if not isinstance(error, BatchStatisticsError):
+            return
+        inputs = self._inputs
+        found = inputs.gathers if isinstance(error, GatherError) else inputs.bare
+        if found or inputs.batchnorm != "exact":
+            return
+        call = error.call if isinstance(error, GatherError) else "a call of batch_norm in forward"
+        found.append(call)
+        raise Retry("meeting") from error
