@@ -17,7 +17,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, astuple
 from os import PathLike
 from pathlib import Path
@@ -237,17 +237,17 @@ class Engaged:
         own = self._own
         return own if own is not None and not own.found.shared and own.measures else None
 
-    @contextmanager
-    def step(self, *, waits: bool) -> Iterator[None]:
+    def step(self, *, waits: bool) -> AbstractContextManager[None]:
         """Compute the convolutions of a step in the body.
 
         Args:
             waits: it has a budget, so nothing is measured inside.
         """
         chooser = self.chooser
-        if chooser is None:
-            yield
-            return
+        return nullcontext() if chooser is None else self._chosen(chooser, waits=waits)
+
+    @contextmanager
+    def _chosen(self, chooser: Chooser, *, waits: bool) -> Iterator[None]:
         chooser.choose()
         own = nullcontext() if self._own is None else intercepted(self._device, self._own)
         with own, chooser.waiting() if waits else nullcontext():
@@ -256,7 +256,8 @@ class Engaged:
     @property
     def count(self) -> int:
         """How many kernels have been chosen so far."""
-        return 0 if self.chooser is None else len(self.chooser.found.chosen)
+        chooser = self.chooser
+        return 0 if chooser is None else len(chooser.found.chosen)
 
     def record(self, keys: Iterable[Key] | None = None) -> Divisions | None:
         """Return how kernels are divided; None where convolutions are torch's.

@@ -287,13 +287,13 @@ class _Installed:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._staying: set[str] = set()
-        self._inside: tuple[tuple[str, Compute], ...] = ()
+        self.entered: tuple[tuple[str, Compute], ...] = ()
         self._libraries: dict[str, tuple[Kernels, Library]] = {}
 
     def enter(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
             self._install(entry[0])
-            self._inside = (*self._inside, entry)
+            self.entered = (*self.entered, entry)
 
     def retain(self, device: str) -> None:
         with self._lock:
@@ -325,15 +325,15 @@ class _Installed:
 
     def exit(self, entry: tuple[str, Compute]) -> None:
         with self._lock:
-            at = next(at for at, one in enumerate(self._inside) if one is entry)
-            self._inside = (*self._inside[:at], *self._inside[at + 1 :])
-            there = self._staying | {device for device, _ in self._inside}
+            at = next(at for at, one in enumerate(self.entered) if one is entry)
+            self.entered = (*self.entered[:at], *self.entered[at + 1 :])
+            there = self._staying | {device for device, _ in self.entered}
             if entry[0] not in there:
                 _, library = self._libraries.pop(entry[0])
                 library._destroy()  # type: ignore[no-untyped-call]
 
     def last(self, device: str) -> Compute | None:
-        for entered, compute in reversed(self._inside):
+        for entered, compute in reversed(self.entered):
             if entered == device:
                 return compute
         return None
@@ -364,7 +364,7 @@ def intercepted(device: str, compute: Compute) -> Iterator[None]:
 
 def inside(device: str) -> Compute | None:
     """Return the active `Compute` of a device; None where torch computes convolutions."""
-    return _INSTALLED.last(device)
+    return _INSTALLED.last(device) if _INSTALLED.entered else None
 
 
 def retain(device: str) -> None:

@@ -18,8 +18,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, NoReturn
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -453,7 +453,7 @@ class _ThreadStep(threading.local):
 
 _HERE = _ThreadStep()
 _LOCK = threading.Lock()
-_LISTENING: WeakSet[Listening] = WeakSet()
+_LISTENING: set[Listening] = set()
 _OWN: dict[str, Any] = {}
 
 
@@ -479,19 +479,34 @@ class Singles:
 
 
 class Listening:
-    """A step that listens; several may, in threads of their own.
+    """A step that listens; several may, in threads of their own. Context of `listening`.
 
     Args:
+        before: the step; it undoes a replacement that an interrupt has left.
         singles: of its model.
-        outer: the step of this thread that it is within; None where there is none.
 
     Attributes:
         called: the called function; "" where none was.
     """
 
-    def __init__(self, singles: Singles, outer: Listening | None) -> None:
+    def __init__(self, before: Before, singles: Singles) -> None:
         self.called = ""
-        self.singles, self._outer = singles, outer
+        self.singles, self._before, self._outer = singles, before, _HERE.step
+
+    def __enter__(self) -> None:
+        self._before.patched.append(self.end)
+        with uninterrupted():  # or the lock would be left
+            self.begin()
+
+    def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
+        with uninterrupted():
+            self.end()
+        interrupted = error is not None and not isinstance(error, Exception)
+        if interrupted or isinstance(error, BatchStatisticsError):
+            return
+        # An error may be of a compiler that has tried to trace the call.
+        if self.called or (isinstance(error, ValueError) and str(error).startswith(SINGLE)):
+            _refuse(self.called or "batch_norm")
 
     def begin(self) -> None:
         """Put something in the place of torch's functions, unless that is done."""
@@ -513,6 +528,7 @@ class Listening:
                 setattr(torch, name, own)
 
 
+@lru_cache(maxsize=len(TRAINING))
 def _listens(name: str, own: Callable[..., Any], at: int) -> Callable[..., Any]:
     def stands_in(*args: Any, **kwargs: Any) -> Any:
         if args[at] if len(args) > at else kwargs.get("training"):
@@ -538,8 +554,7 @@ def _refuse(name: str) -> NoReturn:
     refuse(f"{name} called in forward")
 
 
-@contextmanager
-def listening(before: Before, singles: Singles) -> Iterator[None]:
+def listening(before: Before, singles: Singles) -> Listening:
     """Notice training-mode batch normalisation of a part of a batch in the body.
 
     Args:
@@ -549,24 +564,7 @@ def listening(before: Before, singles: Singles) -> Iterator[None]:
     Raises:
         BatchStatisticsError: from the call, and from the end of the body at the latest.
     """
-    step = Listening(singles, _HERE.step)
-    before.patched.append(step.end)
-    try:
-        with uninterrupted():  # or the lock would be left
-            step.begin()
-        yield
-    except BatchStatisticsError:
-        raise
-    except Exception as error:  # of a compiler, perhaps, that has tried to trace the call
-        if step.called or (isinstance(error, ValueError) and str(error).startswith(SINGLE)):
-            _refuse(step.called or "batch_norm")
-        raise
-    else:
-        if step.called:
-            _refuse(step.called)
-    finally:
-        with uninterrupted():
-            step.end()
+    return Listening(before, singles)
 
 
 # Errors of torch on batch normalisation of a part of a batch, in words that name the batch.

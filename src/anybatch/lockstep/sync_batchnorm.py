@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Protocol
 
@@ -171,12 +171,13 @@ def meeting_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, GlobalBatchNorm | nn.SyncBatchNorm)]
 
 
-@contextmanager
-def plain(layers: list[nn.Module]) -> Iterator[None]:
+def plain(layers: list[nn.Module]) -> AbstractContextManager[None]:
     """Let layers that meet other ranks be plain BatchNorm in the body: an engine meets for them."""
-    if not layers:
-        yield
-        return
+    return _plain(layers) if layers else nullcontext()
+
+
+@contextmanager
+def _plain(layers: list[nn.Module]) -> Iterator[None]:
     try:
         for layer in layers:
             layer.__dict__["forward"] = MethodType(_BatchNorm.forward, layer)

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -353,8 +354,14 @@ class Paged:
         return frozenset(id(t) for t in tensors if self.holds(t)) if self.every else frozenset()
 
 
+NOT_PAGED = Paged(())
+"""Of a thread in which no mode is on."""
+
+
 def paged() -> Paged:
     """Return the bounded memories in use in this thread now."""
+    if not _len_torch_dispatch_stack():
+        return NOT_PAGED
     found = (getattr(mode, PAGES, None) for mode in _get_current_dispatch_mode_stack())
     return Paged(tuple(pages for pages in found if pages is not None))
 

@@ -199,11 +199,9 @@ def segments_of(device: torch.device) -> Segments:
         person has set them or it is too late, and returns the resulting state in words; and with
         ``in_words()``, the words that a plan has on it.
     """
-    return (
-        CudaSegments(device)
-        if accelerator.of(device).has("get_allocator_backend")
-        else HostSegments()
-    )
+    there = accelerator.of(device)
+    pages = there.host or not there.has("get_allocator_backend")
+    return HostSegments() if pages else CudaSegments(device)
 
 
 class HostSegments:

@@ -8,7 +8,7 @@ one a single run is enough.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from statistics import median
@@ -176,8 +176,15 @@ def finish(device: torch.device) -> None:
 # The bytes that a real step holds at its peak, as the device or the meter counts them.
 
 
-@contextmanager
-def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[[], int | None]]:
+Peak = Callable[[], int | None]
+"""Returns the most bytes that were held; None if unknown."""
+
+
+def _unknown() -> None:
+    return None
+
+
+def read_peak(device: torch.device, *, anew: bool = False) -> AbstractContextManager[Peak]:
     """Read the most bytes that a device's allocator has handed out in the body.
 
     Its statistic is the user's, too, and cannot be restored after a reset. It shows this peak if it
@@ -187,13 +194,17 @@ def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Callable[
         device: without such a statistic, the peak is unknown.
         anew: reset the statistic if it would not show the peak. Default False.
 
-    Yields:
-        A function that returns the bytes; None if unknown.
+    Returns:
+        A context whose value is a function that returns the bytes; None if unknown.
     """
     counts = accelerator.of(device)
-    if not counts.peaks:
-        yield lambda: None
-        return
+    return _read_peak(counts, device, anew=anew) if counts.peaks else nullcontext(_unknown)
+
+
+@contextmanager
+def _read_peak(
+    counts: accelerator.Accelerator, device: torch.device, *, anew: bool
+) -> Iterator[Peak]:
     before = counts.peak(device)
     recorded = before == counts.allocated(device)
     if anew and not recorded:
