@@ -37,15 +37,17 @@ class ForwardBuffers:
         exempt: set[tuple[int, str]],
         recorded: frozenset[str] | None = None,
     ) -> None:
-        self._states = [s for s in states if (id(s.module), s.name) not in exempt]
-        self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
+        self._states, self._exempt = list(states), list[BufferState]()
+        if exempt:
+            self._states = [s for s in states if (id(s.module), s.name) not in exempt]
+            self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
         self._recorded = recorded
         self._left: list[tuple[BufferState, Tensor | None]] | None = None
 
     @property
     def moving(self) -> frozenset[str]:
         """Paths of the buffers that forward moved in this step."""
-        return frozenset(state.path for state, _ in self._left or ())
+        return frozenset(state.path for state, _ in self._left) if self._left else frozenset()
 
     @property
     def still(self) -> bool:
@@ -97,6 +99,9 @@ class ForwardBuffers:
         Raises:
             NotExactError: a buffer depends on the samples.
         """
+        if not self._states:
+            self._left = []
+            return
         if self._left is None:
             self._left = [(state, _copy(state)) for state in self._states if self._moves(state)]
             return
@@ -155,7 +160,7 @@ class ForwardBuffers:
 
     def statistics(self) -> list[Tensor | None]:
         """Return the present values of the exempt buffers."""
-        return [_copy(state) for state in self._exempt]
+        return [_copy(state) for state in self._exempt] if self._exempt else []
 
     def restart(self) -> None:
         """Restore all buffers that moved, running statistics included, for a second pass."""

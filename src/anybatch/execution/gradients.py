@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core.hooks import LeafHooks
-from anybatch.core.modules import storage_of
+from anybatch.core.modules import storages_of
 from anybatch.errors import NotExactError
 
 HALF = (torch.bfloat16, torch.float16)
@@ -69,7 +69,8 @@ class Gradients:
 
     def _choose(self, *, wide: bool, accumulator: bool) -> None:
         self._wide, self._accumulator = wide, accumulator
-        self._half = [p for p in self.parameters if wide and gradient_dtype(p) in HALF]
+        every = self.parameters if wide else ()  # `gradient_dtype`, without a call for each
+        self._half = [p for p in every if (getattr(p, "grad_dtype", None) or p.dtype) in HALF]
 
     def divide(self, *, accumulator: bool) -> None:
         """Sum as the gradients of several micro-batches need it.
@@ -87,6 +88,8 @@ class Gradients:
     @property
     def half(self) -> tuple[str, ...]:
         """Names of the dtypes with gradients that are summed in float32."""
+        if not self._half:
+            return ()
         return tuple(sorted({str(gradient_dtype(p)).removeprefix("torch.") for p in self._half}))
 
     @property
@@ -157,7 +160,7 @@ class Gradients:
 
     def collect(self) -> None:
         """Add the last micro-batch's gradients to the sums, where autograd did not do it."""
-        if self._wide:  # the step is divided
+        if self._wide and self._separated != len(self.parameters):  # the step is divided
             self._separate()
         if self._accumulator or self._half:
             self._collect(self.parameters if self._accumulator else self._half)
@@ -173,18 +176,18 @@ class Gradients:
         if len(there) == self._separated:
             return
         self._separated = len(there)
-        places: set[int] = set()
-        for parameter in there:
-            gradient = parameter.grad
-            assert gradient is not None
-            # torch raises for the storage of a sparse gradient
-            # (test_gradients_of_every_layout_add_up_in_any_order).
-            if gradient.layout != torch.strided:
-                continue
-            place = storage_of(gradient)
-            if place in places:
+        # torch raises for the storage of a sparse gradient
+        # (test_gradients_of_every_layout_add_up_in_any_order).
+        dense = [p for p in there if p.grad is not None and p.grad.layout == torch.strided]
+        gradients = [p.grad for p in dense if p.grad is not None]
+        places = storages_of(gradients)
+        if len(set(places)) == len(places):
+            return
+        first: set[int] = set()
+        for parameter, gradient, place in zip(dense, gradients, places, strict=True):
+            if place in first:
                 parameter.grad = gradient.detach().clone()
-            places.add(place)
+            first.add(place)
 
     def summed(self) -> set[int]:
         """Return the ids of the parameters that have a sum already."""
@@ -278,6 +281,9 @@ class Gradients:
         Args:
             sums: (parameter, its sum, or None where it has none).
         """
+        sums = list(sums)
+        if not sums:
+            return
         with torch.no_grad():
             for parameter, total in sums:
                 self._assigned.pop(parameter, None)
@@ -326,6 +332,8 @@ class Gradients:
         that can fail (casts, layouts that do not add, tensors that cannot be written to) were done
         in `finish`; the rest are references, and sums in place of plain dense tensors.
         """
+        if not (self._assigned or self._added or self._complete):
+            return
         with torch.no_grad():
             for parameter, total in self._assigned.items():
                 parameter.grad = total

@@ -56,11 +56,12 @@ def feed(
             new tensors at once: a lane must make its own tensors, and their eviction waits only for
             the computing stream.
     """
-    fed = (
-        _fed_ahead(micro_batches, link)
-        if ahead
-        else map(link.receive, map(link.send, micro_batches))
-    )
+    if not ahead:
+        fed: Iterator[MicroBatch] = map(link.receive, map(link.send, micro_batches))
+    elif type(link) is HostLink:
+        return _fed_on_host(micro_batches, link)
+    else:
+        fed = _fed_ahead(micro_batches, link)
     return _settled(fed, link) if isinstance(link, StreamLink) else fed
 
 
@@ -73,6 +74,18 @@ def _fed_ahead(micro_batches: Iterable[MicroBatch], link: DeviceLink) -> Iterato
         before = coming
     if before is not None:
         yield link.receive(before)
+
+
+def _fed_on_host(micro_batches: Iterable[MicroBatch], link: HostLink) -> Iterator[MicroBatch]:
+    """Do the same where nothing is to be waited for: no shipments are made."""
+    before: MicroBatch | None = None
+    for micro_batch in micro_batches:
+        coming = link.place(micro_batch)
+        if before is not None:
+            yield before
+        before = coming
+    if before is not None:
+        yield before
 
 
 def _settled(fed: Iterator[MicroBatch], link: StreamLink) -> Iterator[MicroBatch]:
@@ -105,10 +118,15 @@ class HostLink:
 
     def send(self, micro_batch: MicroBatch) -> Shipment:
         """Return the micro-batch; leaves on other devices are moved."""
-        pair = (micro_batch.inputs, micro_batch.targets)
-        if all(tensor.device == self.device for tensor in pytree.flat(pair)):
-            return Shipment(micro_batch)
-        return Shipment(micro_batch.map(lambda tensor: tensor.to(self.device)))
+        return Shipment(self.place(micro_batch))
+
+    def place(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch; leaves on other devices are moved."""
+        device = self.device
+        for tensor in pytree.flat((micro_batch.inputs, micro_batch.targets)):
+            if tensor.device != device:
+                return micro_batch.map(lambda tensor: tensor.to(device))
+        return micro_batch
 
     def receive(self, shipment: Shipment) -> MicroBatch:
         """Return it as it is."""
