@@ -37,6 +37,8 @@ ITSELF: frozenset[type] = frozenset(
 )
 """Classes of values that can be compared as they are."""
 
+FIRST, SECOND, THIRD, LAST = HOOKS
+
 CODE = frozenset((FunctionType, MethodType, partial))
 
 TORCH, INSTALLED, OWN = range(3)
@@ -74,10 +76,15 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
         found += path, cls, getattr(cls, "forward", None), len(held)
         if "forward" in held:
             found.append(plain(held["forward"]))
-        if any(map(held.get, HOOKS)):
+        try:
+            hooked = held[FIRST] or held[SECOND] or held[THIRD] or held[LAST]
+        except KeyError:
+            hooked = True
+        if hooked:
             for hooks in HOOKS:
                 found += hooks, *map(_of_hook, held.get(hooks, {}).values())
-    found += [_of_hook(one) for hooks in EVERYWHERE for one in getattr(of_all, hooks).values()]
+    for hooks in EVERYWHERE:
+        found += map(_of_hook, getattr(of_all, hooks).values())
     return tuple(found)
 
 
@@ -221,6 +228,8 @@ class Outside:
 
     def numbers(self) -> dict[Named, Any]:
         """Return the present numbers in the places; places without any are omitted."""
+        if not self._read:
+            return {}
         found = {named: read() for named, read in self._read.items()}
         return {named: value for named, value in found.items() if value is not None}
 

@@ -33,13 +33,17 @@ MOST = 16
 """Graphs, and models, of a signature that are inspected; a coupled loss has a graph, too."""
 
 
+_NOWHERE = Outside(())
+"""No places at all."""
+
+
 class Familiar:
     """The graphs and the models that were inspected."""
 
     def __init__(self) -> None:
         self._now: Any = None
         self._parts: Any = None
-        self._outside = Outside(())
+        self._outside = _NOWHERE
         self._held: list[tuple[Named, dict[str, Any]]] = []
         self._contents: dict[Named, Any] = {}
         self._left: dict[Named, Any] = {}
@@ -80,15 +84,19 @@ class Familiar:
     def _model(self, modules: Sequence[tuple[str, nn.Module]], arguments: Any) -> Any:
         """Return the parts and the numbers of a model, for comparison."""
         numbers, self._held = plain_numbers(modules)
-        self._contents = {
-            at: self._contents[at] if at in self._left and self._left[at] == value else value
-            for at, value in read_held(self._held).items()
-        }
-        numbers |= self._contents | self._outside.numbers()
+        if self._held or self._contents:
+            self._contents = {
+                at: self._contents[at] if at in self._left and self._left[at] == value else value
+                for at, value in read_held(self._held).items()
+            }
+            numbers |= self._contents
+        numbers |= self._outside.numbers()
         numbers |= batch_constants(arguments, singles=self._reads)
         if self._reads:
             singles = single_numbers(modules) | self._outside.singles()
             numbers |= {("a tensor", ".".join(at)): one for at, one in singles.items()}
+        if not self._varying:
+            return self._parts, tuple(numbers.items())
         some = tuple(item for item in numbers.items() if item[0] not in self._varying)
         return self._parts, some
 
@@ -102,7 +110,7 @@ class Familiar:
             now, numbers = self._now
             self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")
         self._reads = reads
-        self._left = read_held(self._held)
+        self._left = read_held(self._held) if self._held else {}
         if len(self._models) < MOST:
             self._models.add(self._now)
             if len(self._models) == MOST:
