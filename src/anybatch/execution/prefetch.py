@@ -122,8 +122,10 @@ class HostLink:
 
     def place(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return the micro-batch; leaves on other devices are moved."""
-        device = self.device
-        for tensor in pytree.flat((micro_batch.inputs, micro_batch.targets)):
+        device, inputs, targets = self.device, micro_batch.inputs, micro_batch.targets
+        if type(inputs) is type(targets) is Tensor and inputs.device == targets.device == device:
+            return micro_batch
+        for tensor in pytree.flat((inputs, targets)):
             if tensor.device != device:
                 return micro_batch.map(lambda tensor: tensor.to(device))
         return micro_batch
