@@ -23,22 +23,22 @@ Modules = list[tuple[str, nn.Module]]
 
 def walk(model: nn.Module) -> Modules:
     """Return every module of `model` with its path."""
-    found: Modules = []
-    visited: set[int] = set()
-    ahead: Modules = [("", model)]
-    while ahead:
-        path, module = ahead.pop()
-        if id(module) in visited:
-            continue
-        visited.add(id(module))
-        found.append((path, module))
-        children = module._modules
-        if children:
-            prefix = f"{path}." if path else ""
-            for name, child in reversed(children.items()):
-                if child is not None:
-                    ahead.append((prefix + name, child))
+    found: Modules = [("", model)]
+    if model._modules:
+        _walk(model, "", found, {id(model)})
     return found
+
+
+def _walk(module: nn.Module, prefix: str, found: Modules, visited: set[int]) -> None:
+    """Add the modules inside another one to `found`, with `prefix` before their names."""
+    for name, child in module._modules.items():
+        if child is None or id(child) in visited:
+            continue
+        visited.add(id(child))
+        path = prefix + name
+        found.append((path, child))
+        if child._modules:
+            _walk(child, f"{path}.", found, visited)
 
 
 DEPTH = 16
