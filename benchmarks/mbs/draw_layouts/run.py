@@ -101,7 +101,7 @@ def rule(name: str) -> Iterator[None]:
 
 def without_proof(step: Any, *_: Any) -> None:
     """Find where outputs hold the samples, which the proof does too."""
-    step.looked = step.steps
+    step.traits.looked = step.traits.steps
     if not step.loss.takes_outputs:
         return
     rng = RNGState.now()
@@ -110,7 +110,7 @@ def without_proof(step: Any, *_: Any) -> None:
         outputs, fewer = (call_model(step.model, copied(one).inputs) for one in (full, part))
     rng.put_back()
     step.buffers.restart()
-    step.layout = outputs_layout(outputs, fewer, full.size, part.size)
+    step.traits.layout = outputs_layout(outputs, fewer, full.size, part.size)
 
 
 @contextmanager

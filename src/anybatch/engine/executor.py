@@ -46,11 +46,11 @@ from anybatch.execution.gradients import Gradients
 from anybatch.execution.inspection import AGAIN, inspect_model, quietly
 from anybatch.execution.prefetch import DeviceLink, link_to
 from anybatch.execution.proof.inspected import Familiar
-from anybatch.execution.records import LaneTraits, ModelTraits
 from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Step
 from anybatch.execution.streaming import memory_is_too_small, stream, undivided
 from anybatch.execution.strides import standard_strides
+from anybatch.execution.traits import LaneTraits, Traits
 from anybatch.execution.two_pass import gather
 from anybatch.lockstep.batchnorm import Singles, Tracked, listening, values_of_a_part
 from anybatch.lockstep.coupled import refuse_looks
@@ -71,7 +71,7 @@ class Runner:
     def __init__(self, inputs: StepInputs) -> None:
         self._inputs = inputs
         self._link: tuple[torch.device, DeviceLink] | None = None
-        self._traits: dict[Any, ModelTraits] = {}
+        self._traits: dict[Any, Traits] = {}
         self._laws: dict[Any, Laws] = {}
         self._shrunk: dict[Any, tuple[int, int]] = {}
         self._most: dict[Any, int] = {}
@@ -346,19 +346,19 @@ class Runner:
             return lockstep(step, tracked)
         traits, inspected = self._findings(step)
         lanes = None if traits is None else traits.lanes
-        if lanes is None or not lanes.current or (step.steps in AGAIN and not inspected):
+        if lanes is None or not lanes.current or (step.traits.steps in AGAIN and not inspected):
             lanes, step.ways = self._inspect_lanes(step, modules, lanes), None
         else:
             step.ways = lanes.ways
             self._at_new_sizes(step)
         if step.ways is None or inspected:
             step.discover = discoverer(step, before, self._inputs.closure)
-            step.attempts.traits = self._traits_of(step, moving=None, lanes=lanes)
+            step.attempts.traits = replace(step.traits, moving=None, lanes=lanes)
         self._collates.ask(step)
         step.slots, step.singles = list(lanes.slots), lanes.singles
         loss = lockstep(step, tracked)
         step.buffers.refuse_moved(tracked.all())
-        self._remember(step, moving=frozenset(), lanes=lanes)
+        self._remember(step, moving=frozenset(), still=False, lanes=lanes)
         return loss
 
     def _inspect_lanes(
@@ -381,10 +381,10 @@ class Runner:
         if not step.batch.size:
             return run(step)
         traits, inspected = self._findings(step)
-        if traits is None or (step.steps in AGAIN and not inspected):
+        if traits is None or (step.traits.steps in AGAIN and not inspected):
             with self._inputs.detecting(), self._listening(before), attributes_of(step):
                 inspect_model(step)
-            step.attempts.traits = self._traits_of(step, moving=None)
+            step.attempts.traits = replace(step.traits, moving=None)
         else:
             self._at_new_sizes(step)
         self._collates.ask(step)
@@ -402,51 +402,20 @@ class Runner:
         self._remember(step, moving=moving, still=not drew and step.draws is None)
         return loss
 
-    def _findings(self, step: Step) -> tuple[ModelTraits | None, bool]:
+    def _findings(self, step: Step) -> tuple[Traits | None, bool]:
         """Return the findings that hold for a step, and whether they are of an attempt of it."""
-        found: ModelTraits | None = step.attempts.traits
+        found = step.attempts.traits
         return found or self._traits.get(step.signature), found is not None
 
-    def _remember(
-        self,
-        step: Step,
-        *,
-        moving: frozenset[str],
-        still: bool = False,
-        lanes: LaneTraits | None = None,
-    ) -> None:
+    def _remember(self, step: Step, **found: Any) -> None:
         """Record the findings of a step that is complete."""
         self._familiar[step.signature].keep(reads=step.reads)
         step.doubt_batch()
-        self._traits[step.signature] = self._traits_of(
-            step, moving=moving, still=still, lanes=lanes
-        )
-
-    def _traits_of(
-        self,
-        step: Step,
-        *,
-        moving: frozenset[str] | None,
-        still: bool = False,
-        lanes: LaneTraits | None = None,
-    ) -> ModelTraits:
-        return ModelTraits(
-            step.coupled,
-            moving,
-            step.layout,
-            step.copies,
-            still,
-            lanes=lanes,
-            doubts=step.doubts,
-            looked=step.looked,
-            sizes=step.sizes,
-            steps=step.steps,
-            mixed=step.mixed,
-        )
+        self._traits[step.signature] = replace(step.traits, coupled=step.coupled, **found)
 
     def _at_new_sizes(self, step: Step) -> None:
         """Compare the full batch with its parts again, where its sizes are new."""
-        compared = step.sizes
+        compared = step.traits.sizes
         if compared is None or not compared.matter:
             return
         if not compared.new(step.global_batch.size, step.micro_batch):
@@ -484,16 +453,14 @@ class Runner:
             traits.moving if traits else None,
         )
         if traits is not None:
-            step.layout, step.copies, step.still = traits.layout, traits.copies, traits.still
-            step.doubts, step.looked, step.steps = traits.doubts, traits.looked, traits.steps
-            step.steps += step.attempts.traits is None  # else they are of an attempt of this step
-            step.sizes, step.mixed = traits.sizes, traits.mixed
+            more = step.attempts.traits is None  # else they are of an attempt of this step
+            step.traits = replace(traits, steps=traits.steps + more)
         if step.gradients is not None:
             step.gradients.divide(accumulator=step.accumulator)
             step.familiar = self._familiar[step.signature]
             step.attributes = Attributes(module for _, module in every)
 
-    def _current_traits(self, step: Step, of_model: Modules) -> ModelTraits | None:
+    def _current_traits(self, step: Step, of_model: Modules) -> Traits | None:
         """Return the findings of earlier steps, if the model is unchanged since its inspection."""
         familiar = self._familiar.setdefault(step.signature, Familiar())
         traits, inspected = self._findings(step)
@@ -507,7 +474,7 @@ class Runner:
             recognised = familiar.has_model(of_model, arguments=arguments)
         if recognised or traits is None or inspected:
             return traits
-        step.steps = traits.steps + 1
+        step.traits.steps = traits.steps + 1
         del self._traits[step.signature]
         return None
 

@@ -404,8 +404,14 @@ def of_run(step: Step, failed: int) -> Facts:
         failed=failed,
         lanes=step.lanes and step.count > 1,
         segments=segments_of(step.device).in_words(),
-        looked=max(step.looked, step.sizes.step if step.sizes is not None else 0),
-        doubts=(*step.doubts, *step.loss.doubts, *([DECLARED] if step.loss.believed else [])),
+        looked=max(
+            step.traits.looked, step.traits.sizes.step if step.traits.sizes is not None else 0
+        ),
+        doubts=(
+            *step.traits.doubts,
+            *step.loss.doubts,
+            *([DECLARED] if step.loss.believed else []),
+        ),
     )
 
 

@@ -94,7 +94,7 @@ class Collates:
         traits = batch.paired, traits_of(batch.collate_fn)
         record = next((one for one in self._recorded if one[0] == traits), None)
         if record is None and len(self._recorded) >= MOST:
-            step.doubts += (ANOTHER,)
+            step.traits.doubts += (ANOTHER,)
             return
         if record is None:
             record = traits, ComparedSizes(counts=True), {}
@@ -102,12 +102,12 @@ class Collates:
         samples, micro_batch = max(step.global_batch.size, batch.size), step.micro_batch
         if compared.new(samples, micro_batch):  # else each new size would be loaded twice
             doubts |= dict.fromkeys(doubts_of_collate(batch, micro_batch, samples))
-            compared.add(samples, micro_batch, step.steps)
+            compared.add(samples, micro_batch, step.traits.steps)
         elif compared.beyond(samples, micro_batch):
             doubts[LARGER] = None
         if record not in self._recorded:
             self._recorded.append(record)
-        step.doubts += tuple(why for why in doubts if why not in step.doubts)
+        step.traits.doubts += tuple(why for why in doubts if why not in step.traits.doubts)
 
 
 def traits_of(collate_fn: Any) -> tuple[Any, ...]:

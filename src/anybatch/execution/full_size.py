@@ -32,7 +32,7 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         step: a step whose `sizes` are set.
         some: rows of it.
     """
-    samples, record = step.global_batch.size, step.sizes
+    samples, record = step.global_batch.size, step.traits.sizes
     if record is None or not record.counts or step.micro_batch >= samples:
         return Verdict()
     sizes = congruent.sizes_of(samples, step.micro_batch)
@@ -116,21 +116,24 @@ def compare_new_sizes(step: Step) -> None:
     before.put_back()
     declared.refuse()
     new = (*found.doubts, *declared.doubts)
-    step.doubts += tuple(why for why in new if why not in step.doubts)
-    assert step.sizes is not None
-    step.sizes.add(step.global_batch.size, step.micro_batch, step.steps)
+    step.traits.doubts += tuple(why for why in new if why not in step.traits.doubts)
+    assert step.traits.sizes is not None
+    step.traits.sizes.add(step.global_batch.size, step.micro_batch, step.traits.steps)
 
 
 def sizes_of_step(step: Step) -> list[int]:
     """Return the sizes at which a declared loss is called: of the full batch, and of its parts."""
-    samples, followed = step.global_batch.size, 0 if step.sizes is None else step.sizes.followed
+    samples, followed = (
+        step.global_batch.size,
+        0 if step.traits.sizes is None else step.traits.sizes.followed,
+    )
     sizes = congruent.sizes_of(samples, step.micro_batch, followed)
     return [*sizes, *({1} & _parts(step) - {samples})]
 
 
 def _compare_declared(step: Step) -> Verdict:
     """Compare the calls of a declared loss for the sizes of a step."""
-    compare = None if step.sizes is None else step.sizes.declared
+    compare = None if step.traits.sizes is None else step.traits.sizes.declared
     if compare is None or step.micro_batch >= step.global_batch.size:
         return Verdict()
     judge = partial(compare, sizes_of_step(step))
@@ -141,9 +144,9 @@ def _compare_declared(step: Step) -> Verdict:
 
 def doubt_larger(step: Step) -> None:
     """Doubt a step that is larger than all that were compared, where it is not compared."""
-    record = step.sizes
+    record = step.traits.sizes
     if record is not None and record.beyond(step.global_batch.size, step.micro_batch):
-        step.doubts += (BEYOND,) if BEYOND not in step.doubts else ()
+        step.traits.doubts += (BEYOND,) if BEYOND not in step.traits.doubts else ()
 
 
 def _parts(step: Step) -> set[int]:

@@ -37,6 +37,7 @@ from anybatch.core.modules import eager, walk
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import difference
 from anybatch.core.rng import RNGState
+from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
 from anybatch.execution.guard import Guard
@@ -77,7 +78,7 @@ from anybatch.execution.proof.verdict import (
     moved_number,
     moved_state,
 )
-from anybatch.execution.step import Layout, Step, copied
+from anybatch.execution.step import Step, copied
 from anybatch.loss.traced import TracedOutputs
 
 AGAIN = (10, 100, 1000)
@@ -154,16 +155,16 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     step.forget_casts()
     step.buffers.restart()
     outputs = one.outputs
-    step.copies |= written(full) or written(part)  # a later look gets copies already
+    step.traits.copies |= written(full) or written(part)  # a later look gets copies already
     if not step.loss.takes_outputs:
-        step.layout, layout = (), rough_layout(outputs, fewer, full.size, part.size)
+        step.traits.layout, layout = (), rough_layout(outputs, fewer, full.size, part.size)
     elif fewer is None:
         layout = tuple(_axis_by_size(t, full.size) for _, t in pytree.tensors(outputs))
-        step.layout, layout = layout, ()
+        step.traits.layout, layout = layout, ()
     else:
-        step.layout = layout = layout_of(outputs, fewer, full.size, part.size)
+        step.traits.layout = layout = layout_of(outputs, fewer, full.size, part.size)
     with quietly(), looking():
-        one.in_halves(step.layout if step.loss.takes_outputs else None)
+        one.in_halves(step.traits.layout if step.loss.takes_outputs else None)
     before.put_back()
     step.buffers.restart()
     if _lists(full.inputs):
@@ -172,28 +173,28 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
         one.doubt("forward draws from a generator of its own")
     if step.calls is not None and step.calls.iterators:
         one.doubt(f"each micro-batch draws from what the loss iterates ({step.calls.iterators[0]})")
-    verdict = one.verdict(layout or step.layout)
+    verdict = one.verdict(layout or step.traits.layout)
     verdict.refuse()
-    step.doubts, step.looked = verdict.doubts, step.steps
-    step.mixed = one.mixed(step.layout)
+    step.traits.doubts, step.traits.looked = verdict.doubts, step.traits.steps
+    step.traits.mixed = one.mixed(step.traits.layout)
     mismatch = None  # where rows are not the same, or need not come out the same
-    if not (drawn or step.local or one.local or step.copies or one.guard.own_rng):
+    if not (drawn or step.local or one.local or step.traits.copies or one.guard.own_rng):
         mismatch = row_mismatch(outputs, fewer, layout, part.size, _computed(step))
     rows = _rows_of_loss(step, outputs, full.size)
     one.outputs = outputs = None
     fewer = fewer if mismatch else None
-    step.sizes = one.sizes(full.inputs)
+    step.traits.sizes = one.sizes(full.inputs)
     with quietly():
         found = compare_sizes(step, full)
     before.put_back()
     found.refuse()
-    step.doubts += found.doubts
-    step.sizes.add(step.global_batch.size, step.micro_batch, step.steps)
+    step.traits.doubts += found.doubts
+    step.traits.sizes.add(step.global_batch.size, step.micro_batch, step.traits.steps)
     if mismatch is not None:
         _refuse_meeting(step, part, fewer, layout, mismatch)
     if rows is not None:
         with quietly():
-            step.doubts += _refuse_declared(step, rows, part.size, lanes=norms is not None)
+            step.traits.doubts += _refuse_declared(step, rows, part.size, lanes=norms is not None)
         before.put_back()
 
 
@@ -205,7 +206,9 @@ def _rows_of_loss(step: Step, outputs: Any, size: int) -> LossRows | None:
     few = [] if step.budgeted else list(islice(step.feed(), count))
     each = size // count
     if len(few) < count or min(micro.size for micro in few) < each or each * count < size:
-        step.doubts += (DECLARED,)  # what it holds was not foreseen, or there are too few rows
+        step.traits.doubts += (
+            DECLARED,
+        )  # what it holds was not foreseen, or there are too few rows
         return None
     some = [pytree.rows(micro.targets, 0, each, micro.size) for micro in few]
     targets = some[0] if count == 1 else pytree.join(some, sizes=[each] * count, name="targets")
@@ -221,7 +224,7 @@ def _refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> 
         count: rows of which losses are compared with those of all.
         lanes: micro-batches wait for each other where samples meet.
     """
-    layout, size = step.layout or (), full.size
+    layout, size = step.traits.axes, full.size
     axes = iter(layout)
 
     def last(tensor: Tensor) -> Tensor:
@@ -238,7 +241,7 @@ def _refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> 
         batch = None
 
     def judge() -> Verdict:
-        refuse_declared_use(step.loss.own, full, layout, step.mixed)
+        refuse_declared_use(step.loss.own, full, layout, step.traits.mixed)
         found = one.judge(sizes_of_step(step))
         if found.meets:
             return found
@@ -248,12 +251,12 @@ def _refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> 
 
     with unheard():
         found = judge() if step.calls is None else step.calls.watched(judge)
-    assert step.sizes is not None
-    step.sizes.reads = one.reads
+    assert step.traits.sizes is not None
+    step.traits.sizes.reads = one.reads
     if found is None:
         return (CHANGES,)
     found.refuse()
-    step.sizes.declared = one.sizes
+    step.traits.sizes.declared = one.sizes
     late = isinstance(step.batch, LazyBatch) or step.global_batch.several
     counts = late and step.loss.counts
     return (*found.doubts, *([DECLARED] if counts else []))

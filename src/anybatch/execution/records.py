@@ -1,18 +1,13 @@
-"""Report of a step, and the findings of the first step of a signature."""
+"""Report of a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from anybatch.core.barrier import Way
 from anybatch.core.plan import bar, card, table
 from anybatch.core.units import show_bytes
-from anybatch.execution.proof.inspected import ComparedSizes
-from anybatch.execution.step import Layout
 
 
 @dataclass(frozen=True)
@@ -70,58 +65,3 @@ class StepReport:
             bar((("held", held),), foreseen) if measured and held and foreseen else "",
             table({**named, "batchnorm": self.batchnorm}),
         )
-
-
-@dataclass(frozen=True)
-class LaneTraits:
-    """Findings of inspections of a model for lanes.
-
-    Attributes:
-        slots: attributes and containers that every lane has of its own.
-        ways: where samples meet in forward, in order, for each inspection.
-        singles: forward normalises some samples by themselves, each as a row of channels.
-        current: no other way has come since.
-    """
-
-    slots: tuple[Any, ...] = ()
-    ways: tuple[Way, ...] = ()
-    singles: bool = False
-    current: bool = True
-
-    def after(self, slots: Iterable[Any], way: Way, *, singles: bool) -> LaneTraits:
-        """Return the findings after one more inspection."""
-        every = {id(slot): slot for slot in (*self.slots, *slots)}
-        return LaneTraits(tuple(every.values()), (*self.ways, way), singles=self.singles or singles)
-
-
-@dataclass(frozen=True)
-class ModelTraits:
-    """Findings of the first step of a signature, which later steps reuse.
-
-    A signature is dimensions and dtypes of a batch, without its size, and the training flags.
-
-    Attributes:
-        coupled: the loss needs all outputs at once.
-        moving: paths of the buffers that forward moves; None before a step is complete.
-        layout: where the outputs hold the samples.
-        copies: forward writes to its inputs.
-        still: the first step drew nothing.
-        lanes: result of an inspection of lanes; None where there was none.
-        doubts: why it is not shown that samples are separate; nothing where it is.
-        looked: the step of the signature in which samples were traced last.
-        sizes: of batches that were compared since.
-        steps: steps of the signature so far.
-        mixed: outputs without rows that samples have had a part in.
-    """
-
-    coupled: bool
-    moving: frozenset[str] | None
-    layout: Layout | None
-    copies: bool
-    still: bool = False
-    lanes: LaneTraits | None = None
-    doubts: tuple[str, ...] = ()
-    looked: int = 0
-    sizes: ComparedSizes | None = None
-    steps: int = 0
-    mixed: frozenset[int] = frozenset()

@@ -33,6 +33,7 @@ from anybatch.errors import NotExactError, NotYetError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.gradients import Gradients
+from anybatch.execution.traits import Traits
 from anybatch.loss.base import Algorithm1, Loss
 
 Observer = Callable[[Any, Any], None]
@@ -65,7 +66,7 @@ class Attempts:
         most: the same, where a plan for so many is needed: memory ran out undivided.
         failure: the error then; it holds no tensors.
         coupled: the loss needs all outputs at once.
-        traits: result of the inspection of an attempt; None where there was none.
+        traits: findings of an attempt that has inspected the model; None where none has.
         times: how often each reason has come.
     """
 
@@ -76,7 +77,7 @@ class Attempts:
     most: int = 0
     failure: Exception | None = None
     coupled: bool = False
-    traits: Any = None
+    traits: Traits | None = None
     times: Counter[str] = field(default_factory=Counter)
 
     def learn(self, retry: Retry) -> None:
@@ -120,7 +121,7 @@ class Repeatable(ABC):
         phase: of the micro-batch being computed.
         rng: the RNG state as it was recorded last in this step.
         start: the RNG state that it began with, on all ranks.
-        still: the first step of its signature has drawn nothing.
+        traits: findings of the steps of its signature, of this one too.
         attempts: what earlier attempts have learned.
         global_batch: the batch over all ranks, as far as it is not here.
         draws: draws as the full batch would; None lets each micro-batch draw for itself.
@@ -139,7 +140,7 @@ class Repeatable(ABC):
     _rows: int = 0
     rng: RNGState | None = None
     start: RNGState | None = None
-    still: bool = False
+    traits: Traits = field(default_factory=Traits)
     attempts: Attempts = field(default_factory=Attempts)
     global_batch: GlobalBatch = field(default_factory=LocalBatch)
     draws: FullBatchRNG | None = None
@@ -189,9 +190,9 @@ class Repeatable(ABC):
     def moment(self) -> Moment:
         """Note where a micro-batch begins."""
         statistics = self.buffers.statistics()
-        if not self.still:
+        if not self.traits.still:
             self.rng = RNGState.now()
-        return Moment(None if self.still else self.rng, statistics)
+        return Moment(None if self.traits.still else self.rng, statistics)
 
     def drew(self) -> bool:
         """Return whether something was drawn since the RNG state was recorded last."""

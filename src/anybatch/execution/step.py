@@ -38,10 +38,11 @@ from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.distributed.fsdp import Sharded
 from anybatch.distributed.global_batch import devices_of
+from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.prefetch import DeviceLink, feed
-from anybatch.execution.proof.inspected import ComparedSizes, Familiar
+from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.snapshots import Repeatable
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Part, Scope, Total
@@ -62,10 +63,6 @@ class MicroBatchOffloader(Protocol):
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of `size` samples; the `first` finds no sums yet."""
-
-
-Layout = tuple[int | None, ...]
-"""For each output tensor the dimension that holds the samples; None where none does."""
 
 
 NO_GRAPH = (
@@ -110,14 +107,7 @@ class Step(Repeatable):
     """A mini-batch in its pass through the model; `Repeatable` has its data and progress.
 
     Attributes:
-        layout: where the outputs hold the samples; None before an inspection.
-        mixed: outputs without rows that samples have had a part in.
         signature: dimensions and dtypes of the batch, and the modes of the modules.
-        copies: forward writes to its inputs, so it gets copies of them.
-        doubts: why it is not shown that samples are separate; nothing where it is.
-        looked: the step of its signature in which samples were traced last; 0 is none.
-        sizes: of batches that were compared since; None before an inspection.
-        steps: steps of its signature, this one included.
         familiar: inspections in steps of its signature; None compares nothing.
         attributes: plain ones of the model, as they were when the step began.
         own: ids of the leaves that the step itself made.
@@ -153,13 +143,6 @@ class Step(Repeatable):
     link: DeviceLink
     scaler: Scaler | None = None
     signature: Any = None
-    layout: Layout | None = None
-    mixed: frozenset[int] = frozenset()
-    copies: bool = False
-    doubts: tuple[str, ...] = ()
-    looked: int = 0
-    sizes: ComparedSizes | None = None
-    steps: int = 1
     familiar: Familiar | None = None
     attributes: Attributes = field(default_factory=partial(Attributes, ()))
     own: set[int] = field(default_factory=set)
@@ -192,7 +175,9 @@ class Step(Repeatable):
     @property
     def reads(self) -> bool:
         """Whether Python reads numbers of tensors, as far as inspections show."""
-        return self.sizes is not None and (self.sizes.reads or bool(self.sizes.values))
+        return self.traits.sizes is not None and (
+            self.traits.sizes.reads or bool(self.traits.sizes.values)
+        )
 
     def restart(self) -> None:
         """Begin again, the state of the loss as it was, too."""
@@ -216,7 +201,7 @@ class Step(Repeatable):
             self.compare(outputs, micro)
             return self.calls.watched(partial(self.loss.totals, scope))
         except OtherFormError as error:
-            if self.looked == self.steps or self.familiar is None:
+            if self.traits.looked == self.traits.steps or self.familiar is None:
                 raise LossError(str(error)) from error
             raise Retry("inspection") from error
 
@@ -279,7 +264,7 @@ class Step(Repeatable):
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
         """Return the `Scope` of the loss: the facts on the full batch after its first forward."""
         full_batch = self.batch if isinstance(self.batch, TensorBatch) else None
-        layout = self.layout or ()
+        layout = self.traits.axes
         self.check_structure(outputs)
         samples = self.global_batch.size if self.global_batch.several else 0
         return Scope(self.batch.size, self.count, full_batch, outputs, first, layout, samples)
@@ -308,7 +293,7 @@ class Step(Repeatable):
 
     def check_structure(self, outputs: Any) -> None:
         """Run the step again if the outputs are not those of the inspection."""
-        if self.layout and len(self.layout) != len(pytree.flat(outputs)):
+        if self.traits.layout and len(self.traits.layout) != len(pytree.flat(outputs)):
             raise Retry("inspection")
 
     def forward(
@@ -333,7 +318,7 @@ class Step(Repeatable):
                 return self.call(micro, None)
         if begins:
             self.buffers.before()
-        if self.copies:
+        if self.traits.copies:
             micro = copied(micro)
         if within is None:
             outputs = self.call(micro, self.draws)
@@ -365,8 +350,8 @@ class Step(Repeatable):
             except (ValueError, IndexError, TypeError) as error:
                 self._refuse_single_sample(error, micro)
                 raise
-        if micro.size == 1 and self.layout and divided:
-            _check_single(outputs, self.layout)
+        if micro.size == 1 and self.traits.layout and divided:
+            _check_single(outputs, self.traits.layout)
         if divided and self.loss.takes_outputs and hangs(outputs):
             self.hanging |= hanging(outputs, "outputs", classes=True)
         return outputs
@@ -433,12 +418,12 @@ class Step(Repeatable):
         """
         if not (self.divided and self.batch.size):
             return
-        if familiar.has_graph(roots, looked=self.looked == self.steps):
+        if familiar.has_graph(roots, looked=self.traits.looked == self.traits.steps):
             return
         if not familiar.full:
             raise Retry("inspection")
-        if CHANGES not in self.doubts:
-            self.doubts += (CHANGES,)
+        if CHANGES not in self.traits.doubts:
+            self.traits.doubts += (CHANGES,)
 
     @property
     def hung(self) -> set[Hung]:
@@ -451,7 +436,7 @@ class Step(Repeatable):
         """Add the doubts about its batch that loading has shown."""
         found = self.batch.doubts if isinstance(self.batch, LazyBatch) else ()
         found += doubts_of(self.hung)
-        self.doubts += tuple(doubt for doubt in found if doubt not in self.doubts)
+        self.traits.doubts += tuple(doubt for doubt in found if doubt not in self.traits.doubts)
 
     def collect(self) -> None:
         """Add the gradients of a micro-batch to the sum."""
@@ -538,11 +523,11 @@ class Step(Repeatable):
 
         Outputs next to a loss have no layout: there the first dimension decides.
         """
-        axes = iter(self.layout or ())
+        axes = iter(self.traits.axes)
 
         def slice_rows(tensor: Tensor) -> Tensor:
             first = 0 if tensor.dim() and tensor.shape[0] == of else None
-            axis = next(axes) if self.layout else first
+            axis = next(axes) if self.traits.layout else first
             return tensor if axis is None else tensor.narrow(axis, begin, size)
 
         return pytree.map_tensors(slice_rows, outputs)

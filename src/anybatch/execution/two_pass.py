@@ -71,7 +71,7 @@ def gather(step: Step) -> Tensor:
         step.begin_again()
         first = FirstPass(step, all_parts=True)
         first.run()
-    rows = step.global_batch.rows(first.outputs, first.targets, step.layout or (), step.batch.size)
+    rows = step.global_batch.rows(first.outputs, first.targets, step.traits.axes, step.batch.size)
     first.keep_own_rows(rows)
     step.agree()  # a rank without samples has drawn nothing, and takes the same loss
     if step.gradients is None or not step.batch.size:
@@ -186,7 +186,7 @@ class FirstPass:
             if not found:  # a rank without samples
                 return
             place = run.place
-            dims = list(self._step.layout or ())[place : place + len(pytree.flat(found[0]))]
+            dims = list(self._step.traits.axes)[place : place + len(pytree.flat(found[0]))]
             of_laps.append(pytree.join(found, dims, sizes=run.flat))
             del found
         self.outputs = joined(of_laps)
@@ -213,7 +213,7 @@ class FirstPass:
 
     def _check(self, run: LapRun, out: Any) -> None:
         """Run the step again where the number of outputs is not the inspected one."""
-        layout, there = self._step.layout, run.place + len(pytree.flat(out))
+        layout, there = self._step.traits.layout, run.place + len(pytree.flat(out))
         last = run.lap == self._laps[-1]
         if layout and (there != len(layout) if last else there >= len(layout)):
             raise Retry("inspection")
@@ -264,7 +264,7 @@ class Backwards:
         self._rng = rng
         self._step, self._first, self._gradients = step, first, computed.gradients
         self._before = computed.begin  # rows of ranks before this one
-        self._first_outputs = list(zip(pytree.flat(first.outputs), step.layout or (), strict=True))
+        self._first_outputs = list(zip(pytree.flat(first.outputs), step.traits.axes, strict=True))
         self._early = 0
         self._run, self._begin = first.runs[0], 0
         self._sizes: dict[int, int] = {}
@@ -418,7 +418,7 @@ def shares(
     roots, shares = [], []
     here = slice(place, place + len(tensors))
     for tensor, gradient, axis in zip(
-        tensors, gradients[here], (step.layout or ())[here], strict=True
+        tensors, gradients[here], step.traits.axes[here], strict=True
     ):
         later = axis is None and begin > 0
         if gradient is None or (later and not step.lanes):
@@ -533,9 +533,9 @@ def loss_of_all(step: Step, rows: Rows) -> LossGradients:
         )
     into = None if rows.leads or own else [leaf for leaf in leaves if leaf.requires_grad]
     check_trains(step.pull([loss], step.scaled([torch.ones_like(loss)]), into))
-    if step.mixed and len(leaves) == len(step.layout or ()):
+    if step.traits.mixed and len(leaves) == len(step.traits.axes):
         paths = [path for path, _ in pytree.tensors(outputs, "outputs")]
-        refuse_trained(paths, [leaf.grad is not None for leaf in leaves], step.mixed)
+        refuse_trained(paths, [leaf.grad is not None for leaf in leaves], step.traits.mixed)
     return LossGradients(loss.detach(), [leaf.grad for leaf in leaves], 0 if own else rows.begin)
 
 

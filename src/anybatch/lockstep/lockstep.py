@@ -163,7 +163,7 @@ class LockstepState:
         if not self._step.batch.size:
             return made_up(self._step.batch, 1)
         micro = next(self._feed)
-        return copied(micro) if self._step.copies else micro
+        return copied(micro) if self._step.traits.copies else micro
 
     def lose(self, lane: int, outputs: Any, micro: MicroBatch) -> tuple[list[Tensor], list[Tensor]]:
         """Return the roots of a lane's backward, and their gradients."""
@@ -242,9 +242,9 @@ class LockstepState:
         step = self._step
         outputs, targets, sizes = (list(found) for found in zip(*parts, strict=True))
         step.check_structure(outputs[0])
-        joined = pytree.join(outputs, list(step.layout or ()), sizes=sizes)
+        joined = pytree.join(outputs, list(step.traits.axes), sizes=sizes)
         aims = pytree.join(targets, sizes=sizes, name="targets")
-        rows = step.global_batch.rows(joined, aims, step.layout or (), step.batch.size)
+        rows = step.global_batch.rows(joined, aims, step.traits.axes, step.batch.size)
         del joined, aims
         if step.gradients is None:
             self._coupled = value_of_all(step, rows)

@@ -85,7 +85,7 @@ def seconds(
                 else None
             )
             step = make_step(case, link_to(case.device), n, gradients, 1)
-            step.layout, step.copies = inspection.layout, inspection.copies
+            step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
             step.discover = discoverer(step, before)
             step.offloader, step.coupled = offload, inspection.coupled and not single
             (micro,) = step.feed()

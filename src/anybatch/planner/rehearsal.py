@@ -31,7 +31,7 @@ from anybatch.core.norm import NonReducingNorms, RefusedNorms, counters
 from anybatch.core.python_state import PythonState, rehearse_difference
 from anybatch.core.retry import Retry
 from anybatch.core.transaction import Before, no_optimizer_step, uninterrupted
-from anybatch.distributed.local_batch import AbsentRanks, Rows
+from anybatch.distributed.local_batch import AbsentRanks, Layout, Rows
 from anybatch.errors import LossError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.discover import discoverer
@@ -47,7 +47,7 @@ from anybatch.execution.inspection import (
 )
 from anybatch.execution.prefetch import DeviceLink
 from anybatch.execution.signature import MICRO_BATCHES, Case, Claiming, bytes_of, first_rows
-from anybatch.execution.step import Layout, MicroBatchOffloader, Step
+from anybatch.execution.step import MicroBatchOffloader, Step
 from anybatch.execution.streaming import Lap, Parts, feed, laps, stream, undivided
 from anybatch.execution.two_pass import COUPLED, loss_of_all, pull, shares, value_of_all
 from anybatch.lockstep.batchnorm import batch_norm
@@ -157,7 +157,7 @@ def divided(
     with metered(case) as (meter, before):
         gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
         step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
-        step.layout, step.copies = inspection.layout, inspection.copies
+        step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
         step.offloader = None if sends is None else sends(meter)
         with torch.set_grad_enabled(case.trains):
@@ -204,7 +204,7 @@ def watch_loss(case: Case, inspection: Inspection) -> Inspection:
     tried = replace(case, rows=rows, size=rows.size)
     with metered(case) as (meter, _), torch.no_grad():
         step = make_step(tried, Claiming(case.device, meter), min(WATCHED, rows.size), None, 1)
-        step.layout, step.copies = inspection.layout, inspection.copies
+        step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
         coupled = not streams(step)
         (micro,) = step.feed()
         targets = [t for _, t in pytree.tensors(rows.targets)]
@@ -235,7 +235,7 @@ def entries(case: Case, n: int, inspection: Inspection) -> int:
     with metered(case) as (meter, before):
         gradients = Gradients(case.leaves)
         step = make_step(case, Claiming(case.device, meter), n, gradients, 1)
-        step.layout, step.copies = inspection.layout, inspection.copies
+        step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
         with torch.enable_grad():
             (micro,) = step.feed()
@@ -317,7 +317,7 @@ def _gathered(step: Step, case: Case, around: Around) -> None:
 
 def _rows_of_all(step: Step, outputs: Any, size: int) -> Any:
     """Return outputs of `size` samples like those of a few."""
-    axes = iter(step.layout or ())
+    axes = iter(step.traits.axes)
 
     def grown(tensor: Tensor) -> Tensor:
         axis, shape = next(axes), list(tensor.shape)

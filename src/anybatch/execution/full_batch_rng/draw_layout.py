@@ -34,6 +34,7 @@ from anybatch.core.modules import call_model
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import PythonState, places
 from anybatch.core.rng import RNGState
+from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, NotExactError
 from anybatch.execution.full_batch_rng.kernels import (
     WAY_OUT,
@@ -53,7 +54,7 @@ from anybatch.execution.inspection import (
     turned,
     two_sizes,
 )
-from anybatch.execution.step import NO_GRAPH, Layout, Step, copied
+from anybatch.execution.step import NO_GRAPH, Step, copied
 
 FEW = 8
 """Rows from which layouts are learnt, or fewer if there are fewer; more if the model needs them."""
@@ -198,7 +199,7 @@ class Lesson:
         self._start.put_back()
         try:
             with mode:
-                inputs = (copied(micro) if step.copies else micro).inputs
+                inputs = (copied(micro) if step.traits.copies else micro).inputs
                 outputs = step.loss.run(partial(call_model, step.model, inputs), inputs)
             return DrawnForward(mode.draws, outputs, RNGState.now())
         finally:
@@ -240,8 +241,8 @@ class Lesson:
 
     def _layout(self, first: DrawnForward, second: DrawnForward) -> Layout:
         step = self._step
-        if step.layout:
-            return step.layout
+        if step.traits.layout:
+            return step.traits.layout
         n, m = self._full.size, self._part.size
         if step.loss.takes_outputs:
             return layout_of(first.outputs, second.outputs, n, m)
