@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,11 +26,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import Library, get_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.conv.algorithms import LAYOUTS
 from anybatch.conv.divide import Key
 from anybatch.conv.problem import Kernel, Problem
+from anybatch.core.modules import DispatchMode
 from anybatch.core.pytree import tensors
 from anybatch.memory.fakes import interrupted_between_functions
 from anybatch.memory.meter import within_kernel
@@ -389,7 +389,7 @@ ROWS = 2
 """Samples with which a model's kernels are recorded: one may be laid out in another way."""
 
 
-class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KernelRecorder(DispatchMode):
     """Dispatch mode that records the convolution kernels called inside it.
 
     Args:
@@ -400,10 +400,8 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keys: kernels and their samples, how often each was called.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, model: nn.Module | None = None, samples: int = 1) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.keys: dict[Key, int] = {}
         self._layers: dict[Problem, dict[str, None]] = {}
         self._model, self._samples, self._now = model, samples, ""
@@ -441,13 +439,7 @@ class KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooks.clear()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a kernel, and run it."""
         for key in kernels_of(func._schema.name, args):
             self.keys[key] = self.keys.get(key, 0) + 1

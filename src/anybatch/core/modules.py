@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Modules = list[tuple[str, nn.Module]]
 """``(path, module)``, each module once, parents before children; the model's own path is ""."""
@@ -253,10 +254,26 @@ def ends_in(node: Any) -> bool:
     return name_of(node) == "torch::autograd::AccumulateGrad"
 
 
-# Complete the arguments that torch passes to a function mode.
+# Modes: the class of our dispatch modes, and the arguments that torch passes to a function mode.
 #
 # ``F.l1_loss(input, target, weight=w)`` reaches a mode without its weight (torch 2.6 to 2.14): with
 # any mode on, the loss would be another one. The frame of the function still has it.
+
+
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Dispatch mode with types; operators that take functions run under it, too.
+
+    Each subclass has a `__torch_dispatch__` of its own, and none here calls a method of it: frames
+    tell who reads a size and where a draw is made, and one more of ours would be among them.
+    """
+
+    supports_higher_order_operators = True
+
+    if TYPE_CHECKING:  # torch's have no types
+
+        def __init__(self) -> None: ...
+        def __init_subclass__(cls, **options: Any) -> None: ...
+
 
 NEAR = 6
 """Frames between a mode and the function that called it."""

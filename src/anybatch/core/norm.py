@@ -68,13 +68,7 @@ class Norms(TorchFunctionMode):
     def counts(self, counter: Tensor) -> bool:
         """Say whether a counter of forwards moves now."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Intercept normalisation and counting; run all other functions unchanged."""
         kwargs = keywords(func, kwargs)
         if func is F.batch_norm:

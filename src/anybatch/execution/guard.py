@@ -9,16 +9,14 @@ that two runs can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core import pytree
-from anybatch.core.modules import storage_of
+from anybatch.core.modules import DispatchMode, storage_of
 from anybatch.core.norm import refuse
 from anybatch.errors import NotExactError
 from anybatch.execution.step import Step
@@ -35,7 +33,7 @@ TRAINING_FLAG = {
 UPDATES = "aten::_batch_norm_with_update"
 
 
-class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Guard(DispatchMode):
     """Watch the kernels of a forward pass.
 
     Attributes:
@@ -45,10 +43,8 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         NotExactError: from a kernel that a split batch cannot have.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, step: Step) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.own_rng = False
         self._local = step.batchnorm == "local"
         self._names = {
@@ -57,13 +53,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if (place := _place(parameter)) is not None
         }
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Check one kernel call, and run it; a dropout kernel drops nothing."""
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)

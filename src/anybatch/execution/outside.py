@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as of_all
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core import pytree
+from anybatch.core.modules import DispatchMode
 from anybatch.core.python_state import HOOKS, LIBRARIES, Attributes, names_of
 from anybatch.errors import LossError
 from anybatch.execution.proof.follow import Follow
@@ -458,7 +459,7 @@ def _installed(name: str) -> bool:
 #     what its closure holds                         the same for all micro-batches, in each step
 
 
-class CapturedSamples(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class CapturedSamples(DispatchMode):
     """Dispatch mode that records each kernel of a function, and sample tensors not passed to it.
 
     Args:
@@ -470,21 +471,17 @@ class CapturedSamples(TorchDispatchMode):  # type: ignore[no-untyped-call]
             none, and where forward is not followed.
     """
 
+    supports_higher_order_operators = False
+
     def __init__(self, leaves: Iterable[Tensor], did: list[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.found: tuple[int, ...] | None = None
         self._did = did
         self._own = {id(one): weakref.ref(one) for one in leaves}  # or all of it would stay
         modes = _get_current_dispatch_mode_stack()
         self._follow = next((mode for mode in modes if isinstance(mode, Follow)), None)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel."""
         kwargs = kwargs or {}
         self._did.append((func, scalars(func, args, kwargs)))

@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics import Metric
 
 from anybatch.core import pytree
 from anybatch.core.accelerator import wide
 from anybatch.core.barrier import looks_here
+from anybatch.core.modules import DispatchMode
 from anybatch.core.python_state import names_of
 from anybatch.errors import LossError
 from anybatch.loss.traced import TracedModel, TracedOutputs
@@ -51,7 +51,7 @@ class SkippedError(LossError):
     """Raised where ``training_step`` returned None, which skips a batch."""
 
 
-class Untouched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Untouched(DispatchMode):
     """Dispatch mode in which nothing may be computed."""
 
     def __torch_dispatch__(self, *_arguments: Any, **_named: Any) -> Any:
@@ -67,7 +67,7 @@ def skips(step: Callable[..., Any], *arguments: Any) -> bool:
     no kernel runs: then this call is equal to Lightning's own.
     """
     try:
-        with Untouched():  # type: ignore[no-untyped-call]
+        with Untouched():
             return step(*arguments) is None
     except SkippedError:
         return False

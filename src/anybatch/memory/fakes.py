@@ -16,7 +16,7 @@ import logging
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper
@@ -191,13 +191,7 @@ class _Listens(TorchFunctionMode):
         super().__init__()
         self._held = held
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._held.let_through()
         if func in BY_NUMBER:
             raise NotImplementedError(f"{func.__name__} reads numbers, and there are none")

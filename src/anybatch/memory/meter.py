@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from anybatch.core.modules import local
+from anybatch.core.modules import DispatchMode, local
 from anybatch.core.optimizers import rounding
 from anybatch.memory.ledger import Timeline, record
 
@@ -45,7 +45,7 @@ DEVICE = torch.ops.prim.device.default
 """Asks a fake where it is, which torch does more often than all else; nothing is computed."""
 
 
-class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Meter(DispatchMode):
     """Count live bytes on one device inside ``with meter:``.
 
     Made under a fake mode it counts fakes too; elsewhere they hold nothing.
@@ -66,8 +66,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         >>> meter.peak
     """
 
-    supports_higher_order_operators = True
-
     def __init__(
         self,
         device: torch.device,
@@ -75,7 +73,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         *,
         spare: int = 0,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.live = self.peak = 0
         self._device, self._spare, self._grain = device.type, spare, rounding(device)
         self._events: list[str] = []
@@ -129,13 +127,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         spans = [(s.owner, s.size, s.first, now if s.end is None else s.end) for s in self._spans]
         return record(spans, self._events, owners, grain=self._grain)
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel, and count its results."""
         kwargs = kwargs or {}
         if self._inside or func is DEVICE:  # a kernel made of kernels, or none

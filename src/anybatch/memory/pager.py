@@ -27,8 +27,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybatch.core.modules import DispatchMode
 from anybatch.core.plan_sections import Capacity, LockstepLimits
 from anybatch.memory.lockstep_budget import in_segment
 from anybatch.memory.meter import Meter, tensors_in
@@ -374,17 +374,15 @@ class KernelObserver(Protocol):
         """Make a storage resident, and stop tracking it: another owner moves it from now on."""
 
 
-class Paging(TorchDispatchMode):
+class Paging(DispatchMode):
     """Dispatch mode that makes operands of kernels resident, and registers their results.
 
     Args:
         pager: the pager that does it.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, pager: KernelObserver) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._pager = pager
         self._writes: dict[Any, bool] = {}
 
@@ -397,13 +395,7 @@ class Paging(TorchDispatchMode):
         """Return False to omit the guard against compilation; compiled models are refused."""
         return False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make a kernel's operands resident, run it, and register its results."""
         writes = self._writes.get(func)
         if writes is None:

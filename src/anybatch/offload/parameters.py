@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.core import optimizers
 from anybatch.core.hooks import service
-from anybatch.core.modules import keywords
+from anybatch.core.modules import DispatchMode, keywords
 from anybatch.core.norm import ESCAPES
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
@@ -110,7 +110,7 @@ class PagedModel:
             self._removers.popitem()[1]()
 
 
-class _PageInMode(TorchDispatchMode):
+class _PageInMode(DispatchMode):
     """Has the operands of every kernel brought in before it runs.
 
     Args:
@@ -120,10 +120,8 @@ class _PageInMode(TorchDispatchMode):
         pages: the same; read by forecasts (`anybatch.memory.fakes`).
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, pages: Pages) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.pages = pages
         self._writes: dict[Any, _Writes] = {}
 
@@ -132,13 +130,7 @@ class _PageInMode(TorchDispatchMode):
         """Disable the guard against compilation: compiled code runs eagerly here."""
         return False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Bring in the storages of a kernel, and run it; torch refuses views of no memory."""
         kwargs = kwargs or {}
         if func not in self._writes:
@@ -208,13 +200,7 @@ class _Addresses(TorchFunctionMode):
     def __init__(self, pages: Pages) -> None:
         self._pages = pages
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make tensors permanently resident for a function that requests their address."""
         if func in ESCAPES:
             with torch._C.DisableTorchFunction():

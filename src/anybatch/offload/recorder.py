@@ -8,7 +8,7 @@ sums are counted: storages that may move while forward uses them, and the rest.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from time import perf_counter
@@ -44,7 +44,7 @@ class ExcludedWork:
         self.before = self.most = before
 
 
-class StepRecorder(Meter):  # type: ignore[no-untyped-call]
+class StepRecorder(Meter):
     """Records a step while everything is offloaded as soon as possible.
 
     Args:
@@ -189,13 +189,7 @@ class StepRecorder(Meter):  # type: ignore[no-untyped-call]
             remakes=remakes,
         )
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel, and count."""
         if func._schema.is_mutable and not torch.is_grad_enabled():
             self._behind = self._behind or any(map(_is_result, tensors_in((args, kwargs))))

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core import pytree
 from anybatch.core.absent import enough
 from anybatch.core.batch import count_micro_batches
+from anybatch.core.modules import DispatchMode
 from anybatch.core.optimizers import allocated, rounded, rounding
 from anybatch.core.plan import OffloadPlan
 from anybatch.core.plan_sections import Candidate, Memory
@@ -425,7 +425,7 @@ class WidthRecorder:
         self.sizes.append(size)
 
 
-class KernelBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class KernelBytes(DispatchMode):
     """Dispatch mode that records the bytes that each kernel needs and makes.
 
     Args:
@@ -436,21 +436,13 @@ class KernelBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         makes: the most bytes that one has made.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, meter: Meter) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.needs = self.makes = 0
         self._meter = meter
         self._made: dict[int, int] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():

@@ -115,7 +115,7 @@ def _alike(foreseen: Forecast, case: Case) -> bool:
     return not half and not torch.is_autocast_enabled(case.device.type)
 
 
-class Touching(Paging):  # type: ignore[no-untyped-call]
+class Touching(Paging):
     """Dispatch mode that records the untouched bytes after every kernel.
 
     Args:
@@ -135,13 +135,7 @@ class Touching(Paging):  # type: ignore[no-untyped-call]
         self.untouched: dict[int, int] = {}
         self.most = self.makes = self.outside = 0
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel."""
         before = self._meter.live
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -307,13 +307,7 @@ class _Reads(TorchFunctionMode):
         super().__init__()
         self.places: set[str] = set()
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in READS:
             frame = sys._getframe(1)
             while frame.f_back and "/torch/" in frame.f_code.co_filename:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core import accelerators, modules, pytree
 from anybatch.core.batch import MicroBatch, made_up
-from anybatch.core.modules import call_model
+from anybatch.core.modules import DispatchMode, call_model
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import PythonState, places
 from anybatch.core.rng import RNGState
@@ -307,7 +306,7 @@ class Mark(NamedTuple):
     salt: int
 
 
-class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Learning(DispatchMode):
     """Dispatch mode that records draws of unknown layout, for its rows or a few more.
 
     Args:
@@ -318,8 +317,6 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
         mark: the change of one of these.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(
         self,
         shared: SharedDraws,
@@ -328,19 +325,13 @@ class Learning(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fitted: dict[int, Law],
         mark: Mark | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.draws: list[EncounteredDraw] = []
         self._shared, self._rows, self._among = shared, rows, among
         self._fitted, self._mark = fitted, mark
         self._numbers: dict[tuple[int, ...], int] = {}
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel, and note it if it draws."""
         kwargs, category = kwargs or {}, category_of(func)
         if not category:

@@ -16,18 +16,17 @@ of the entry, or the rows of other micro-batches would be needed:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.accelerator import of
 from anybatch.core.accelerators import random_states
-from anybatch.core.modules import in_training
+from anybatch.core.modules import DispatchMode, in_training
 from anybatch.errors import NotExactError
 from anybatch.execution.full_batch_rng.law import (
     Law,
@@ -338,26 +337,18 @@ def refuse_scripted(model: nn.Module) -> None:
 # Bytes of the draws of a forward, from which a plan forecasts full-batch draws.
 
 
-class Weighing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Weighing(DispatchMode):
     """Note the bytes that each draw takes while it is made.
 
     Attributes:
         bytes: of the draws, in order.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.bytes: list[int] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel."""
         kwargs, category = kwargs or {}, category_of(func)
         if category not in ("", "unknown"):

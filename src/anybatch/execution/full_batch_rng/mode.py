@@ -25,9 +25,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.batch import MicroBatch
+from anybatch.core.modules import DispatchMode
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
@@ -46,17 +46,15 @@ T = TypeVar("T")
 NOWHERE = Pattern((), ())
 
 
-class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FullBatchRNG(DispatchMode):
     """Dispatch mode of full-batch draws, for a micro-batch's forward, loss and backward.
 
     Args:
         shared: of the step.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, shared: SharedDraws) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.shared = shared
         self.rows = RowRange(0, shared.size, shared.size)
         self._on = 0
@@ -140,13 +138,7 @@ class FullBatchRNG(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.shared.end is not None:
             self.shared.end.put_back()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel; one that draws, for the full batch."""
         kwargs = kwargs or {}
         category = category_of(func)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core.barrier import Site, samples_here
-from anybatch.core.modules import Modules, keywords, walk
+from anybatch.core.modules import DispatchMode, Modules, keywords, walk
 from anybatch.core.norm import NonReducingNorms, counters
 from anybatch.core.python_state import PythonState
 from anybatch.core.rng import RNGState
@@ -105,13 +105,7 @@ class _Functions(TorchFunctionMode):
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self.backward = False
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = keywords(func, kwargs)
         name, arguments = getattr(func, "__name__", ""), (args, kwargs)
         name = PROPERTIES.get(func, name) if name == "__get__" else name
@@ -188,24 +182,16 @@ def _casts(x: Any, result: Any) -> bool:
     return isinstance(x, Tensor) and isinstance(result, Tensor) and x.dtype != result.dtype
 
 
-class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    supports_higher_order_operators = True
-
+class _Numbers(DispatchMode):
     def __init__(
         self, record: CallTrace, path: Callable[[], str], values: Iterator[Any], *, singles: bool
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._trace, self._path, self._values = record, path, values
         self._singles = singles
         self.backward = False
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.name == "aten::_local_scalar_dense":
             value = next(self._values, None)

@@ -9,7 +9,7 @@ that each call of batch normalisation holds.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.core.barrier import samples_here
-from anybatch.core.modules import name_of
+from anybatch.core.modules import DispatchMode, name_of
 from anybatch.core.norm import counters
 from anybatch.core.rng import torch_state
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
@@ -195,7 +195,7 @@ class Notes:
         return self.sizes or bool(calls)
 
 
-class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Follow(DispatchMode):
     """Follow samples in the body.
 
     Args:
@@ -218,8 +218,6 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
             these are a loss inside a model, which is traced.
     """
 
-    supports_higher_order_operators = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -229,7 +227,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fewer: int = 0,
         guard: AbstractContextManager[Any] | None = None,
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.masks, self.notes, self.backward = masks, Notes(), False
         self.called = self.singles = self.checks = self._packed = False
         self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
@@ -283,13 +281,7 @@ class Follow(TorchDispatchMode):  # type: ignore[no-untyped-call]
         cut = bool((mask & CUT).any())
         self.notes.norms.append(NormCall(self.path, rows, cut, x.numel() // channels))
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a kernel, and note the masks of its results."""
         kwargs = kwargs or {}
         schema = getattr(func, "_schema", None)

@@ -95,13 +95,7 @@ class Reads(TorchFunctionMode):
         self._follow = follow
         self._weights = {id(one) for one in follow.weights()}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the sizes and numbers that one call reads, and run it."""
         kwargs = keywords(func, kwargs)
         if func in SIZES and not (args and id(args[0]) in self._weights):
@@ -405,13 +399,7 @@ class Longer(TorchFunctionMode):
         super().__init__()
         self._fill = fill
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pad one step more."""
         kwargs = keywords(func, kwargs)
         if getattr(func, "__name__", "") != PADS or not as_long_as_the_longest(args):
