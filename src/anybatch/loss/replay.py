@@ -15,7 +15,7 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -33,7 +33,8 @@ from anybatch.core import pytree
 from anybatch.loss import functionals
 from anybatch.loss.base import Part, Total
 from anybatch.loss.holders import ATOMS, same_value
-from anybatch.loss.trace import Term
+from anybatch.loss.model_terms import Recipe, Recipes, touches
+from anybatch.loss.trace import LossTrace, Term
 
 LOSSES = torch_losses.__name__
 ORIGINALS = {name: one for name, one in vars(F).items() if inspect.isfunction(one)}
@@ -44,7 +45,7 @@ STRAIGHT = frozenset(
     "RETURN_CONST LOAD_CONST LOAD_SMALL_INT LOAD_FAST LOAD_FAST_BORROW LOAD_FAST_LOAD_FAST "
     "LOAD_FAST_BORROW_LOAD_FAST_BORROW STORE_FAST STORE_FAST_STORE_FAST STORE_FAST_LOAD_FAST "
     "LOAD_DEREF LOAD_GLOBAL LOAD_ATTR LOAD_METHOD CALL CALL_KW BINARY_OP BINARY_SUBSCR "
-    "UNARY_NEGATIVE BUILD_TUPLE UNPACK_SEQUENCE SWAP COPY".split()
+    "UNARY_NEGATIVE BUILD_SLICE BINARY_SLICE BUILD_TUPLE UNPACK_SEQUENCE SWAP COPY".split()
 )
 """Instructions that read and compute; none jumps, and none writes but to a local name."""
 NAMES = (
@@ -180,6 +181,46 @@ def _add_form(tree: Any, found: list[Any]) -> bool:
     return type_ in ATOMS
 
 
+class RecipeTrace(LossTrace):
+    """Trace that records the computation of tensors from outputs and targets, too."""
+
+    def __init__(self, outputs: Any, targets: Any, size: int, device: torch.device) -> None:
+        super().__init__(outputs, targets, size, device)
+        self.recipes = Recipes((outputs[0], targets))
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run `func`, and record it."""
+        result = super().call(func, args, kwargs)
+        if touches(func):
+            self.recipes.follow(func, args, kwargs, result)
+        return result
+
+
+Sources = list[dict[str, Recipe]]
+"""For each term, the computation of its arguments from the tensors of outputs and targets."""
+
+
+def recipes_of(
+    terms: Sequence[tuple[float, Term]], trace: LossTrace, values: list[Any]
+) -> Sources | None:
+    """Return the computation of all arguments of terms; None where it is unknown.
+
+    Args:
+        terms: with their weights.
+        trace: in which they were called.
+        values: read by the loss, which are arguments without a computation.
+    """
+    assert isinstance(trace, RecipeTrace)
+    fixed, found = {id(one) for one in values}, []
+    for _, term in terms:
+        tensors = {n: a for n, a in term.arguments.items() if isinstance(a, Tensor)}
+        recipes = {n: trace.recipes.of(a) for n, a in tensors.items() if id(a) not in fixed}
+        found.append({n: recipe for n, recipe in recipes.items() if recipe is not None})
+        if len(found[-1]) < len(recipes):
+            return None
+    return found
+
+
 @dataclass(frozen=True)
 class ReplayedCall:
     """One call of a functional in a loss.
@@ -187,20 +228,24 @@ class ReplayedCall:
     Attributes:
         weight: c of the term.
         term: the call for the full batch, without data.
-        places: of the arguments that are rows, among all tensors of outputs and targets.
+        places: arguments that are tensors of outputs or targets, by their places among these.
+        recipes: arguments that are computed from these tensors.
         divides: the sum is divided by a count.
     """
 
     weight: float
     term: Term
-    places: tuple[tuple[str, int], ...]
+    places: dict[str, int]
+    recipes: dict[str, Recipe]
     divides: bool
 
-    def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+    def arguments(self, tensors: list[Tensor]) -> dict[str, Any]:
         """Return the arguments of the call on other rows."""
         arguments = self.term.arguments.copy()
-        for name, place in self.places:
+        for name, place in self.places.items():
             arguments[name] = tensors[place]
+        for name, recipe in self.recipes.items():
+            arguments[name] = recipe.made(tensors)
         return arguments
 
 
@@ -210,36 +255,32 @@ class Replay:
     Args:
         values: read by the loss beside its arguments.
         terms: with their weights, as called with rows without data.
-        rows: these: outputs and targets.
+        sources: of their arguments.
+        outputs: of these rows.
         trace: of the same call.
 
     Attributes:
         forms: of the rows that were compared with the full batch.
-        separate: every argument is a tensor of the rows, or one that the loss reads.
+        name: of the loss.
     """
 
     def __init__(
         self,
         values: list[Any],
         terms: Sequence[tuple[float, Term]],
-        rows: tuple[Any, Any],
+        sources: Sources,
+        outputs: Any,
         trace: Any,
     ) -> None:
-        self._values = values
-        self._outputs = pytree.flat(rows[0])
-        every = [*self._outputs, *pytree.flat(rows[1])]
-        tensors = {id(one): place for place, one in enumerate(every)}
-        fixed = {id(one) for one in values}
         self.forms: set[Any] = set()
-        self.separate, self._calls = True, []
+        self.name = " + ".join(dict.fromkeys(term.name for _, term in terms))
+        self._values, self._outputs, self._calls = values, pytree.flat(outputs), []
         trace = replace(trace, replay=self)
-        for weight, term in terms:
-            found = {n: id(a) for n, a in term.arguments.items() if isinstance(a, Tensor)}
-            self.separate &= all(one in tensors or one in fixed for one in found.values())
-            places = tuple((n, tensors[one]) for n, one in found.items() if one in tensors)
-            self._calls.append(
-                ReplayedCall(weight, replace(term, trace=trace), places, term.divides)
-            )
+        for (weight, term), recipes in zip(terms, sources, strict=True):
+            places = {n: one.args[0] for n, one in recipes.items() if one.function is None}
+            made = {n: one for n, one in recipes.items() if one.function is not None}
+            own = replace(term, trace=trace)
+            self._calls.append(ReplayedCall(weight, own, places, made, own.divides))
 
     def holds(self, values: list[Any]) -> bool:
         """Say whether nothing that the loss reads has changed."""

@@ -28,7 +28,15 @@ from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.oom import out_of_memory
 from anybatch.core.retry import Retry
 from anybatch.loss.base import Loss, Part, Scope, Total, call_loss, scalar
-from anybatch.loss.replay import SUSPENDED, Replay, Replays, form_of, read_values
+from anybatch.loss.replay import (
+    SUSPENDED,
+    RecipeTrace,
+    Replay,
+    Replays,
+    form_of,
+    read_values,
+    recipes_of,
+)
 from anybatch.loss.trace import LossTrace, Numerators, Term, same_calls
 
 Weighted = list[tuple[float, Term]]
@@ -109,7 +117,7 @@ class CallableLoss(Loss):
         self._missed += 1
         if form is None or totals is None or self._missed > MISSED:
             return totals
-        replay = self._replay(totals, values)
+        replay = self._replay(totals, values, scope.first.size)
         if replay is None:
             return totals
         if len(self._replays) > MANY:
@@ -117,19 +125,30 @@ class CallableLoss(Loss):
         self._replays[key] = replay
         return replay.totals(batch.targets)
 
-    def _replay(self, totals: list[Total], values: list[Any]) -> Replay | None:
-        """Return the replay of a loss; None where an argument of a functional is computed first."""
+    def _replay(self, totals: list[Total], values: list[Any], n: int) -> Replay | None:
+        """Return the replay of a loss; None where an argument cannot be computed again.
+
+        Args:
+            totals: of the full batch.
+            values: read by the loss beside its arguments.
+            n: samples of a micro-batch: computed with the same numbers, or not replayed.
+        """
         terms = [(total.weight, total.term) for total in totals if total.term is not None]
         trace: FullBatchTrace = terms[0][1].trace
         size = trace.key[0]
         rows = trace.rows(size)
-        found = self._watch(*rows, trace, size)
-        if found is None or not same_calls(found[1], trace.loss_trace):
+        found, part = (
+            self._watch(*one, trace, count, mode=RecipeTrace)
+            for one, count in ((rows, size), (trace.rows(n), n))
+        )
+        if found is None or part is None or not same_calls(found[1], trace.loss_trace):
             return None
         calls = [(weight, term) for (weight, _), (_, term) in zip(terms, found[0], strict=True)]
+        sources = recipes_of(*found, values)
+        if sources is None or sources != recipes_of(*part, values):
+            return None
         trace = replace(trace, terms=found[0], loss_trace=found[1])
-        replay = Replay(values, calls, rows, trace)
-        return replay if replay.separate else None
+        return Replay(values, calls, sources, rows[0], trace)
 
     def _traced(self, scope: Scope) -> list[Total] | None:
         """Return the terms of the full batch's loss, traced without data."""
@@ -171,11 +190,9 @@ class CallableLoss(Loss):
             Retry: it is another function of these samples than of the full batch, or fails
                 on them (``squeeze()`` of a single sample).
         """
-        outside, term = sys.exception(), totals[0].term
-        trace = None if term is None else term.trace
-        replay: Replay | None = None if trace is None or SUSPENDED[0] else trace.replay
+        outside, replay = sys.exception(), _replay_of(totals)
         try:
-            if replay is None:
+            if replay is None or SUSPENDED[0]:
                 return self._called(outputs, micro, totals)
             form = form_of(outputs, micro.targets)
             if form in replay.forms:
@@ -204,6 +221,11 @@ class CallableLoss(Loss):
         if not same or (trace is not None and not self._is_part(trace, outputs, micro)):
             raise Retry("coupled")
         return [Part(term.numerator, term.denominator) for term in mode.found]
+
+    def describe(self, totals: list[Total]) -> str:
+        """Return the loss in words."""
+        replay = _replay_of(totals)
+        return super().describe(totals) if replay is None else replay.name
 
     def functions(self) -> tuple[Any, ...]:
         """Return the callable."""
@@ -313,11 +335,13 @@ class CallableLoss(Loss):
         of: Scope | FullBatchTrace,
         size: int,
         recorded: StandInReads | None = None,
+        *,
+        mode: type[LossTrace] = LossTrace,
     ) -> tuple[Weighted, LossTrace] | None:
         """Return the terms for `size` samples; with stand-ins, where reads are recorded."""
         device = of.device if isinstance(of, FullBatchTrace) else _device_of(of.outputs)
         with unset_fake_temporarily():
-            loss_trace = LossTrace((outputs, of.layout), targets, size, device)
+            loss_trace = mode((outputs, of.layout), targets, size, device)
             if recorded is not None:
                 outputs, targets = (
                     unread(outputs, recorded.outputs),
@@ -330,6 +354,12 @@ class CallableLoss(Loss):
             except Exception:  # whatever it did with data that is not there: not known
                 return None
             return None if found is None else (found, loss_trace)
+
+
+def _replay_of(totals: list[Total]) -> Replay | None:
+    """Return the replay of terms; None where the loss was called for them."""
+    term = totals[0].term if totals else None
+    return None if term is None or term.trace is None else term.trace.replay
 
 
 class Rehearsed(CallableLoss):

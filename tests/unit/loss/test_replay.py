@@ -73,6 +73,9 @@ REPLAYED: dict[str, Any] = {
     "partial": partial(F.cross_entropy, ignore_index=1),
     "two terms": weighted,
     "closure": closing(WEIGHT),
+    "reshaped": lambda out, y: F.cross_entropy(out.view(-1, out.size(-1)), y.flatten()),
+    "sliced": lambda out, y: F.mse_loss(out[:, 1:], out.detach()[:, :-1].sigmoid()),
+    "target of the type": lambda out, y: F.mse_loss(out[:, 0], y.double() / 2),
     "module in a closure": twice(nn.CrossEntropyLoss()),
 }
 TRACED: dict[str, Any] = {
@@ -111,6 +114,27 @@ def test_a_later_step_is_replayed_and_exact(name: str, monkeypatch: pytest.Monke
         want = undivided(model, loss, *inputs)
         assert_exact(state_of(model, engine.backward(*inputs)), want)
         assert found == ([4] if seed == 0 else [4, 4, 3])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda out, y: F.cross_entropy(out.view(len(y), -1), y),
+        lambda out, y: F.mse_loss(out * (y.dim() / len(y)), out.detach()),
+        lambda out, y: F.nll_loss(F.log_softmax(out, 1), y),
+    ],
+)
+def test_a_number_of_samples_in_an_argument_is_not_replayed(
+    loss: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = net(), counted(monkeypatch)
+    engine = Engine(model, loss, micro_batch=4)
+    for seed in range(3):
+        model.zero_grad()
+        inputs = batch(seed)
+        want = undivided(model, loss, *inputs)
+        assert_exact(state_of(model, engine.backward(*inputs)), want)
+    assert not found
 
 
 @pytest.mark.parametrize("name", TRACED)
