@@ -7,14 +7,16 @@ import json
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo  # the first optimizer would import it, and then it would not be frozen
 from hypothesis import settings
+from tests.covering import covering
 from tests.frames import roomy
 from tests.frozen import FIND, FOUND_CACHES, freeze
 
@@ -24,6 +26,8 @@ SEED = 0
 EXAMPLES = 1000
 FEW = 8
 """Cases of which none is left out; `large(few=...)` where each of them takes seconds."""
+PART = 10
+"""One case in so many is run; `large(part=...)` where there are many that take seconds each."""
 settings.register_profile("tenth", max_examples=EXAMPLES // 10, derandomize=True, deadline=None)
 settings.register_profile("soak", max_examples=EXAMPLES, derandomize=True, deadline=None)
 
@@ -39,29 +43,36 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("soak" if config.getoption("--soak") else "tenth")
     config.addinivalue_line(
         "markers",
-        "large(of, few): of the cases of a test, or of all tests `of` one name, a seeded tenth and "
-        f"not fewer than `few` ({FEW}), or all under --soak",
+        "large(of, few, part): of the cases of a test, or of all tests `of` a name, one in `part` "
+        f"({PART}), seeded, and not fewer than `few` ({FEW}), or all under --soak",
+    )
+    config.addinivalue_line(
+        "markers",
+        "product(pairs): of the cases of a test so many that each value of each parameter is among "
+        "them, and each pair of values with pairs=True, or all under --soak",
     )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what has no large count under --soak, else nine tenths of the large cases.
+    """Leave out what has no large count under --soak, else most of the large cases.
 
     These are the same ones always. Of several test processes none is to be the last by far.
     """
     if config.getoption("--soak"):
         out = [item for item in items if not _counts(item)]
     else:
-        cases: dict[tuple[str, int], list[pytest.Item]] = {}
+        cases: dict[tuple[str, int, int], list[pytest.Item]] = {}
         for item in items:
             if marker := item.get_closest_marker("large"):
-                name = marker.kwargs.get("of", item.nodeid.partition("[")[0])
-                cases.setdefault((name, marker.kwargs.get("few", FEW)), []).append(item)
+                of, few, part = map(marker.kwargs.get, ("of", "few", "part"))
+                name = of or item.nodeid.partition("[")[0]
+                cases.setdefault((name, few or FEW, part or PART), []).append(item)
         out = [
             item
-            for (name, few), every in cases.items()
-            for item in _others(every, random.Random(name), max(few, len(every) // 10))
+            for (name, few, part), every in cases.items()
+            for item in _others(every, random.Random(name), max(few, len(every) // part))
         ]
+        out += _not_covering(items)
     config.hook.pytest_deselected(items=out)
     gone = set(map(id, out))
     items[:] = [item for item in items if id(item) not in gone]
@@ -101,7 +112,23 @@ def _counts(item: pytest.Item) -> bool:
     """Say whether a test does more under --soak."""
     assert isinstance(item, pytest.Function)
     drawn = getattr(item.obj, "is_hypothesis_test", False)
-    return bool(item.get_closest_marker("large") or drawn or "counted" in item.fixturenames)
+    marked = item.get_closest_marker("large") or item.get_closest_marker("product")
+    return bool(marked or drawn or {"counted", "some"} & set(item.fixturenames))
+
+
+def _not_covering(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases of products without which each value of a parameter is still tested."""
+    products: dict[tuple[str, bool], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("product")):
+            key = item.nodeid.partition("[")[0], marker.kwargs.get("pairs", False)
+            products.setdefault(key, []).append(item)
+    out: list[pytest.Item] = []
+    for (name, pairs), every in products.items():
+        cases = [item.callspec.params for item in every]
+        kept = set(covering(cases, random.Random(name), pairs=pairs))
+        out += [item for place, item in enumerate(every) if place not in kept]
+    return out
 
 
 def _others(every: list[pytest.Item], rng: random.Random, count: int) -> list[pytest.Item]:
@@ -134,16 +161,33 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def counted(request: pytest.FixtureRequest) -> Callable[[int], int]:
-    """Return how many of `full` cases to run, all under --soak, else a tenth; and note it."""
+def counted(request: pytest.FixtureRequest) -> Callable[..., int]:
+    """Return how many of `full` cases to run, all under --soak, else one in `part`; and note it."""
     soak = bool(request.config.getoption("--soak"))
 
-    def count(full: int) -> int:
-        chosen = full if soak else max(1, full // 10)
+    def count(full: int, part: int = PART) -> int:
+        chosen = full if soak else max(1, full // part)
         request.node.user_properties.append(("counted", chosen))
         return chosen
 
     return count
+
+
+@pytest.fixture
+def some(request: pytest.FixtureRequest) -> Callable[[Sequence[Any], int], list[Any]]:
+    """Return a seeded choice of so many of some cases, all under --soak; and note how many.
+
+    Tests of one function choose others: each by its own name.
+    """
+    soak, rng = bool(request.config.getoption("--soak")), random.Random(request.node.name)
+
+    def choose(cases: Sequence[Any], few: int) -> list[Any]:
+        count = len(cases) if soak else min(few, len(cases))
+        places = sorted(rng.sample(range(len(cases)), count))
+        request.node.user_properties.append(("counted", count))
+        return [cases[place] for place in places]
+
+    return choose
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -167,7 +211,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         "cases": Counter(
             report.nodeid.partition("[")[0]
             for report in stats.get("passed", [])
-            if "large" in report.keywords and report.nodeid not in counted
+            if {"large", "product"} & set(report.keywords) and report.nodeid not in counted
         ),
         "counted": dict(sorted(counted.items())),
     }

@@ -13,7 +13,7 @@ from benchmarks.guide.draws.rows import ended, guide_draws, guide_draws_asked, g
 
 
 def test_no_draw_fails_under_the_limit(counted: Callable[[int], int]) -> None:
-    for seed in range(counted(30)):
+    for seed in range(counted(30, 15)):
         found = run.drawn(seed)
         assert ended(found) in ("in budget", "refused"), found
 

@@ -49,6 +49,7 @@ def test_amoebanet_has_as_many_parameters_as_published(
     assert round(count / 1e6, digits) == millions
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", ["group", "batch"])
 @pytest.mark.parametrize(
     ("name", "size"),

@@ -7,6 +7,7 @@ float64 (`benchmarks/mbs/adversary/judge.py`).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from benchmarks.mbs.adversary.cases import HIDINGS, MECHANISMS, SPLITS, Case, draw, parse
@@ -40,9 +41,11 @@ def test_a_loop_by_hand_is_wrong_where_samples_couple_and_right_for_the_twin() -
         assert keeps_by_hand(case, Truth(case)) is honest
 
 
-@pytest.mark.large(few=6)
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("cases", PARTS, ids=lambda cases: f"from {cases[0].seed}")
-def test_no_case_is_silently_wrong_and_no_honest_one_is_refused(cases: list[Case]) -> None:
-    found = {case: judge(case).outcome for case in cases}
+def test_no_case_is_silently_wrong_and_no_honest_one_is_refused(
+    cases: list[Case], some: Callable[..., list[Case]]
+) -> None:
+    found = {case: judge(case).outcome for case in some(cases, PART // 2)}
     assert not [c.name for c, outcome in found.items() if outcome in ("silently wrong", "crash")]
     assert not [c.name for c, outcome in found.items() if c.honest and outcome == "refused"]

@@ -162,6 +162,7 @@ def test_a_later_step_whose_micro_batches_are_ragged_is_not_shown() -> None:
         assert bool(engine.plan.exact) is shown
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("collate", [spread, mixed, counted, ranked])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_couples_items_is_refused(collate: Any, workers: int) -> None:
@@ -248,6 +249,7 @@ class Installed(Scaling):
     __module__ = "torch.utils.data"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("collate", "micro_batch"),
     [(above, 2), (above, 5), (rolled, 2), (rolled, 5), (of_one, 1), (of_one, 3)],

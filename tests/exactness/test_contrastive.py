@@ -117,6 +117,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contrastive, "SIDE", 5)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("micro_batch", [1, 8, 22])
 @pytest.mark.parametrize("variant", KINDS)
@@ -172,6 +173,7 @@ def pool() -> Iterator[Pool]:
         yield found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("micro_batch", "norm"), [(3, False), (22, False), (4, True)])
 @pytest.mark.parametrize("variant", KINDS)
 def test_negatives_are_those_of_all_ranks(
@@ -315,6 +317,7 @@ def slopes(loss: Any, pair: tuple[Tensor, Tensor], scale: float, inputs: Any) ->
     return {"loss": value.detach(), "z": z.grad, "w": w.grad, "scale": s.grad}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("ours", [at_once, in_two])
 @pytest.mark.parametrize("temperature", [1.0, 0.3, 0.1, 0.05, 0.02, 0.01, 0.005])
 def test_in_float32_it_is_as_exact_as_torch(

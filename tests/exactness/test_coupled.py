@@ -140,6 +140,7 @@ def traced_engine(model: nn.Module, **options: Any) -> Engine:
     return Engine(ears, OfModel(ears), **options)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11, 22])
 @pytest.mark.parametrize("hears", [False, True])
 @pytest.mark.parametrize("variant", EVERY)
@@ -178,7 +179,7 @@ def test_the_weights_of_micro_batches_may_be_any(variant: str) -> None:
     assert_exact(state_after(model, run), want)
 
 
-@pytest.mark.large(few=6)
+@pytest.mark.large(few=2, part=30)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_budget_is_kept(seed: int) -> None:
     """Also one in which the rows of the full batch are a large part."""
@@ -325,6 +326,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         yield found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [3, 22])
 @pytest.mark.parametrize("hears", [False, True])
 @pytest.mark.parametrize("variant", EVERY)

@@ -113,6 +113,7 @@ CLASS = {"first": [2] * 11 + [0] * 11, "few": [0, 0, 2, 3] * 3 + [0] * 10}
 """Classes of the samples; of "few" the first look finds as many boxes in half of its rows."""
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("hears", [False, True])
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 8, 21])
 @pytest.mark.parametrize(("name", "classes"), [*((n, "first") for n in EXACT), ("boxes", "few")])
@@ -184,6 +185,7 @@ EXTRA_OUTPUTS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("normalises", [False, True])
 @pytest.mark.parametrize("micro_batch", [1, 5])
 @pytest.mark.parametrize("way", EXTRA_OUTPUTS)
@@ -330,6 +332,7 @@ REFUSED: dict[str, tuple[Forward, str]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11, 21])
 @pytest.mark.parametrize("name", REFUSED)
 def test_it_is_refused(name: str, micro_batch: int) -> None:
@@ -393,6 +396,7 @@ HOW_MANY: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("how", HOW_MANY)
 @pytest.mark.parametrize(("n", "micro_batch"), [(8, 2), (16, 4), (5, 1), (7, 3)])
 def test_how_many_samples_there_are_is_refused_next_to_rows(

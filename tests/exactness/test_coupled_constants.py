@@ -115,6 +115,7 @@ REFUSED: dict[str, tuple[Body, str]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_belongs_to_some_samples_is_refused(name: str, micro_batch: int) -> None:
@@ -153,6 +154,7 @@ HONEST = {f.__name__: f for f in (with_constants, with_weights, with_partial, wi
 HONEST |= {"with_lengths_of_all": with_lengths_of_all}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
 @pytest.mark.parametrize("name", HONEST)
 def test_constants_are_those_of_the_full_batch(name: str, micro_batch: int) -> None:

@@ -104,6 +104,7 @@ def check(model: nn.Module, loss: Any, written: Any, budget: dict[str, Any]) -> 
     assert_exact(state_after(model, divided), undivided(model, written, rows(), None))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
 @pytest.mark.parametrize("loss", [coupled, recognised])
 def test_a_model_may_differentiate(loss: Any, budget: dict[str, Any]) -> None:

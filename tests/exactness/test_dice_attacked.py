@@ -243,6 +243,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [2, 5, WIDE])
 @pytest.mark.parametrize("row", REFUSED)
 def test_what_cannot_be_drawn_for_the_full_batch_is_refused(row: str, micro_batch: int) -> None:
@@ -325,6 +326,7 @@ def test_a_declared_loss_that_draws_is_computed_on_the_full_batch() -> None:
     assert_same(in_parts(model, Loss.per_sample(each), x, y, 4, "two-pass"), want)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("row", ["heads", "flat, time first", "drop path", "coin of torch"])
 def test_what_is_checkpointed_draws_the_same_again(row: str, *, reentrant: bool) -> None:
@@ -379,6 +381,7 @@ def test_layers_left_out_by_a_coin_are_learnt_when_they_are_reached() -> None:
         assert rng_state.same_as(RNGState.now())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("variant", [Noisy, Normed])
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
 def test_evaluation_in_train_mode_draws_as_the_full_batch(variant: Any, loss: Any) -> None:
@@ -439,6 +442,7 @@ class Weak(nn.Module):
         return F.dropout(Fuse.apply(x, self.backward_fault), 0.2)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("when", [at(3), at(4), at(7), at(9), above(5), above(2)])

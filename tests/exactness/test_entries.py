@@ -82,6 +82,7 @@ def net(variant: str, *, norm: bool = False) -> nn.Module:
     return Net(ENTRIES[variant][1], norm=norm).double()
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 2, 4, 11])
 @pytest.mark.parametrize("form", ["per sample", "coupled", "lanes"])
 @pytest.mark.parametrize("inside", [True, False])
@@ -277,6 +278,7 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("inputs", "words"), REFUSED, ids=range(len(REFUSED)))
 @pytest.mark.parametrize("options", [{"micro_batch": 2}, {"memory": "1GiB"}], ids=["n", "memory"])
 def test_what_cannot_be_cut_for_certain_is_refused(

@@ -87,6 +87,7 @@ def descend(model: nn.Module) -> None:
 KINDS = ["inside", "outside", "inside with BatchNorm", "outside with BatchNorm"]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11, 22])
 @pytest.mark.parametrize("variant", KINDS)
 def test_rows_of_all_micro_batches_are_there_and_get_their_gradient(
@@ -120,7 +121,7 @@ def test_a_budget_counts_what_is_gathered() -> None:
     assert torch.allclose(found[1], loss(model(x, y)), rtol=1e-12)
 
 
-@pytest.mark.large(few=6)
+@pytest.mark.large(few=2, part=30)
 @pytest.mark.parametrize("seed", range(60))
 def test_any_budget_is_kept(seed: int) -> None:
     """Also one in which the rows of the full batch are a large part."""
@@ -238,6 +239,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         yield found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [3, 22])
 @pytest.mark.parametrize("variant", KINDS)
 def test_rows_of_all_ranks_are_there(pool: Pool, variant: str, micro_batch: int) -> None:

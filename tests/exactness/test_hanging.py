@@ -125,6 +125,7 @@ def doubt_after(engine: Engine, *batch: Any) -> str:
     return "" if engine.plan.exact else engine.plan.exact.by
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("case", OUTPUTS)
 def test_what_hangs_on_an_output_is_not_shown(case: str, micro_batch: int) -> None:

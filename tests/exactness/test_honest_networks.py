@@ -15,7 +15,7 @@ def test_there_are_many_of_them() -> None:
     assert len(SUBJECTS) >= 150
 
 
-@pytest.mark.large(few=12)
+@pytest.mark.large(few=6, part=30)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_an_honest_network_is_exact(name: str) -> None:
     row = answer(name)

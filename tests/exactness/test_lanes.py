@@ -221,6 +221,7 @@ def in_lanes(
     return got
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11])
 @pytest.mark.parametrize("row", ROWS)
 def test_a_model_with_batchnorm_gets_the_gradient_of_the_full_batch(
@@ -301,6 +302,7 @@ def test_lanes_keep_to_the_budget_and_are_exact_in_it(row: str) -> None:
         assert_exact(in_budget(model, loss, x, y, memory.floor + 4096), want)
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("budget", [500, 700, 1024, 1500, 2048])
 def test_few_ragged_lanes_keep_to_the_budget_in_every_step(budget: int) -> None:
     """Five lanes held up to 14 % more: what the running one did not need was lent to others."""

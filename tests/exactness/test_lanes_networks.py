@@ -95,6 +95,7 @@ def full(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--soak"))
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_split_of_the_full_networks(
     name: str, full: bool, counted: Callable[[int], int]
@@ -161,6 +162,7 @@ def test_in_a_budget_they_are_exact_too(name: str, full: bool) -> None:
         assert_exact(trained(step)(model, x, y), want, noise)
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_channels_last_is_exact_and_stays_channels_last(name: str) -> None:
     found, layout = case(name), torch.channels_last
@@ -181,6 +183,7 @@ def distance(got: State, want: State, variant: str) -> float:
     return float((gap / sum(float(want[name].square().sum()) for name in names)) ** 0.5)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_in_bfloat16_lanes_are_as_near_to_the_truth_as_the_undivided_batch(

@@ -181,7 +181,7 @@ def test_every_place_is_passed_once_a_lane_or_more() -> None:
             assert least["hook of a parameter"] == 1
 
 
-@pytest.mark.large
+@pytest.mark.large(few=6, part=20)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(
     ("variant", "place"), [(k, p) for k, found in PLACES.items() for p in found]
@@ -273,6 +273,7 @@ def interrupted(step: Callable[[], Any], tracer: Interrupt, signals: list[int]) 
     return False
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("variant", ["known", "coupled"])
 def test_ctrl_c_at_a_random_moment_of_any_lane(

@@ -114,6 +114,7 @@ def centred(out: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(out - out.mean(0), y)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11])
 @pytest.mark.parametrize("loss", [F.cross_entropy, centred])
 @pytest.mark.parametrize("name", MEETS)
@@ -143,6 +144,7 @@ def counted(calls: Iterator[int]) -> None:
     next(calls)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11])
 @pytest.mark.parametrize("name", MEETS)
 def test_a_model_in_lanes_that_meets_elsewhere_is_looked_at_again(
@@ -273,6 +275,7 @@ def test_a_step_in_another_thread_does_not_end_it() -> None:
     assert torch.equal(found[0], bare(x))
 
 
+@pytest.mark.product
 @pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")  # torch's own
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -348,6 +351,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         yield found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [3, 22])
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("name", ["bare", "all_gather"])

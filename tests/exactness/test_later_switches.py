@@ -379,6 +379,7 @@ def two_of_a_name() -> Any:
     )
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "inputs",
     [

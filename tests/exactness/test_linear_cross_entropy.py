@@ -100,6 +100,7 @@ def check(both: Both, loss_of: Any, options: Any, n: int | None, *, tokens: bool
         assert plan.mechanism == "streaming"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("n", [1, 3, 4, N, None])
 @pytest.mark.parametrize("tokens", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -109,6 +110,7 @@ def test_a_loss_with_the_layer_of_the_model(name: str, tokens: bool, n: int | No
     check(Both().double(), functional, options_of(name), n, tokens=tokens)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("n", [1, 4, N, None])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
@@ -129,6 +131,7 @@ class Model(nn.Module):
         return functional(self.both, self.options)(self.both.net(x), labels)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("n", [1, 4, N, None])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_model_that_calls_it(name: str, n: int | None) -> None:

@@ -105,6 +105,7 @@ def counts(inputs: Any, _: Any) -> Tensor:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4, 7])
 @pytest.mark.parametrize("counted", COUNTED)
 @pytest.mark.parametrize("body", BODIES)

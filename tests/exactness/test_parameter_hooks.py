@@ -233,6 +233,7 @@ def by_torch(model: Net, loss: Any, log: Log, steps: int = 1) -> dict[str, Tenso
     return found(model, value, log)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize(("size", "before"), SIZES)
 @pytest.mark.parametrize("mechanism", MECHANISMS)
 @pytest.mark.parametrize("hooks", HOOKS)
@@ -427,6 +428,7 @@ class Runs(nn.Module):
         return self.last(Short.apply(self.first(x)))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("in_accumulator", [False, True])
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
 @pytest.mark.parametrize("size", [4, 10])
@@ -458,6 +460,7 @@ class BoomError(Exception):
     pass
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize(("place", "post"), [(0, True), (3, False)])
 @pytest.mark.parametrize(
     "error", [BoomError("x"), KeyboardInterrupt("x"), torch.OutOfMemoryError("x")]
@@ -592,6 +595,7 @@ def two_steps(rank: int, _size: int, mechanism: str, hooks: str) -> dict[str, Te
     return found(model, engine.backward(x, y), log)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("mechanism", ["streaming", "two passes", "lanes"])
 @pytest.mark.parametrize("hooks", ["clip", "post sign", "several", "at once"])
 def test_hooks_get_the_gradient_of_all_ranks_on_each(

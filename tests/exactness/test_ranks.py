@@ -65,7 +65,7 @@ def of_row(rank: int, size: int, row: str, variant: str, micro_batch: int, ddp: 
     return trained(step)(model, x, y)
 
 
-@pytest.mark.large
+@pytest.mark.large(few=4, part=20)
 @pytest.mark.parametrize(("variant", "micro_batch"), [("uneven", 3), ("empty", 22)])
 @pytest.mark.parametrize("row", ROWS)
 def test_batchnorm_is_that_of_all_ranks(
@@ -89,6 +89,7 @@ def test_batchnorm_is_that_of_all_ranks(
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("row", ["2d", "dice", "checkpoint"])
 def test_a_model_in_ddp_gives_the_same(pool: tuple[int, Pool], row: str) -> None:
     _, workers = pool
@@ -112,7 +113,7 @@ def of_case(rank: int, size: int, at: int, micro_batch: int) -> Any:
     return state_after(problem.model, run)
 
 
-@pytest.mark.large
+@pytest.mark.large(few=6, part=20)
 @pytest.mark.parametrize("at", range(len(CASES)), ids=lambda at: CASES[at].name)
 def test_every_loss_is_that_of_all_ranks(pool: tuple[int, Pool], at: int) -> None:
     _, workers = pool
@@ -151,6 +152,7 @@ def of_loader(rank: int, size: int, micro_batch: int) -> Any:
     return state_after(model, run)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [3, 22])
 def test_a_denominator_computed_at_the_end_is_one_for_all_ranks(
     pool: tuple[int, Pool], micro_batch: int

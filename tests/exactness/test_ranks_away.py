@@ -104,7 +104,7 @@ def trained(rank: int, size: int, variant: str, loss: str, share: float) -> Any:
     return state_of(model, value), messages, low, high, engine.plan and engine.plan.mechanism
 
 
-@pytest.mark.large(few=4)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(
     ("variant", "loss", "share"),
     [

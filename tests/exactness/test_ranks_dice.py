@@ -132,6 +132,7 @@ def assert_is_of_all(
         assert all(torch.equal(got[0][name], found[0][0][name]) for name in got[0])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way[:3])))
 @pytest.mark.parametrize("row", ["transformer layer, samples second", "coin of torch"])
 def test_draws_are_those_of_the_batch_of_all_ranks(
@@ -147,6 +148,7 @@ def test_whatever_is_drawn(pool: tuple[int, Pool], counted: Callable[[int], int]
         assert_is_of_all(pool[1], row, *way)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way[:3])))
 def test_memory_that_runs_out_on_one_rank_changes_no_draw(
     pool: tuple[int, Pool], way: tuple[str, str, str, int]
@@ -262,6 +264,7 @@ def several_steps(rank: int, size: int, variant: str, lazy: bool, shards: list[A
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("variant", MODELS)
 def test_ranks_learn_what_they_draw_when_they_have_samples(

@@ -155,6 +155,7 @@ def truth(variant: str) -> dict[str, Tensor]:
     return {name: t.to_dense() for name, t in state_after(model, run).items()}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("variant", "early"),
     [
@@ -253,6 +254,7 @@ def failing(rank: int, _size: int, place: str, error: str, in_accumulator: bool)
     return said, retries, early.counts, found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("error", ["fault", "interrupt"])
 def test_a_fault_while_gradients_are_under_way_is_one_on_all_ranks(
@@ -266,6 +268,7 @@ def test_a_fault_while_gradients_are_under_way_is_one_on_all_ranks(
         assert all(map(same, got, want[rank][-1]))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("in_accumulator", [False, True])
 def test_memory_that_runs_out_while_gradients_are_under_way_costs_a_smaller_step(

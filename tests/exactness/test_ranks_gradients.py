@@ -117,6 +117,7 @@ def truth(variant: str) -> dict[str, Tensor]:
     return {name: t.to_dense() for name, t in state_after(model, run).items()}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("variant", ["large", "sparse", "missing", "complex", "late", "added"])
 def test_gradients_of_every_form_are_those_of_all_ranks(
     pool: tuple[int, Pool], variant: str
@@ -233,6 +234,7 @@ def of_loss(rank: int, size: int, variant: str, without: int | None) -> Any:
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("without", [None, 0, -1])
 @pytest.mark.parametrize("variant", ["coupled", "a sum", TEMPERATURE])
 def test_what_belongs_to_no_rank_counts_once(

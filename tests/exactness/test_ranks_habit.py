@@ -82,6 +82,7 @@ def trained(rank: int, _size: int, variant: str, seed: int, steps: int) -> list[
     return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_batches_that_change_on_some_ranks_give_the_gradient_of_all_samples(
@@ -185,6 +186,7 @@ def failing(rank: int, _size: int, where: str, error: str) -> Any:
     return said, before, gradients(model)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("error", ["fault", "interrupt", "memory"])
 def test_a_failure_in_a_step_that_was_expected_is_one_on_all_ranks(

@@ -45,6 +45,7 @@ def trained(rank: int, size: int, lose: str, norm: bool, declared: str) -> Any:
     return want, got
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [False, True], ids=["streaming", "lanes"])
 @pytest.mark.parametrize("lose", LOSSES)
 def test_it_is_that_of_all_ranks(pool: Pool, lose: str, norm: bool) -> None:

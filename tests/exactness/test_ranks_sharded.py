@@ -194,6 +194,7 @@ def truth(variant: str) -> dict[str, Tensor]:
     return trained(model, step, evaluate)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("variant", KINDS)
 def test_gradients_are_those_of_all_ranks(pool: tuple[int, Pool], variant: str) -> None:
     _, workers = pool
@@ -281,6 +282,7 @@ def well(rank: int, size: int, variant: str) -> dict[str, Tensor]:
     return full_gradients(model)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("place", "learned"), [("forward", False), ("backward", True), ("sum", False)]
 )
@@ -328,6 +330,7 @@ def short(rank: int, size: int, variant: str) -> Any:
     return engine.last.retries if engine.last else 0, full_gradients(model)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("variant", ["blocks", "batchnorm"])
 def test_memory_that_runs_out_on_one_rank_costs_a_smaller_step(
     pool: tuple[int, Pool], variant: str
@@ -500,6 +503,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_gathered_is_refused_by_name(pool: tuple[int, Pool], what: str) -> None:
     _, workers = pool

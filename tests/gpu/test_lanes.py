@@ -34,6 +34,7 @@ def computed(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {"loss": loss} | grads
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 8])
 @pytest.mark.parametrize("row", [name for name in ROWS if name not in ELSEWHERE])
 def test_lanes_are_exact(row: str, micro_batch: int) -> None:

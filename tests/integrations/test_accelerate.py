@@ -41,6 +41,7 @@ def pair() -> Iterator[Pool]:
         yield found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 22])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_gradients_are_those_of_the_undivided_batch(name: str, micro_batch: int) -> None:
@@ -54,6 +55,7 @@ def test_in_memory_that_is_less_than_the_batch_needs() -> None:
     assert observed.plan.micro_batch < 22
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_ranks_share_the_batch(pair: Pool, name: str, sharded: bool) -> None:

@@ -252,6 +252,7 @@ class MarkedByHand(Marked):
         return {"loss": loss}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("class_", [Marked, MarkedByHand])
 @pytest.mark.parametrize("micro_batch", [1, 4, 14])
 def test_a_loss_that_is_marked_means_the_full_batch(class_: type[Net], micro_batch: int) -> None:

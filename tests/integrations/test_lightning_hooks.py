@@ -198,6 +198,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("how", [{"micro_batch": 3}, {"memory": "60KiB"}], ids=str)
 @pytest.mark.parametrize("variant", HOOKS, ids=lambda variant: variant.__name__)
 def test_hooks_and_skipped_batches_are_lightnings_own(variant: Any, how: dict[str, Any]) -> None:

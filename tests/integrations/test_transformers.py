@@ -36,7 +36,7 @@ from tests.integrations.truth import (  # noqa: E402
 from anybatch.integrations.transformers import Trainer  # noqa: E402
 
 
-@pytest.mark.large
+@pytest.mark.large(few=5)
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_gradients_are_those_of_the_undivided_batch(

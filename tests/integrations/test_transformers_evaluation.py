@@ -63,6 +63,7 @@ def loss_of_model(trainer: Any) -> Tensor:
     return total
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("batch", [N, 9])
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_an_evaluation_in_parts_is_that_of_the_trainer(
@@ -185,6 +186,7 @@ def structure(found: Any) -> Any:
     return type(found), [structure(one) for one in found] if found is not None else None
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("config", [None, Passing()], ids=["bare", "config"])
 @pytest.mark.parametrize("requested", REQUESTED)
 @pytest.mark.parametrize("name", RETURNED)

@@ -123,6 +123,7 @@ class Clips(Theirs):
 CALLED = [Prepares, PreparesItself, PreparesEach, Surrounds, Casts, Optimizes, Loads, Clips]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("trainer_class", CALLED, ids=lambda trainer_class: trainer_class.__name__)
 def test_what_is_overridden_is_called(tmp_path: Path, trainer_class: Any, order: str) -> None:
@@ -139,6 +140,7 @@ def test_what_is_overridden_is_called(tmp_path: Path, trainer_class: Any, order:
     assert not torch.equal(plain.model.inner.weight, one.model.inner.weight)  # it does something
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     "trainer_class", CALLED[:5], ids=lambda trainer_class: trainer_class.__name__
@@ -199,6 +201,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("trainer_class", "order", "match"), WRONG)
 def test_what_would_not_be_called_is_refused(
     tmp_path: Path, trainer_class: Any, order: str, match: str
@@ -336,6 +339,7 @@ def counting(besides: set[str]) -> Any:
     return type("Counting", (Theirs,), {name: counted(name) for name in names})
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("besides", [set(), OF_A_STEP], ids=["in one piece", "in parts"])
 @pytest.mark.parametrize("order", ["before", "behind"])
 def test_every_other_method_is_called_as_often_as_by_transformers(

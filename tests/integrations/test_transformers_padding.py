@@ -69,6 +69,7 @@ def ears_and_engine(model: nn.Module, *, cuts: bool) -> tuple[Trimmed, Engine]:
     return ears, Engine(ears, OfTrimmed(ears, "say so"), micro_batch=2)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("first", [LENGTHS, FULL], ids=["padded", "full"])
 @pytest.mark.parametrize("way", [*MEANS, "recurrent"])
 def test_columns_of_padding_remain_by_default(way: str, first: tuple[int, ...]) -> None:

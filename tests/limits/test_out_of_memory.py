@@ -221,6 +221,7 @@ def calls(variant: str, place: str, *, in_accumulator: bool) -> int:
 EXACT = ["known", "coupled", "declared", "lazy", "lazy coupled", "before", "bfloat16"]
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("variant", EXACT)
@@ -316,6 +317,7 @@ def test_algorithm1_to_the_letter_starts_over(call: int) -> None:
     got.check()
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("most", [2, 3])
@@ -347,6 +349,7 @@ def test_a_fault_that_stays_above_a_size(
     got.check()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("variant", EXACT)
@@ -369,6 +372,7 @@ def test_a_fault_at_every_size_leaves_no_trace(
     got.check()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("variant", ["known", "coupled"])
 @pytest.mark.parametrize("call", range(8))
 def test_evaluate(variant: str, call: int) -> None:
@@ -444,6 +448,7 @@ class Late(Dropping):
         return super().forward(x) if self.draws else x.tanh()
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("draws", [False, True])
@@ -475,6 +480,7 @@ def state_with(net: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {"loss": loss, **gradients, **{n: b.clone() for n, b in net.named_buffers()}}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("variant", ["known", "coupled", "lazy", "lazy coupled"])
@@ -578,6 +584,7 @@ def test_an_undivided_step_becomes_a_divided_one() -> None:
         got.check()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
 @pytest.mark.parametrize("when", [above(6), above(3), above(2), at(1), at(3)])
 @pytest.mark.parametrize("place", ["forward", "backward"])
@@ -696,6 +703,7 @@ def _no_collector() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.product
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
@@ -717,6 +725,7 @@ def test_nothing_of_a_failed_attempt_is_in_memory_when_it_is_tried_again(
         assert net.alive() == 0
 
 
+@pytest.mark.product
 @pytest.mark.usefixtures("_no_collector")
 @pytest.mark.parametrize("micro_batch", [MICRO, BATCH])
 @pytest.mark.parametrize("place", ["forward", "backward"])

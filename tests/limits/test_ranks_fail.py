@@ -107,7 +107,7 @@ def well(rank: int, size: int, variant: str, loss: str, learned: bool) -> Any:
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.large
+@pytest.mark.large(few=6)
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("loss", ["parts", "coupled"])
 @pytest.mark.parametrize("variant", ["lanes", "stream"])
@@ -129,6 +129,7 @@ def test_a_fault_on_one_rank_is_one_on_all_and_the_next_step_is_whole(
         assert all(map(torch.equal, got, want[rank]))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize(("variant", "loss"), [("lanes", "parts"), ("stream", "coupled")])
 @pytest.mark.parametrize(("place", "at"), [("first", 4), ("forward", 4), ("backward", 2)])
@@ -189,6 +190,7 @@ def mismatched(rank: int, size: int, what: str) -> str:
     return "nothing was said"
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("what", "said"),
     [

@@ -139,7 +139,7 @@ def compared(rank: int, size: int, variant: str, symmetric: bool, how: str) -> t
     return engine.last.peak_bytes, engine.last.predicted_bytes, sent
 
 
-@pytest.mark.large(few=4)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("how", ["backward", "evaluate"])
 @pytest.mark.parametrize("symmetric", [False, True], ids=["one", "both"])
 @pytest.mark.parametrize("variant", ["joint", "encoders"])

@@ -110,7 +110,7 @@ def exact(net: Net, loss: Any = F.cross_entropy) -> None:
     assert_exact(got, want, error_of(permuted, want))
 
 
-@pytest.mark.large(few=3)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("share", [0.65, 0.8, 1.5])
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.Identity], ids=["lanes", "streaming"])
 def test_every_step_keeps_to_the_budget(norm: Callable[[int], nn.Module], share: float) -> None:

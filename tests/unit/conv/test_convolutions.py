@@ -68,6 +68,7 @@ def computed(one: Problem, x: Tensor, w: Tensor, b: Tensor | None) -> list[Tenso
     return [y.detach(), *torch.autograd.grad((y * aim).sum(), leaves)]
 
 
+@pytest.mark.product
 @pytest.mark.usefixtures("divided")
 @pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("dims", [1, 2, 3])

@@ -574,6 +574,7 @@ def coupled_spread(out: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(out - out.mean(0), target)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled_spread])
 @pytest.mark.parametrize("micro_batch", [4, 10])
 @pytest.mark.parametrize(

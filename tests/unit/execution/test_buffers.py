@@ -169,6 +169,7 @@ def to_mean(module: Moves, x: Tensor) -> None:
     module.b = x.detach().mean(0)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
 @pytest.mark.parametrize(
     ("buffer", "move"),

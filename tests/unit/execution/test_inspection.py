@@ -71,6 +71,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [4, 1])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_split_is_refused_before_anything_happened(
@@ -319,6 +320,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("variant", KINDS)
 def test_samples_that_meet_in_any_order_are_found(variant: str, micro_batch: int) -> None:
@@ -455,6 +457,7 @@ class Small(nn.Module):
         return found
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.Identity])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_a_first_inspection_of_rows_larger_than_the_network_holds_what_was_foreseen(

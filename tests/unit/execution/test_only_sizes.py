@@ -42,6 +42,7 @@ class Checked(Stateful):
         return super().forward(x)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("how", [{"micro_batch": 4}, {}, {"memory": "1MiB"}], ids=str)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("variant", [Stateful, Viewed, Checked])

@@ -334,6 +334,7 @@ MARKED = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", MARKED)
 def test_torch_takes_a_row_by_itself_as_it_takes_it_among_two(
@@ -342,6 +343,7 @@ def test_torch_takes_a_row_by_itself_as_it_takes_it_among_two(
     assert wrong(CASES[name], dtype) == []
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_in_a_step_it_does_so_where_torch_by_itself_does_not(name: str, dtype: torch.dtype) -> None:
@@ -415,6 +417,7 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", NORMS)

@@ -47,6 +47,7 @@ MODELS: dict[str, nn.Module] = {
 }
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [4, 1])
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled])
 @pytest.mark.parametrize("name", MODELS)

@@ -71,6 +71,7 @@ HALVES = [
 ]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("dims", "how"), HALVES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_in_half_precision_all_that_waits_may_be_offloaded(

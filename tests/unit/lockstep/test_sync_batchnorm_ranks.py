@@ -68,6 +68,7 @@ def by_hand(rank: int, size: int, options: dict[str, Any]) -> dict[str, Tensor]:
     return state(model, total)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "options",
     [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
@@ -163,6 +164,7 @@ def of_all(rank: int, size: int, name: str) -> dict[str, Tensor]:
     return state(model, torch.zeros(()))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     "name",
     [

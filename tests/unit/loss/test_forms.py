@@ -56,6 +56,7 @@ def step(engine: Engine, model: nn.Module, number: int, inputs: Any) -> None:
     assert_exact(state_of(model, engine.backward(inputs)), want)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [False, True], ids=["apart", "lanes"])
 @pytest.mark.parametrize("name", HONEST)
 def test_what_the_loss_is_called_with_may_change_from_step_to_step(name: str, norm: bool) -> None:
@@ -100,6 +101,7 @@ def masked(o: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(o[y >= 0], y[y >= 0])
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [2, 5])
 @pytest.mark.parametrize("seed", range(6))
 def test_a_mask_is_named_and_the_advice_is_exact(seed: int, micro_batch: int) -> None:

@@ -68,6 +68,7 @@ HONEST: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [False, True], ids=["apart", "lanes"])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", HONEST)
@@ -94,6 +95,7 @@ OTHERWISE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", OTHERWISE)
 def test_a_weight_of_another_number_of_samples_is_named(name: str, size: int) -> None:
@@ -109,6 +111,7 @@ AT_A_SIZE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", AT_A_SIZE)
 def test_a_sum_that_the_full_batch_divides_otherwise_is_not_shown(name: str, size: int) -> None:
@@ -169,6 +172,7 @@ MADE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("norm", [False, True], ids=["apart", "lanes"])
 @pytest.mark.parametrize("size", [3, 6])
 @pytest.mark.parametrize("name", MADE)

@@ -119,6 +119,7 @@ def assert_full_batch(
     return engines[0]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 6, 7])
 @pytest.mark.parametrize("form", FORMS)
 def test_in_any_form_in_which_a_model_returns_its_loss(form: str, micro_batch: int) -> None:
@@ -127,6 +128,7 @@ def test_in_any_form_in_which_a_model_returns_its_loss(form: str, micro_batch: i
     assert engine.plan.mechanism == ("streaming" if micro_batch < N else "undivided")
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 4, 6])  # in lanes a tail of 3 may come first
 @pytest.mark.parametrize("norm", [False, True], ids=["streaming", "lanes"])
 @pytest.mark.parametrize("lose", [shifted, summed, two_terms])
@@ -249,6 +251,7 @@ def test_a_step_leaves_no_hook_and_no_attribute() -> None:
     assert set(vars(net)) == names
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("form", "match"),
     [
@@ -315,6 +318,7 @@ def test_a_count_that_contradicts_what_is_traced_is_refused_with_both_numbers(
         Engine(net, Loss.inside(count=unshifted), **how).backward(rows)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 6])
 @pytest.mark.parametrize(
     "count", [shifts, lambda i, t: 3 * shifts(i, t), lambda i, t: shifts(i, t) / 7]
@@ -458,6 +462,7 @@ def other_values(logits: Tensor, labels: Tensor) -> Tensor:
     return F.mse_loss(logits, logits.detach().roll(1, 0))
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("declared", [False, True])
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("lose", [other_labels, other_values])

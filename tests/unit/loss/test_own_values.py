@@ -266,6 +266,7 @@ REFUSED: dict[str, tuple[Lose, str]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 2, 3])
 @pytest.mark.parametrize("name", EXACT)
 def test_a_loss_of_its_own_values_is_exact(name: str, micro_batch: int) -> None:

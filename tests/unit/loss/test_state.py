@@ -332,6 +332,7 @@ def alike(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
 @pytest.mark.parametrize("name", STATEFUL)
@@ -597,6 +598,7 @@ READS: dict[str, tuple[str, Callable[[Any], LossFn], str]] = {
 }  # type: ignore[assignment]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("micro_batch", [2, 4])
 @pytest.mark.parametrize("name", READS)
@@ -661,6 +663,7 @@ EXACT: dict[str, tuple[str, Callable[[Any], LossFn]]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("name", EXACT)
 def test_a_loss_that_reads_only_what_stays_is_exact(name: str, micro_batch: int) -> None:
@@ -742,6 +745,7 @@ WAYS = (
 )
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("lanes", [False, True])
 @pytest.mark.parametrize("momentum", [None, 0.1])
 @pytest.mark.parametrize("way", WAYS)
@@ -813,6 +817,7 @@ def sequences() -> tuple[dict[str, Tensor], Tensor]:
     return {"x": x, "lengths": lengths}, y
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("loss", [cut, cut_classes, cut_squares, cut_sum])
 @pytest.mark.parametrize("micro_batch", [2, 4, 5])
 def test_a_denominator_is_not_counted_with_the_lengths_of_other_rows(
@@ -846,6 +851,7 @@ class Reads(nn.Linear):
         return super().forward(x)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("class_", [nn.Linear, Reads])
 @pytest.mark.parametrize(
     "loss",
@@ -913,6 +919,7 @@ def by_gradient(model: nn.Module, variant: str) -> Any:
     }[variant]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("variant", ["plain", "coupled", "per_sample", "ratio"])
 def test_a_loss_that_reads_gradients_is_refused_where_they_are_added_up(

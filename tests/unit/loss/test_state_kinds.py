@@ -342,6 +342,7 @@ KINDS |= {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("options", [{"micro_batch": 4}, {"memory": "1MiB"}])
 @pytest.mark.parametrize("name", KINDS)
 def test_state_moves_once_a_step(name: str, options: dict[str, Any]) -> None:

@@ -60,6 +60,7 @@ def traced_engine(model: nn.Module, **options: Any) -> Engine:
     return Engine(ears, OfModel(ears), **options)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("lose", [shifted, two_terms, written])
 def test_the_gradient_is_that_of_the_undivided_batch(lose: Any, micro_batch: int) -> None:

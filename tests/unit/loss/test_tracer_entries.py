@@ -131,6 +131,7 @@ def run(engine: Engine, inputs: Tensor, targets: Any, *, lazy: bool) -> Tensor:
     return engine.backward(inputs, targets)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("lazy", [False, True], ids=["tensors", "lazy"])
 @pytest.mark.parametrize("lanes", [False, True], ids=["apart", "lanes"])
 @pytest.mark.parametrize("name", STEERED)
@@ -284,6 +285,7 @@ KINDS: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 2, 5])
 @pytest.mark.parametrize("kinds", KINDS)
 @pytest.mark.parametrize("declared", DECLARED)

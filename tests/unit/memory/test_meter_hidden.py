@@ -94,6 +94,7 @@ def inputs_of(layer: nn.RNNBase, length: int, rows: int) -> Tensor:
     return torch.randn(*shape, layer.input_size, dtype=next(layer.parameters()).dtype)
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("spare", [0, AMPLE], ids=["no room", "room"])
 @pytest.mark.parametrize("length", [1, 7, 64])
 @pytest.mark.parametrize("name", LAYERS)

@@ -121,6 +121,7 @@ class Ends:
         return self.ended
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("ends", [None, 0.0, 0.1, 0.5])
 @pytest.mark.parametrize("limited", [False, True])

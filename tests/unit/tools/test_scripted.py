@@ -55,6 +55,7 @@ def _frozen(inner: nn.Module) -> nn.Module:
 WAYS = (_scripted, _traced, _throughout, _frozen)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [(), (nn.GroupNorm(2, 8),)])
 @pytest.mark.parametrize("make", WAYS)
 def test_scripts_in_which_no_samples_meet_are_exact(

@@ -53,6 +53,7 @@ def written(h: Tensor, places: list[int]) -> Tensor:
     return h
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_branch_is_never_shown(name: str, micro_batch: int) -> None:
@@ -69,6 +70,7 @@ HONEST: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("name", HONEST)
 def test_what_is_done_for_any_number_of_samples_is_shown(name: str, micro_batch: int) -> None:

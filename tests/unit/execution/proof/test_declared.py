@@ -119,6 +119,7 @@ TRUE: dict[str, Callable[[], Both]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", TRUE)
 def test_what_is_true_is_shown_and_exact(name: str, size: int) -> None:
@@ -182,6 +183,7 @@ FALSE: dict[str, tuple[Callable[[], Both], str]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", FALSE)
 def test_what_is_not_true_is_refused(name: str, size: int) -> None:
@@ -334,6 +336,7 @@ CUT: dict[str, Callable[[int], Tensor]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("variant", ["per_sample", "ratio"])
 @pytest.mark.parametrize("name", CUT)

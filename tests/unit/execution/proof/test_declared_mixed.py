@@ -65,6 +65,7 @@ LOSSES: dict[str, Any] = {
 }
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", MIXED)
@@ -105,6 +106,7 @@ HONEST: dict[str, tuple[ExtraOutput, Any]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4])
 @pytest.mark.parametrize("name", HONEST)
 def test_what_is_left_out_or_of_no_sample_is_shown(name: str, micro_batch: int) -> None:

@@ -128,6 +128,7 @@ def test_a_coupling_that_no_mask_shows_is_not_shown(name: str) -> None:
     outcome(program, 1)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["mean", "softmax", "a hook that centres"])
 @pytest.mark.parametrize("tokens", [4, 8, 12])
 def test_lines_of_which_few_rows_hold_complete_ones_are_not_shown(name: str, tokens: int) -> None:

@@ -128,6 +128,7 @@ class With(nn.Module):
         return self.last(h + self.gate * self.body(h, more))
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 3, 4])
 @pytest.mark.parametrize("gate", [0.0, 1.0])
 @pytest.mark.parametrize("name", WRONG)
@@ -265,6 +266,7 @@ class Sorted(nn.Module):
         return self.last(self.way(self, x, lengths))
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize(
     "lengths", [[5, 4, 3, 2, 1, 1, 2], [3, 5, 1, 2, 4, 1, 5], [2, 5, 2, 5, 2, 5, 2]]

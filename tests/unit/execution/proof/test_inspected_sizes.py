@@ -104,6 +104,7 @@ ONE: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("n", "micro_batch"), [(6, 1), (7, 2), (7, 3), (8, 3)])
 @pytest.mark.parametrize("name", ONE)
 def test_a_micro_batch_of_one_sample_that_is_computed_otherwise_leaves_a_doubt(
@@ -139,6 +140,7 @@ def each(h: Tensor) -> Tensor:
 ROWS: dict[str, Callable[[], Body]] = {"a weight": Standardised, "each sample": lambda: each}
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("n", "micro_batch"), [(6, 1), (7, 2), (7, 3), (8, 3)])
 @pytest.mark.parametrize("name", ROWS)
 def test_one_row_of_channels_is_by_itself_for_one_sample_too(
@@ -167,6 +169,7 @@ class Positions(nn.Module):
         return self.last((h * (1 + places[:, None])).relu().mean((2, 3)))
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("micro_batch", [1, 2, 4])
 @pytest.mark.parametrize("n", [7, 8, 16])
 @pytest.mark.parametrize("dim", [0, 1, 2])

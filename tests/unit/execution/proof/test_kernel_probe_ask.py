@@ -64,6 +64,7 @@ MEETINGS: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("gate", [None, 0.0])
 @pytest.mark.parametrize("name", MEETINGS)
 def test_what_meets_without_a_trace_of_nan_is_refused(name: str, gate: float | None) -> None:
@@ -97,6 +98,7 @@ def trained(name: str, body: Body, micro_batch: int) -> Engine:
     return made[0]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3])
 @pytest.mark.parametrize("name", HONEST)
 def test_kernels_that_keep_rows_separate_are_shown(name: str, micro_batch: int) -> None:

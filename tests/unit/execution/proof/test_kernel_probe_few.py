@@ -83,6 +83,7 @@ LATE = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("which", LATE)
 @pytest.mark.parametrize("name", MEETINGS)
 def test_chosen_rows_that_meet_are_not_shown(name: str, which: str) -> None:
@@ -126,6 +127,7 @@ HONEST: dict[str, Chosen] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("which", LATE)
 @pytest.mark.parametrize("name", HONEST)
 def test_chosen_rows_that_remain_separate_are_shown(name: str, which: str) -> None:

@@ -154,6 +154,7 @@ HONEST: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3])
 @pytest.mark.parametrize("name", HONEST)
 def test_what_a_kernel_keeps_separate_is_shown(name: str, micro_batch: int) -> None:

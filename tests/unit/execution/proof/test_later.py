@@ -58,6 +58,7 @@ LATER: dict[str, Callable[[Later, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
 @pytest.mark.parametrize("name", LATER)
 def test_what_changes_at_the_second_step_is_found_there(

@@ -77,6 +77,7 @@ PLACES: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [3, 4, 5])
 @pytest.mark.parametrize("name", PLACES)
 def test_what_differs_only_for_many_samples_is_not_shown(name: str, micro_batch: int) -> None:
@@ -110,6 +111,7 @@ class Turned(torch.autograd.Function):
         return ctx.transform(g), None  # type: ignore[attr-defined]
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [3, 4, 5])
 @pytest.mark.parametrize("hooked", [False, True])
 @pytest.mark.parametrize("name", BACKWARD)
@@ -168,6 +170,7 @@ HONEST: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [3, 4, 5])
 @pytest.mark.parametrize("name", HONEST)
 def test_sizes_that_grow_with_the_samples_are_shown(name: str, micro_batch: int) -> None:

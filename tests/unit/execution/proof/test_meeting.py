@@ -175,6 +175,7 @@ HONEST: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 5])
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_models_are_shown_to_be_exact(name: str, micro_batch: int) -> None:

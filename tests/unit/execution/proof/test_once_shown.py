@@ -370,6 +370,7 @@ def numbers_passed_to_python(_: Any, h: Tensor) -> Tensor:
     return h + 0.01 * copied
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("n", "micro_batch"), [(13, 8), (13, 4), (8, 2)])
 @pytest.mark.parametrize("name", FORMS)
 def test_no_form_is_shown_and_wrong(name: str, n: int, micro_batch: int) -> None:
@@ -606,6 +607,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_followed(name: str, lengths: str) -> None:

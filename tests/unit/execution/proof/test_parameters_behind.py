@@ -66,6 +66,7 @@ class Gated(nn.Module):
         return self.last(self.extra(self.first(x) * self.of(self.gate)))
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("extra", EXTRA)
 @pytest.mark.parametrize("of", OF_PARAMETERS)
 def test_a_function_of_a_parameter_is_shown_next_to_it(of: str, extra: str) -> None:

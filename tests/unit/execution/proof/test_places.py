@@ -61,6 +61,7 @@ RANKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("gate", [None, 0.0])
 @pytest.mark.parametrize("name", RANKS)
 def test_a_rank_is_a_place_whichever_kernel_writes_it(name: str, gate: float | None) -> None:
@@ -106,6 +107,7 @@ def test_a_table_of_one_number_tells_none() -> None:
     assert engine.plan.exact, str(engine.plan.exact)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3])
 @pytest.mark.parametrize("name", RANKS)
 def test_a_rank_that_only_leads_back_is_exact(name: str, micro_batch: int) -> None:
@@ -139,6 +141,7 @@ SOME: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 4])
 @pytest.mark.parametrize("name", SOME)
 def test_rows_that_are_chosen_by_their_place_are_a_doubt(name: str, micro_batch: int) -> None:
@@ -229,6 +232,7 @@ OWN: dict[str, Body] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 5])
 @pytest.mark.parametrize("name", OWN)
 def test_places_that_lead_to_a_row_of_their_own_are_exact(name: str, micro_batch: int) -> None:

@@ -180,6 +180,7 @@ COUNTED: dict[str, TableFunction] = {
 OTHER = CUT | PARTS | NUMBERED | COUNTED
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
 @pytest.mark.parametrize("name", OTHER)
 def test_what_the_place_of_a_row_decides_is_never_shown(name: str, micro_batch: int) -> None:
@@ -218,6 +219,7 @@ HONEST: dict[str, TableFunction] = {
 }
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
 @pytest.mark.parametrize("name", HONEST)
 def test_numbers_that_are_alike_for_all_rows_are_shown(name: str, micro_batch: int) -> None:
@@ -255,6 +257,7 @@ class Determined(Tabled):
         return self.last(h), self.body(self, h)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 4, 5])
 @pytest.mark.parametrize("name", DETERMINANTS)
 def test_rows_that_only_parameters_have_made_are_shown(name: str, micro_batch: int) -> None:

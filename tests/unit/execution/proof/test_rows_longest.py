@@ -99,6 +99,7 @@ def exactly(model: Sentences, inputs: Any, y: Tensor) -> Engine:
     return engine
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("name", TO_THE_LAST)
 def test_what_does_not_depend_on_the_longest_row_is_shown(name: str, batch_first: bool) -> None:
@@ -120,6 +121,7 @@ def test_what_reads_padding_is_exact_and_not_shown(name: str, batch_first: bool)
     assert "padded to the longest" in str(engine.plan.exact)
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3])
 @pytest.mark.parametrize("name", DEPENDS)
 def test_what_depends_on_the_longest_row_is_refused(name: str, micro_batch: int) -> None:

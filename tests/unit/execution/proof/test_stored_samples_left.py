@@ -174,6 +174,7 @@ REFUSED: dict[str, Body] = {
 }
 
 
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
 @pytest.mark.parametrize("micro_batch", [1, 5])
 @pytest.mark.parametrize("name", REFUSED)
@@ -265,6 +266,7 @@ def stored_for_this_call(net: Keeps, h: Tensor) -> Tensor:
     return h + net.state
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("norm", [nn.Identity, partial(nn.BatchNorm1d, 8)])
 @pytest.mark.parametrize(
     "body", [only_stored, stored_for_this_call, stored_on_a_layer, stored_in_a_cycle]

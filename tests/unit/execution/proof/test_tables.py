@@ -36,6 +36,7 @@ def _empty() -> Iterator[None]:
     tables.forget()
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("options", [{"micro_batch": 2}, {"micro_batch": 1}, {"memory": "8KiB"}])
 @pytest.mark.parametrize("table", tables.WAYS, ids=lambda way: getattr(way, "__name__", "cached"))
 def test_tables_of_helpers_hold_no_fakes(
