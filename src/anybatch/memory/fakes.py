@@ -54,6 +54,7 @@ class Fakes:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._memo: dict[int, Any] = {}
         self._caches: list[weakref.ref[Any]] | None = None
+        self._missed: list[int] = []
         self._originals: list[Any] = []  # an id is only a name while its object lives
 
     @contextmanager
@@ -62,15 +63,17 @@ class Fakes:
         if self._caches is None:  # a walk over all objects, so only where a model is run
             # Weakly: a cache may hold another engine's model (test_engines_go_with_their_models).
             self._caches = list(map(weakref.ref, caches()))
-        misses = [_misses(cached()) for cached in self._caches]
+            self._missed = [_misses(cached()) for cached in self._caches]
         try:
             with interrupted_between_functions(), unreported(), self.mode:
                 yield self.mode
         finally:
-            for reference, before in zip(self._caches, misses, strict=True):
+            for place, reference in enumerate(self._caches):
                 cached = reference()
-                if cached is not None and _misses(cached) != before and _holds_fake(cached):
-                    cached.cache_clear()
+                if cached is not None and _misses(cached) != self._missed[place]:
+                    if _holds_fake(cached):
+                        cached.cache_clear()
+                    self._missed[place] = _misses(cached)
 
     def of(self, tensor: Tensor) -> Tensor:
         """Return the fake of a tensor, with no gradient; of a spread one, of this rank's part."""
@@ -211,12 +214,12 @@ def interrupted_between_functions() -> Iterator[None]:
 @contextmanager
 def unreported() -> Iterator[None]:
     """Silence torch's report of kernels that need data: the caller expects and catches these."""
-    before = REPORTS.level
-    REPORTS.setLevel(logging.CRITICAL)
+    before = REPORTS.disabled
+    REPORTS.disabled = True  # another level would empty the caches of all loggers of the process
     try:
         yield
     finally:
-        REPORTS.setLevel(before)
+        REPORTS.disabled = before
 
 
 def caches() -> list[Any]:

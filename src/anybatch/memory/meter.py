@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -129,10 +130,12 @@ class Meter(DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel, and count its results."""
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # what the fake mode below would return, without a call of it
         kwargs = kwargs or {}
         if self._inside or func is DEVICE:  # a kernel made of kernels, or none
             return func(*args, **kwargs)
-        name = str(func)
+        name = _name(func)
         if name != FROM_OUTSIDE:
             for tensor in tensors_in((args, kwargs)):
                 self._see(tensor, FOREIGN)
@@ -148,15 +151,21 @@ class Meter(DispatchMode):
             self._inside = False
         here = False
         for tensor in tensors_in(result):
-            here = here or self._counts(tensor)
-            self._see(tensor, STEP, terms(name, args) if isinstance(tensor, FakeTensor) else 0)
+            if self._counts(tensor):
+                here = True
+                least = terms(name, args) if isinstance(tensor, FakeTensor) else 0
+                self._see_storages(tensor, STEP, least)
         if here:  # else it is about shapes alone, as on the meta device
             self._events.append(name)
         self.peak = max(self.peak, self.live)
         return result
 
-    def _see(self, tensor: Tensor, owner: str, least: int = 0) -> None:
-        for storage in self._storages(tensor):
+    def _see(self, tensor: Tensor, owner: str) -> None:
+        if self._counts(tensor):
+            self._see_storages(tensor, owner)
+
+    def _see_storages(self, tensor: Tensor, owner: str, least: int = 0) -> None:
+        for storage in storages(tensor):
             key, size = storage._cdata, storage.nbytes()
             span = self._open.get(key)
             if span is not None and (span.reported == size or span.owner == FOREIGN):
@@ -188,6 +197,17 @@ class Meter(DispatchMode):
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._grain) * self._grain
+
+
+_NAMES: dict[OpOverload, str] = {}
+"""Names of kernels: torch puts one together each time it is requested."""
+
+
+def _name(func: Any) -> str:
+    """Return the name of a kernel, with its overload."""
+    if not isinstance(func, OpOverload):
+        return str(func)
+    return _NAMES.get(func) or _NAMES.setdefault(func, str(func))
 
 
 class _Span:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -32,6 +33,7 @@ from anybatch.execution.proof.law import CUTS, Called, Paths, breaks, called
 from anybatch.execution.proof.places import FreeTensors, scalars
 from anybatch.execution.proof.verdict import UNDIVIDED, Verdict, first_difference, other_rows
 from anybatch.memory.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
+from anybatch.memory.meter import DEVICE
 
 QUERIES = frozenset(
     "__get__ size dim numel stride is_contiguous __len__ __bool__ __hash__ __repr__ contiguous "
@@ -132,9 +134,8 @@ class _Functions(TorchFunctionMode):
 
     def knows(self, tensors: Any) -> None:
         """Take in tensors that were made for this forward."""
-        for one in tree_leaves(tensors):
-            if isinstance(one, Tensor):
-                self._made[id(one)] = weakref.ref(one)
+        for one in _tensors(tensors):
+            self._made[id(one)] = weakref.ref(one)
 
     def _outside(self, one: Tensor) -> str:
         """Return a word for a tensor that no call has made; "" for another."""
@@ -149,6 +150,13 @@ class _Functions(TorchFunctionMode):
         """Take these for tensors that samples have a part in."""
         for one in tensors:
             self._free.forget(one)
+
+
+def _tensors(tree: Any) -> Sequence[Tensor]:
+    """Return the tensors in a result, which mostly is one."""
+    if isinstance(tree, Tensor):
+        return (tree,)
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 OUTSIDE = "tensor "
@@ -192,13 +200,15 @@ class _Numbers(DispatchMode):
         self.backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # a question, and no kernel
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.name == "aten::_local_scalar_dense":
             value = next(self._values, None)
             if value is not None:
                 return value
         result = func(*args, **(kwargs or {}))
-        self._trace.made += [weakref.ref(t) for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self._trace.made += map(weakref.ref, _tensors(result))
         name = "" if schema is None else schema.name.split("::")[1]
         if name in CUTS and (self.backward or not _of_all()):
             self._trace.cuts.append(called(self._path(), name, (args, kwargs or {}), result, {}))
