@@ -191,12 +191,23 @@ class Forecast:
 
     def _rehearsed(self, n: int, size: int, *, accumulator: bool) -> int:
         """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
+        found = self.rehearsed(n, size, accumulator=accumulator)
+        held = self.held(size, divided=self.divides(n, size))
+        return total(self.summed(found)) + total(held)
+
+    def rehearsed(self, n: int, size: int, *, accumulator: bool) -> Timeline:
+        """Return one more rehearsal of a step, which is made once.
+
+        Args:
+            n: samples in a micro-batch.
+            size: N_B, samples in the mini-batch.
+            accumulator: gradients are summed in an accumulator.
+        """
         key = n, size, self.global_samples, accumulator
         found = self.confirmed.get(key)
         if found is None:
             found = self.confirmed[key] = self._rehearse(n, size, accumulator=accumulator)
-        held = self.held(size, divided=self.divides(n, size))
-        return total(self.summed(found)) + total(held)
+        return found
 
     def _rehearse(self, n: int, size: int, *, accumulator: bool) -> Timeline:
         assert self.case is not None

@@ -451,7 +451,13 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
         if n == SMALL:
             divided, undivided = found.divided.at(n).peak, found.undivided.at(n).peak
         else:
-            divided, undivided = _divided(fakes, found, n), _undivided_peak(fakes, found, n)
+            again = found.divides(n, fakes.size)  # a plan names the bytes of one sample, too
+            divided = (
+                found.rehearsed(n, fakes.size, accumulator=False).peak
+                if again
+                else _divided(fakes, found, n)
+            )
+            undivided = _undivided_peak(fakes, found, n)
         return max(_divided(real, found, n) - divided, _undivided_peak(real, found, n) - undivided)
     except Exception as error:
         few_rows = fewer or isinstance(error, ValueError | IndexError)

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 import anybatch
 from anybatch import Engine, LazyBatch
 from anybatch.memory.lockstep_budget import least
+from anybatch.planner import rehearsal
 from anybatch.planner.ladder import FAKE, PEAKS, REAL, ROUNDING
 
 
@@ -367,3 +368,17 @@ def test_a_forecast_is_close_and_never_below_what_is_measured() -> None:
         assert engine.last.predicted_bytes is not None
         assert engine.last.peak_bytes is not None
         assert engine.last.peak_bytes <= engine.last.predicted_bytes
+
+
+def test_a_step_of_single_samples_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is compared with a real one, and the plan names its bytes as the floor."""
+    made, divided = [], rehearsal.divided
+
+    def noted(case: Any, n: int, *args: Any, **options: Any) -> Any:
+        made.append((case.fake, n))
+        return divided(case, n, *args, **options)
+
+    monkeypatch.setattr(rehearsal, "divided", noted)
+    rows = torch.randn(20, 3), torch.randint(2, (20,))
+    anybatch.plan(nn.Linear(3, 2), F.cross_entropy, rows, memory="1MiB", timed=False)
+    assert made.count((True, 1)) == made.count((False, 1)) == 1
