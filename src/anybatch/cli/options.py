@@ -173,9 +173,9 @@ def takes(names: str, /, **others: Any) -> Callable[[Command], Callable[..., Non
         made = others.get(name, OPTIONS.get(name))
         default = DEFAULTS.get(name)
         if isinstance(made, tuple):
-            kind, words, *own = made
-            flag = ["--" + name.replace("_", "-")] if kind is bool else []  # and no --no-flag
-            made = Annotated[kind, typer.Option(*flag, help=words)]
+            type_, words, *own = made
+            flag = ["--" + name.replace("_", "-")] if type_ is bool else []  # and no --no-flag
+            made = Annotated[type_, typer.Option(*flag, help=words)]
             default = own[0] if own else DEFAULTS.get(name, False if flag else None)
         return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=made)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core.batch import Batch, TensorBatch, refuse_missing
-from anybatch.core.modules import Modules, eager, in_training, renormalised
+from anybatch.core.modules import Modules, eager, renormalised, training_modes
 from anybatch.core.norm import (
     NonReducingNorms,
     counters,
@@ -196,7 +196,7 @@ class Runner:
 
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return the signature of a step: dimensions, dtypes, modes and direction."""
-        modes = tuple(in_training(module) for _, module in modules)
+        modes = training_modes(modules)
         return self._inputs.tensor_signature(batch), modes, not trains, self._inputs.batchnorm
 
     def _made(self, signature: Any) -> bool:
@@ -458,11 +458,13 @@ class Runner:
         if step.gradients is not None:
             step.gradients.divide(accumulator=step.accumulator)
             step.familiar = self._familiar[step.signature]
-            step.attributes = Attributes(module for _, module in every)
+            step.attributes = Attributes([module for _, module in every])
 
     def _current_traits(self, step: Step, of_model: Modules) -> Traits | None:
         """Return the findings of earlier steps, if the model is unchanged since its inspection."""
-        familiar = self._familiar.setdefault(step.signature, Familiar())
+        familiar = self._familiar.get(step.signature)
+        if familiar is None:
+            familiar = self._familiar[step.signature] = Familiar()
         traits, inspected = self._findings(step)
         batch = step.batch if isinstance(step.batch, TensorBatch) else None
         arguments: list[Any] = [] if batch is None else [batch.inputs]

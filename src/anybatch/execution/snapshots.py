@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from anybatch.core import pytree
 from anybatch.core.batch import Batch, MicroBatch
-from anybatch.core.modules import Modules, local
+from anybatch.core.modules import Modules, first_parameter, local
 from anybatch.core.oom import forget
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
@@ -156,7 +156,7 @@ class Repeatable(ABC):
     @property
     def device(self) -> torch.device:
         """Where the model is."""
-        parameter = next(self.model.parameters(), None)
+        parameter = first_parameter(self.model)
         return torch.device("cpu") if parameter is None else parameter.device
 
     @cached_property

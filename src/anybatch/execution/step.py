@@ -442,7 +442,7 @@ class Step(Repeatable):
         """Add the gradients of a micro-batch to the sum."""
         assert self.gradients is not None
         self._collected += 1
-        if self._collected > self.coupled:  # what they held may be large
+        if self._collected == 1 + self.coupled:  # what they held may be large
             self.attributes = Attributes(())
         self.phase = "summed"
         self.gradients.collect()
