@@ -49,7 +49,7 @@ def floor(model: nn.Module, loss: Any, rows: tuple[Tensor, Tensor], n: int) -> t
     return max(foreseen.peak(n, size), foreseen.confirm(n, size)), memory.undivided
 
 
-@pytest.mark.large(few=1)
+@pytest.mark.large(of="networks in lanes", few=1)
 @pytest.mark.parametrize("n", [4, 11])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_network_holds_more_than_is_predicted_and_little_less(

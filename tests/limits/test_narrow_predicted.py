@@ -44,7 +44,7 @@ def peak_drawn(model: nn.Module, rows: Any, plan: anybatch.Plan) -> int:
     return line.peak
 
 
-@pytest.mark.large(few=1)
+@pytest.mark.large(of="what lanes hold", few=1)
 @pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_no_network_holds_more_than_is_predicted(name: str, n: int) -> None:
