@@ -318,13 +318,13 @@ class Step(Repeatable):
                 return self.call(micro, None)
         if begins:
             self.buffers.before()
-        if self.traits.copies:
-            micro = copied(micro)
         if within is None:
-            outputs = self.call(micro, self.draws)
+            outputs = self.call(copied(micro) if self.traits.copies else micro, self.draws)
         else:
+            # A mode that follows samples has to see them copied, too
+            # (test_inputs_that_forward_writes_to_remain_after_a_second_inspection).
             with within:
-                outputs = self.call(micro, self.draws)
+                outputs = self.call(copied(micro) if self.traits.copies else micro, self.draws)
         if ends:
             self.buffers.after()
         return outputs

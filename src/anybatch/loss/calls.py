@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from anybatch.core import pytree
 from anybatch.core.barrier import as_it_is
 from anybatch.core.batch import MicroBatch
+from anybatch.core.modules import keywords
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import places
 from anybatch.core.rng import RNGState
@@ -30,7 +32,6 @@ from anybatch.errors import LossError
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.replay import suspended
 from anybatch.loss.state import LossState
-from anybatch.loss.trace import FunctionMode
 from anybatch.loss.tracer import silent
 from anybatch.memory.fakes import is_fake
 
@@ -159,7 +160,7 @@ class LossCalls:
         return result
 
 
-class _Gradients(FunctionMode):
+class _Gradients(TorchFunctionMode):
     """Refuses to give the gradient of some parameters: micro-batches are adding to it.
 
     Args:
@@ -170,8 +171,9 @@ class _Gradients(FunctionMode):
         super().__init__()
         self._parameters = parameters
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse a read of such a gradient; run all other functions."""
+        kwargs = keywords(func, kwargs)
         if getattr(func, "__self__", None) is GRAD and id(args[0]) in self._parameters:
             raise LossError(
                 "a loss must not read the gradients that a divided batch is adding to, and it "

@@ -15,7 +15,7 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -30,6 +30,7 @@ from torch.nn.modules import loss as torch_losses
 from torch.nn.modules import module as torch_module
 
 from anybatch.core import pytree
+from anybatch.core.modules import keywords
 from anybatch.loss import functionals
 from anybatch.loss.base import Part, Total
 from anybatch.loss.holders import ATOMS, same_value
@@ -188,9 +189,10 @@ class RecipeTrace(LossTrace):
         super().__init__(outputs, targets, size, device)
         self.recipes = Recipes((outputs[0], targets))
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, and record it."""
-        result = super().call(func, args, kwargs)
+        kwargs = keywords(func, kwargs)
+        result = super().__torch_function__(func, types, args, kwargs)
         if touches(func):
             self.recipes.follow(func, args, kwargs, result)
         return result

@@ -15,7 +15,7 @@ size. `TracingMode` (`anybatch.loss.tracing`) runs a model that computes its los
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Generic, TypeVar
@@ -40,24 +40,6 @@ Call = tuple[str, tuple[Any, ...], tuple[int, ...], torch.Size, int | None]
 
 class UnfollowableError(Exception):
     """Error for a loss that reads a value, writes to a tensor, or cannot be traced."""
-
-
-class FunctionMode(TorchFunctionMode):
-    """Function mode with one method, `call`, which gets all arguments of a function."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        _types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Return the result of `call`."""
-        return self.call(func, args, keywords(func, kwargs))
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a function of torch."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -152,7 +134,7 @@ def _looks_the_same(a: Any, b: Any) -> bool:
     return _same(a, b)
 
 
-class Numerators(FunctionMode):
+class Numerators(TorchFunctionMode):
     """Function mode that records the numerators of a loss with a traced form.
 
     Args:
@@ -167,8 +149,9 @@ class Numerators(FunctionMode):
         self._terms = {term.index: term for term in terms}
         self._calls = 0
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the numerator for a listed functional that is a term; run all others."""
+        kwargs = keywords(func, kwargs)
         if func in TABLE:
             term = self._terms.get(self._calls)
             self._calls += 1
@@ -245,7 +228,7 @@ def _version(tensor: Tensor) -> int:
 T = TypeVar("T", bound=Term)
 
 
-class TermTrace(FunctionMode, Generic[T]):
+class TermTrace(TorchFunctionMode, Generic[T]):
     """Function mode that follows terms of a loss to its value.
 
     Attributes:
@@ -372,8 +355,9 @@ class LossTrace(TermTrace[Term]):
         """Return ``[(c_k, term_k)]`` of the returned value, or None where it is not one."""
         return None if self._failed else super().combination(result)
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func`, and record its effect on samples and terms."""
+        kwargs = keywords(func, kwargs)
         try:
             return self._call(func, args, kwargs)
         except UnfollowableError:

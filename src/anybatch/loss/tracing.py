@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode, _pop_mode, _push_mode
 
 from anybatch.core import pytree
+from anybatch.core.modules import keywords
 from anybatch.loss import functionals
 from anybatch.loss.model_terms import Constant, Recipes, TermOfAll, TracedTerm, touches
 from anybatch.loss.trace import Record, Sum, TermTrace, Weighed, arithmetic, in_order, name_of
@@ -100,8 +101,9 @@ class TracingMode(TermTrace[TracedTerm]):
         graphs = [self.terms[index].numerator.requires_grad for index in record.sums or ()]
         return bool(graphs) and record.tensor.requires_grad and not any(graphs)
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer a listed functional, trace its result and the labels, and run all others."""
+        kwargs = keywords(func, kwargs)
         if self._aside:
             return func(*args, **kwargs)
         category = _category(func)
