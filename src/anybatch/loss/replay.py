@@ -19,7 +19,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_
+from pathlib import Path
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -37,7 +39,6 @@ from anybatch.loss.holders import ATOMS, same_value
 from anybatch.loss.model_terms import Recipe, Recipes, touches
 from anybatch.loss.trace import LossTrace, Term
 
-LOSSES = torch_losses.__name__
 ORIGINALS = {name: one for name, one in vars(F).items() if inspect.isfunction(one)}
 """The functionals of torch, before anything has replaced one."""
 
@@ -57,28 +58,65 @@ NAMES = (
     | frozenset("nn functional size dim squeeze unsqueeze transpose permute t T".split())
 )
 """Attributes that such code may read: none changes anything."""
+ARITHMETIC = frozenset("add radd sub rsub mul rmul truediv rtruediv neg pow getitem".split())
 VALUES = (torch, nn, F, len)
 MOST = 100
 """Values that are compared."""
+
+CALLED = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__")
+"""Methods of a module that run its forward."""
+OWN = frozenset(("forward", "_compiled_call_impl", *CALLED))
+"""Attributes by which a module would run something else."""
+LAYERS = [one for one in vars(torch_losses).values() if isinstance(one, type)]
+LAYERS = [one for one in LAYERS if issubclass(one, nn.Module)]
+
+
+FUNCTIONALS = tuple(name for name, one in vars(F).items() if callable(one))
+FUNCTIONS = tuple(sorted(name for name in NAMES if callable(vars(torch).get(name))))
+METHODS = (*NAMES, *(f"__{name}__" for name in ARITHMETIC))
+METHODS = tuple(sorted(name for name in METHODS if hasattr(Tensor, name)))
+METHODS_OF, FORWARD_OF, CALLED_OF = attrgetter(*METHODS), attrgetter("forward"), attrgetter(*CALLED)
+
+
+def _of_torch_now() -> list[Any]:
+    """Return what a replayed loss may run: torch's functions, methods and forwards."""
+    functions = map(vars(F).get, FUNCTIONALS), map(vars(torch).get, FUNCTIONS)
+    methods = METHODS_OF(Tensor), map(FORWARD_OF, LAYERS), CALLED_OF(nn.Module)
+    return [*chain(*functions, *methods)]
+
+
+AS_IMPORTED = _of_torch_now()
+HOME = str(Path(torch.__file__).parent)
+WHOLE = all(
+    one.__code__.co_filename.startswith(HOME) for one in AS_IMPORTED if inspect.isfunction(one)
+)
+"""Whether nothing had replaced any of it before."""
 
 
 def read_values(fn: Any, found: list[Any]) -> bool:
     """Collect the values that a loss reads, without its arguments; say whether these are all.
 
+    They are not where a function of torch has been replaced, by whatever: the new one may read more
+    (test_a_change_between_steps_counts).
+
     Args:
         fn: the loss.
         found: the values are added to it.
     """
+    return WHOLE and _of_torch_now() == AS_IMPORTED and _values(fn, found)
+
+
+def _values(fn: Any, found: list[Any]) -> bool:
     type_ = type(fn)
     if isinstance(fn, nn.Module):
         if not _of_torch(fn):
             return False
-        found += (type_, *vars(fn).values())
+        found += (type_, *vars(fn), *vars(fn).values())
         values: tuple[Any, ...] = (*fn._buffers.values(),)
-    elif type_ is partial:
+    elif type_ is partial and not vars(fn):
         found += fn.keywords
         values = (fn.func, *fn.args, *fn.keywords.values())
-    elif type_ is not FunctionType or len(found) > MOST:
+    elif type_ is not FunctionType or vars(fn) or len(found) > MOST:
         return False
     elif ORIGINALS.get(fn.__name__) is fn:
         found.append(fn)
@@ -87,7 +125,7 @@ def read_values(fn: Any, found: list[Any]) -> bool:
         names = _globals(fn.__code__)
         if names is None:
             return False
-        found.append(fn.__code__)
+        found += (fn.__code__, *(fn.__kwdefaults__ or ()))
         cells = map(_content, fn.__closure__ or ())
         named = (fn.__globals__.get(name, vars(builtins).get(name)) for name in names)
         kwdefaults = (fn.__kwdefaults__ or {}).values()
@@ -112,9 +150,10 @@ def _of_torch(fn: nn.Module) -> bool:
     """Say whether a call of a loss module runs torch's own forward, and nothing else."""
     type_ = type(fn)
     return not (
-        type_.__module__ != LOSSES
-        or type_.forward.__module__ != LOSSES
-        or "forward" in vars(fn)
+        type_ not in LAYERS
+        or not OWN.isdisjoint(vars(fn))
+        or fn._parameters
+        or fn._modules
         or fn._forward_hooks
         or fn._forward_pre_hooks
         or fn._backward_hooks
@@ -126,12 +165,12 @@ def _of_torch(fn: nn.Module) -> bool:
 def _read(value: Any, found: list[Any]) -> bool:
     """Collect a value that a loss reads; of a function or a module the values that it reads."""
     if type(value) is Tensor:
-        found += (value, *value.shape)
-        return not value.requires_grad
+        found += (value, *value.shape, value.dtype, value.layout, str(value.device))
+        return not (value.requires_grad or vars(value))
     if type(value) in ATOMS or any(value is one for one in VALUES):
         found.append(value)
         return True
-    return read_values(value, found)
+    return _values(value, found)
 
 
 @lru_cache(MOST)
@@ -286,13 +325,7 @@ class Replay:
 
     def holds(self, values: list[Any]) -> bool:
         """Say whether nothing that the loss reads has changed."""
-        if not same_values(values, self._values):
-            return False
-        for call in self._calls:
-            function = call.term.function
-            if vars(F).get(function.__name__) is not function:
-                return False
-        return True
+        return same_values(values, self._values)
 
     def totals(self, targets: Any) -> list[Total]:
         """Return the terms of the full batch, with their denominators.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -173,6 +173,23 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Change]]:
     def ten_times(_module: Any, _inputs: Any, result: Tensor) -> Tensor:
         return 10 * result
 
+    forward, call = nn.CrossEntropyLoss.forward, nn.Module.__call__
+
+    @wraps(forward)
+    def trebled(self: Any, out: Tensor, y: Tensor) -> Tensor:
+        return 3 * forward(self, out, y)
+
+    def called(self: Any, *args: Any) -> Any:
+        return call(self, *args) * (2 if isinstance(self, nn.CrossEntropyLoss) else 1)
+
+    def with_attribute(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(out, y)
+
+    with_attribute.T = 1.0  # type: ignore[attr-defined]
+
+    def in_order(out: Tensor, y: Tensor, *, first: float = 1.0, later: float = 2.0) -> Tensor:
+        return first * F.cross_entropy(out, y) + later * F.cross_entropy(later * out, y)
+
     here = globals()
     return {
         "number in a closure": (scaled, set_number),
@@ -189,6 +206,26 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Change]]:
         "functional": (
             nn.CrossEntropyLoss(),
             partial(monkeypatch.setattr, F, "cross_entropy", replaced),
+        ),
+        "functional that is no loss": (
+            lambda out, y: F.cross_entropy(F.softplus(out), y),
+            partial(monkeypatch.setattr, F, "softplus", torch.tanh),
+        ),
+        "forward of a class of torch": (
+            nn.CrossEntropyLoss(),
+            partial(monkeypatch.setattr, nn.CrossEntropyLoss, "forward", trebled),
+        ),
+        "call of all modules": (
+            nn.CrossEntropyLoss(),
+            partial(monkeypatch.setattr, nn.Module, "__call__", called),
+        ),
+        "attribute of a function": (
+            lambda out, y: with_attribute.T * with_attribute(out, y),  # type: ignore[attr-defined]
+            partial(setattr, with_attribute, "T", 5.0),
+        ),
+        "names of default values": (
+            in_order,
+            partial(setattr, in_order, "__kwdefaults__", {"later": 1.0, "first": 2.0}),
         ),
     }
 
