@@ -312,8 +312,10 @@ class Runner:
 
     def _learn(self, step: Step, retry: Retry) -> None:
         """Correct the findings of earlier steps by the reason that has ended this one."""
-        traits = self._traits.get(step.signature)
-        if retry.reason == "inspection":  # the model as it was when the step began is inspected
+        traits, inspected = self._traits.get(step.signature), step.attempts.traits
+        if retry.reason == "coupled" and inspected is not None and step.buffers.compared:
+            inspected.moving = step.buffers.moving
+        elif retry.reason == "inspection":  # the model as it was when the step began is inspected
             self._traits.pop(step.signature, None)
             step.attributes.put_back()
         elif retry.reason == "sites" and traits is not None and traits.lanes is not None:

@@ -50,6 +50,11 @@ class ForwardBuffers:
         return frozenset(state.path for state, _ in self._left) if self._left else frozenset()
 
     @property
+    def compared(self) -> bool:
+        """Whether a forward of this step has shown which buffers it moves."""
+        return self._left is not None
+
+    @property
     def still(self) -> bool:
         """Whether the record shows that forward moves no buffer."""
         none = self._recorded == frozenset() if self._left is None else not self._left

@@ -100,7 +100,12 @@ class Attempts:
             self.traits = None
 
     def explain(self, error: Exception) -> None:
-        """Name memory that ran out in an earlier attempt as the cause of an error."""
+        """Name memory that ran out in an earlier attempt as the cause of an error that goes out.
+
+        What was inspected goes: the error holds the frame that holds it, and it may hold tensors
+        (test_the_error_that_goes_out_holds_no_tensor_of_the_step).
+        """
+        self.traits = None
         if self.failure is not error and error.__cause__ is None:
             error.__cause__ = self.failure
 

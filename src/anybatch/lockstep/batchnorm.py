@@ -495,6 +495,9 @@ class Listening:
 
     def __enter__(self) -> None:
         self._before.patched.append(self.end)
+        # They would hold each other, and gradients
+        # (test_the_error_that_goes_out_holds_no_tensor_of_the_step).
+        del self._before
         with uninterrupted():  # or the lock would be left
             self.begin()
 
