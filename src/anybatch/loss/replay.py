@@ -79,7 +79,7 @@ METHODS_OF, FORWARD_OF, CALLED_OF = attrgetter(*METHODS), attrgetter("forward"),
 
 
 def _of_torch_now() -> list[Any]:
-    """Return what a replayed loss may run: torch's functions, methods and forwards."""
+    """Return torch's functions, methods and forwards that a replayed loss may run."""
     functions = map(vars(F).get, FUNCTIONALS), map(vars(torch).get, FUNCTIONS)
     methods = METHODS_OF(Tensor), map(FORWARD_OF, LAYERS), CALLED_OF(nn.Module)
     return [*chain(*functions, *methods)]
@@ -87,7 +87,7 @@ def _of_torch_now() -> list[Any]:
 
 AS_IMPORTED = _of_torch_now()
 HOME = str(Path(torch.__file__).parent)
-WHOLE = all(
+UNPATCHED = all(
     one.__code__.co_filename.startswith(HOME) for one in AS_IMPORTED if inspect.isfunction(one)
 )
 """Whether nothing had replaced any of it before."""
@@ -103,7 +103,7 @@ def read_values(fn: Any, found: list[Any]) -> bool:
         fn: the loss.
         found: the values are added to it.
     """
-    return WHOLE and _of_torch_now() == AS_IMPORTED and _values(fn, found)
+    return UNPATCHED and _of_torch_now() == AS_IMPORTED and _values(fn, found)
 
 
 def _values(fn: Any, found: list[Any]) -> bool:
