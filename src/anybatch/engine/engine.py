@@ -28,7 +28,7 @@ from anybatch.core.modules import Modules, renormalised
 from anybatch.core.oom import NothingHeld
 from anybatch.core.optimizers import Prepared, bare, rounding
 from anybatch.core.plan import Plan, card, decide, table
-from anybatch.core.retry import Retry
+from anybatch.core.retry import until_complete
 from anybatch.core.transaction import Before, no_optimizer_step, transaction
 from anybatch.distributed.fsdp import sharded_of
 from anybatch.engine.executor import Runner
@@ -223,36 +223,15 @@ class Engine:
         return loss
 
     def _until_complete(self, attempt: Callable[[Attempts], Tensor]) -> Tensor:
-        """Run attempts of a step on all ranks until one is complete; return its loss.
-
-        An attempt that must be another one ends with a `Retry`. Nothing of it is left but the
-        findings, and the next attempt begins with them:
-
-        ==========  ==============================================  ============================
-        reason      what is learned                                 how often in a step
-        ==========  ==============================================  ============================
-        memory      half the samples at once                        until one sample is too much
-        rows        the larger rows of a lazy batch                 once for each larger row
-        meeting     samples meet in a function, without a module    once for each of two kinds
-        coupled     the loss needs all outputs at once              once
-        inspection  the earlier inspection does not hold            twice, then it is refused
-        sites       the lanes meet elsewhere than in earlier steps  twice, then it is refused
-        draws       the layout of a full-batch draw                 once for each draw
-        ranks       what another rank has learned                   as often as on the others
-        ==========  ==============================================  ============================
-        """
-        attempts = Attempts()
+        """Run attempts of a step on all ranks until one is complete; return its loss."""
+        attempts, session = Attempts(), self._rank_session
+        run = partial(session.together, partial(attempt, attempts))
         with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
-            while True:
-                try:
-                    return self._rank_session.together(partial(attempt, attempts))
-                except Retry as retry:
-                    attempts.learn(retry)
-                    self._inputs.reach.learn(retry)
-                    self._rank_session.learn(retry)
-                except Exception as error:
-                    attempts.explain(error)
-                    raise
+            try:
+                return until_complete(run, attempts, self._inputs.reach, session)
+            except Exception as error:
+                attempts.explain(error)
+                raise
 
     def _backward(
         self,
@@ -433,14 +412,9 @@ class Engine:
                 self._planner.spill = self._spill
         refuse_place(self._inputs.device, outside=False)
         run = partial(self._foresee, inputs, targets, timed=timed)
-        attempts = Attempts()
+        attempt = partial(self._rank_session.foreseeing, run)
         with self._convolutions.step(waits=True):
-            while True:
-                try:
-                    return self._rank_session.foreseeing(run)
-                except Retry as retry:
-                    attempts.learn(retry)
-                    self._inputs.reach.learn(retry)
+            return until_complete(attempt, Attempts(), self._inputs.reach)
 
     def _recall(self, n: int, inputs: Any, targets: Any = None) -> None:
         """Plan a batch as an earlier run did, which chose a micro-batch of `n` with a clock.

@@ -31,7 +31,7 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.optimizers import allocated
 from anybatch.core.plan import Facts, OffloadPlan
 from anybatch.core.plan_sections import Capacity
-from anybatch.core.retry import Retry
+from anybatch.core.retry import Retry, until_complete
 from anybatch.core.transaction import Before
 from anybatch.core.units import show_samples
 from anybatch.distributed.handshake import ANY, Here, hooks_of, named_parameters
@@ -127,8 +127,8 @@ class Arranger:
             signature=signature,
             meeting=meeting,
         )
-        # A plan that was passed in says so from its first step on; a forecast may be wrong about it
-        # (test_a_step_is_run_from_nothing_but_the_text_of_a_plan).
+        # A plan that was passed in knows a coupled loss from the first step on; a forecast may be
+        # wrong (test_a_step_is_run_from_nothing_but_the_text_of_a_plan).
         coupled = planner is not None and planner.two_pass
         coupled = coupled or attempts.coupled or self._runner.coupled(signature)
         here = Here(batch.size, micro_batch, ANY, bool(meeting), trains, coupled)
@@ -341,13 +341,18 @@ def seconds_of_step(
                 start = perf_counter()
                 try:
                     runner.run(step, modules, before)
-                except Retry:
+                except Retry as retry:
                     step.begin_again()
+                    if retry.reason == "memory":
+                        return inf
                     raise
                 finish(case.device)
                 return inf if step.retries else perf_counter() - start
 
-            once = partial(_until_complete, attempt)
+            def once() -> float:
+                attempts = Attempts()  # another plan is needed where samples meet elsewhere
+                return until_complete(partial(attempt, attempts), attempts, beyond=("meeting",))
+
             return _warm(once, 1 if offload is None else RECORDED)
     except Exception as error:
         if not isinstance(error, NoThreadError) and not out_of_memory(error):
@@ -355,20 +360,6 @@ def seconds_of_step(
     finally:
         runner.close()
     return inf
-
-
-def _until_complete(attempt: Callable[[Attempts], float]) -> float:
-    """Return the seconds of the first attempt that is complete; infinite where memory ran out."""
-    attempts = Attempts()
-    while True:
-        try:
-            return attempt(attempts)
-        except Retry as retry:
-            if retry.reason == "memory":
-                return inf
-            if retry.reason == "meeting":  # another plan is needed
-                raise
-            attempts.learn(retry)
 
 
 def _warm(once: Callable[[], float], steps: int) -> float:
