@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from torch import Tensor
 from anybatch.core import accelerator, pytree
 from anybatch.core.accelerator import Accelerator, of
 from anybatch.core.batch import MicroBatch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -56,36 +58,22 @@ def feed(
             new tensors at once: a lane must make its own tensors, and their eviction waits only for
             the computing stream.
     """
-    if not ahead:
-        fed: Iterator[MicroBatch] = map(link.receive, map(link.send, micro_batches))
-    elif type(link) is HostLink:
-        return _fed_on_host(micro_batches, link)
-    else:
-        fed = _fed_ahead(micro_batches, link)
+    if type(link) is HostLink:  # nothing is to be waited for, so no shipments are made
+        placed = map(link.place, micro_batches)
+        return _one_behind(placed) if ahead else placed
+    sent = map(link.send, micro_batches)
+    fed = map(link.receive, _one_behind(sent) if ahead else sent)
     return _settled(fed, link) if isinstance(link, StreamLink) else fed
 
 
-def _fed_ahead(micro_batches: Iterable[MicroBatch], link: DeviceLink) -> Iterator[MicroBatch]:
-    before: Shipment | None = None
-    for micro_batch in micro_batches:
-        coming = link.send(micro_batch)
-        if before is not None:
-            yield link.receive(before)
-        before = coming
-    if before is not None:
-        yield link.receive(before)
-
-
-def _fed_on_host(micro_batches: Iterable[MicroBatch], link: HostLink) -> Iterator[MicroBatch]:
-    """Do the same where nothing is to be waited for: no shipments are made."""
-    before: MicroBatch | None = None
-    for micro_batch in micro_batches:
-        coming = link.place(micro_batch)
-        if before is not None:
-            yield before
-        before = coming
-    if before is not None:
-        yield before
+def _one_behind(every: Iterable[T]) -> Iterator[T]:
+    """Yield each element after the next one has been made."""
+    waiting: list[T] = []
+    for coming in every:
+        waiting.append(coming)
+        if len(waiting) > 1:
+            yield waiting.pop(0)
+    yield from waiting
 
 
 def _settled(fed: Iterator[MicroBatch], link: StreamLink) -> Iterator[MicroBatch]:
