@@ -22,7 +22,15 @@ from functools import lru_cache, partial
 from itertools import chain
 from operator import attrgetter, is_
 from pathlib import Path
-from types import CellType, CodeType, FunctionType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -58,7 +66,7 @@ NAMES = (
     | frozenset("nn functional size dim squeeze unsqueeze transpose permute t T".split())
 )
 """Attributes that such code may read: none changes anything."""
-ARITHMETIC = frozenset("add radd sub rsub mul rmul truediv rtruediv neg pow getitem".split())
+OPERATORS = "add radd sub rsub mul rmul truediv rtruediv neg pow getitem".split()
 VALUES = (torch, nn, F, len)
 MOST = 100
 """Values that are compared."""
@@ -67,30 +75,44 @@ CALLED = ("__call__", "_wrapped_call_impl", "_call_impl", "__getattr__")
 """Methods of a module that run its forward."""
 OWN = frozenset(("forward", "_compiled_call_impl", *CALLED))
 """Attributes by which a module would run something else."""
-LAYERS = [one for one in vars(torch_losses).values() if isinstance(one, type)]
-LAYERS = [one for one in LAYERS if issubclass(one, nn.Module)]
+LAYERS = [
+    one
+    for one in vars(torch_losses).values()
+    if isinstance(one, type) and issubclass(one, nn.Module)
+]
+FUNCTIONALS = tuple(
+    name
+    for name, one in vars(F).items()
+    if callable(one) and not isinstance(one, type) and type(one).__module__ != "typing"
+)
+FUNCTIONS = tuple(name for name in sorted(NAMES) if inspect.isroutine(vars(torch).get(name)))
+METHODS = (*sorted(NAMES), *(f"__{name}__" for name in OPERATORS))
+METHODS_OF = attrgetter(*(name for name in METHODS if hasattr(Tensor, name)))
+FORWARD_OF, CALLED_OF = attrgetter("forward"), attrgetter(*CALLED)
 
 
-FUNCTIONALS = tuple(name for name, one in vars(F).items() if callable(one))
-FUNCTIONS = tuple(sorted(name for name in NAMES if callable(vars(torch).get(name))))
-METHODS = (*NAMES, *(f"__{name}__" for name in ARITHMETIC))
-METHODS = tuple(sorted(name for name in METHODS if hasattr(Tensor, name)))
-METHODS_OF, FORWARD_OF, CALLED_OF = attrgetter(*METHODS), attrgetter("forward"), attrgetter(*CALLED)
-
-
-def _of_torch_now() -> list[Any]:
-    """Return torch's functions, methods and forwards that a replayed loss may run."""
+def _runnable() -> list[Any]:
+    """Return torch's functions, methods and forwards that a replayed loss may run, as they are."""
     functions = map(vars(F).get, FUNCTIONALS), map(vars(torch).get, FUNCTIONS)
     methods = METHODS_OF(Tensor), map(FORWARD_OF, LAYERS), CALLED_OF(nn.Module)
     return [*chain(*functions, *methods)]
 
 
-AS_IMPORTED = _of_torch_now()
+AS_IMPORTED = _runnable()
 HOME = str(Path(torch.__file__).parent)
-UNPATCHED = all(
-    one.__code__.co_filename.startswith(HOME) for one in AS_IMPORTED if inspect.isfunction(one)
+COMPILED = (
+    BuiltinFunctionType,
+    GetSetDescriptorType,
+    MethodDescriptorType,
+    WrapperDescriptorType,
 )
-"""Whether nothing had replaced any of it before."""
+UNPATCHED = all(
+    one.__code__.co_filename.startswith(HOME)
+    if inspect.isfunction(one)
+    else isinstance(one, COMPILED)
+    for one in AS_IMPORTED
+)
+"""Whether all of it was torch's own, Python in torch's folder or compiled, on import."""
 
 
 def read_values(fn: Any, found: list[Any]) -> bool:
@@ -103,7 +125,7 @@ def read_values(fn: Any, found: list[Any]) -> bool:
         fn: the loss.
         found: the values are added to it.
     """
-    return UNPATCHED and _of_torch_now() == AS_IMPORTED and _values(fn, found)
+    return UNPATCHED and _runnable() == AS_IMPORTED and _values(fn, found)
 
 
 def _values(fn: Any, found: list[Any]) -> bool:
@@ -196,12 +218,8 @@ def same_values(now: Sequence[Any], was: Sequence[Any]) -> bool:
 def form_of(outputs: Any, targets: Any) -> tuple[Any, ...] | None:
     """Return shapes and types of some rows; None where they are more than plain tensors."""
     found: list[Any] = []
-    for tree in (outputs, targets):
-        if type(tree) is Tensor:
-            found += (tree.shape, tree.dtype, tree.device, tree.layout, tree.requires_grad)
-        elif not _add_form(tree, found):
-            return None
-    return tuple(found)
+    plain = _add_form(outputs, found) and _add_form(targets, found)
+    return tuple(found) if plain else None
 
 
 def _add_form(tree: Any, found: list[Any]) -> bool:
