@@ -13,6 +13,7 @@ from benchmarks.agbn.overlap import rows as overlap_rows
 from benchmarks.concepts.memory import rows as concepts
 from benchmarks.guide.draws import rows as guide_draws
 from benchmarks.guide.figures import rows as guide_figures
+from benchmarks.guide.first_step import rows as guide_start
 from benchmarks.guide.gpus import rows as guide_gpus
 from benchmarks.guide.lanes import rows as guide_lanes
 from benchmarks.guide.numbers import rows as guide_numbers
@@ -159,6 +160,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_figures": ("guide/figures", guide_figures.guide_figures),
     "guide_figures_errors": ("guide/figures", guide_figures.guide_figures_errors),
     "guide_pace": ("guide/pace", guide_pace.guide_pace),
+    "guide_start": ("guide/first_step", guide_start.first_step),
     "guide_gpus": ("guide/gpus", guide_gpus.guide_gpus),
     "guide_gpus_summary": ("guide/gpus", guide_gpus.guide_gpus_summary),
     "guide_servers": ("guide/servers", guide_servers.servers),
@@ -237,6 +239,7 @@ TITLES = {
     "guide_plans": "Plans: what they foresee and choose, beside every candidate that was run",
     "guide_lanes": "Plans: what lanes hold against what was foreseen",
     "guide_draws": "Plans: random trainings and budgets, each under a hard limit",
+    "guide_start": "Plans: the first step under a budget, and the first fifty",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
     "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",
     "guide_servers": "Guide: Lemma 3.2, beside its simulation and real processes",

@@ -1,0 +1,64 @@
+"""The first step under a budget beside later ones, and fifty steps beside the best fixed size.
+
+Eleven networks and three budgets each: a fifth and a half of the way from the fewest bytes to those of
+an undivided step, and one in which the undivided batch fits. Each is a process of its own. A later
+step is the median of the last ten of fifty. The best fixed size is the fastest of a sweep of powers
+of two, planned before and counted without its planning, or the one that was chosen if it is faster
+still. A process that has not ended after ten minutes is ended, and the table says so.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import track
+
+from benchmarks.environment import environment
+from benchmarks.guide.first_step.cell import SEED
+from benchmarks.guide.first_step.networks import NETWORKS
+from benchmarks.results import console, write
+
+HERE = Path(__file__).parent
+SHARES = (0.2, 0.5, 1.2)
+"""Of the bytes between the fewest and those of an undivided step."""
+STEPS = 50
+ENDED = 600
+"""Seconds after which a process is ended."""
+
+
+def cell(name: str, share: float, steps: int) -> dict[str, Any]:
+    """Return what one process found; `ended` where it had to be ended."""
+    words = [sys.executable, "-m", "benchmarks.guide.first_step.cell", name, str(share), str(steps)]
+    try:
+        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=ENDED, check=True)
+    except subprocess.TimeoutExpired:
+        return {"ended": ENDED}
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    del found["seconds"]
+    return {k: round(v, 5) if isinstance(v, float) else v for k, v in found.items()}
+
+
+def main(
+    *,
+    quick: bool = False,
+    out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
+    only: Annotated[str, typer.Option(help="networks whose name holds this")] = "",
+) -> None:
+    """Measure first steps and write results.json."""
+    names = [name for name in NETWORKS if only in name]
+    names, shares = (names[:1], SHARES[1:2]) if quick else (names, SHARES)
+    cells = [(name, share) for name in names for share in shares]
+    found: dict[str, dict[str, Any]] = {}
+    for name, share in track(cells, "networks and budgets", len(cells), console=console):
+        found.setdefault(name, {})[str(share)] = cell(name, share, 12 if quick else STEPS)
+    write(
+        out / "results.json",
+        {"seed": SEED, "steps": STEPS, "networks": found, "environment": environment()},
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
