@@ -64,8 +64,8 @@ def faster(
         return 1.0 if (engine.plan.convolutions is not None) == request.param else 2.0
 
     monkeypatch.setattr("anybatch.tools.planning.step_seconds", seconds)
-    monkeypatch.setattr("anybatch.planner.search.LEAST", 1 << 10)
-    monkeypatch.setattr("anybatch.planner.search.SHARES", (2,))
+    monkeypatch.setattr("anybatch.planner.workspaces.LEAST", 1 << 10)
+    monkeypatch.setattr("anybatch.planner.workspaces.SHARES", (2,))
     return bool(request.param)
 
 
@@ -264,9 +264,7 @@ def test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed(
 
     monkeypatch.setattr(Planner, "learn", held_more)
     # No clock says which size is the fastest: the largest is.
-    monkeypatch.setattr(
-        "anybatch.planner.offload_choice.seconds", lambda case, inspection, n, **_: 1.0
-    )
+    monkeypatch.setattr("anybatch.engine.step_builder.seconds_of_step", lambda *_: 1.0)
     settings = Settings(
         model=DEEP,
         optimizer="adamw",

@@ -529,8 +529,8 @@ def test_what_cannot_be_is_said() -> None:
         engine.backward({"text": rows["text"]})
 
 
-def test_timing_a_micro_batch_holds_one_graph() -> None:
-    """What a plan times must not hold more than what it plans."""
+def test_running_a_micro_batch_holds_one_graph() -> None:
+    """What a plan runs must not hold more than what it plans."""
     parts = {
         name: nn.Sequential(nn.Linear(8, 64), *(nn.Tanh() for _ in range(16))) for name in "ab"
     }
@@ -539,7 +539,7 @@ def test_timing_a_micro_batch_holds_one_graph() -> None:
     case = step_inputs.case(step_inputs.batch(rows, None), step_inputs.modules(), trains=True)
     graph, observed = 16 * 64 * 64 * 4, Inspection((0, 0), copies=False, coupled=True)
     with Meter(torch.device("cpu"), {"parameters": list(model.parameters())}) as meter:
-        assert probe.seconds(case, observed, 64) is not None
+        assert probe.ran(case, observed, 64)
     assert graph < meter.peak < 2 * graph
 
 

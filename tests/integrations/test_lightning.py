@@ -328,9 +328,9 @@ def test_a_run_that_is_resumed_is_the_same_bit_for_bit(tmp_path: Path, how: dict
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     through, again = made(), made()
     full = FullBatch(**how)
-    fit(through, full, keep, enable_checkpointing=True, max_epochs=3)
-    resumed = FullBatch(**how)
-    fit(again, resumed, ckpt_path=tmp_path / "epoch=0.ckpt", max_epochs=3)
+    fit(through, full, keep, enable_checkpointing=True, max_epochs=14)
+    resumed = FullBatch(**how)  # the fastest size has been found by then
+    fit(again, resumed, ckpt_path=tmp_path / "epoch=11.ckpt", max_epochs=14)
     assert resumed.engine is not None
     assert full.engine is not None
     assert resumed.engine.micro_batch == full.engine.micro_batch

@@ -16,7 +16,6 @@ import anybatch
 from anybatch import Engine, Plan
 from anybatch.memory.fakes import is_fake
 from anybatch.memory.meter import Meter
-from anybatch.planner.search import search
 
 
 def batch(size: int, width: int = 8) -> tuple[Tensor, Tensor]:
@@ -105,10 +104,6 @@ def test_a_table_that_functools_keeps_is_real_after_planning() -> None:
     model, (x, y) = Adds(8, 4), batch(64)
     loss = Engine(model, F.cross_entropy, memory="64MiB").backward(x, y)
     assert not any(map(is_fake, (loss, model.weight.grad, positions(8))))
-
-
-def test_the_search_ends_where_half_of_the_fastest_does_not_fit() -> None:
-    assert search(4, 4, lambda n: 1.0 if n == 4 else None) == {4: 1.0}
 
 
 def held(engine: Engine, run: Any) -> int:

@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 import anybatch
 from anybatch import Engine, LazyBatch
+from anybatch.core import transaction as transactions
 from anybatch.execution.proof.rows import _saving_nothing
 from anybatch.memory.fakes import is_fake
 
@@ -222,6 +223,39 @@ def test_ctrl_c_at_every_line(variant: str, counted: Callable[..., int]) -> None
         outcomes["before" if was else "after"] += 1
     assert outcomes["before"] > 0.8 * len(chosen), outcomes
     assert len(list(start.buffers())) == len(list(model.buffers()))
+
+
+@pytest.mark.usefixtures("_ctrl_c")
+def test_ctrl_c_as_a_step_begins_to_be_undone() -> None:
+    """The handler of the first error is where the second one comes: at each of its lines."""
+    setting("coupled")[1]()
+    for line in range(1, 21):
+        model, step = setting("coupled")  # its first attempt ends with a retry, which is undone
+        before, tracer = snapshot(model), SignalAtUndo(line)
+        sys.settrace(tracer)
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                step()
+        finally:
+            sys.settrace(None)
+        assert same(_values(before), _values(snapshot(model))), f"line {line} of the undoing"
+
+
+class SignalAtUndo(SignalAt):
+    """Sends it at the count-th line after the body of a transaction has failed."""
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != transactions.__file__:
+            return None
+        if frame.f_code.co_name == "transaction" and sys.exception() is not None:
+            self.lines = 1
+        if not self.lines:
+            return self
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                signal.raise_signal(signal.SIGINT)
+        return self
 
 
 @pytest.mark.usefixtures("_ctrl_c")

@@ -32,7 +32,7 @@ WITHOUT_TORCH = set(
     (
         "conv.circles conv.divide conv.problem core.absent core.plan core.plan_sections core.units "
         "memory.ledger memory.lockstep_budget offload.course offload.policy offload.schedule "
-        "offload.unroll planner.search tools.gpus tools.profiled"
+        "offload.unroll planner.tuning tools.gpus tools.profiled"
     ).split()
 )
 OF_INTEGRATIONS = ("transformers", "accelerate", "lightning")

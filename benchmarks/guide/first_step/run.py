@@ -1,10 +1,10 @@
 """The first step under a budget beside later ones, and fifty steps beside the best fixed size.
 
-Eleven networks and three budgets each: a fifth and a half of the way from the fewest bytes to those of
-an undivided step, and one in which the undivided batch fits. Each is a process of its own. A later
-step is the median of the last ten of fifty. The best fixed size is the fastest of a sweep of powers
-of two, planned before and counted without its planning, or the one that was chosen if it is faster
-still. A process that has not ended after ten minutes is ended, and the table says so.
+Eleven networks and three budgets each: a fifth and a half of the way from the fewest bytes to those
+of an undivided step, and one in which the undivided batch fits. Each is a process of its own. A
+later step is the median of the last ten of fifty. The best fixed size is the fastest of a sweep of
+powers of two, planned before and counted without its planning, or the one that was chosen if it is
+faster still. A process that has not ended after ten minutes is ended, and the table says so.
 """
 
 import json

@@ -34,7 +34,7 @@ from anybatch.devices import planned_for
 from anybatch.reports import StepTimeline
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
-TIMED = "Nothing was trained: some micro-batches of each size were timed, and all was put back."
+TIMED = "Nothing was trained: steps in a few sizes were timed, and all was put back."
 NOT_RUN = "Nothing was trained, and nothing was run: the device is not there."
 NO_CHOICE = "Nothing was trained, and no size was timed: there is none to choose."
 

@@ -60,7 +60,7 @@ OPTIONS: dict[str, Any] = {
     "crop": (int | None, "Train on random crops of N x N pixels."),
     "offload": (
         OffloadName,
-        "Offload saved tensors: auto if not even one sample fits, or if it was timed to be "
+        "Offload saved tensors: auto if not even one sample fits, or if steps show it to be "
         "faster; to host memory (from a GPU) or a file always; off never.",
     ),
     "states": (

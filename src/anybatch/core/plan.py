@@ -128,6 +128,7 @@ class Facts:
         segments: how the device's memory is segmented, in words; nothing where it does not apply.
         looked: the step in which samples were traced through the model; 0 where none was run.
         doubts: why it is not shown that samples do not meet; nothing where it is.
+        trying: the search that the step is a part of, in words; nothing where it has ended.
     """
 
     micro_batch: int
@@ -144,6 +145,7 @@ class Facts:
     segments: str = ""
     looked: int = 0
     doubts: tuple[str, ...] = ()
+    trying: str = ""
 
 
 @dataclass(frozen=True)
@@ -326,6 +328,8 @@ def decide(facts: Facts, memory: Memory | None = None, offload: OffloadPlan | No
     mechanism = mechanism if facts.divided else "undivided"
     waits = mechanism == "lockstep"
     reasons = [_WHY[mechanism], *_of_offload(memory, offload, lanes=waits)]
+    if facts.trying:
+        reasons.append(facts.trying)
     if facts.late:
         reasons.append("samples are loaded on the way: the denominator is made good at the end")
     if facts.half and facts.divided:
@@ -396,7 +400,7 @@ def _of_offload(memory: Memory | None, offload: OffloadPlan | None, *, lanes: bo
     here = min((one for one in timed if not one[2]), default=None)
     if offloaded is not None and here is not None:
         reasons.append(
-            f"timed as it would be run, a step takes {offloaded[0]:.3g} s in micro-batches of "
+            f"a step takes {offloaded[0]:.3g} s in micro-batches of "
             f"{offloaded[1]} with saved tensors offloaded, and {here[0]:.3g} s in micro-batches of "
             f"{here[1]} without"
         )

@@ -43,7 +43,7 @@ class Candidate:
     Attributes:
         micro_batch: samples.
         peak_bytes: predicted peak of a step with it.
-        seconds: of a full step, run or from its timed micro-batches; None where it was not timed.
+        seconds: of a step, the fewest; None where none was run.
         offloaded: its saved tensors are offloaded, as far as they do not fit. Default False.
     """
 
@@ -145,7 +145,13 @@ def verdicts(
         (one for one in every if (one.micro_batch, one.offloaded) == (chosen, offloaded)), None
     )
     next_best = runners_up(every, best)
-    return [(one, _why(one, best, memory.budget, runner_up=one in next_best)) for one in every]
+    fastest = min((one.seconds for one in every if one.seconds is not None), default=None)
+    return [
+        (one, _chosen(one, fastest))
+        if one is best
+        else (one, _why(one, best, memory.budget, runner_up=one in next_best))
+        for one in every
+    ]
 
 
 def runners_up(every: Sequence[Candidate], best: Candidate | None) -> list[Candidate]:
@@ -161,9 +167,19 @@ def runners_up(every: Sequence[Candidate], best: Candidate | None) -> list[Candi
     return [one for _, one in sorted(timed, key=lambda pair: pair[0])[:RUNNERS_UP]]
 
 
+SCATTER = 1.05
+"""Times the fastest step, within which another size is as fast: steps scatter as much."""
+
+
+def _chosen(one: Candidate, fastest: float | None) -> str:
+    if one.seconds is None or fastest is None:
+        return "chosen"
+    if one.seconds == fastest:
+        return "chosen: the fastest timed"
+    return "chosen: as fast as any" if one.seconds <= SCATTER * fastest else "tried in this step"
+
+
 def _why(one: Candidate, best: Candidate | None, budget: int, *, runner_up: bool) -> str:
-    if one is best:
-        return "chosen" if one.seconds is None else "chosen: the fastest timed"
     if one.peak_bytes > budget:
         return f"does not fit: {show_bytes(one.peak_bytes - budget)} too much"
     if one.seconds is None:

@@ -287,15 +287,26 @@ def transaction(before: Before, deliver: Callable[[], object]) -> Iterator[Deliv
     """
     delivery = Delivery(before, deliver)
     try:
-        yield delivery
-        delivery()
+        try:
+            yield delivery
+            delivery()
+        except BaseException as error:
+            _undo(before, error)
+            raise
+    # Ctrl-C, in the lines before the undoing holds it back
+    # (test_ctrl_c_as_a_step_begins_to_be_undone).
     except BaseException as error:
-        if before.open:
-            with uninterrupted():
-                failures = before.put_back()
-            for failure in failures:
-                error.add_note(f"and while the step was undone: {failure}")
+        _undo(before, error)
         raise
+
+
+def _undo(before: Before, error: BaseException) -> None:
+    if not before.open:
+        return
+    with uninterrupted():
+        failures = before.put_back()
+    for failure in failures:
+        error.add_note(f"and while the step was undone: {failure}")
 
 
 Handler = Callable[[int, FrameType | None], Any]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from math import inf
 from os import PathLike
 from time import perf_counter
 from types import CodeType, FrameType
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from anybatch.conv.convolutions import engaged
+from anybatch.core import accelerator
 from anybatch.core.accelerators import require_generators
 from anybatch.core.barrier import in_a_meeting
 from anybatch.core.batch import Batch
@@ -29,7 +31,9 @@ from anybatch.core.oom import NothingHeld
 from anybatch.core.optimizers import Prepared, bare, rounding
 from anybatch.core.plan import Plan, card, decide, table
 from anybatch.core.retry import until_complete
+from anybatch.core.status import say
 from anybatch.core.transaction import Before, no_optimizer_step, transaction
+from anybatch.core.units import show_bytes
 from anybatch.distributed.fsdp import sharded_of
 from anybatch.engine.executor import Runner
 from anybatch.engine.inputs import StepInputs
@@ -55,6 +59,7 @@ from anybatch.planner.probe import measured, read_peak, state_bytes
 
 BatchNormMode = Literal["exact", "local", "adaptive"]
 RngMode = Literal["micro_batch", "batch"]
+TuneMode = Literal["steps", "off"]
 
 
 class Engine:
@@ -79,7 +84,7 @@ class Engine:
             without your own mini-batch. None (default): the free memory of the device, less a
             margin that the plan names; but if `micro_batch` is passed, nothing is planned.
         micro_batch: samples in a micro-batch, at least 1. None (default): the first step forecasts
-            the memory of every size, times the sizes that fit, and takes the fastest.
+            the memory of every size and runs in one that fits; up to nine more find the fastest.
         batchnorm: "exact" (default) normalises by the full batch: micro-batches wait for each
             other in BatchNorm, and tensors of waiting ones are offloaded as far as `memory` is too
             small for them. "local" normalises each micro-batch by its own statistics; this is
@@ -96,10 +101,14 @@ class Engine:
             does. With `memory` it is counted, and kernels are measured between steps, never inside;
             if all of it leaves too little for a step, kernels get less, and the plan says so.
             Default None: convolutions are not changed: torch's or those of a context.
+        tune: "steps" (default): the first steps are run in different sizes, or with tensors
+            offloaded, until the fastest is known; each of them trains, with the gradient of the
+            full batch. "off": no clock decides anything, so the same program takes the same plan in
+            every start; implied by ``torch.use_deterministic_algorithms(True)``.
 
     Raises:
-        ValueError: `memory`, `micro_batch`, `batchnorm`, `rng` or `workspace` is none of the values
-            above, or is passed with a `plan` that sets it.
+        ValueError: `memory`, `micro_batch`, `batchnorm`, `rng`, `workspace` or `tune` is none of
+            the values above, or is passed with a `plan` that sets it.
         NotYetError: `workspace` for a model that is neither on the CPU nor on CUDA.
 
     Example:
@@ -124,15 +133,16 @@ class Engine:
         rng: RngMode = "micro_batch",
         plan: Plan | None = None,
         workspace: int | str | None = None,
+        tune: TuneMode = "steps",
     ) -> None:
-        refuse_now(model, micro_batch, batchnorm, rng)
+        refuse_now(model, micro_batch, batchnorm, rng, tune)
         self._prepared = Prepared(model, optimizer)
         model, group = unwrapped(model)
         sharded = sharded_of(model)
         if loss_fn is not None and not isinstance(loss_fn, Loss):
             loss_fn = CallableLoss(as_function(loss_fn))
         loss = loss_of(model, loss_fn)
-        self._planner = planner_of(memory, micro_batch, plan, workspace)
+        self._planner = planner_of(memory, micro_batch, plan, workspace, tune)
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
@@ -150,9 +160,11 @@ class Engine:
         self._plan: Plan | None = plan
         states = None if plan is None else plan.states
         self._states = None if states is None else start_offload(states, optimizer, model)
+        self._steady: Plan | None = None
         self._last: StepReport | None = None
         self._facts: Any = None
-        self._measured = 0
+        self._measured, self._samples = 0, 0.0 if plan is None else inf
+        self._left = False
         self._spill = Spill()
 
     @property
@@ -174,6 +186,11 @@ class Engine:
     def last(self) -> StepReport | None:
         """The report of the last step; None before the first one."""
         return self._last
+
+    @property
+    def _fastest(self) -> int | None:
+        """Samples in the fastest micro-batch so far; None where nothing was planned."""
+        return None if self._planner is None else self._planner.fastest
 
     @property
     def _decisions(self) -> int:
@@ -261,6 +278,9 @@ class Engine:
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
                 loss, peak = self._first_measured(step, signature, modules, before)
+        if self._planner is not None and signature is not None:
+            n, failed = step.limit, step.retries > 0
+            self._planner.took(signature, n, step.seconds, failed=failed)
         return self._note(step, loss, perf_counter() - start, run_plan, peak)
 
     def evaluate(
@@ -337,6 +357,9 @@ class Engine:
         """Run the step; the first after a forecast under the meter, where the device has none."""
         planner, inputs = self._planner, self._inputs
         if planner is None or signature is None or planner.decided == self._measured:
+            step.clocked = (
+                planner is not None and signature is not None and planner.trial(signature)
+            )
             with read_peak(inputs.device) as found:
                 return self._runner.run(step, modules, before), found()
         with measured(inputs.device, modules, inputs.optimizer, before, inputs.shards) as peak:
@@ -362,13 +385,23 @@ class Engine:
         left = None if run_plan is None else run_plan.offload
         # A last partial batch that needs no splitting does not change the plan of the others
         # (test_last_and_plan_say_what_the_step_was).
-        now = facts, memory, self._convolutions.count
-        if now != self._facts and (facts.divided or self._plan is None):
+        facts = replace(facts, trying="" if run_plan is None else run_plan.trying)
+        now, samples = (facts, memory, self._convolutions.count), step.global_batch.size
+        if now != self._facts and (facts.divided or samples >= self._samples):
+            self._samples = samples
             self._facts, decided = now, decide(facts, memory, left)
             states = None if self._plan is None else self._plan.states
             kernels = None if self._planner is None else self._planner.workspaces.kernels
             convolutions = self._convolutions.record(kernels)
             self._plan = replace(decided, states=states, convolutions=convolutions)
+            if self._steady is None or (samples >= self._samples and step.limit == self._fastest):
+                self._steady = self._plan
+        if step.moved and not self._left and accelerator.of(self._inputs.device).host:
+            say(
+                f"{show_bytes(step.moved)} leave for a file in a step and return, because memory "
+                "holds less: print(engine.plan) tells more"
+            )
+        self._left |= step.moved > 0
         self._last = StepReport(
             loss=loss,
             samples=step.global_batch.size,
@@ -398,7 +431,7 @@ class Engine:
         Args:
             inputs: as in `backward`.
             targets: as in `backward`.
-            timed: time the sizes that fit and have not been timed. Default True.
+            timed: find the fastest of the sizes that fit, by steps that are restored. Default True.
             offload: as in `anybatch.plan`, from now on. Default None: as before, at first "auto".
             spill: as in `anybatch.plan`.
 
@@ -460,6 +493,12 @@ class Engine:
             with planner.timing(timed):
                 signature = self._arranger.signature(batch, modules, gradients)
                 run_plan = self._arranger.allow(planner, signature, batch, modules)
+                while (
+                    timed
+                    and planner.trial(signature)
+                    and self._arranger.tried(planner, run_plan, batch, modules)
+                ):
+                    run_plan = self._arranger.allow(planner, signature, batch, modules)
             step = self._runner.step(batch, modules, before, gradients, run_plan.micro_batch)
         found = decide(of_foreseen(step, run_plan, leaves), run_plan.memory, run_plan.offload)
         return replace(found, convolutions=self._convolutions.record(planner.workspaces.kernels))
@@ -472,7 +511,7 @@ BACKWARD = Engine.backward.__code__
 # Refusals of invalid arguments and steps: each error names the rule, the value and the fix.
 
 
-def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
+def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str, tune: str) -> None:
     """Refuse arguments that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
@@ -486,6 +525,8 @@ def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str) -> None:
         )
     if rng not in ("micro_batch", "batch"):
         raise ValueError(f'rng must be "micro_batch" or "batch", and it is {rng!r}')
+    if tune not in ("steps", "off"):
+        raise ValueError(f'tune must be "steps" or "off", and it is {tune!r}')
 
 
 def as_function(loss_fn: Any) -> Callable[..., Tensor]:

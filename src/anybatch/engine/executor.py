@@ -8,8 +8,11 @@ attempt that finds out that it must be another one ends with a `Retry`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -59,6 +62,7 @@ from anybatch.lockstep.scheduler import LaneInspection
 from anybatch.loss.base import Algorithm1
 from anybatch.memory.spill import maker, require_place, require_space
 from anybatch.offload.saved_tensors import Keeping
+from anybatch.planner.probe import finish
 
 
 class Runner:
@@ -295,7 +299,7 @@ class Runner:
         if not step.divided:
             if step.signature not in self._walked:  # once: a graph is walked for it
                 step.discover = discoverer(step, before, self._inputs.closure)
-            loss = undivided(step)
+            loss = clocked(undivided, step)
             self._walked.add(step.signature)
             return loss
         try:
@@ -358,7 +362,7 @@ class Runner:
             step.attempts.traits = replace(step.traits, moving=None, lanes=lanes)
         self._collates.ask(step)
         step.slots, step.singles = list(lanes.slots), lanes.singles
-        loss = lockstep(step, tracked)
+        loss = clocked(partial(lockstep, tracked=tracked), step)
         step.buffers.refuse_moved(tracked.all())
         self._remember(step, moving=frozenset(), still=False, lanes=lanes)
         return loss
@@ -396,7 +400,7 @@ class Runner:
         # Forward may call batch_norm where the inspection has not observed it
         # (test_only_some_micro_batches_is_refused).
         with self._inputs.detecting(), self._listening(before):
-            loss = run(step)
+            loss = clocked(run, step)
         moving = step.buffers.moving
         if earlier is not None:
             moving |= earlier.moving or frozenset()
@@ -487,6 +491,21 @@ class Runner:
         if self._link is None or self._link[0] != device:
             self._link = (device, link_to(device))
         return self._link[1]
+
+
+def clocked(run: Callable[[Step], Tensor], step: Step) -> Tensor:
+    """Run the mechanism of a step; record its seconds where they are wanted.
+
+    What is found out only once, before it begins, is not in them.
+    """
+    if not step.clocked:
+        return run(step)
+    finish(step.device)
+    start = perf_counter()
+    loss = run(step)
+    finish(step.device)
+    step.seconds = perf_counter() - start
+    return loss
 
 
 def of_model(modules: Modules) -> Modules:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from math import inf
+from math import inf, isinf
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,14 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anybatch.core.batch import Batch, LazyBatch
+from anybatch.core import pytree
+from anybatch.core.batch import Batch, LazyBatch, TensorBatch
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.modules import Modules
 from anybatch.core.oom import out_of_memory
 from anybatch.core.optimizers import allocated
-from anybatch.core.plan import Facts, OffloadPlan
-from anybatch.core.plan_sections import Capacity
+from anybatch.core.plan import Facts
 from anybatch.core.retry import Retry, until_complete
+from anybatch.core.status import STATUS
 from anybatch.core.transaction import Before
 from anybatch.core.units import show_samples
 from anybatch.distributed.handshake import ANY, Here, hooks_of, named_parameters
@@ -53,7 +54,7 @@ from anybatch.memory.fakes import paged
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.limits import segments_of
 from anybatch.planner.planner import Planner
-from anybatch.planner.probe import RECORDED, RUNS, finish
+from anybatch.planner.probe import finish
 from anybatch.planner.rehearsal import put_back
 
 Planned = tuple[Signature, RunPlan]
@@ -240,7 +241,8 @@ class Arranger:
     ) -> RunPlan:
         """Return how a batch is run, within the budget."""
         self._last = planner, signature
-        with self._inputs.detecting():
+        planning = STATUS.of("planning the step", "micro_batch= or plan= skips this")
+        with planning, self._inputs.detecting():
             return planner.allow(
                 signature,
                 lambda: replace(
@@ -249,8 +251,32 @@ class Arranger:
                 ),
                 self._inputs.optimizer,
                 lambda: self._runner.refuse_division(modules),
-                partial(seconds_of_step, self._inputs, batch, modules),
             )
+
+    def tried(self, planner: Planner, run_plan: RunPlan, batch: Batch, modules: Modules) -> bool:
+        """Run a trial step of the last planned batch, and restore all state.
+
+        Args:
+            planner: that has planned it; it gets the seconds.
+            run_plan: how it is run.
+            batch: the mini-batch.
+            modules: every module that it runs.
+
+        Returns:
+            Whether it could be run: not where the batch is loaded on the way.
+        """
+        assert self._last is not None
+        if planner.writes(self._last[1]) and isinstance(batch, TensorBatch):
+            pair = (batch.inputs, batch.targets)
+            inputs, targets = pytree.map_tensors(Tensor.clone, pair)
+            batch = TensorBatch(inputs, targets, batch.size)
+        seconds = seconds_of_step(self._inputs, batch, modules, run_plan)
+        if seconds is None:
+            return False
+        signature, n = self._last[1], run_plan.micro_batch
+        for _ in range(1 if run_plan.offload is None else 2):  # the first one counts as recorded
+            planner.took(signature, n, seconds, failed=isinf(seconds))
+        return True
 
     def recall(self, n: int) -> None:
         """Use the size that an earlier run has chosen for the last planned batch."""
@@ -285,49 +311,51 @@ class Arranger:
         return self._rank_session.join(here, signature, named, scale, hooks_of(named, hooks))
 
 
-# Seconds of a step: it is run completely, and all state is restored.
+# Seconds of a step that does not train, for a plan without a training: all state is restored.
 #
-# A micro-batch that waits for others has no seconds of its own: its costs are the waits, and the
-# offloading meanwhile. And with streaming, a step also works between micro-batches. So a full step
-# is timed, but not the first one: only that one inspects the batch, starts threads and creates
-# files.
+# Not the first one is timed: only that inspects the batch, starts threads and creates files.
 
 LONG = 0.5
 """Seconds of a step that is timed once, after the first."""
+
+RUNS = 3
+"""Steps that are timed, of which the median counts."""
+
+RECORDED = 2
+"""Steps with offloading that get ready: one is recorded, and one is planned from the record."""
 
 FOR_EVER = 5.0
 """Seconds of a warm-up step above which its time counts: its start-up is a small part."""
 
 
 def seconds_of_step(
-    inputs: StepInputs,
-    batch: Batch,
-    modules: Modules,
-    n: int,
-    lane_bytes: Capacity,
-    offload: OffloadPlan | None,
+    inputs: StepInputs, batch: Batch, modules: Modules, run_plan: RunPlan
 ) -> float | None:
-    """Time a step, in lanes where it goes in lanes.
+    """Time a step as it is planned.
 
     Args:
         inputs: model, loss and optimizer; gradients, buffers and RNG state are restored.
         batch: the mini-batch.
         modules: every module that it runs.
-        n: samples in a micro-batch.
-        lane_bytes: bytes that waiting lanes may hold on the device; None offloads none of them.
-        offload: offloading of the running lane or micro-batch; None limits nothing.
+        run_plan: how it is run.
 
     Returns:
         Seconds, infinitely many where it ran out of memory or threads; None for a batch that is
         loaded on the way, which can be run once only.
     """
+    n, offload = run_plan.micro_batch, run_plan.offload
     case = inputs.case(batch, modules, trains=True)
     if case.lazy:
         return None
     runner = Runner(inputs)  # of its own: what it finds out is not yet the engine's
     try:
         with put_back(replace(case, lanes=False)) as before, torch.enable_grad():
-            make = partial(runner.step, lane_bytes=lane_bytes, offload=offload)
+            make = partial(
+                runner.step,
+                accumulator=run_plan.accumulator,
+                lane_bytes=run_plan.memory.waiting_capacity,
+                offload=offload,
+            )
 
             def attempt(attempts: Attempts) -> float:
                 put_back_moved(before.buffers)

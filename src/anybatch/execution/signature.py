@@ -118,6 +118,8 @@ class RunPlan:
         lanes: micro-batches wait for each other.
         offload: which saved tensors are offloaded; None (default) where none is.
         passes: returns that step as it passes; None (default) where that was not foreseen.
+        trying: the search that this step is a part of, in words; nothing (default) where it is in
+            none, or the search has ended.
     """
 
     micro_batch: int
@@ -128,6 +130,7 @@ class RunPlan:
     lanes: bool = False
     offload: OffloadPlan | None = None
     passes: Callable[[], StepTimeline] | None = field(default=None, compare=False, repr=False)
+    trying: str = ""
 
 
 def tensor_signature(rows: HasRows) -> tuple[Any, ...]:

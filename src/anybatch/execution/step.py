@@ -130,6 +130,8 @@ class Step(Repeatable):
             store nearest to the device.
         moved: bytes that left the device and returned.
         remade: bytes that were computed again instead.
+        clocked: its seconds are wanted. Default False.
+        seconds: of its computing, where they are; None (default) before.
         watch: sees each micro-batch as it comes, and may end the step.
         private: ids of leaves of this batch, and of sharded parameters: no other rank has their
             gradients.
@@ -163,6 +165,8 @@ class Step(Repeatable):
     spill: str | None = None
     moved: int = 0
     remade: int = 0
+    clocked: bool = False
+    seconds: float | None = None
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
     private: frozenset[int] = frozenset()
     sharded: Sharded | None = None

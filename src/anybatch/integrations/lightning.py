@@ -206,8 +206,9 @@ class FullBatch(Callback):  # type: ignore[misc]
         ):
             loss = part.engine.backward((batch,), scaler=scaler, observe=observer)
         self.engine = part.engine
-        if part.engine.plan is not None:
-            self._plans.setdefault(name, part.engine.plan)
+        steady = part.engine._steady  # that of the fastest size so far
+        if steady is not None:
+            self._plans[name] = steady
         observer.update(module)
         for key, value in (observer.logged(loss, log) | log.metrics).items():
             module.log(key, value, **log.options[key])

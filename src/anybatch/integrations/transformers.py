@@ -318,7 +318,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.args.should_save:
-            self._history.save(output_dir)
+            self._history.save(output_dir, self.engine)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

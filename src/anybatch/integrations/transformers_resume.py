@@ -1,17 +1,19 @@
 """Plans of a run in its checkpoint, so that a resumed run splits each batch as before.
 
-The first batch of a run is planned with a clock, and batches with longer samples are planned only
-from shapes, from earlier forecasts. So a checkpoint stores the first plan, and the shapes of the
-batches at which a plan was made, in order. A resumed run plans them again, on rows of zeros, before
-its first step, with the size that the clock chose. Then it splits every batch like an unbroken run.
+The first steps of a run find the fastest size by a clock, and batches with longer samples are
+planned only from shapes, from earlier forecasts. So a checkpoint stores the first plan with the
+fastest size so far, and the shapes of the batches at which a plan was made, in order. A resumed run
+plans them again, on rows of zeros, before its first step, with that size. Then it splits every
+batch like an unbroken run; one resumed from within the first ten steps searches no further.
 
-    planned:  8 x 11, clocked ── 8 x 14 ── 8 x 16     checkpoint     resumed: again, again, again
+    planned:  8 x 11, searched ── 8 x 14 ── 8 x 16     checkpoint    resumed: again, again, again
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +68,14 @@ class History:
             else:
                 engine.foresee(rows, targets, timed=False)
 
-    def save(self, folder: str) -> None:
-        """Write it to a checkpoint's folder."""
-        if self.plan is not None:
-            found = {"plan": json.loads(self.plan.to_json()), "planned": self._planned}
+    def save(self, folder: str, engine: Engine | None) -> None:
+        """Write it to a checkpoint's folder, with the fastest way that an engine has found."""
+        plan = self.plan
+        if plan is not None and engine is not None and engine.plan is not None:
+            fastest = replace(plan, micro_batch=engine._fastest or plan.micro_batch)
+            plan = engine.plan if engine.plan.offload is not None else fastest
+        if plan is not None:
+            found = {"plan": json.loads(plan.to_json()), "planned": self._planned}
             Path(folder, NAME).write_text(json.dumps(found, indent=1))
 
     def load(self, folder: str) -> None:

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.core.modules import DispatchMode, local
 from anybatch.core.optimizers import rounding
+from anybatch.core.status import STATUS
 from anybatch.memory.ledger import Timeline, record
 
 STEP = "activations"
@@ -135,6 +136,7 @@ class Meter(DispatchMode):
         kwargs = kwargs or {}
         if self._inside or func is DEVICE:  # a kernel made of kernels, or none
             return func(*args, **kwargs)
+        STATUS.tick()
         name = _name(func)
         if name != FROM_OUTSIDE:
             for tensor in tensors_in((args, kwargs)):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -202,7 +201,7 @@ def require_space(size: int, destination: str) -> None:
     """
     if destination == "host" or not size:
         return
-    where = tempfile.gettempdir() if destination == "file" else destination
+    where = str(stores.system_folder()) if destination == "file" else destination
     try:
         left = shutil.disk_usage(where).free
     except OSError as error:

@@ -409,14 +409,14 @@ def nameless(folder: Path | None, *, direct: bool) -> tuple[int, bool]:
     """Return a descriptor of a new private file, and whether it bypasses the page cache.
 
     Args:
-        folder: where it is; None is the system's folder for temporary files.
+        folder: where it is; None is `system_folder`.
         direct: past the page cache, where the system can.
 
     Raises:
         OSError: the folder cannot be written to.
     """
     goes_when_closed = getattr(os, "O_TEMPORARY", 0)
-    descriptor, path = tempfile.mkstemp(prefix="anybatch-", dir=folder)
+    descriptor, path = tempfile.mkstemp(prefix="anybatch-", dir=folder or system_folder())
     if goes_when_closed:  # an open file keeps its name there
         flags = os.O_RDWR | goes_when_closed | getattr(os, "O_BINARY", 0)
         os.close(descriptor)
@@ -429,6 +429,48 @@ def nameless(folder: Path | None, *, direct: bool) -> tuple[int, bool]:
         return descriptor, False
     os.close(descriptor)
     return past, True
+
+
+MOUNTS = Path("/proc/mounts")
+"""The mounted file systems, where the system lists them (Linux): device, folder, type ..."""
+
+OF_MEMORY = ("tmpfs", "ramfs")
+"""File systems whose files are memory: what moves there frees none."""
+
+ON_DISK = Path("/var/tmp")
+"""The system's folder for temporary files that outlive a restart, so it is on a disk."""
+
+
+def system_folder() -> Path:
+    """Return the system's folder for temporary files, or `ON_DISK` where that one is memory.
+
+    Raises:
+        StoreError: both are memory.
+    """
+    folder = Path(tempfile.gettempdir())
+    if not in_memory(folder):
+        return folder
+    if os.access(ON_DISK, os.W_OK | os.X_OK) and not in_memory(ON_DISK):
+        return ON_DISK
+    raise StoreError(
+        f"a file for offloaded tensors must be on a disk, and {folder} is memory itself: name a "
+        'folder on a disk (spill=), or give offload="off"'
+    )
+
+
+def in_memory(folder: Path) -> bool:
+    """Return whether the file system of a folder is memory; False where that is unknown."""
+    try:
+        rows = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return False
+    place, kinds = folder.resolve(), dict[Path, str]()
+    for _, at, kind, *_ in (row for row in rows if len(row) > 2):
+        mount = Path(at.replace("\\040", " "))  # a space is written as an octal number
+        if place.is_relative_to(mount):
+            kinds[mount] = kind  # the last one in a place covers the others
+    innermost = max(kinds, key=lambda mount: len(mount.parts), default=None)
+    return innermost is not None and kinds[innermost] in OF_MEMORY
 
 
 def past_the_cache(path: str) -> int | None:
@@ -462,7 +504,7 @@ def read_at(descriptor: int, view: memoryview, begin: int) -> int:
 
 def left_for(descriptor: int, folder: Path | None) -> int:
     """Return the bytes that the file system of a file has left."""
-    return shutil.disk_usage(descriptor if BY_FILE else folder or tempfile.gettempdir()).free
+    return shutil.disk_usage(descriptor if BY_FILE else folder or system_folder()).free
 
 
 # Checksums of offloaded bytes, for debugging.

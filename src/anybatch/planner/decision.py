@@ -1,35 +1,49 @@
-"""Decision for one mini-batch within a budget: the fastest plan that fits, by timings so far.
+"""Decision for one mini-batch within a budget: the fastest plan that fits, by the steps so far.
 
-Saved tensors are resident where a step fits so, else offloaded. Of the first batch both are
-timed where that can pay. Later ones go the way of the first, at the size that does as much work.
+Saved tensors are resident where a step fits so, else offloaded. The first steps of a training go
+different ways where that can pay (`anybatch.planner.tuning`). Batches of other signatures go the
+fastest way so far, at the size that does as much work.
 
     a size fits in memory         it, or saved tensors offloaded where that was timed to be faster
     none fits, streamed           micro-batches with saved tensors offloaded
     none fits, samples meet       undivided with saved tensors offloaded, or lanes that are paged
     offloaded before              offloaded again, where the size chosen then does not fit without
 
-Each is the choice of a module (`offload_choice`, `offload_memory`, `paged_lockstep`), and the clock
-decides between them.
+Each is the choice of a module (`resident_memory`, `offload_memory`, `paged_lockstep`), and steps
+decide between them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
+from math import inf
 
 import torch
 
+from anybatch.core import accelerator
 from anybatch.core.norm import ScriptedNormError
-from anybatch.errors import BudgetError, NotExactError, NotYetError
+from anybatch.errors import BudgetError, NotExactError, NotYetError, StoreError
 from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen
 from anybatch.planner.forecast import ASIDE, WORKSPACE, Forecast
-from anybatch.planner.offload_choice import ResidentSizes, StepTimer, faster
 from anybatch.planner.offload_memory import OffloadedSizes
 from anybatch.planner.paged_lockstep import PagedLockstep
-from anybatch.planner.search import even
+from anybatch.planner.resident_memory import ResidentSizes
+from anybatch.planner.tuning import (
+    MOST,
+    OF_SIZES,
+    Tuning,
+    Way,
+    even,
+    fastest,
+    halves,
+    larger,
+    may_win,
+    next_size,
+)
 from anybatch.planner.workspaces import Workspaces
 
 
@@ -41,13 +55,15 @@ class Terms:
         budget: bytes.
         source: where these come from, in words.
         spill: store of offloaded tensors.
-        timed: run the sizes that fit to find the fastest.
+        timed: steps in different sizes may show the fastest.
+        thorough: they are to tell the seconds of many sizes, of an undivided batch that fits, too.
     """
 
     budget: int
     source: str
     spill: Spill
     timed: bool
+    thorough: bool = False
 
 
 class Decision:
@@ -120,22 +136,103 @@ class Decision:
         one_size = request.full_batch or resident.foreseen.indivisible
         if self._precedent.fixed is None and cap == signature.size and one_size:
             return resident.planned(cap)
-        first = self._precedent.best is None and signature.trains and not signature.most
-        timed = first and self._terms.timed and self._precedent.fixed is None
-        n = resident.timed(request.streamed) if timed else self._precedent.pick(signature, cap)
-        n = n if resident.fits(n) else cap
-        if timed and not signature.global_samples:  # whose clocks would each tell another time
-            foreseen = resident.foreseen
-            elsewhere = (
-                (self._offloading(foreseen), self._paged_lockstep(foreseen)) if may else None
-            )
-            found = faster(resident, elsewhere, n, signature.size, request.time_step)
-        else:
-            found = resident.planned(n)
-        if first:
-            self._precedent.sends = found.offload is not None
-            self._precedent.best = found.micro_batch, signature.elements
+        divides = cap < signature.size or resident.worth_dividing or self._terms.thorough
+        if self._tunes and divides:
+            return self._next(resident, may=may)
+        n = self._precedent.pick(signature, cap)
+        found = resident.planned(n if resident.fits(n) else cap)
+        if self._precedent.best is None and signature.trains and not signature.most:
+            self._precedent.follow(Way(found.micro_batch, "resident"), signature, settled=True)
         return found
+
+    @property
+    def _tunes(self) -> bool:
+        """Whether steps of this signature show the fastest way to run it."""
+        signature, precedent = self._request.signature, self._precedent
+        wanted = self._terms.timed and precedent.fixed is None
+        return wanted and signature.trains and not signature.most and precedent.tunes(signature)
+
+    def _next(self, resident: ResidentSizes, *, may: bool) -> RunPlan:
+        """Return how the next step is run, to find the fastest way: a trial, or the one found."""
+        signature, foreseen = self._request.signature, resident.foreseen
+        tuning = self._precedent.tuning_of(signature)
+        elsewhere = (
+            may and not signature.global_samples
+        )  # whose clocks would each tell another time
+        trial = self._size_to_try(resident, tuning, OF_SIZES if elsewhere else MOST)
+        offloading, paged = self._offloading(foreseen), self._paged_lockstep(foreseen)
+        if trial is None and elsewhere and offloading.possible:
+            trial = self._elsewhere(resident.largest, tuning, offloading, paged)
+        tuning.trial = trial
+        way = trial or tuning.best() or Way(resident.start, "resident")
+        seconds = tuning.of("resident")
+        try:
+            if way.place == "resident":
+                again = trial is not None and tuning.steps > 0
+                found = resident.planned(way.micro_batch, seconds, trial=again)
+            elif way.place == "paged":
+                found = paged.planned(way.micro_batch)
+            else:
+                found = offloading.planned(way.micro_batch, real=False)
+        except (BudgetError, NotExactError, StoreError):
+            if trial is None or trial.place == "resident":
+                raise
+            tuning.fail(trial)  # it must not leave, or there is no place where it would go
+        else:
+            self._precedent.follow(way, signature, settled=trial is None)
+            # Records of what leaves are metered
+            self._precedent.decided += way.place != "resident" and way not in tuning.recorded
+            rows = list(found.memory.candidates)
+            rows += [] if way.place == "resident" else resident.rows(seconds)
+            rows += paged.rows() if tuning.of("paged") and way.place != "paged" else ()
+            rows += offloading.rows() if tuning.of("offloaded") and way.place != "offloaded" else ()
+            rows.sort(key=lambda one: (one.micro_batch, one.offloaded))
+            memory = replace(found.memory, candidates=tuple(rows))
+            return replace(found, memory=memory, trying=tuning.in_words())
+        return self._next(resident, may=may)
+
+    def _size_to_try(self, resident: ResidentSizes, tuning: Tuning, most: int) -> Way | None:
+        """Return the next size to try with all tensors resident; None where that has ended."""
+        cap, size = resident.largest, self._request.signature.size
+        tuning.sizes = resident.start, cap, most
+        ladder = halves(cap, size) if self._terms.thorough else []
+        while True:
+            run = tuning.of("resident")
+            n = next((k for k in ladder if k not in run), None) or tuning.next_resident()
+            if n is None or resident.fits(n):
+                return None if n is None else Way(n, "resident")
+            tuning.fail(Way(n, "resident"))
+
+    def _elsewhere(
+        self, cap: int, tuning: Tuning, offloading: OffloadedSizes, paged: PagedLockstep
+    ) -> Way | None:
+        """Return the next way to try with tensors offloaded; None where none can be faster."""
+        size, resident = self._request.signature.size, tuning.of("resident")
+        best = tuning.best()
+        seconds = inf if best is None else min(tuning.seconds[best])
+        ways = [Way(size, "offloaded")]
+        if not offloading.full_batch:
+            ways = [Way(n, "offloaded") for n in larger(cap, size)]
+        elif paged.possible:
+            ways.insert(0, Way(paged.best(), "paged"))
+        for way in ways:
+            n = way.micro_batch
+            if tuning.steps >= MOST or way in tuning.seconds:
+                continue
+            if way.place == "paged":
+                if n > max(resident):
+                    return way
+                continue
+            lost = [s for s in tuning.of("offloaded").values() if s > seconds]
+            steps = {} if offloading.full_batch else resident
+            if len(lost) > 1 or not may_win(steps, seconds, n, size, offloading.moving):
+                continue
+            try:
+                if offloading.fits(n):
+                    return way
+            except NotExactError:  # what it saves must not leave
+                return None
+        return None
 
     def _resident(self) -> ResidentSizes:
         """Return the choice of a size with which a step fits in memory.
@@ -149,19 +246,18 @@ class Decision:
         def choice(foreseen: Forecast, *, fresh: bool) -> ResidentSizes:
             found = ResidentSizes(
                 self._completed(foreseen),
-                request.case,
                 signature,
                 budget=self._terms.budget,
                 source=self._terms.source,
                 confirmed=fresh,
-                ready=partial(self._workspaces.ready, foreseen),
+                host=accelerator.of(request.case().device).host,
             )
             found.require(self._precedent.fixed_for(signature), request.refuse_division)
             return found
 
         foreseen = self._foreseen.bound(signature)
         try:
-            fresh = foreseen is None or signature.most > 0
+            fresh = foreseen is None or signature.most > 0 or self._tunes
             found = choice(foreseen or self._foresee(rounded=True), fresh=fresh)
             # Undivided, the batch may fit as it is, and lanes are only slower
             # (test_batchnorm_is_not_divided_for_a_bound_alone).
@@ -176,31 +272,43 @@ class Decision:
 
     def _offloading(self, foreseen: Forecast) -> OffloadedSizes:
         """Return the choice of a size with saved tensors offloaded."""
-        request = self._request
-        return OffloadedSizes(
-            foreseen,
-            request.case,
-            request.signature.size,
-            most=request.signature.largest,
-            budget=self._terms.budget,
-            source=self._terms.source,
-            spill=self._terms.spill,
-            full_batch=request.full_batch,
-            ready=partial(self._workspaces.ready, foreseen),
-        )
+        request, tuning = self._request, self._precedent.tuning
+        tuning = None if tuning is None or not tuning.is_of(request.signature) else tuning
+        found = None if tuning is None else tuning.plans.get("offloaded")
+        if found is None:
+            found = OffloadedSizes(
+                foreseen,
+                request.case,
+                request.signature.size,
+                most=request.signature.largest,
+                budget=self._terms.budget,
+                source=self._terms.source,
+                spill=self._terms.spill,
+                full_batch=request.full_batch,
+            )
+        if tuning is not None:
+            tuning.plans["offloaded"], found.seconds = found, tuning.of("offloaded")
+            found.case = request.case
+        return found
 
     def _paged_lockstep(self, foreseen: Forecast) -> PagedLockstep:
         """Return the choice of a size for lanes that are paged between kernels."""
-        request = self._request
-        return PagedLockstep(
-            foreseen,
-            request.signature.size,
-            request.case().device,
-            most=request.signature.largest,
-            budget=self._terms.budget,
-            source=self._terms.source,
-            spill=self._terms.spill,
-        )
+        request, tuning = self._request, self._precedent.tuning
+        tuning = None if tuning is None or not tuning.is_of(request.signature) else tuning
+        found = None if tuning is None else tuning.plans.get("paged")
+        if found is None:
+            found = PagedLockstep(
+                foreseen,
+                request.signature.size,
+                request.case().device,
+                most=request.signature.largest,
+                budget=self._terms.budget,
+                source=self._terms.source,
+                spill=self._terms.spill,
+            )
+        if tuning is not None:
+            tuning.plans["paged"], found.seconds = found, tuning.of("paged")
+        return found
 
     def _offloaded(self, *, failed: Exception | None = None) -> RunPlan | None:
         """Return the plan with saved tensors offloaded; None where it is no better than `failed`.
@@ -223,8 +331,10 @@ class Decision:
         if isinstance(failed, BudgetError) and failed.needed <= least:
             return None
         found = offloading.planned(n or offloading.smallest, real=fresh)
-        self._precedent.sent(n, signature)
-        return found
+        tuning = self._precedent.tuning
+        trial = tuning is not None and tuning.is_of(signature) and tuning.trial is not None
+        self._precedent.follow(Way(found.micro_batch, "offloaded"), signature, settled=not trial)
+        return replace(found, trying=tuning.in_words()) if tuning is not None and trial else found
 
     def _in_paged_lockstep(self, foreseen: Forecast, failed: Exception | None) -> RunPlan | None:
         """Return the plan in lanes that are paged between kernels; None where `failed` needs less.
@@ -251,7 +361,7 @@ class Decision:
             if failed is not None and foreseen.peak(n, signature.size) <= error.needed:
                 return None
             raise
-        self._precedent.sent(n, signature)
+        self._precedent.follow(Way(n, "paged"), signature, settled=True)
         return found
 
     def _offloaded_size(self, offloading: OffloadedSizes) -> int:
@@ -263,9 +373,21 @@ class Decision:
         cap = offloading.largest()
         if cap == 0 or offloading.full_batch:
             return cap
-        if self._precedent.best is None:
-            return offloading.timed(cap) if self._terms.timed else offloading.least(cap)
-        return self._precedent.pick(signature, cap)
+        if not self._tunes:
+            best = self._precedent.best
+            return offloading.least(cap) if best is None else self._precedent.pick(signature, cap)
+        tuning = self._precedent.tuning_of(signature)
+        offloading.seconds = seconds = tuning.of("offloaded")
+        n = next_size(
+            seconds,
+            tuning.counts("offloaded"),
+            start=offloading.least(cap),
+            cap=cap,
+            size=signature.size,
+            most=MOST,
+        )
+        tuning.trial = None if n is None else Way(n, "offloaded")
+        return n or fastest(seconds) or cap
 
     def _still_offloaded(self) -> RunPlan | None:
         """Return how a batch is run where saved tensors were offloaded before, and must be again.
@@ -314,8 +436,8 @@ def completed(foreseen: Forecast, signature: Signature, workspace: int) -> Forec
 
 # Planning request: one mini-batch, its signature, and the queries about it.
 #
-# A planner gets questions, not answers: rehearsing a case, trying whether a batch may be divided
-# and timing a step in lanes all cost something, so each is done when a decision hangs on it.
+# A planner gets questions, not answers: rehearsing a case and trying whether a batch may be divided
+# cost something, so each is done when a decision hangs on it.
 
 
 @dataclass(frozen=True)
@@ -327,23 +449,17 @@ class PlanningRequest:
         case: returns the case of a dry run.
         optimizer: its state counts, as it will be.
         refuse_division: raises where the batch must not be divided.
-        time_step: times a full step of it.
     """
 
     signature: Signature
     case: Callable[[], Case]
     optimizer: torch.optim.Optimizer | None
     refuse_division: Callable[[], object]
-    time_step: StepTimer
 
     @cached_property
     def full_batch(self) -> bool:
         """Whether micro-batches that know nothing of each other would be another training."""
         return self.signature.lanes or self.undivided
-
-    def streamed(self, n: int) -> float | None:
-        """Return the seconds of a resident step in micro-batches of `n`, one after another."""
-        return self.time_step(n, None, None)
 
     @property
     def spread(self) -> bool:
@@ -374,10 +490,11 @@ class PlanningRequest:
 
 # Decisions of earlier batches that later ones follow, at any signature.
 #
-# Only the first batch is timed. Later ones keep the number of elements in a micro-batch: of samples
-# half as large, twice as many. If saved tensors were offloaded, they may be again.
+# Steps of the first signature find the fastest way. Batches of others keep the number of elements
+# in a micro-batch: of samples half as large, twice as many. If saved tensors were offloaded, they
+# may be again.
 #
-#     timed: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
+#     fastest: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
 
 
 @dataclass
@@ -386,21 +503,42 @@ class Precedent:
 
     Attributes:
         fixed: required samples in a micro-batch; None (default) chooses.
-        best: samples in the micro-batch chosen first, and elements of each; None (default) before.
-        sends: whether saved tensors were offloaded.
+        best: samples in the fastest micro-batch so far, and elements of each; None (default)
+            before.
+        tuning: the search of it; None (default) before, or where a plan decided.
+        sends: whether saved tensors are offloaded, once that has been decided.
         decided: forecasts made, and decisions of a plan that was given.
     """
 
     fixed: int | None = None
     best: tuple[int, int] | None = None
+    tuning: Tuning | None = None
     sends: bool = False
     decided: int = 0
 
-    def sent(self, n: int, signature: Signature) -> None:
-        """Record saved tensors as offloaded in micro-batches of `n`; the first size is stored."""
-        self.sends = True
-        if self.best is None:
-            self.best = n, signature.elements
+    def tunes(self, signature: Signature) -> bool:
+        """Return whether steps of this signature find the fastest way: those of the first do."""
+        return self.best is None if self.tuning is None else self.tuning.is_of(signature)
+
+    def tuning_of(self, signature: Signature) -> Tuning:
+        """Return the search, which begins with the first step."""
+        if self.tuning is None:
+            self.tuning = Tuning(signature)
+        return self.tuning
+
+    def follow(self, way: Way, signature: Signature, *, settled: bool) -> None:
+        """Record how a batch is run, for those of other signatures.
+
+        Args:
+            way: of a batch of the first signature, or of one that goes as that did.
+            signature: of the batch.
+            settled: it is no trial.
+        """
+        trial = None if self.tuning is None else self.tuning.best()
+        if self.best is None or (self.tuning is not None and self.tuning.is_of(signature)):
+            self.best = (trial or way).micro_batch, signature.elements
+        if settled:
+            self.sends = way.place != "resident"
 
     def keeps_offloading(self, signature: Signature) -> bool:
         """Return whether saved tensors are offloaded as before: not under another plan."""
@@ -416,6 +554,9 @@ class Precedent:
             return min(self.fixed, cap)
         if self.best is None:
             return even(signature.size, cap)
+        trial = 0 if self.tuning is None else self.tuning.scaled(signature)
+        if trial:
+            return min(cap, trial)
         n, elements = self.best
         if elements == signature.elements:
             return min(cap, n)

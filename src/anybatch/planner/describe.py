@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from math import isinf
 
 from anybatch.core.plan_sections import Candidate, Capacity, Memory
 from anybatch.execution.signature import MICRO_BATCHES, RunPlan
 from anybatch.memory.ledger import Phase, StepTimeline, joined
 from anybatch.memory.lockstep_budget import WAITING, least
 from anybatch.planner.forecast import DIVIDED, Forecast, total
-from anybatch.planner.search import step_seconds
 from anybatch.planner.working_set import lane_of, step_of
 
 
@@ -19,7 +19,7 @@ def describe(
     foreseen: Forecast,
     n: int,
     size: int,
-    timed: Mapping[int, float],
+    seconds: Mapping[int, float],
     *,
     budget: int,
     source: str,
@@ -32,18 +32,19 @@ def describe(
         foreseen: forecast of its steps.
         n: samples in a micro-batch, as was chosen.
         size: N_B, samples in the mini-batch.
-        timed: micro-batch -> seconds, where they were taken.
+        seconds: samples in a micro-batch -> seconds of a step, where some were run.
         budget: bytes.
         source: where these come from, in words.
         trains: with backward; else forward only.
         confirmed: rehearse the size that was chosen, where that costs no memory.
     """
-    owners = foreseen.owners(n, size)
-    peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
+    owners, peak = foreseen.owners(n, size), 0
     accumulator, lanes = False, foreseen.inspection.lanes and n < size
     if trains and n < size and not lanes:
-        summed = foreseen.accumulator_peak(n, size, confirmed=confirmed)
-        accumulator, peak = summed <= budget, max(peak, summed) if summed <= budget else peak
+        peak = foreseen.accumulator_peak(n, size, confirmed=confirmed)
+        accumulator = peak <= budget
+    if not accumulator:  # else that was rehearsed, and holds a set of gradients more
+        peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
     more = peak - sum(owners.values())
     owner = "gradients" if accumulator and more > 0 else "activations"
     owners[owner] = more + owners.get(owner, 0)
@@ -64,7 +65,7 @@ def describe(
         floor=_floor(foreseen, size, confirmed=confirmed),
         undivided=foreseen.peak(size, size),
         how=foreseen.how,
-        candidates=candidates(foreseen, n, size, timed, budget),
+        candidates=candidates(foreseen, n, size, seconds, budget),
     )
     coupled = foreseen.inspection.coupled and not lanes
     return RunPlan(n, accumulator, memory, coupled, foreseen.inspection.loss, lanes)
@@ -112,16 +113,21 @@ def _waiting_bytes(left: int, owners: Mapping[str, int], lanes: int) -> int | No
 
 
 def candidates(
-    foreseen: Forecast, n: int, size: int, timed: Mapping[int, float], budget: int
+    foreseen: Forecast, n: int, size: int, seconds: Mapping[int, float], budget: int
 ) -> tuple[Candidate, ...]:
-    """Return the candidates worth a row: the timed sizes, and the first that does not fit."""
+    """Return the candidates worth a row: the sizes run, and the first that does not fit."""
     doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
     fits = [k for k in doubling if foreseen.peak(k, size) <= budget]
     too_large = [k for k in doubling if k not in fits][:1]
     return tuple(
-        Candidate(k, foreseen.peak(k, size), step_seconds(timed, k, size) if k in timed else None)
-        for k in sorted({n, size, *too_large, *(timed or fits)})
+        Candidate(k, foreseen.peak(k, size), finite(seconds.get(k)))
+        for k in sorted({n, size, *too_large, *(seconds or fits)})
     )
+
+
+def finite(seconds: float | None) -> float | None:
+    """Return the seconds of a step; None where it was not run, or ran out of memory."""
+    return None if seconds is None or isinf(seconds) else seconds
 
 
 # A plan as the step it stands for: a forecast at the micro-batch that was chosen, as it passes.

@@ -1,16 +1,16 @@
 """Choice of a micro-batch size with saved tensors offloaded, and of the bytes to offload.
 
 Smaller micro-batches send less: the same bytes hold a larger share of them. Larger ones compute
-faster. So sizes are timed as they would be run, and without timing the one that sends least is
-chosen. The chosen one runs dry once more on real rows, all of it offloaded, because kernels may
-have workspace that no fake shows; that also measures the speed of the store.
+faster. So the first step is in the size that sends least, and steps in others tell. Where nothing
+fits otherwise, the first one runs dry once more on real rows, all of it offloaded, because kernels
+may have workspace that no fake shows; that also measures the speed of the store.
 
-    floor on fakes <= budget ──> sizes ──> timed ──> one ──> recorded on real rows ──> rooms, stall
+    floor on fakes <= budget ──> sizes ──> one ──> recorded on real rows ──> capacity, stall
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
@@ -31,12 +31,14 @@ from anybatch.memory.stores import BLOCK, BOUNCE, Store
 from anybatch.offload.course import Course, Recording, set_course
 from anybatch.offload.mover import SMALL, Mover
 from anybatch.offload.recorder import FAST, StepRecorder, link_of
-from anybatch.offload.saved_tensors import Hooked, Keeping, StepHooks, without_outside
+from anybatch.offload.saved_tensors import Hooked, StepHooks, without_outside
 from anybatch.offload.unroll import Stretch, chained
 from anybatch.planner import rehearsal
+from anybatch.planner.describe import finite
 from anybatch.planner.forecast import WORKSPACE, Forecast, merged, total
-from anybatch.planner.probe import LONG, seconds
-from anybatch.planner.search import MOVED, fastest, search, step_seconds
+
+MOVED = 0.5
+"""Share of the excess that has to move at least: the rest may be recomputed instead."""
 
 SAVED = "saved tensors"
 """The owner of resident saved tensors, where some of them are offloaded."""
@@ -48,7 +50,8 @@ class OffloadedSizes:
     Attributes:
         foreseen: forecast of its steps.
         full_batch: the batch must not be divided.
-        times: size -> seconds of a micro-batch, where it was timed.
+        case: returns the real one.
+        seconds: samples -> seconds of a step, where some were run.
 
     Args:
         foreseen: forecast of its steps.
@@ -59,7 +62,6 @@ class OffloadedSizes:
         source: where these come from, in words.
         spill: where saved tensors go.
         full_batch: the batch must not be divided.
-        ready: is called with a size before it is timed.
     """
 
     def __init__(
@@ -73,14 +75,12 @@ class OffloadedSizes:
         source: str,
         spill: Spill,
         full_batch: bool,
-        ready: Callable[[int], None],
     ) -> None:
-        self._ready = ready
-        self.foreseen, self._case, self._size, self._most = foreseen, case, size, most
+        self.foreseen, self.case, self._size, self._most = foreseen, case, size, most
         self._budget, self._source, self._spill = budget, source, spill
         self.full_batch = full_batch
         self._steps: dict[int, OffloadedStep] = {}
-        self.times: dict[int, float] = {}
+        self.seconds: Mapping[int, float] = {}
 
     def largest(self) -> int:
         """Return the most samples that fit fully offloaded, of 1, 2, 4 ... and most; or 0."""
@@ -96,11 +96,6 @@ class OffloadedSizes:
     def fits(self, n: int) -> bool:
         """Return whether micro-batches of `n` fit with all saved tensors offloaded."""
         return self.floor(n) <= self._budget
-
-    def timed(self, cap: int) -> int:
-        """Return the fastest size up to `cap`, as timed."""
-        self.times = search(cap, self._size, self.seconds)
-        return fastest(self.times, self._size) if self.times else cap
 
     @property
     def possible(self) -> bool:
@@ -123,7 +118,7 @@ class OffloadedSizes:
         owners = self.foreseen.owners(1, self._size)
         available = self._budget - sum(owners.values()) + owners.get(STEP, 0)
         try:
-            return clocked(self._where, min(BOUNCE, max(available, BLOCK)), self._case().device)
+            return clocked(self._where, min(BOUNCE, max(available, BLOCK)), self.case().device)
         except OSError:  # a trial will say it
             return Link(out=FAST, back=FAST)
 
@@ -132,37 +127,13 @@ class OffloadedSizes:
         rehearsed = [n for n in self._steps if n <= cap and self.fits(n)]
         return min(rehearsed, key=lambda n: (self._sent(n), -n))
 
-    def seconds(self, n: int, enough: float = LONG) -> float | None:
-        """Time a micro-batch as it would be run; None where it does not fit.
-
-        Args:
-            n: samples.
-            enough: seconds after which a first run is taken as it is.
-
-        Raises:
-            StoreError: the offloaded tensors do not fit in the store.
-        """
-        if not self.fits(n):
-            return None
-        require_space(self._step(n).most, self._where)
-        self._ready(n)
-        keeping = Keeping(self._maker(), self._case().device)
-        keeping.begin(self._step(n).within(self._budget).capacity)
-        try:
-            return seconds(
-                self._case(), self.foreseen.inspection, n, offload=keeping, enough=enough
-            )
-        finally:
-            keeping.close()
-
-    def candidates(self, n: int = 0) -> tuple[Candidate, ...]:
+    def rows(self, n: int = 0) -> tuple[Candidate, ...]:
         """Return the sizes that fit with all offloaded, of those recorded so far, and `n`."""
-        size, timed = self._size, self.times
         return tuple(
             Candidate(
                 k,
                 one.within(self._budget).predicted,
-                step_seconds(timed, k, size) if k in timed else None,
+                finite(self.seconds.get(k)),
                 offloaded=True,
             )
             for k, one in sorted(self._steps.items())
@@ -248,15 +219,15 @@ class OffloadedSizes:
 
     def _really(self, n: int) -> OffloadedStep:
         return rehearse_offloaded(
-            self.foreseen, self._case(), n, self._size, self._maker(), self._budget
+            self.foreseen, self.case(), n, self._size, self._maker(), self._budget
         )
 
     @property
     def _where(self) -> str:
-        return self._spill.where(self._case().device)
+        return self._spill.where(self.case().device)
 
     def _maker(self) -> Callable[[], Store]:
-        return maker(self._where, self._case().device)
+        return maker(self._where, self.case().device)
 
     def _sent(self, n: int) -> int:
         return self._step(n).within(self._budget).sent(count_micro_batches(self._size, n))
@@ -275,10 +246,10 @@ class OffloadedSizes:
             floor=min(one.floor for one in self._steps.values()),
             undivided=foreseen.peak(size, size),
             how=f"{foreseen.how}, with all saved tensors offloaded",
-            candidates=self.candidates(n),
+            candidates=self.rows(n),
         )
         offload = OffloadPlan(
-            store=self._spill.store(self._case().device),
+            store=self._spill.store(self.case().device),
             folder=self._spill.folder,
             capacity=fitted.capacity,
             saved=found.saved,

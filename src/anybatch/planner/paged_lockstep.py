@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -37,6 +37,7 @@ from anybatch.memory.meter import Meter, tensors_in
 from anybatch.memory.spill import Spill, require_space
 from anybatch.offload.unroll import OUTSIDE
 from anybatch.planner import rehearsal
+from anybatch.planner.describe import finite
 from anybatch.planner.forecast import Forecast, merged, total
 from anybatch.planner.working_set import GRADIENTS, lane_of
 
@@ -69,6 +70,9 @@ class LockstepPhase(NamedTuple):
 class PagedLockstep:
     """Choice of a size for lanes that are paged between kernels, for one signature.
 
+    Attributes:
+        seconds: samples -> seconds of a step, where some were run.
+
     Args:
         foreseen: forecast of its steps.
         size: N_B, samples in the mini-batch.
@@ -93,6 +97,7 @@ class PagedLockstep:
         self._foreseen, self._size, self._device, self._most = foreseen, size, device, most
         self._budget, self._source, self._spill = budget, source, spill
         self._widths: dict[int, Widths] = {}
+        self.seconds: Mapping[int, float] = {}
 
     @property
     def possible(self) -> bool:
@@ -143,7 +148,7 @@ class PagedLockstep:
             floor=self._of(1).floor,
             undivided=foreseen.peak(size, size),
             how=f"{foreseen.how}, with all that a kernel does not need offloaded",
-            candidates=self._candidates(),
+            candidates=self.rows(),
         )
         offload = OffloadPlan(
             store=self._spill.store(self._device),
@@ -185,9 +190,11 @@ class PagedLockstep:
             budget=self._budget,
         )
 
-    def _candidates(self) -> tuple[Candidate, ...]:
+    def rows(self) -> tuple[Candidate, ...]:
+        """Return the sizes worth a line in a plan: those of which a dry run was made."""
         return tuple(
-            Candidate(n, one.floor, offloaded=True) for n, one in sorted(self._widths.items())
+            Candidate(n, one.floor, finite(self.seconds.get(n)), offloaded=True)
+            for n, one in sorted(self._widths.items())
         )
 
     def _phases(self, n: int) -> list[LockstepPhase]:

@@ -1,8 +1,8 @@
 """Planner from a budget in bytes to a micro-batch, decided once for each signature.
 
-The first batch is forecast (`anybatch.planner.forecast`), the sizes that fit are timed
-(`anybatch.planner.probe`), and the fastest is chosen (`anybatch.planner.decision`), unless a plan
-that was passed in decides it already. Later batches are never timed again:
+The first batch is forecast (`anybatch.planner.forecast`), and the first steps find the fastest size
+that fits (`anybatch.planner.tuning`, `anybatch.planner.decision`), unless a plan that was passed in
+decides it already. Batches of other signatures follow:
 
     another batch size, such as a last partial one     the same plan
     smaller samples (shorter sequences)                bounded by forecasts of larger ones
@@ -34,7 +34,6 @@ from anybatch.planner.budget import Foreseen, default_budget, ran_out
 from anybatch.planner.decision import Decision, PlanningRequest, Precedent, Terms, completed
 from anybatch.planner.describe import depict
 from anybatch.planner.forecast import WORKSPACE, Forecast
-from anybatch.planner.offload_choice import StepTimer
 from anybatch.planner.workspaces import Workspaces
 
 
@@ -44,7 +43,7 @@ class Planner:
     Args:
         budget: bytes; None is the free memory of the device at the first batch.
         fixed: required samples in a micro-batch; None (default) chooses.
-        timed: run the sizes that fit to find the fastest. Default True.
+        timed: steps in different sizes may show the fastest. Default True.
         settled: decisions of an earlier plan; no forecast for the first batch.
 
     Attributes:
@@ -64,7 +63,7 @@ class Planner:
         self.spill = Spill()
         self.workspaces = Workspaces()
         self.budget, self.source = budget, "as given"
-        self.timed = timed
+        self.timed, self.thorough = timed, False
         self._settled = settled
         self.two_pass = settled is not None and settled.coupled
         self._precedent = Precedent(
@@ -75,17 +74,23 @@ class Planner:
 
     @contextmanager
     def timing(self, wanted: bool) -> Iterator[None]:  # noqa: FBT001
-        """Time sizes in the body, or do not, and then as before."""
-        was, self.timed = self.timed, wanted
+        """Let steps tell the seconds of many sizes in the body, or of none; then as before."""
+        was, self.timed, self.thorough = self.timed, wanted, wanted
         try:
             yield
         finally:
-            self.timed = was
+            self.timed, self.thorough = was, False
 
     @property
     def decided(self) -> int:
         """Forecasts made, and decisions of a plan passed in: each is worth a measurement."""
         return self._precedent.decided
+
+    @property
+    def fastest(self) -> int | None:
+        """Samples in the fastest micro-batch so far, for batches like the first one; or None."""
+        best = self._precedent.best
+        return None if best is None else best[0]
 
     @property
     def rehearsed(self) -> int:
@@ -98,7 +103,6 @@ class Planner:
         make_case: Callable[[], Case],
         optimizer: torch.optim.Optimizer | None,
         refuse_division: Callable[[], object],
-        time_step: StepTimer,
     ) -> RunPlan:
         """Return how a batch of this signature is run.
 
@@ -107,7 +111,6 @@ class Planner:
             make_case: returns the case of a dry run; called without a forecast.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
-            time_step: times a full step of it.
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
@@ -116,9 +119,7 @@ class Planner:
         found = self._planned.get(signature)
         if found is None:
             case = cache(make_case)
-            foreseen = partial(self._foreseen.bound, signature)
-            time_step = self.workspaces.before(foreseen, time_step)
-            request = PlanningRequest(signature, case, optimizer, refuse_division, time_step)
+            request = PlanningRequest(signature, case, optimizer, refuse_division)
             found = self.workspaces.within(self._fixed_budget, partial(self._decide, request))
             found = self._settled_in(found, signature)
             # Another plan was wrong, so the engine measures this one
@@ -156,6 +157,8 @@ class Planner:
             return
         del self._planned[signature]
         self._foreseen.hold_more(missing)
+        if self._precedent.tuning is not None:
+            self._precedent.tuning.plans.clear()
         obeyed = self._precedent.best is not None and not self._foreseen.rehearsed
         if obeyed and peak + coming <= planned.memory.budget:
             # A caller's plan is obeyed for as long as it keeps to its own budget
@@ -164,6 +167,45 @@ class Planner:
                 planned, memory=replace(planned.memory, predicted=peak + coming)
             )
 
+    def writes(self, signature: Signature) -> bool:
+        """Return whether forward writes to its inputs, or the loss to its targets."""
+        foreseen = self._foreseen.bound(self._foreseen.plain(signature))
+        return foreseen is not None and foreseen.inspection.copies
+
+    def trial(self, signature: Signature) -> bool:
+        """Return whether the next step of a signature is a trial."""
+        tuning = self._precedent.tuning
+        if tuning is None or tuning.trial is None:
+            return False
+        return tuning.is_of(self._foreseen.plain(signature)) or tuning.scaled(signature) > 0
+
+    def took(self, signature: Signature, n: int, seconds: float | None, *, failed: bool) -> None:
+        """Record the seconds of a step, by which the next ones are decided while a search lasts.
+
+        Args:
+            signature: of the step.
+            n: samples in its micro-batches.
+            seconds: of its computing; None where it was metered.
+            failed: memory ran out before, and this step was a smaller one.
+        """
+        tuning, signature = self._precedent.tuning, self._foreseen.plain(signature)
+        if tuning is None or tuning.trial is None:
+            return
+        if not tuning.is_of(signature):
+            if seconds is None or failed or tuning.scaled(signature) != n:
+                return  # it fits in smaller ones only, or tells nothing
+            tuning.add_like(signature, seconds)
+            best = tuning.best()
+            if best is not None:
+                self._precedent.best = best.micro_batch, tuning.signature.elements
+        elif failed:
+            tuning.fail(tuning.trial)
+        else:
+            tuning.add(tuning.trial._replace(micro_batch=n), seconds)
+            if seconds is None:
+                return
+        self._planned.clear()
+
     def recall(self, n: int, signature: Signature) -> None:
         """Take the size that an earlier run has chosen with a clock, instead of the present one.
 
@@ -171,7 +213,7 @@ class Planner:
             n: samples in a micro-batch.
             signature: of the batch that it was chosen for, and that has been planned again.
         """
-        self._precedent.best = n, signature.elements
+        self._precedent.best, self._precedent.tuning = (n, signature.elements), None
         self._planned.pop(self._foreseen.plain(signature), None)
 
     def _fixed_budget(self) -> int:
@@ -184,7 +226,8 @@ class Planner:
             return settled
         if self.budget is None:
             self.budget, self.source = default_budget(request.case(), request.optimizer)
-        terms = Terms(self.budget, self.source, self.spill, self.timed)
+        timed = self.timed and not torch.are_deterministic_algorithms_enabled()
+        terms = Terms(self.budget, self.source, self.spill, timed, self.thorough)
         decision = Decision(request, terms, self._precedent, self._foreseen, self.workspaces)
         outside = sys.exception()
         try:
@@ -193,6 +236,9 @@ class Planner:
             if accelerator.of(request.case().device).host:
                 raise
             release(error, outside=outside)
+        finally:
+            if self._precedent.tuning is not None:
+                self._precedent.tuning.release()
         raise ran_out(request.case().device, self.budget, self.source)
 
     def _of_plan(self, request: PlanningRequest) -> RunPlan | None:
@@ -225,7 +271,11 @@ class Planner:
 
 
 def planner_of(
-    memory: Any, micro_batch: int | None, plan: Plan | None, workspace: Any = None
+    memory: Any,
+    micro_batch: int | None,
+    plan: Plan | None,
+    workspace: Any = None,
+    tune: str = "steps",
 ) -> Planner | None:
     """Return the planner for the arguments of an engine; None where nothing is to be planned.
 
@@ -255,4 +305,5 @@ def planner_of(
         return Planner(plan.memory.budget, settled=settled)
     if memory is None and micro_batch is not None:
         return None
-    return Planner(None if memory is None else parse_bytes(memory), fixed=micro_batch)
+    budget = None if memory is None else parse_bytes(memory)
+    return Planner(budget, fixed=micro_batch, timed=tune == "steps")

@@ -1,8 +1,7 @@
-"""Seconds and bytes of a real micro-batch: it is run on the device, and all state is restored.
+"""Bytes of a real micro-batch or step, and of an optimizer's update, as their device counts them.
 
-A model of time would have to include caches, allocators and kernels. So each size is run: once to
-warm up (kernels are chosen, pages are mapped), then a few times, and the median counts. For a long
-one a single run is enough.
+What kernels allocate besides tensors is in no dry run. So a micro-batch is run on the device, twice
+because the second one finds sums of gradients, and all state is restored.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from statistics import median
-from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +27,7 @@ from anybatch.execution.gradients import Gradients
 from anybatch.execution.inspection import quietly
 from anybatch.execution.prefetch import link_to
 from anybatch.execution.signature import Case, few
-from anybatch.execution.step import MicroBatchOffloader, Step
+from anybatch.execution.step import Step
 from anybatch.execution.streaming import Parts
 from anybatch.memory.fakes import Fakes, interrupted_between_functions, large, paged, uncounted
 from anybatch.memory.ledger import Timeline
@@ -38,81 +35,37 @@ from anybatch.memory.meter import FOREIGN, Meter
 from anybatch.offload.state_mover import parts_of, widest
 from anybatch.planner.rehearsal import Inspection, make_step, put_back, unharmed
 
-RUNS = 3
-"""Timed runs of which the median counts."""
 
-RECORDED = 2
-"""Micro-batches that are recorded: one that finds no sums of gradients, and one that does.
-
-Of a size that a batch has once it is one. The next one plans its offloading, which takes longer
-than to run it, so it is not timed either."""
-
-LONG = 0.5
-"""Seconds after which a first run is taken as it is."""
-
-
-def seconds(
-    case: Case,
-    inspection: Inspection,
-    n: int,
-    *,
-    accumulator: bool = False,
-    offload: MicroBatchOffloader | None = None,
-    enough: float = LONG,
-) -> float | None:
-    """Time forward and backward of one micro-batch, as one of many or as the only one of its size.
+def ran(case: Case, inspection: Inspection, n: int) -> bool:
+    """Run forward and backward of one micro-batch twice, and restore all state.
 
     Args:
-        case: the real one; its model, gradients and RNG state are restored.
+        case: the real one.
         inspection: findings of the first inspection.
-        n: samples in the micro-batch.
-        accumulator: its gradients are added to one, a cost for each micro-batch. Default False.
-        offload: where its saved tensors may go; the first of each sort are recorded, and one more
-            is planned: these are not timed.
-        enough: seconds after which a first run is taken as it is. Default: those of a long one.
+        n: samples in the micro-batch; the second run finds sums of gradients, where it would.
 
     Returns:
-        Seconds; None where it ran out of memory.
+        Whether memory was enough.
     """
     try:
         single, once_only = n >= case.size, 2 * n > case.size
         case = unharmed(few(case, n), n, writes=inspection.copies)
         with put_back(case) as before, torch.set_grad_enabled(case.trains):
-            accumulator = accumulator and not single
-            gradients = (
-                Gradients(case.leaves, wide=not single, accumulator=accumulator)
-                if case.trains
-                else None
-            )
+            gradients = Gradients(case.leaves, wide=not single) if case.trains else None
             step = make_step(case, link_to(case.device), n, gradients, 1)
             step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
             step.discover = discoverer(step, before)
-            step.offloader, step.coupled = offload, inspection.coupled and not single
+            step.coupled = inspection.coupled and not single
             (micro,) = step.feed()
-
-            def once() -> float:
+            for _ in range(2):
                 if once_only and step.gradients is not None:
                     step.gradients.restart()  # it comes first, and finds no sums
-                return _timed(step, micro)
-
-            for _ in range(0 if offload is None else 2 if once_only else RECORDED + 1):
-                once()
-            return median_seconds(once, enough)
+                _run(step, micro)
     except Exception as error:
         if not out_of_memory(error):
             raise
-    return None
-
-
-def median_seconds(once: Callable[[], float], enough: float = LONG) -> float:
-    """Return the median seconds of a few runs, or those of the first if it is long.
-
-    Args:
-        once: runs it, and returns its seconds.
-        enough: seconds after which the first are taken as they are.
-    """
-    first = once()
-    return first if first > min(LONG, enough) else median(once() for _ in range(RUNS))
+        return False
+    return True
 
 
 def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | None:
@@ -133,8 +86,8 @@ def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | No
     accelerators.clear_workspaces()
     before = there.allocated(case.device)
     with read_peak(case.device, anew=True) as peak:
-        ran = seconds(case, inspection, n)
-    if ran is None:
+        enough = ran(case, inspection, n)
+    if not enough:
         return None
     # Bytes that remain are exact; those at the peak are foreseen, and may be less
     # (test_the_peak_of_a_step_is_what_was_foreseen).
@@ -142,10 +95,8 @@ def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | No
     return stays + max(0, (peak() or 0) - before - stays - held)
 
 
-def _timed(step: Step, micro: MicroBatch) -> float:
-    """Run one micro-batch, and return its seconds; its gradients remain."""
-    finish(step.device)
-    start = perf_counter()
+def _run(step: Step, micro: MicroBatch) -> None:
+    """Run one micro-batch; its gradients remain."""
 
     def train(micro: MicroBatch) -> None:
         parts = Parts(step, micro.inputs)
@@ -157,7 +108,6 @@ def _timed(step: Step, micro: MicroBatch) -> float:
 
     step.under(train)(micro)
     finish(step.device)
-    return perf_counter() - start
 
 
 def _train_in_parts(step: Step, parts: Parts, micro: MicroBatch) -> None:

@@ -30,7 +30,9 @@ from anybatch.core.modules import renormalised, tensors_of
 from anybatch.core.norm import NonReducingNorms, RefusedNorms, counters
 from anybatch.core.python_state import PythonState, rehearse_difference
 from anybatch.core.retry import Retry
+from anybatch.core.status import STATUS
 from anybatch.core.transaction import Before, no_optimizer_step, uninterrupted
+from anybatch.core.units import show_samples
 from anybatch.distributed.local_batch import AbsentRanks, Layout, Rows
 from anybatch.errors import LossError
 from anybatch.execution.buffers import ForwardBuffers
@@ -96,6 +98,7 @@ def inspect_model(case: Case, n: int) -> tuple[Timeline, Inspection]:
     Returns:
         Its bytes, and its findings.
     """
+    STATUS.at(f"first inspection of {show_samples(n)}")
     exact_norms = case.batchnorm == "exact" and not case.lanes
     with (
         metered(case) as (meter, _),
@@ -154,6 +157,7 @@ def divided(
         sends: returns the offloader of saved tensors; None (default) offloads none.
         around: returns the context of a loss of all outputs. Default none.
     """
+    STATUS.at(f"{_kind(case)} in micro-batches of {show_samples(n)}")
     with metered(case) as (meter, before):
         gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
         step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
@@ -165,6 +169,10 @@ def divided(
                 _gathered(step, case, around)
         claim_gradients(meter, gradients)
     return meter.timeline()
+
+
+def _kind(case: Case) -> str:
+    return "dry run" if case.fake else "step on few rows"
 
 
 def streams(step: Step) -> bool:
@@ -249,6 +257,7 @@ def full_batch(
     case: Case, size: int, inspection: Inspection | None = None, *, sends: Sends | None = None
 ) -> Timeline:
     """Run an undivided step of `size` samples under the meter; `sends` offloads saved tensors."""
+    STATUS.at(f"{_kind(case)} of {show_samples(size)} undivided")
     case = case if inspection is None else unharmed(case, size, writes=inspection.copies)
     ungathered = replace(case, size=0, meets=0)  # nothing but these samples is gathered
     with metered(ungathered, undivided=True) as (meter, before):

@@ -1,10 +1,10 @@
 """Workspace of convolutions in a plan: a bound before kernels are chosen, then the actual bytes.
 
 Until a size has been chosen a step may use all the granted workspace. Its kernels are recorded on
-fakes. They are chosen before it is timed, so its seconds are the final ones; and for the chosen
-size the plan counts the actual allocations of its kernels.
+fakes, and chosen before it runs, so its seconds are the final ones; and the plan counts the actual
+allocations of its kernels.
 
-    all workspace counted ──> sizes that fit ──> kernels of each chosen, timed ──> one ──> counted
+    all workspace counted ──> sizes that fit ──> kernels of one chosen ──> counted ──> its step
 
 The granted workspace is a ceiling. If it leaves too little for a step, kernels may use half of the
 budget above that step without them, and if even that is too much, nothing.
@@ -23,12 +23,12 @@ from anybatch.conv.chooser import Chooser
 from anybatch.conv.convolutions import Engaged
 from anybatch.conv.dispatch import sizes_of
 from anybatch.conv.divide import Key
-from anybatch.core.plan import OffloadPlan
-from anybatch.core.plan_sections import Capacity, Memory
+from anybatch.core.plan import TRIED, Plan
+from anybatch.core.plan_sections import Memory
+from anybatch.core.units import show_bytes, show_seconds
 from anybatch.errors import BudgetError
 from anybatch.execution.signature import RunPlan
 from anybatch.planner.forecast import WORKSPACE, Forecast, total
-from anybatch.planner.offload_choice import StepTimer
 
 
 class Workspaces:
@@ -81,27 +81,11 @@ class Workspaces:
         return decide()
 
     def ready(self, foreseen: Forecast, n: int) -> None:
-        """Choose how the convolutions of a micro-batch are computed, before it is timed."""
+        """Choose how the convolutions of a micro-batch are computed."""
         chooser = self.chooser
         recorded = None if chooser is None else foreseen.convolutions(n)
         if chooser is not None and recorded is not None:
             chooser.choose(recorded.keys)
-
-    def before(self, foreseen: Callable[[], Forecast | None], time_step: StepTimer) -> StepTimer:
-        """Return a step timer that first chooses the convolutions of the step.
-
-        Args:
-            foreseen: returns the forecast when it is timed.
-            time_step: times it.
-        """
-
-        def timed(n: int, waiting: Capacity, offload: OffloadPlan | None) -> float | None:
-            forecast = foreseen()
-            if forecast is not None:
-                self.ready(forecast, n)
-            return time_step(n, waiting, offload)
-
-        return timed
 
     def settle(
         self,
@@ -163,3 +147,68 @@ def _settled(found: RunPlan, predicted: int, rows: tuple[tuple[str, int], ...]) 
         candidates=candidates,
         floor=min(memory.floor, predicted),
     )
+
+
+# How a budget is shared between micro-batches and the workspace of their convolutions.
+#
+# Bytes of workspace buy faster algorithms and cost samples: a smaller micro-batch may be worth it,
+# or not. Neither side shows which, so full plans are made for a few shares of the budget, a step of
+# each is run, and the fastest is chosen.
+#
+#     budget  │ floor │ half of the rest │ micro-batches │ ──> plan ──> seconds
+#             │ floor │ an eighth │ micro-batches        │ ──> plan ──> seconds     the fewest
+#             │ floor │ micro-batches                    │ ──> plan ──> seconds
+#
+# Source: Zou et al. (the guide), section 3.1, "permit X_mini reduction", and Equation 6, where the
+# workspace of a layer is free again when it has ended, so that their maximum counts and not their
+# sum.
+
+SHARES = (2, 8, 32)
+"""Divisors of the budget above the floor, for the share of workspace."""
+
+LEAST = 1 << 20
+"""Bytes of workspace below which no share is tried."""
+
+SHARED_GAIN = 0.98
+"""Of the seconds without workspace, from which on a share is worth it: steps scatter."""
+
+
+def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], float]) -> Plan:
+    """Return the plan with the fewest seconds per step, of a few shares of the budget.
+
+    Args:
+        foresee: workspace in bytes, or None -> the plan with it.
+        seconds: runs a step of a plan, and returns its seconds.
+
+    Raises:
+        BudgetError: not even without workspace a micro-batch of one sample fits.
+    """
+    plain = foresee(None)
+    if plain.memory is None:
+        return plain
+    available = plain.memory.budget - plain.memory.floor
+    tried: dict[int, Plan] = {}
+    for share in SHARES:
+        workspace = available // share
+        if workspace < LEAST:
+            break
+        try:
+            found = foresee(workspace)
+        except BudgetError:  # what is left is too little for one sample
+            continue
+        if found.convolutions is None or not found.convolutions.other:
+            break  # with less there is no more to gain
+        tried[workspace] = found
+    if not tried:
+        return plain
+    measured = {workspace: seconds(plan) for workspace, plan in tried.items()}
+    without = seconds(plain)
+    best = min(measured, key=lambda workspace: (measured[workspace], workspace))
+    chosen = tried[best] if measured[best] < SHARED_GAIN * without else plain
+    return replace(chosen, reasons=(*chosen.reasons, _reason(without, measured)))
+
+
+def _reason(without: float, measured: dict[int, float]) -> str:
+    rows = [f"{show_seconds(without)} without workspace"]
+    rows += [f"{show_seconds(found)} within {show_bytes(one)}" for one, found in measured.items()]
+    return f"{TRIED}, and a step takes {', '.join(rows)}"

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import ceil, inf, isfinite, log
 
-from anybatch.planner.search import between
-
 
 @dataclass(frozen=True)
 class Needed:
@@ -502,3 +500,35 @@ def positive_integer(**numbers: int) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")
+
+
+# Seconds of a step from those of its micro-batches, as a table has them.
+
+
+def step_seconds(timed: Mapping[int, float], n: int, size: int) -> float:
+    """Return the seconds of a step of `size` samples in micro-batches of `n`.
+
+    Args:
+        timed: size -> seconds of one micro-batch; `n` is among them.
+        n: samples in a micro-batch.
+        size: N_B, samples in the mini-batch.
+    """
+    full, rest = divmod(size, n)
+    return full * timed[n] + (between(timed, rest) if rest else 0.0)
+
+
+def between(timed: Mapping[int, float], n: int) -> float:
+    """Return the seconds of `n` samples, on the line between the nearest sizes that were timed.
+
+    Below the smallest size a micro-batch costs as much as that one: a part of it is fixed.
+    """
+    if n in timed:
+        return timed[n]
+    below = max((k for k in timed if k < n), default=None)
+    above = min((k for k in timed if k > n), default=None)
+    if below is None or above is None:
+        nearest = above if below is None else below
+        assert nearest is not None
+        return timed[nearest]
+    share = (n - below) / (above - below)
+    return timed[below] + share * (timed[above] - timed[below])

@@ -31,7 +31,7 @@ from anybatch.loss.base import Loss
 from anybatch.memory.spill import takes
 from anybatch.offload.planned_states import plan_offloaded, states_of
 from anybatch.planner.autocast import autocast_of_absent
-from anybatch.planner.search import shared
+from anybatch.planner.workspaces import shared
 from anybatch.tools.profile import pace_of, profile, step_seconds
 from anybatch.tools.profiled import Profile
 from anybatch.tools.scaled import Goal, goal_of, scale_of
@@ -68,8 +68,8 @@ def plan(
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
     Dry runs (steps on fake tensors, which have no data) forecast the memory, and one real step of
-    two samples checks the forecast. The sizes that fit are timed on the device, a few micro-batches
-    each. A model sharded by FSDP is gathered for this, so all ranks must call it.
+    two samples checks the forecast. Steps in a few of the sizes that fit are timed on the device,
+    and all is restored. A model sharded by FSDP is gathered for this, so all ranks must call it.
 
     Args:
         model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer`, `micro_batch`,
@@ -81,7 +81,8 @@ def plan(
         micro_batch: samples; None (default) chooses.
         batchnorm: as in `Engine`.
         rng: "micro_batch" (default) or "batch".
-        timed: time the sizes that fit. Default True; if False the plan has the largest that fits.
+        timed: time steps in the sizes that fit. Default True; if False the plan has the largest
+            that fits, on a host no more samples than its caches hold.
         offload: "auto" (default) offloads saved tensors if a micro-batch of one sample does not
             fit with them, and if timing shows that a step is faster so: with larger micro-batches
             or lanes (micro-batches in lockstep), or with the undivided batch instead of lanes.
@@ -97,7 +98,7 @@ def plan(
         workspace: as in `Engine`: the memory that one convolution may allocate to be faster. It
             counts in the budget. The plan says how each convolution is divided, and its execution
             measures nothing. "auto" shares the budget with convolutions where a step is faster so
-            (`anybatch.planner.search`).
+            (`anybatch.planner.workspaces`).
         loader: mini-batches of the training. A few steps of the loop are measured as in
             `anybatch.profile`: the plan has the seconds of a step and of an epoch, and the effect
             of more GPUs, at the same mini-batch. If the plan offloads the optimizer's state, it
@@ -226,7 +227,7 @@ def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:
 # or tensors must be offloaded first, several plans are made, each by its own engine, until one is
 # chosen:
 #
-#    workspace      engine ──> plan, one or a few     the fastest        (`anybatch.planner.search`)
+#    workspace      engine ──> plan, one or a few   the fastest   (`anybatch.planner.workspaces`)
 #    states         all stay │ state leaves │ all of the model leaves    the first that fits
 
 AUTO = "auto"

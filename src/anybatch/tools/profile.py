@@ -33,7 +33,7 @@ from anybatch.engine.rank_session import several
 from anybatch.errors import NotYetError
 from anybatch.execution.signature import bytes_of
 from anybatch.execution.snapshots import as_it_was
-from anybatch.planner.probe import finish, median_seconds
+from anybatch.planner.probe import finish
 from anybatch.tools.profiled import (
     COMPUTE,
     EXCHANGE,
@@ -53,7 +53,7 @@ from anybatch.tools.profiled import (
 # opened them, and a data set read here before its workers are forked would pass them its own.
 
 REPEATS = 3
-"""Measurements of which the median counts: loaded mini-batches, sums of gradients."""
+"""Measurements of which the median counts: loaded mini-batches, sums of gradients, steps."""
 
 
 class Clock(NamedTuple):
@@ -462,7 +462,7 @@ def step_seconds(
     modules = setup.modules()
     with as_it_was(modules, trained(modules, optimizer), None):  # it does not step
         once()  # kernels are chosen, and what leaves is recorded
-        return median_seconds(once)
+        return median(once() for _ in range(REPEATS))
 
 
 def trained(modules: Modules, optimizer: torch.optim.Optimizer | None) -> list[Tensor]:

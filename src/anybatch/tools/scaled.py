@@ -17,7 +17,6 @@ import torch
 from anybatch.core.plan import Plan
 from anybatch.core.plan_sections import ParameterServers, Scale, ScaleRow
 from anybatch.core.units import parse_bandwidth, show_seconds
-from anybatch.planner.search import between, step_seconds
 from anybatch.tools.gpus import (
     ROUNDING,
     GradientSum,
@@ -26,10 +25,12 @@ from anybatch.tools.gpus import (
     Needed,
     NetworkLink,
     Work,
+    between,
     positive,
     positive_integer,
     share,
     speedup,
+    step_seconds,
 )
 from anybatch.tools.profile import length_of
 from anybatch.tools.profiled import COMPUTE, LOAD, PREPARE, TRANSFER, UPDATE, LoopStage, Profile
@@ -163,7 +164,7 @@ def of_micro_batches(steps: Mapping[int, float], size: int) -> dict[int, float]:
     """Return the seconds of one micro-batch, from those of a step that it divides.
 
     A step consists of full micro-batches, and one of the rest, whose seconds are interpolated from
-    smaller sizes (`anybatch.planner.search.step_seconds`); so sizes are processed in rising order.
+    smaller sizes (`anybatch.tools.gpus.step_seconds`); so sizes are processed in rising order.
 
     Args:
         steps: samples in a micro-batch -> seconds of a step.

@@ -13,9 +13,11 @@ from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
 from anybatch.core import threads
+from anybatch.core.plan_sections import Memory
 from anybatch.engine.executor import Runner
 from anybatch.engine.inputs import StepInputs
 from anybatch.engine.step_builder import seconds_of_step
+from anybatch.execution.signature import RunPlan
 from anybatch.execution.step import Step
 from anybatch.lockstep.sync_batchnorm import Fixed
 from anybatch.loss.tracer import CallableLoss
@@ -44,7 +46,12 @@ def rows() -> tuple[Tensor, Tensor]:
 def timed(model: Model, n: int = 8, available: int | None = 0, inputs: Any = None) -> float | None:
     step_inputs = StepInputs(model, CallableLoss(F.cross_entropy), None, Fixed("exact"))
     batch = step_inputs.batch(*rows()) if inputs is None else step_inputs.batch(inputs, None)
-    return seconds_of_step(step_inputs, batch, step_inputs.modules(), n, available, None)
+    return seconds_of_step(step_inputs, batch, step_inputs.modules(), planned(n, available))
+
+
+def planned(n: int, available: int | None = 0) -> RunPlan:
+    memory = Memory(1, "given", 1, (), 1, 1, "told", waiting_capacity=available)
+    return RunPlan(n, False, memory, coupled=False, loss="")
 
 
 @pytest.fixture
@@ -119,7 +126,7 @@ def test_what_a_loss_closes_over_gets_nothing(n: int, there: bool) -> None:
 
     step_inputs = StepInputs(model, CallableLoss(loss), None, Fixed("exact"))
     batch, before = step_inputs.batch(*rows()), snapshot(head)
-    assert seconds_of_step(step_inputs, batch, step_inputs.modules(), n, None, None) is not None
+    assert seconds_of_step(step_inputs, batch, step_inputs.modules(), planned(n, None)) is not None
     assert same(before, snapshot(head))
 
 

@@ -53,7 +53,7 @@ def test_a_folder_has_the_space_of_the_files_in_it(
     monkeypatch.setattr(ours, "BY_FILE", False)
     assert left_for(file, tmp_path) > 0
     assert left_for(file, None) > 0
-    assert found == [file, tmp_path, tempfile.gettempdir()]
+    assert found == [file, tmp_path, Path(tempfile.gettempdir())]
     os.close(file)
 
 

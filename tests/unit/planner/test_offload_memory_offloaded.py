@@ -30,6 +30,7 @@ from anybatch.memory.meter import Meter
 from anybatch.memory.spill import require_place
 from anybatch.memory.stores import FileStore
 from anybatch.offload import saved_tensors
+from anybatch.planner.tuning import SAME
 
 CPU = torch.device("cpu")
 
@@ -162,25 +163,26 @@ def test_a_step_that_fits_in_no_other_way_keeps_to_the_budget() -> None:
     assert engine.plan == replace(found, exact=engine.plan.exact)
 
 
-def test_sizes_are_timed_as_they_would_be_run_and_the_engine_does_all_by_itself() -> None:
+def test_the_engine_finds_the_size_by_itself_in_steps_that_train() -> None:
     model, batch = mlp(), rows(6)
     low, high = bounds(model, F.mse_loss, batch)
     memory = (low + 2 * high) // 3
     engine = Engine(model, F.mse_loss, memory=memory)
     plans = []
-    for n in (6, 4):  # a last partial batch is planned with what is known
+    for n, count in ((6, 10), (4, 2)):  # a last partial batch is planned with what is known
         part = (batch[0][:n], batch[1][:n])
-        _, held = steps(engine, part, 2)
-        assert engine.last is not None
-        assert engine.last.predicted_bytes is not None
-        assert max(held) <= engine.last.predicted_bytes <= memory
+        for _ in range(count):
+            _, held = steps(engine, part, 1)
+            assert engine.last is not None
+            assert engine.last.predicted_bytes is not None
+            assert max(held) <= engine.last.predicted_bytes <= memory
         plans.append(engine.plan)
     found = plans[0]
     assert found is not None
     assert found.offload is not None
     assert found.memory is not None
     timed = {c.micro_batch: c.seconds for c in found.memory.candidates if c.seconds is not None}
-    assert found.micro_batch == min(timed, key=lambda n: timed[n])
+    assert timed[found.micro_batch] <= SAME * min(timed.values())
     assert engine._planner is not None
     assert engine._planner.rehearsed == 1
 

@@ -12,7 +12,6 @@ import anybatch
 from anybatch import Engine
 from anybatch.execution.signature import Signature
 from anybatch.memory.fakes import is_fake
-from anybatch.planner.search import even
 
 
 def signature_of(shape: tuple[int, ...], size: int = 8, **more: Any) -> Signature:
@@ -34,14 +33,6 @@ def test_what_bounds_what() -> None:
     assert not signature_of((4, 4)).bounds(
         signature_of((4, 4), lanes=True)
     )  # what waits is held beside it
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 10, 64])
-def test_even_micro_batches_are_as_few_as_can_be(size: int) -> None:
-    for cap in range(1, size + 3):
-        n = even(size, cap)
-        assert 1 <= n <= cap
-        assert -(-size // n) == -(-size // cap)
 
 
 def images(n: int, side: int) -> tuple[Tensor, Tensor]:
@@ -140,27 +131,20 @@ def test_a_schedule_from_and_to_nothing_keeps_the_plan() -> None:
 def test_batchnorm_is_never_divided_because_that_would_be_faster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        "anybatch.planner.offload_choice.seconds", lambda case, inspection, n, **_: float(n * n)
-    )
+    monkeypatch.setattr("anybatch.planner.resident_memory.CACHED", 1)  # smaller may be faster
     model, (x, y) = nn.Sequential(nn.Conv2d(3, 7, 3), nn.BatchNorm2d(7)), images(12, 8)
     loss = nn.CrossEntropyLoss()
     engine = Engine(model, loss, memory="1GiB")
-    engine.backward(x, y[:, None, None].expand(-1, 6, 6))
-    assert engine.plan is not None
-    assert engine.plan.mechanism == "undivided"
+    for _ in range(3):
+        engine.backward(x, y[:, None, None].expand(-1, 6, 6))
+        assert engine.plan is not None
+        assert engine.plan.mechanism == "undivided"
 
 
-def test_a_division_that_needs_more_than_the_full_batch_is_neither_timed_nor_chosen(
+def test_a_division_that_needs_more_than_the_full_batch_is_never_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    timed: list[int] = []
-
-    def seconds(case: Any, inspection: Any, n: int, *, separate: bool) -> float:
-        timed.append(n)
-        return 1e-3 * n * n
-
-    monkeypatch.setattr("anybatch.planner.offload_choice.seconds", seconds)
+    monkeypatch.setattr("anybatch.planner.resident_memory.CACHED", 1)  # smaller may be faster
     model = nn.Linear(500, 3).bfloat16()  # sums of gradients in float32 are the most of it
     x, y = torch.randn(9, 500).bfloat16(), torch.randint(0, 3, (9,))
     memory = anybatch.plan(model, F.cross_entropy, (x, y), memory="1MiB", timed=False).memory
@@ -168,13 +152,12 @@ def test_a_division_that_needs_more_than_the_full_batch_is_neither_timed_nor_cho
     assert memory.undivided < memory.floor
     budget = (memory.undivided + memory.floor) // 2
     engine = Engine(model, F.cross_entropy, memory=budget)
-    engine.backward(x, y)
-    assert engine.last is not None
-    assert engine.last.micro_batch == 9
-    assert engine.last.peak_bytes is not None
-    assert engine.last.peak_bytes <= budget
-    assert set(timed) <= {9}
-    model.zero_grad()
+    for peak in (True, False, False):
+        engine.backward(x, y)
+        assert engine.last is not None
+        assert engine.last.micro_batch == 9
+        assert not peak or (engine.last.peak_bytes or budget) <= budget
+        model.zero_grad()
     with pytest.raises(anybatch.errors.BudgetError, match="give micro_batch=9, or leave it out"):
         Engine(model, F.cross_entropy, memory=budget, micro_batch=4).backward(x, y)
 

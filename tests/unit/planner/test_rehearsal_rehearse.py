@@ -20,7 +20,7 @@ from anybatch.loss.tracer import CallableLoss
 from anybatch.memory.meter import Meter
 from anybatch.planner import probe, rehearsal
 from anybatch.planner.ladder import FAKE
-from anybatch.planner.probe import seconds
+from anybatch.planner.probe import ran
 
 
 def shifted(out: Tensor, y: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ def test_a_rehearsal_holds_nothing_when_it_is_over() -> None:
         with Meter(torch.device("cpu")) as meter:
             rehearsal.divided(it, 2, observed, accumulator=False)
             rehearsal.full_batch(it, 2)
-            seconds(it, observed, 2)
+            ran(it, observed, 2)
         assert meter.live == 0
     finally:
         gc.enable()

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import anybatch
 from anybatch import Plan
 from anybatch.core.units import parse_bandwidth, parse_seconds
-from anybatch.planner.search import step_seconds
-from anybatch.tools.gpus import NetworkLink
+from anybatch.tools.gpus import NetworkLink, step_seconds
 from anybatch.tools.profiled import COMPUTE, STAGES, LoopStage
 from anybatch.tools.scaled import FREE, SERVED, Goal, goal_of, of_micro_batches, scale_of, scaled
 

@@ -16,7 +16,7 @@ from anybatch import Engine, Plan
 from anybatch.conv import measure
 from anybatch.core.plan_sections import Division, Divisions, Memory
 from anybatch.errors import BudgetError
-from anybatch.planner.search import LEAST, SHARED_GAIN, SHARES, shared
+from anybatch.planner.workspaces import LEAST, SHARED_GAIN, SHARES, shared
 
 MIB = 1 << 20
 
@@ -94,7 +94,7 @@ def test_a_plan_shares_its_budget_where_that_is_faster(
         return 1.0 if (engine.plan.convolutions is not None) == faster else 2.0
 
     monkeypatch.setattr("anybatch.tools.planning.step_seconds", seconds)
-    monkeypatch.setattr("anybatch.planner.search.LEAST", 1 << 10)
+    monkeypatch.setattr("anybatch.planner.workspaces.LEAST", 1 << 10)
     model, (x, y) = net(), batch()
     found = anybatch.plan(model, LOSS, (x, y), memory="600KiB", workspace="auto", timed=False)
     assert (found.convolutions is not None) == faster

@@ -1,0 +1,296 @@
+"""Search of the fastest way to run a step, over steps that train.
+
+Every split of a batch has the same gradient, so no size has to be tried on the side: the steps of a
+training are run in one way after another until the fastest is known. From the first size the search
+goes up and down for as long as that pays, then between; close ones are run again.
+
+    step     1        2     3     4     5     6     7     8     9
+    size     16       16    32    8     24    12    16    24    24 ...   settled
+    seconds  metered  .26   .34   .33   .25   .31   .26   .24
+
+A way is left for another one only for a clear win: noise decides nothing. Ways in which tensors are
+offloaded run twice, because their first step records what leaves.
+
+Source: MBS, section 4.3.2, determines the size "experimentally".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from anybatch.core.plan_sections import SCATTER
+from anybatch.core.units import show_samples, show_seconds
+
+if TYPE_CHECKING:  # the search itself needs no torch
+    from anybatch.execution.signature import Signature
+
+MOST = 8
+"""Steps that are timed. The first step of a training is not: it is metered, and warms up."""
+
+OF_SIZES = 5
+"""Of these, steps in sizes with all tensors resident, where offloading is a choice, too."""
+
+SAME = SCATTER
+"""Times the fastest size, within which a larger one is chosen."""
+
+CLEAR = 0.9
+"""Of the seconds without, below which offloading is chosen."""
+
+CLOSE = 1.25
+"""Times the best, within which a size is run again: the first step of a size warms up, too."""
+
+LADDER = 5
+"""Sizes of which a plan without a training tells the seconds, at least."""
+
+Place = Literal["resident", "paged", "offloaded"]
+"""Where tensors of a step are: all on the device, lanes paged, or saved tensors offloaded."""
+
+
+class Way(NamedTuple):
+    """A way to run a step: samples in a micro-batch, and the place of its tensors."""
+
+    micro_batch: int
+    place: Place
+
+
+@dataclass
+class Tuning:
+    """Steps run so far in the ways that are compared, for one signature.
+
+    Attributes:
+        signature: of the mini-batch.
+        seconds: way -> seconds of each of its steps; infinite where it cannot be run after all.
+        recorded: ways with offloading whose first step was run.
+        trial: the way of the next step; None where the search has ended.
+        sizes: the first size, the most samples that fit, and the steps that may be timed, with all
+            tensors resident.
+        plans: place -> the choice of a size there, with its dry runs.
+    """
+
+    signature: Signature
+    seconds: dict[Way, list[float]] = field(default_factory=dict)
+    recorded: set[Way] = field(default_factory=set)
+    trial: Way | None = None
+    sizes: tuple[int, int, int] = (1, 1, 0)
+    plans: dict[Place, Any] = field(default_factory=dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy or a pickle, without dry runs, which hold fakes."""
+        return vars(self) | {"plans": {}}
+
+    def release(self) -> None:
+        """Let go of the batch of the last decision; of all dry runs, where the search has ended."""
+        if self.trial is None:
+            self.plans.clear()
+        if "offloaded" in self.plans:
+            self.plans["offloaded"].case = _gone
+
+    def is_of(self, signature: Signature) -> bool:
+        """Return whether steps of a signature count, with any gradients that were there before."""
+        return replace(self.signature, before=0) == replace(signature, before=0)
+
+    def scaled(self, signature: Signature) -> int:
+        """Return the samples with which a trial does as much work at once with another signature.
+
+        0 where steps of it tell nothing: of another kind, of less than half of the work, or in a
+        trial with tensors offloaded.
+        """
+        own, way = self.signature, self.trial
+        alike = own.like(signature) and signature.trains and not signature.most
+        if way is None or way.place != "resident" or not alike or self._more(signature) > 2:
+            return 0
+        n = round(way.micro_batch * own.elements / max(signature.elements, 1))
+        return max(1, min(signature.size, n))
+
+    def _more(self, signature: Signature) -> float:
+        """Return how many times the elements of such a mini-batch the first one has."""
+        own = self.signature
+        return own.size * own.elements / max(signature.size * signature.elements, 1)
+
+    def add_like(self, signature: Signature, seconds: float) -> None:
+        """Record a step of another signature, as long as one of the first would have taken."""
+        assert self.trial is not None
+        self.add(self.trial, seconds * self._more(signature))
+        n = self.next_resident()
+        self.trial = None if n is None else Way(n, "resident")
+
+    def next_resident(self) -> int | None:
+        """Return the next size with all tensors resident; None where that search has ended."""
+        start, cap, most = self.sizes
+        return next_size(
+            self.of("resident"),
+            self.counts("resident"),
+            start=start,
+            cap=cap,
+            size=self.signature.size,
+            most=most,
+        )
+
+    @property
+    def steps(self) -> int:
+        """Steps timed so far."""
+        return sum(map(len, self.seconds.values()))
+
+    def add(self, way: Way, seconds: float | None) -> None:
+        """Record a step; `seconds` is None where it was metered, or had to be retried first."""
+        first = way.place == "offloaded" and way not in self.recorded
+        self.recorded.add(way)
+        if seconds is not None and not first:
+            self.seconds.setdefault(way, []).append(seconds)
+
+    def fail(self, way: Way) -> None:
+        """Record that a way cannot be run after all."""
+        self.recorded.add(way)
+        self.seconds[way] = [inf]
+
+    def of(self, place: Place) -> dict[int, float]:
+        """Return samples -> the fewest seconds of a step, of the ways of a place."""
+        return {
+            way.micro_batch: min(found) for way, found in self.seconds.items() if way.place == place
+        }
+
+    def counts(self, place: Place) -> dict[int, int]:
+        """Return samples -> steps, of the ways of a place."""
+        return {
+            way.micro_batch: len(found) for way, found in self.seconds.items() if way.place == place
+        }
+
+    def best(self) -> Way | None:
+        """Return the fastest way: resident and large, unless another is clearly faster."""
+        places: tuple[Place, ...] = ("resident", "paged", "offloaded")
+        chosen, seconds = None, inf
+        for place in places:
+            found = self.of(place)
+            n = fastest(found)
+            if n and found[n] < (CLEAR * seconds if chosen else inf):
+                chosen, seconds = Way(n, place), found[n]
+        return chosen
+
+    def in_words(self) -> str:
+        """Return the state of the search in words; nothing where it has ended."""
+        if self.trial is None:
+            return ""
+        n, place = self.trial
+        elsewhere = {"resident": "", "paged": ", paged", "offloaded": ", saved tensors offloaded"}
+        words = (
+            "the fastest size is still being found, by steps that train: this one in micro-batches "
+            f"of {show_samples(n)}{elsewhere[place]}"
+        )
+        best = self.best()
+        if best is None:
+            return words
+        seconds = show_seconds(min(self.seconds[best]))
+        return f"{words}; so far {best.micro_batch} are the fastest, with {seconds} a step"
+
+
+def _gone() -> Any:
+    raise AssertionError("the batch that was planned is gone")
+
+
+def fastest(seconds: Mapping[int, float]) -> int:
+    """Return the largest size about as fast as the fastest one; 0 where none could be run."""
+    best = min(seconds.values(), default=inf)
+    return max((n for n, s in seconds.items() if s < inf and s <= SAME * best), default=0)
+
+
+def next_size(
+    seconds: Mapping[int, float],
+    counts: Mapping[int, int],
+    *,
+    start: int,
+    cap: int,
+    size: int,
+    most: int,
+) -> int | None:
+    """Return the size of the next trial with tensors in one place; None where the search ends.
+
+    Args:
+        seconds: samples in a micro-batch -> the fewest seconds of a step.
+        counts: samples -> steps that were run.
+        start: samples of the first trial.
+        cap: the most samples that fit.
+        size: N_B, samples in the mini-batch.
+        most: steps.
+    """
+    if start not in seconds:
+        return start
+    if sum(counts.values()) >= most:
+        return None
+    best = min(seconds, key=lambda n: (seconds[n], -n))
+    for n in _around(best, seconds, cap, size):
+        if n not in seconds:
+            return n
+    near = CLOSE * seconds[best]
+    close = [n for n, s in seconds.items() if counts[n] == 1 and s <= near and s < inf]
+    if len(close) > 1 or (close and len(seconds) > 1 and close[0] != best):
+        return min(close, key=lambda n: (seconds[n], -n))
+    return None
+
+
+def _around(best: int, seconds: Mapping[int, float], cap: int, size: int) -> Iterator[int]:
+    """Yield the sizes around the best one: twice and half of it, then nearer ones."""
+    up, down = even(size, min(2 * best, cap)), even(size, max(1, best // 2))
+    if up > best and not any(best < n <= 2 * best for n in seconds):
+        yield up
+    if down < best and not any(best // 2 <= n < best for n in seconds):
+        yield down
+    for n in (even(size, min(3 * best // 2, cap)), even(size, max(1, 3 * best // 4))):
+        if n != best:
+            yield n
+
+
+def even(size: int, cap: int) -> int:
+    """Return the size of micro-batches that are as few as `cap` allows, and as equal as can be."""
+    count = -(-size // cap)
+    return -(-size // count)
+
+
+def halves(cap: int, size: int) -> list[int]:
+    """Return the sizes up to `cap` of which each is about half of the one before, a few of them."""
+    return list(dict.fromkeys(even(size, max(1, cap >> k)) for k in range(LADDER)))
+
+
+def larger(cap: int, size: int) -> list[int]:
+    """Return the sizes above `cap`: twice as many, again and again, and all."""
+    found = [cap]
+    while found[-1] < size:
+        found.append(min(2 * found[-1], size))
+    return found[1:]
+
+
+def may_win(
+    seconds: Mapping[int, float], best: float, n: int, size: int, moving: Callable[[int], float]
+) -> bool:
+    """Say whether a step in micro-batches of `n` with offloading could be clearly faster.
+
+    A micro-batch costs more for every sample the more samples it has, once the device is busy; and
+    bytes that do not fit are moved out and back.
+
+    Args:
+        seconds: samples -> seconds of a step with all tensors resident; empty where these tell
+            nothing, because micro-batches wait for each other.
+        best: seconds of the fastest step so far.
+        n: samples, more than fit resident.
+        size: N_B, samples in the mini-batch.
+        moving: samples -> the seconds in which a step moves what does not fit.
+    """
+    worth = CLEAR * best
+    return least_seconds(seconds, n, size) < worth and moving(n) < worth
+
+
+def least_seconds(seconds: Mapping[int, float], n: int, size: int) -> float:
+    """Return the fewest seconds of a step in micro-batches of `n`, larger than all that were run.
+
+    A micro-batch is on the line through the largest size that was run and the largest of half as
+    many samples or fewer; where there is no such size, it takes no less than the largest did.
+    """
+    run = {k: s * k / size for k, s in seconds.items() if s < inf}
+    if not run:
+        return 0.0
+    most = max(run)
+    half = max((k for k in run if 2 * k <= most), default=None)
+    rise = 0.0 if half is None else max(0.0, (run[most] - run[half]) / (most - half))
+    return (size / n) * (run[most] + rise * (n - most))

@@ -1,0 +1,132 @@
+"""The search over steps that train: which size comes next, and which way is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import pytest
+
+from anybatch.planner.tuning import (
+    MOST,
+    SAME,
+    Tuning,
+    Way,
+    even,
+    larger,
+    least_seconds,
+    may_win,
+    next_size,
+)
+
+
+def search(
+    clock: Callable[[int], float], *, start: int, cap: int, size: int, most: int = MOST
+) -> tuple[list[int], Tuning]:
+    """Run the sizes that are asked for, with known seconds; return them in order."""
+    tuning, order = Tuning(None), list[int]()  # type: ignore[arg-type]
+    while True:
+        n = next_size(
+            tuning.of("resident"),
+            tuning.counts("resident"),
+            start=start,
+            cap=cap,
+            size=size,
+            most=most,
+        )
+        if n is None:
+            return order, tuning
+        order.append(n)
+        tuning.add(Way(n, "resident"), clock(n))
+
+
+@pytest.mark.parametrize(
+    ("clock", "start", "order", "best"),
+    [
+        # the largest is the fastest: half of it loses, so nothing smaller is run
+        (lambda n: 64 / n, 64, [64, 32, 48], 64),
+        # the smallest wins: halves for as long as that pays
+        (float, 64, [64, 32, 16, 8, 4, 2, 1], 1),
+        # between: up and down lose, and the close one is run again
+        (lambda n: 1 + abs(n - 16) / 16, 16, [16, 32, 8, 24, 12, 16, 12], 16),
+        # the same everywhere: the largest, since a larger one is as fast
+        (lambda _: 1.0, 64, [64, 32, 48, 64, 48, 32], 64),
+        # memory runs out above 16
+        (lambda n: inf if n > 16 else 16 / n, 16, [16, 32, 8, 24, 12], 16),
+    ],
+)
+def test_sizes_come_in_this_order(
+    clock: Callable[[int], float], start: int, order: list[int], best: int
+) -> None:
+    found, tuning = search(clock, start=start, cap=64, size=96)
+    assert found == order
+    assert tuning.best() == Way(best, "resident")
+    assert len(found) <= MOST
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(1.0, 32), (0.96, 32), (0.9, 16)])
+def test_a_smaller_size_is_chosen_only_where_it_is_faster_than_steps_scatter(
+    seconds: float, chosen: int
+) -> None:
+    tuning = Tuning(None)  # type: ignore[arg-type]
+    tuning.add(Way(32, "resident"), 1.0)
+    tuning.add(Way(16, "resident"), seconds)
+    assert tuning.best() == Way(chosen, "resident")
+    assert SAME == 1.05
+
+
+@pytest.mark.parametrize("place", ["offloaded", "paged"])
+@pytest.mark.parametrize(("seconds", "leaves"), [(0.95, False), (0.91, False), (0.85, True)])
+def test_tensors_leave_only_for_a_clear_win(place: Any, seconds: float, leaves: bool) -> None:
+    tuning, way = Tuning(None), Way(64, place)  # type: ignore[arg-type]
+    tuning.add(Way(16, "resident"), 1.0)
+    tuning.add(way, None)  # the step that records is metered
+    tuning.add(way, seconds)
+    assert tuning.best() == (way if leaves else Way(16, "resident"))
+
+
+def test_the_step_that_records_what_leaves_does_not_count() -> None:
+    tuning, way = Tuning(None), Way(8, "offloaded")  # type: ignore[arg-type]
+    tuning.add(way, 9.0)
+    assert tuning.steps == 0
+    tuning.add(way, 1.0)
+    assert tuning.of("offloaded") == {8: 1.0}
+    tuning.fail(Way(4, "offloaded"))
+    assert tuning.best() == way
+    tuning.fail(way)
+    assert tuning.best() is None
+
+
+def test_words_name_the_trial_and_the_fastest_so_far() -> None:
+    tuning = Tuning(None)  # type: ignore[arg-type]
+    assert tuning.in_words() == ""
+    tuning.trial = Way(8, "resident")
+    assert tuning.in_words().endswith("this one in micro-batches of 8 samples")
+    tuning.add(Way(8, "resident"), 0.25)
+    tuning.trial = Way(16, "offloaded")
+    assert "16 samples, saved tensors offloaded; so far 8 are the fastest" in tuning.in_words()
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 10, 64])
+def test_even_micro_batches_are_as_few_as_can_be(size: int) -> None:
+    for cap in range(1, size + 3):
+        n = even(size, cap)
+        assert 1 <= n <= cap
+        assert -(-size // n) == -(-size // cap)
+
+
+def test_larger_sizes_double_up_to_all() -> None:
+    assert larger(3, 20) == [6, 12, 20]
+    assert larger(16, 20) == [20]
+    assert larger(20, 20) == []
+
+
+def test_offloading_is_not_tried_where_it_cannot_win() -> None:
+    steps = {4: 4.0, 8: 3.6}  # a micro-batch: 0.5 and 0.9, so one of 32 takes 3.3
+    assert least_seconds(steps, 32, 32) == pytest.approx(3.3)
+    assert least_seconds({8: 3.0}, 32, 32) == pytest.approx(0.75)
+    fixed = {4: 8.0, 8: 4.0}  # each micro-batch takes a second, whatever its samples
+    assert may_win(fixed, 4.0, 32, 32, lambda _: 0.0)
+    assert not may_win(fixed, 4.0, 32, 32, lambda _: 3.7)  # what is too much takes that to move
+    assert not may_win(steps, 3.6, 32, 32, lambda _: 0.0)
