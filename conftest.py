@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import signal
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
@@ -21,6 +23,11 @@ from tests.frames import roomy
 from tests.frozen import FIND, FOUND_CACHES, freeze
 
 from anybatch.memory import fakes
+
+CACHES = tempfile.TemporaryDirectory(prefix="anybatch-caches-")
+"""The user's folder for caches, of programs that a test starts; that of matplotlib stays."""
+os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
+os.environ["XDG_CACHE_HOME"] = CACHES.name
 
 SEED = 0
 EXAMPLES = 1000
@@ -158,6 +165,8 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
         return found[0]
 
     monkeypatch.setattr("anybatch.conv.convolutions._cache_folder", folder)
+    # A second engine in a test would follow the first one: those that are about it name a file.
+    monkeypatch.setattr("anybatch.engine.engine.decision_file", lambda: None)
 
 
 @pytest.fixture

@@ -107,7 +107,7 @@ trace(engine, batch)
 images = torch.randn(16, 3, 8, 8), torch.randint(3, (16,))
 norm = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten())
 model = nn.Sequential(norm, nn.Linear(8 * 36, 3))
-trace(anybatch.Engine(model, F.cross_entropy, memory="80KiB", micro_batch=4), images)
+trace(anybatch.Engine(model, F.cross_entropy, memory="80KiB", micro_batch=4, cache=None), images)
 """
 
 IMPORTED = """

@@ -6,12 +6,16 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 from tests.cli.conftest import Make
+from torch import nn
 from typer.testing import Result
 
+from anybatch import Engine
 from anybatch.cli import cli
 from anybatch.cli.progress import Gauge, Silent
 from anybatch.cli.settings import Settings
+from anybatch.conv.convolutions import decision_file
 
 Command = Callable[..., Result]
 SMALL = ("--model", "cnn:4", "--epochs", "1", "--threads", "1")
@@ -33,6 +37,18 @@ def test_version_and_help(command: Command) -> None:
     text = command("plan", "--help").stdout
     for option in ("--memory", "--micro-batch", "--measure", "--json", "--batch-size", "--malloc"):
         assert option in text
+
+
+def test_plan_forgets_the_decisions_of_earlier_starts(command: Command) -> None:
+    path = decision_file()
+    assert path is not None
+    x, y = torch.randn(8, 3), torch.randint(2, (8,))
+    engine = Engine(nn.Linear(3, 2), nn.CrossEntropyLoss(), memory="1MiB", cache=path)
+    engine.backward(x, y)
+    assert path.exists()
+    assert command("plan", "--forget").stdout == "1 program will be planned anew.\n"
+    assert not path.exists()
+    assert command("plan", "--forget").stdout == "0 programs will be planned anew.\n"
 
 
 def test_train_shows_lines_and_a_table(command: Command, tmp_path: Path) -> None:

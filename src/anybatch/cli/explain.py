@@ -31,6 +31,7 @@ from anybatch.cli.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.cli.views import LoadedBatch, Reading
 from anybatch.cli.wanted import Wanted
 from anybatch.devices import planned_for
+from anybatch.planning import forget_decisions
 from anybatch.reports import StepTimeline
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
@@ -41,7 +42,7 @@ NO_CHOICE = "Nothing was trained, and no size was timed: there is none to choose
 
 @takes(
     "picture data task model batch_size memory micro_batch offload states spill workspace "
-    "measure gpus speedup deadline network servers timeline convolutions workspace_total "
+    "measure forget gpus speedup deadline network servers timeline convolutions workspace_total "
     "cache json html recipe optimizer momentum loss norm batchnorm max_batch image_size crop "
     "seed threads device malloc skip_corrupt",
     device=PLANNED_DEVICE,
@@ -55,6 +56,10 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
     team = Team.here()
     with ending(team):
         team.refuse("plan")
+        if options.forget:
+            count = forget_decisions()
+            typer.echo(f"{count} program{'' if count == 1 else 's'} will be planned anew.")
+            return
         refuse_picture(
             options.picture,
             timeline=options.timeline,

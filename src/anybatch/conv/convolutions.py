@@ -166,6 +166,14 @@ def cache_file(cache: Cache) -> Path | None:
     return _cache_folder() / "anybatch" / "convolutions.sqlite"
 
 
+def decision_file() -> Path | None:
+    """Return the file of decisions in the user's folder for caches; None for a user without one."""
+    try:
+        return _cache_folder() / "anybatch" / "decisions.sqlite"
+    except RuntimeError:  # no home
+        return None
+
+
 def _cache_folder() -> Path:
     """Return the folder in which the system's programs store caches."""
     if sys.platform == "win32":

@@ -1,4 +1,4 @@
-"""One line while planning or an inspection takes over a second: what is done, and how to skip it.
+"""One line while planning or an inspection lasts over a second: its part, and how to skip it.
 
     anybatch: planning the first step, 4 s: dry run of 16 samples (micro_batch= skips this)
 
@@ -72,16 +72,16 @@ class Status:
         """Say which part of the work begins."""
         if self.work:
             self.part = part
-            self._look()
+            self._check()
 
     def tick(self) -> None:
-        """Look at the clock after some kernels."""
+        """Read the clock after some kernels."""
         if self.work:
             self._kernels = (self._kernels + 1) % KERNELS
             if not self._kernels:
-                self._look()
+                self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = monotonic()
         if now < self._next:
             return

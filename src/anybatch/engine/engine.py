@@ -7,12 +7,16 @@ gradient of the full batch. Everything around them remains the user's own.
 
 from __future__ import annotations
 
+import os
+import platform
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib import metadata
 from math import inf
 from os import PathLike
+from pathlib import Path
 from time import perf_counter
 from types import CodeType, FrameType
 from typing import Any, Literal
@@ -21,7 +25,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from anybatch.conv.convolutions import engaged
+from anybatch.conv.convolutions import decision_file, engaged
+from anybatch.conv.measure import machine
 from anybatch.core import accelerator
 from anybatch.core.accelerators import require_generators
 from anybatch.core.barrier import in_a_meeting
@@ -54,6 +59,7 @@ from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill, spill_of
 from anybatch.offload.optimizer_states import OffloadedStates
 from anybatch.offload.planned_states import start_offload
+from anybatch.planner.decisions import DecisionFile, Decisions, program
 from anybatch.planner.planner import Planner, planner_of
 from anybatch.planner.probe import measured, read_peak, state_bytes
 
@@ -105,6 +111,10 @@ class Engine:
             offloaded, until the fastest is known; each of them trains, with the gradient of the
             full batch. "off": no clock decides anything, so the same program takes the same plan in
             every start; implied by ``torch.use_deterministic_algorithms(True)``.
+        cache: file of decisions. With `memory` in one process, the plans of the first steps are
+            kept there, and the next start of the same program on this machine follows them: it
+            plans nothing, and ends in the same bits. "auto" (default): a file in your folder for
+            caches; None: nothing is kept or followed.
 
     Raises:
         ValueError: `memory`, `micro_batch`, `batchnorm`, `rng`, `workspace` or `tune` is none of
@@ -134,6 +144,7 @@ class Engine:
         plan: Plan | None = None,
         workspace: int | str | None = None,
         tune: TuneMode = "steps",
+        cache: str | PathLike[str] | None = "auto",
     ) -> None:
         refuse_now(model, micro_batch, batchnorm, rng, tune)
         self._prepared = Prepared(model, optimizer)
@@ -154,6 +165,12 @@ class Engine:
         self._rank_session = RankSession(
             model, group, adaptive=adaptive, shared_rng=rng == "batch", sharded=sharded
         )
+        path = decision_file() if cache == "auto" else cache and Path(cache)
+        planned = plan is None and memory is not None and not self._rank_session.several
+        if self._planner is not None and planned and path:
+            settings = memory, micro_batch, workspace, batchnorm, rng, tune
+            program_of = partial(self._program, settings)
+            self._planner.decisions = Decisions(DecisionFile(Path(path)), program_of)
         self._runner = Runner(self._inputs)
         self._arranger = Arranger(self._inputs, self._runner, self._rank_session)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
@@ -186,6 +203,23 @@ class Engine:
     def last(self) -> StepReport | None:
         """The report of the last step; None before the first one."""
         return self._last
+
+    def _program(self, settings: tuple[Any, ...]) -> str:
+        """Return the program that decisions belong to, besides the signature of a batch."""
+        inputs, device = self._inputs, self._inputs.device.type
+        found = (
+            *settings,
+            inputs.batchnorm,
+            self._spill,
+            machine(device),
+            platform.python_version(),
+            metadata.version("anybatch"),
+            torch.get_default_dtype(),
+            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+            torch.are_deterministic_algorithms_enabled(),
+            sorted((k, v) for k, v in os.environ.items() if k.startswith("MALLOC_")),
+        )
+        return program(inputs.modules(), inputs.loss.functions(), inputs.optimizer, found)
 
     @property
     def _fastest(self) -> int | None:
@@ -280,7 +314,7 @@ class Engine:
                 loss, peak = self._first_measured(step, signature, modules, before)
         if self._planner is not None and signature is not None:
             n, failed = step.limit, step.retries > 0
-            self._planner.took(signature, n, step.seconds, failed=failed)
+            self._planner.took(signature, n, step.seconds, failed=failed, run_plan=run_plan)
         return self._note(step, loss, perf_counter() - start, run_plan, peak)
 
     def evaluate(

@@ -173,7 +173,7 @@ class Arranger:
             self.signature(batch, modules, gradients, most=most), global_samples=global_samples
         )
         try:
-            return signature, self.allow(planner, signature, batch, modules)
+            return signature, self.allow(planner, signature, batch, modules, follow=True)
         except BudgetError as error:
             if signature.most:
                 error.add_note(
@@ -237,9 +237,23 @@ class Arranger:
         return replace(signature, most=most) if most and most < signature.size else signature
 
     def allow(
-        self, planner: Planner, signature: Signature, batch: Batch, modules: Modules
+        self,
+        planner: Planner,
+        signature: Signature,
+        batch: Batch,
+        modules: Modules,
+        *,
+        follow: bool = False,
     ) -> RunPlan:
-        """Return how a batch is run, within the budget."""
+        """Return how a batch is run, within the budget.
+
+        Args:
+            planner: knows the budget.
+            signature: of the batch.
+            batch: the mini-batch.
+            modules: every module that it runs.
+            follow: take the plan that an earlier start had. Default False.
+        """
         self._last = planner, signature
         planning = STATUS.of("planning the step", "micro_batch= or plan= skips this")
         with planning, self._inputs.detecting():
@@ -251,6 +265,7 @@ class Arranger:
                 ),
                 self._inputs.optimizer,
                 lambda: self._runner.refuse_division(modules),
+                follow=follow,
             )
 
     def tried(self, planner: Planner, run_plan: RunPlan, batch: Batch, modules: Modules) -> bool:

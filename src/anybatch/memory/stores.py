@@ -464,13 +464,13 @@ def in_memory(folder: Path) -> bool:
         rows = [line.split() for line in MOUNTS.read_text().splitlines()]
     except OSError:
         return False
-    place, kinds = folder.resolve(), dict[Path, str]()
-    for _, at, kind, *_ in (row for row in rows if len(row) > 2):
+    place, file_systems = folder.resolve(), dict[Path, str]()
+    for _, at, file_system, *_ in (row for row in rows if len(row) > 2):
         mount = Path(at.replace("\\040", " "))  # a space is written as an octal number
         if place.is_relative_to(mount):
-            kinds[mount] = kind  # the last one in a place covers the others
-    innermost = max(kinds, key=lambda mount: len(mount.parts), default=None)
-    return innermost is not None and kinds[innermost] in OF_MEMORY
+            file_systems[mount] = file_system  # the last one in a place covers the others
+    innermost = max(file_systems, key=lambda mount: len(mount.parts), default=None)
+    return innermost is not None and file_systems[innermost] in OF_MEMORY
 
 
 def past_the_cache(path: str) -> int | None:

@@ -32,6 +32,7 @@ from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen, default_budget, ran_out
 from anybatch.planner.decision import Decision, PlanningRequest, Precedent, Terms, completed
+from anybatch.planner.decisions import Decisions, run_plan_of
 from anybatch.planner.describe import depict
 from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.workspaces import Workspaces
@@ -49,6 +50,7 @@ class Planner:
     Attributes:
         spill: store of offloaded tensors.
         workspaces: of convolutions.
+        decisions: those of earlier starts, and of this one; None (default) where none are kept.
         two_pass: an earlier plan has found that the loss needs all outputs at once.
     """
 
@@ -66,6 +68,8 @@ class Planner:
         self.timed, self.thorough = timed, False
         self._settled = settled
         self.two_pass = settled is not None and settled.coupled
+        self.decisions: Decisions | None = None
+        self._following = set[Signature]()
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
         )
@@ -103,6 +107,8 @@ class Planner:
         make_case: Callable[[], Case],
         optimizer: torch.optim.Optimizer | None,
         refuse_division: Callable[[], object],
+        *,
+        follow: bool = False,
     ) -> RunPlan:
         """Return how a batch of this signature is run.
 
@@ -111,12 +117,15 @@ class Planner:
             make_case: returns the case of a dry run; called without a forecast.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
+            follow: take the plan that an earlier start had, where one is kept. Default False.
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
         """
         signature = self._foreseen.plain(signature)
         found = self._planned.get(signature)
+        if follow and (found is None or signature in self._following):
+            found = self._earlier(signature) or found
         if found is None:
             case = cache(make_case)
             request = PlanningRequest(signature, case, optimizer, refuse_division)
@@ -126,6 +135,22 @@ class Planner:
             # (test_the_first_step_of_the_smaller_plan_is_measured).
             self._precedent.decided += signature.most > 0
             self._planned[self._foreseen.plain(signature)] = found
+        return found
+
+    def _earlier(self, signature: Signature) -> RunPlan | None:
+        """Return the plan that an earlier start had for this step; None where there is none."""
+        if self.decisions is None or signature.most or signature.global_samples:
+            return None
+        found = self.decisions.next(signature)
+        self._following.discard(signature)
+        if found is None:
+            return None
+        if self.decisions.first(signature):
+            self._precedent.decided += 1  # its first step is metered, as every first one is
+        if self._precedent.best is None:
+            self._precedent.best = found.micro_batch, signature.elements
+        self._following.add(signature)
+        self._planned[signature] = found
         return found
 
     def timeline(self, signature: Signature) -> StepTimeline | None:
@@ -155,6 +180,8 @@ class Planner:
         missing = peak + coming - planned.memory.predicted
         if missing <= 0:
             return
+        if self.decisions is not None:
+            self.decisions.give_up(signature)
         del self._planned[signature]
         self._foreseen.hold_more(missing)
         if self._precedent.tuning is not None:
@@ -179,7 +206,15 @@ class Planner:
             return False
         return tuning.is_of(self._foreseen.plain(signature)) or tuning.scaled(signature) > 0
 
-    def took(self, signature: Signature, n: int, seconds: float | None, *, failed: bool) -> None:
+    def took(
+        self,
+        signature: Signature,
+        n: int,
+        seconds: float | None,
+        *,
+        failed: bool,
+        run_plan: RunPlan | None = None,
+    ) -> None:
         """Record the seconds of a step, by which the next ones are decided while a search lasts.
 
         Args:
@@ -187,8 +222,14 @@ class Planner:
             n: samples in its micro-batches.
             seconds: of its computing; None where it was metered.
             failed: memory ran out before, and this step was a smaller one.
+            run_plan: how it was run; None (default) for a trial that did not train.
         """
         tuning, signature = self._precedent.tuning, self._foreseen.plain(signature)
+        if self.decisions is not None and run_plan is not None:
+            if failed:
+                self.decisions.give_up(signature)
+            settled = tuning is None or tuning.trial is None
+            self.decisions.done(signature, run_plan, settled=settled)
         if tuning is None or tuning.trial is None:
             return
         if not tuning.is_of(signature):
@@ -214,6 +255,7 @@ class Planner:
             signature: of the batch that it was chosen for, and that has been planned again.
         """
         self._precedent.best, self._precedent.tuning = (n, signature.elements), None
+        self.decisions = None
         self._planned.pop(self._foreseen.plain(signature), None)
 
     def _fixed_budget(self) -> int:
@@ -296,13 +338,7 @@ def planner_of(
             )
         if plan.memory is None:
             return None
-        accumulator = plan.accumulate == "accumulator"
-        coupled = plan.mechanism == "two-pass"
-        lanes = plan.mechanism == "lockstep"
-        settled = RunPlan(
-            plan.micro_batch, accumulator, plan.memory, coupled, plan.loss, lanes, plan.offload
-        )
-        return Planner(plan.memory.budget, settled=settled)
+        return Planner(plan.memory.budget, settled=run_plan_of(plan))
     if memory is None and micro_batch is not None:
         return None
     budget = None if memory is None else parse_bytes(memory)

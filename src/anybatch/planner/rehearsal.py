@@ -157,7 +157,7 @@ def divided(
         sends: returns the offloader of saved tensors; None (default) offloads none.
         around: returns the context of a loss of all outputs. Default none.
     """
-    STATUS.at(f"{_kind(case)} in micro-batches of {show_samples(n)}")
+    STATUS.at(f"{_sort_of_run(case)} in micro-batches of {show_samples(n)}")
     with metered(case) as (meter, before):
         gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
         step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
@@ -171,7 +171,7 @@ def divided(
     return meter.timeline()
 
 
-def _kind(case: Case) -> str:
+def _sort_of_run(case: Case) -> str:
     return "dry run" if case.fake else "step on few rows"
 
 
@@ -257,7 +257,7 @@ def full_batch(
     case: Case, size: int, inspection: Inspection | None = None, *, sends: Sends | None = None
 ) -> Timeline:
     """Run an undivided step of `size` samples under the meter; `sends` offloads saved tensors."""
-    STATUS.at(f"{_kind(case)} of {show_samples(size)} undivided")
+    STATUS.at(f"{_sort_of_run(case)} of {show_samples(size)} undivided")
     case = case if inspection is None else unharmed(case, size, writes=inspection.copies)
     ungathered = replace(case, size=0, meets=0)  # nothing but these samples is gathered
     with metered(ungathered, undivided=True) as (meter, before):

@@ -94,7 +94,7 @@ class ResidentSizes:
 
     @property
     def start(self) -> int:
-        """The size of the first step: the largest, on a host no more than what its caches hold.
+        """The size of the first step: the largest, on a host no more than its caches hold.
 
         Micro-batches are as equal as can be. In lockstep each costs waits, so it is the largest.
         """

@@ -111,7 +111,7 @@ class Tuning:
         return own.size * own.elements / max(signature.size * signature.elements, 1)
 
     def add_like(self, signature: Signature, seconds: float) -> None:
-        """Record a step of another signature, as long as one of the first would have taken."""
+        """Record a step of another signature by the seconds of as much work of the first."""
         assert self.trial is not None
         self.add(self.trial, seconds * self._more(signature))
         n = self.next_resident()
