@@ -213,7 +213,7 @@ class Engine:
             self._spill,
             machine(device),
             platform.python_version(),
-            metadata.version("anybatch"),
+            _version(),
             torch.get_default_dtype(),
             torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
             torch.are_deterministic_algorithms_enabled(),
@@ -536,6 +536,14 @@ class Engine:
             step = self._runner.step(batch, modules, before, gradients, run_plan.micro_batch)
         found = decide(of_foreseen(step, run_plan, leaves), run_plan.memory, run_plan.offload)
         return replace(found, convolutions=self._convolutions.record(planner.workspaces.kernels))
+
+
+def _version() -> str:
+    """Return the version of this package; nothing where it is not installed."""
+    try:
+        return metadata.version("anybatch")
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 BACKWARD = Engine.backward.__code__

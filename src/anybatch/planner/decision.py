@@ -156,9 +156,7 @@ class Decision:
         """Return how the next step is run, to find the fastest way: a trial, or the one found."""
         signature, foreseen = self._request.signature, resident.foreseen
         tuning = self._precedent.tuning_of(signature)
-        elsewhere = (
-            may and not signature.global_samples
-        )  # whose clocks would each tell another time
+        elsewhere = may and not signature.global_samples  # each rank has a clock of its own
         trial = self._size_to_try(resident, tuning, OF_SIZES if elsewhere else MOST)
         offloading, paged = self._offloading(foreseen), self._paged_lockstep(foreseen)
         if trial is None and elsewhere and offloading.possible:
@@ -180,7 +178,7 @@ class Decision:
             tuning.fail(trial)  # it must not leave, or there is no place where it would go
         else:
             self._precedent.follow(way, signature, settled=trial is None)
-            # Records of what leaves are metered
+            # The first step of a way records what leaves, under the meter.
             self._precedent.decided += way.place != "resident" and way not in tuning.recorded
             rows = list(found.memory.candidates)
             rows += [] if way.place == "resident" else resident.rows(seconds)

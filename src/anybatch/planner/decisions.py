@@ -244,12 +244,12 @@ def program(
         optimizer: its class and options count; None where there is none.
         settings: what else the plans depend on, as values that print alike in every start.
     """
-    lines: list[Any] = [list(map(repr, settings))]
+    lines: list[Any] = [[ADDRESS.sub("", repr(one)) for one in settings]]
     for path, module in modules:
         held = [(name, *_tensor(t)) for name, t in module._parameters.items()]
         held += [(name, *_tensor(t)) for name, t in module._buffers.items()]
         words = ADDRESS.sub("", module.extra_repr())
-        lines.append((path, _name(type(module)), code_of(type(module).forward), words, held))
+        lines.append((path, _name(type(module)), code_of(module.forward), words, held))
     lines += [(_name(type(one)), code_of(one)) for one in functions]
     if optimizer is not None:
         options = [

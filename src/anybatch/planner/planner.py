@@ -70,6 +70,7 @@ class Planner:
         self.two_pass = settled is not None and settled.coupled
         self.decisions: Decisions | None = None
         self._following = set[Signature]()
+        self._missing = 0
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
         )
@@ -177,8 +178,8 @@ class Planner:
         signature = self._foreseen.plain(signature)
         planned = self._planned[signature]
         coming = max(0, dict(planned.memory.owners).get("optimizer", 0) - states)
-        missing = peak + coming - planned.memory.predicted
-        if missing <= 0:
+        missing = self._missing = max(0, peak + coming - planned.memory.predicted)
+        if not missing:
             return
         if self.decisions is not None:
             self.decisions.give_up(signature)
@@ -226,10 +227,13 @@ class Planner:
         """
         tuning, signature = self._precedent.tuning, self._foreseen.plain(signature)
         if self.decisions is not None and run_plan is not None:
-            if failed:
-                self.decisions.give_up(signature)
-            settled = tuning is None or tuning.trial is None
-            self.decisions.done(signature, run_plan, settled=settled)
+            memory = replace(run_plan.memory, predicted=run_plan.memory.predicted + self._missing)
+            settled, self._missing = tuning is None or tuning.trial is None, 0
+            if failed:  # another start may have the memory, and would go another way
+                self.decisions = None
+            else:
+                run_plan = replace(run_plan, memory=memory)
+                self.decisions.done(signature, run_plan, settled=settled)
         if tuning is None or tuning.trial is None:
             return
         if not tuning.is_of(signature):

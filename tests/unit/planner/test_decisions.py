@@ -177,6 +177,38 @@ def test_a_step_that_holds_more_than_was_kept_corrects_it(tmp_path: Path) -> Non
     assert (engine.last.predicted_bytes or 0) > 1000
 
 
+def test_what_a_first_step_has_held_more_is_in_its_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next start would hold more than its decision says, and go another way."""
+    learn = Planner.learn
+
+    def more(self: Planner, signature: Any, peak: int, states: int) -> None:
+        learn(self, signature, peak + 512, states)
+
+    monkeypatch.setattr(Planner, "learn", more)
+    cache = tmp_path / "decisions"
+    sizes, first, _ = start(streamed, cache, memory="60KiB")
+    again, parameters, engine = start(streamed, cache, memory="60KiB")
+    assert again == sizes
+    assert all(map(torch.equal, parameters, first))
+    assert engine._planner is not None
+    assert engine._planner.rehearsed == 0
+
+
+def test_a_start_that_ran_out_of_memory_keeps_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    took = Planner.took
+
+    def failed(planner: Planner, *arguments: Any, **more: Any) -> None:
+        took(planner, *arguments, **more | {"failed": True})
+
+    monkeypatch.setattr(Planner, "took", failed)
+    start(streamed, tmp_path / "decisions", steps=3, tune="off")
+    assert not (tmp_path / "decisions").exists()
+
+
 def test_decisions_are_forgotten(tmp_path: Path) -> None:
     file = DecisionFile(tmp_path / "decisions")
     assert file.forget() == 0
