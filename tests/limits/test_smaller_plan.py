@@ -254,10 +254,10 @@ def test_where_nothing_smaller_fits_it_says_that_the_batch_was_thought_to() -> N
     engine.foresee(*inputs, timed=False)
     allow = engine._arranger.allow
 
-    def refuse(planner: Any, signature: Any, *others: Any) -> Any:
+    def refuse(planner: Any, signature: Any, *others: Any, **options: Any) -> Any:
         if signature.most:
             raise BudgetError("a step must fit in memory", needed=2, budget=1)
-        return allow(planner, signature, *others)
+        return allow(planner, signature, *others, **options)
 
     engine._arranger.allow = refuse  # type: ignore[method-assign]
     before = snapshot(net)

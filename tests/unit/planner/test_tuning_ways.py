@@ -45,14 +45,21 @@ class Clocks:
         took = Planner.took
 
         def known(
-            planner: Planner, signature: Any, n: int, seconds: float | None, *, failed: bool
+            planner: Planner,
+            signature: Any,
+            n: int,
+            seconds: float | None,
+            *,
+            failed: bool,
+            run_plan: Any = None,
         ) -> None:
             tuning = planner._precedent.tuning
             if tuning is not None and tuning.trial is not None and seconds is not None:
                 place = tuning.trial.place
                 self.run.append((n, place))
                 seconds = self.step(n, place, lanes=signature.lanes)
-            took(planner, signature, n, seconds, failed=failed or seconds == INF)
+            failed = failed or seconds == INF
+            took(planner, signature, n, seconds, failed=failed, run_plan=run_plan)
 
         return known
 
