@@ -166,7 +166,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("anybatch.conv.convolutions._cache_folder", folder)
     # A second engine in a test would follow the first one: those that are about it name a file.
-    monkeypatch.setattr("anybatch.engine.engine.decision_file", lambda: None)
+    monkeypatch.setattr("anybatch.engine.engine.plan_file", lambda: None)
 
 
 @pytest.fixture

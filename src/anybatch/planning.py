@@ -4,9 +4,9 @@ Most code calls `anybatch.plan`. The command checks the options of a plan before
 makes the plan by a `Question`, and trains with the engine that has foreseen it.
 """
 
-from anybatch.conv.convolutions import decision_file
+from anybatch.conv.convolutions import plan_file
 from anybatch.memory.spill import require_states, spill_of
-from anybatch.planner.decisions import DecisionFile
+from anybatch.planner.earlier_plans import PlanFile
 from anybatch.tools.gpus import efficiency, speedup, speedup_limit
 from anybatch.tools.planning import Question
 from anybatch.tools.scaled import goal_of
@@ -14,7 +14,7 @@ from anybatch.tools.scaled import goal_of
 __all__ = [
     "Question",
     "efficiency",
-    "forget_decisions",
+    "forget_plans",
     "goal_of",
     "require_states",
     "speedup",
@@ -23,8 +23,8 @@ __all__ = [
 ]
 
 
-def forget_decisions() -> int:
-    """Forget the decisions of earlier starts; the next start of a program plans anew.
+def forget_plans() -> int:
+    """Forget the plans of earlier starts; the next start of a program plans anew.
 
     Returns:
         How many programs had some in your file.
@@ -33,8 +33,8 @@ def forget_decisions() -> int:
         OSError: the file cannot be removed.
 
     Example:
-        >>> anybatch.planning.forget_decisions()
+        >>> anybatch.planning.forget_plans()
         0
     """
-    path = decision_file()
-    return 0 if path is None else DecisionFile(path).forget()
+    path = plan_file()
+    return 0 if path is None else PlanFile(path).forget()

@@ -15,7 +15,7 @@ from anybatch import Engine
 from anybatch.cli import cli
 from anybatch.cli.progress import Gauge, Silent
 from anybatch.cli.settings import Settings
-from anybatch.conv.convolutions import decision_file
+from anybatch.conv.convolutions import plan_file
 
 Command = Callable[..., Result]
 SMALL = ("--model", "cnn:4", "--epochs", "1", "--threads", "1")
@@ -39,8 +39,8 @@ def test_version_and_help(command: Command) -> None:
         assert option in text
 
 
-def test_plan_forgets_the_decisions_of_earlier_starts(command: Command) -> None:
-    path = decision_file()
+def test_plan_forgets_those_of_earlier_starts(command: Command) -> None:
+    path = plan_file()
     assert path is not None
     x, y = torch.randn(8, 3), torch.randint(2, (8,))
     engine = Engine(nn.Linear(3, 2), nn.CrossEntropyLoss(), memory="1MiB", cache=path)

@@ -8,13 +8,15 @@ neighbours: half, twice, and between.
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.planner.tuning import MOST, SAME, Tuning, Way, even, next_size
+from anybatch.planner.tuning import MOST, SAME, Trial, Tuning, even, next_size
 
 ROUNDED = 1 + 1e-9
 """Sums of seconds in another order."""
@@ -57,7 +59,7 @@ def found_by_search(world: World) -> Tuning:
     tuning = Tuning(None)  # type: ignore[arg-type]
     following = partial(next_size, start=world.start, cap=world.cap, size=world.size, most=MOST)
     while (n := following(tuning.of("resident"), tuning.counts("resident"))) is not None:
-        tuning.add(Way(n, "resident"), world.step(n))
+        tuning.add(Trial(n, "resident"), world.step(n))
     return tuning
 
 
@@ -83,3 +85,27 @@ def test_what_was_not_run_takes_half_at_least(world: World) -> None:
     best = min(ran, key=lambda n: (ran[n], -n))
     near = [n for n in range(1, world.cap + 1) if best < 2 * n < 4 * best or tuning.steps < MOST]
     assert ran[best] <= 2 * ROUNDED * min(map(world.step, near))
+
+
+def drawn(rng: random.Random) -> World:
+    """Draw a world as the strategy does, evenly."""
+    size, fixed, each = rng.randint(2, 512), 8 * rng.random() ** 2, rng.uniform(0.01, 1.0)
+    bend, grows = rng.randint(1, size), rng.choice([0.0, rng.uniform(0.0, 0.3)])
+    seconds = {n: fixed + each * n * (1 + grows * max(0, n - bend)) for n in range(1, size + 1)}
+    cap = rng.randint(1, size)
+    return World(size, cap, even(size, rng.randint(1, cap)), seconds)
+
+
+def test_of_drawn_worlds_nineteen_in_twenty_are_within_a_twentieth_of_the_best(
+    counted: Callable[[int], int],
+) -> None:
+    """The best of all sizes, by known seconds; the search runs eight of them at most."""
+    rng, count = random.Random(0), counted(20_000)
+    near = 0
+    for _ in range(count):
+        world = drawn(rng)
+        best = found_by_search(world).best()
+        assert best is not None
+        seconds = world.step(best.micro_batch)
+        near += 0.95 * seconds <= min(map(world.step, range(1, world.cap + 1)))
+    assert near >= 0.95 * count

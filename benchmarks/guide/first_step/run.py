@@ -6,6 +6,9 @@ later step is the median of the last ten of fifty. The best fixed size is the fa
 powers of two, planned before and counted without its planning, or the one that was chosen if it is
 faster still. The second start is one of the same program in the same process, with what the first
 start has kept. A process that has not ended after ten minutes is ended, and the table says so.
+
+before.json has the cells that were measured before every trial was a step that trains, in part
+beside other work.
 """
 
 import json

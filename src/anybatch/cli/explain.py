@@ -31,7 +31,7 @@ from anybatch.cli.timeline import NONE, colored, refuse_picture, write_picture
 from anybatch.cli.views import LoadedBatch, Reading
 from anybatch.cli.wanted import Wanted
 from anybatch.devices import planned_for
-from anybatch.planning import forget_decisions
+from anybatch.planning import forget_plans
 from anybatch.reports import StepTimeline
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
@@ -57,7 +57,7 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
     with ending(team):
         team.refuse("plan")
         if options.forget:
-            count = forget_decisions()
+            count = forget_plans()
             typer.echo(f"{count} program{'' if count == 1 else 's'} will be planned anew.")
             return
         refuse_picture(

@@ -127,7 +127,7 @@ OPTIONS: dict[str, Any] = {
     "network": (str | None, 'Between GPUs, such as "10Gbit"; default: sums cost nothing.'),
     "servers": (str | None, 'Parameter servers of --gpus workers: a number, or "auto".'),
     "measure": (bool, "Time the sizes that fit, and choose the fastest."),
-    "forget": (bool, "Forget the decisions of all earlier starts, and end."),
+    "forget": (bool, "Forget the plans of all earlier starts, and end."),
     "timeline": (bool, "Draw live bytes by owner against the budget; FILE.png for a picture."),
     "picture": Annotated[
         Path | None,

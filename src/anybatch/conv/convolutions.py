@@ -166,10 +166,10 @@ def cache_file(cache: Cache) -> Path | None:
     return _cache_folder() / "anybatch" / "convolutions.sqlite"
 
 
-def decision_file() -> Path | None:
-    """Return the file of decisions in the user's folder for caches; None for a user without one."""
+def plan_file() -> Path | None:
+    """Return the file of plans in the user's folder for caches; None for a user without one."""
     try:
-        return _cache_folder() / "anybatch" / "decisions.sqlite"
+        return _cache_folder() / "anybatch" / "plans.sqlite"
     except RuntimeError:  # no home
         return None
 

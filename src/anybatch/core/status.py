@@ -7,7 +7,7 @@ Elsewhere it goes to the log of the name "anybatch", at level INFO. That log swi
 
     logging.getLogger("anybatch").setLevel(logging.WARNING)
 
-Nothing runs beside the work: it is asked for the time between kernels.
+No thread runs beside the work: the clock is read between kernels.
 """
 
 from __future__ import annotations

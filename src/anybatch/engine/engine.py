@@ -7,29 +7,19 @@ gradient of the full batch. Everything around them remains the user's own.
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from math import inf
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from types import CodeType, FrameType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
-from anybatch.conv.convolutions import decision_file, engaged
-from anybatch.conv.measure import machine
-from anybatch.core import accelerator
-from anybatch.core.accelerators import require_generators
-from anybatch.core.barrier import in_a_meeting
+from anybatch.conv.convolutions import engaged, plan_file
 from anybatch.core.batch import Batch
 from anybatch.core.modules import Modules, renormalised
 from anybatch.core.oom import NothingHeld
@@ -41,10 +31,17 @@ from anybatch.core.transaction import Before, no_optimizer_step, transaction
 from anybatch.core.units import show_bytes
 from anybatch.distributed.fsdp import sharded_of
 from anybatch.engine.executor import Runner
-from anybatch.engine.inputs import StepInputs
-from anybatch.engine.rank_session import RankSession, several, unwrapped
+from anybatch.engine.inputs import (
+    StepInputs,
+    as_function,
+    refuse_nested,
+    refuse_now,
+    refuse_place,
+    refuse_written,
+    versions_of,
+)
+from anybatch.engine.rank_session import RankSession, unwrapped
 from anybatch.engine.step_builder import Arranged, Arranger, of_foreseen, of_run
-from anybatch.errors import AnybatchError, NotExactError, NotYetError
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.records import StepReport
 from anybatch.execution.signature import RunPlan, Signature
@@ -54,12 +51,11 @@ from anybatch.lockstep.sync_batchnorm import Adaptive, Fixed
 from anybatch.loss.base import Loss
 from anybatch.loss.model_loss import loss_of
 from anybatch.loss.tracer import CallableLoss
-from anybatch.memory.fakes import paged
 from anybatch.memory.ledger import StepTimeline
-from anybatch.memory.spill import Spill, spill_of
+from anybatch.memory.spill import Spill, file_folder, spill_of
 from anybatch.offload.optimizer_states import OffloadedStates
 from anybatch.offload.planned_states import start_offload
-from anybatch.planner.decisions import DecisionFile, Decisions, program
+from anybatch.planner.earlier_plans import EarlierPlans, PlanFile, program, surroundings
 from anybatch.planner.planner import Planner, planner_of
 from anybatch.planner.probe import measured, read_peak, state_bytes
 
@@ -111,7 +107,7 @@ class Engine:
             offloaded, until the fastest is known; each of them trains, with the gradient of the
             full batch. "off": no clock decides anything, so the same program takes the same plan in
             every start; implied by ``torch.use_deterministic_algorithms(True)``.
-        cache: file of decisions. With `memory` in one process, the plans of the first steps are
+        cache: file of plans. With `memory` in one process, the plans of the first steps are
             kept there, and the next start of the same program on this machine follows them: it
             plans nothing, and ends in the same bits. "auto" (default): a file in your folder for
             caches; None: nothing is kept or followed.
@@ -165,12 +161,12 @@ class Engine:
         self._rank_session = RankSession(
             model, group, adaptive=adaptive, shared_rng=rng == "batch", sharded=sharded
         )
-        path = decision_file() if cache == "auto" else cache and Path(cache)
+        path = plan_file() if cache == "auto" else cache and Path(cache)
         planned = plan is None and memory is not None and not self._rank_session.several
         if self._planner is not None and planned and path:
             settings = memory, micro_batch, workspace, batchnorm, rng, tune
             program_of = partial(self._program, settings)
-            self._planner.decisions = Decisions(DecisionFile(Path(path)), program_of)
+            self._planner.earlier = EarlierPlans(PlanFile(Path(path)), program_of)
         self._runner = Runner(self._inputs)
         self._arranger = Arranger(self._inputs, self._runner, self._rank_session)
         self.micro_batch = micro_batch if plan is None else plan.micro_batch
@@ -205,20 +201,9 @@ class Engine:
         return self._last
 
     def _program(self, settings: tuple[Any, ...]) -> str:
-        """Return the program that decisions belong to, besides the signature of a batch."""
-        inputs, device = self._inputs, self._inputs.device.type
-        found = (
-            *settings,
-            inputs.batchnorm,
-            self._spill,
-            machine(device),
-            platform.python_version(),
-            _version(),
-            torch.get_default_dtype(),
-            torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
-            torch.are_deterministic_algorithms_enabled(),
-            sorted((k, v) for k, v in os.environ.items() if k.startswith("MALLOC_")),
-        )
+        """Return the program that plans belong to, besides the signature of a batch."""
+        inputs = self._inputs
+        found = *settings, inputs.batchnorm, self._spill, *surroundings(inputs.device.type)
         return program(inputs.modules(), inputs.loss.functions(), inputs.optimizer, found)
 
     @property
@@ -430,12 +415,15 @@ class Engine:
             self._plan = replace(decided, states=states, convolutions=convolutions)
             if self._steady is None or (samples >= self._samples and step.limit == self._fastest):
                 self._steady = self._plan
-        if step.moved and not self._left and accelerator.of(self._inputs.device).host:
-            say(
-                f"{show_bytes(step.moved)} leave for a file in a step and return, because memory "
-                "holds less: print(engine.plan) tells more"
-            )
-        self._left |= step.moved > 0
+        if step.moved and not self._left:
+            self._left = True
+            where = step.spill if left is None else left.where
+            folder = file_folder(where, self._inputs.device)
+            if folder is not None:
+                say(
+                    f"{show_bytes(step.moved)} leave for a file in {folder} in a step and return, "
+                    "because memory holds less: print(engine.plan) tells more"
+                )
         self._last = StepReport(
             loss=loss,
             samples=step.global_batch.size,
@@ -538,114 +526,5 @@ class Engine:
         return replace(found, convolutions=self._convolutions.record(planner.workspaces.kernels))
 
 
-def _version() -> str:
-    """Return the version of this package; nothing where it is not installed."""
-    try:
-        return metadata.version("anybatch")
-    except metadata.PackageNotFoundError:
-        return ""
-
-
 BACKWARD = Engine.backward.__code__
 """Identifies a step on the stack, even if the method is wrapped later."""
-
-
-# Refusals of invalid arguments and steps: each error names the rule, the value and the fix.
-
-
-def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str, tune: str) -> None:
-    """Refuse arguments that mean nothing."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
-    integer = isinstance(micro_batch, int) and not isinstance(micro_batch, bool)
-    if micro_batch is not None and (not integer or micro_batch < 1):
-        raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
-    if batchnorm not in ("exact", "local", "adaptive") and not isinstance(batchnorm, Adaptive):
-        raise ValueError(
-            'batchnorm must be "exact", "local", "adaptive" or an anybatch.Adaptive, and it is '
-            f"{batchnorm!r}"
-        )
-    if rng not in ("micro_batch", "batch"):
-        raise ValueError(f'rng must be "micro_batch" or "batch", and it is {rng!r}')
-    if tune not in ("steps", "off"):
-        raise ValueError(f'tune must be "steps" or "off", and it is {tune!r}')
-
-
-def as_function(loss_fn: Any) -> Callable[..., Tensor]:
-    """Return `loss_fn`, which must be one that can be called."""
-    if not callable(loss_fn):
-        raise TypeError(
-            "loss_fn must be a function of (outputs, targets) or an anybatch.Loss, and it is "
-            f"{type(loss_fn).__name__}"
-        )
-    checked: Callable[..., Tensor] = loss_fn
-    return checked
-
-
-def refuse_nested(code: CodeType) -> None:
-    """Refuse a step that begins inside another one, in its observer for instance.
-
-    The stack is searched: a flag would remain set after an interrupt at the wrong instruction.
-
-    Args:
-        code: that of the calling method.
-    """
-    inside = in_a_meeting()
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is code or inside:
-            raise AnybatchError(
-                "a step must end before another one begins, and engine.backward was called inside "
-                "engine.backward, most likely by observe: store its inputs and call it afterwards"
-            )
-        frame = frame.f_back
-
-
-def versions_of(leaves: list[Tensor]) -> list[int]:
-    """Return torch's count of the writes to each leaf that has data yet."""
-    return [
-        0 if leaf.is_inference() else leaf._version
-        for leaf in leaves
-        if type(leaf) is not UninitializedParameter
-    ]
-
-
-def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:
-    """Refuse a step that wrote to a parameter: later micro-batches used another model.
-
-    The write cannot be undone here: no copy of the parameters exists.
-    """
-    if versions_of(leaves) == versions:
-        return
-    if len(versions) == len(leaves):  # else lazy parameters have been made on the way
-        changed = [
-            p for p, before in zip(leaves, versions, strict=True) if versions_of([p]) != [before]
-        ]
-        raise NotExactError(
-            f"parameters must not change before the full batch is done, and {len(changed)} of them "
-            f"were written to during the step, the first of shape {tuple(changed[0].shape)}, by a "
-            "gradient hook, by forward or by the loss; these writes were not undone. Update them "
-            "after engine.backward; make a tensor that the loss itself updates a buffer, or a "
-            "parameter with requires_grad=False"
-        )
-
-
-def refuse_place(device: torch.device, *, outside: bool) -> None:
-    """Refuse a step with parameters resident against its plan, or offloaded over ranks.
-
-    Args:
-        device: of the model; it must have random generators that can be stored.
-        outside: the plan offloads them, and the step is outside of that context.
-    """
-    require_generators(device)
-    if outside:
-        raise ValueError(
-            "a plan that offloads parameters needs a training inside `with engine.states:`, and "
-            "this step is outside: put that around the whole training"
-        )
-    if paged().every and several():
-        raise NotYetError(
-            "parameters cannot be offloaded over several ranks today: offload only the "
-            "optimizer's state (offload_states without model=), or shard the parameters over the "
-            "ranks (FSDP2)"
-        )

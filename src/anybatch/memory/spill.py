@@ -193,6 +193,22 @@ def clocked(destination: str | None, size: int, device: torch.device) -> Link:
     return Link(out=size / spent[0], back=size / spent[1])
 
 
+def file_folder(destination: str | None, device: torch.device) -> str | None:
+    """Return the folder of the file to which tensors of a device go; None where it is the host.
+
+    Args:
+        destination: as in `maker`.
+        device: that is left.
+
+    Raises:
+        StoreError: as in `stores.system_folder`.
+    """
+    destination = destination or store_of(device)
+    if destination == "host":
+        return None
+    return str(stores.system_folder()) if destination == "file" else destination
+
+
 def require_space(size: int, destination: str) -> None:
     """Require that `size` bytes can go to a store, "host", "file" or the folder of a file.
 

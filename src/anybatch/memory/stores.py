@@ -454,7 +454,7 @@ def system_folder() -> Path:
         return ON_DISK
     raise StoreError(
         f"a file for offloaded tensors must be on a disk, and {folder} is memory itself: name a "
-        'folder on a disk (spill=), or give offload="off"'
+        "folder on a disk, by anybatch.plan(spill=...) or by the variable TMPDIR"
     )
 
 

@@ -15,7 +15,7 @@ decide between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
@@ -24,6 +24,7 @@ import torch
 
 from anybatch.core import accelerator
 from anybatch.core.norm import ScriptedNormError
+from anybatch.core.plan_sections import Candidate
 from anybatch.errors import BudgetError, NotExactError, NotYetError, StoreError
 from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.memory.spill import Spill
@@ -35,8 +36,9 @@ from anybatch.planner.resident_memory import ResidentSizes
 from anybatch.planner.tuning import (
     MOST,
     OF_SIZES,
+    Place,
+    Trial,
     Tuning,
-    Way,
     even,
     fastest,
     halves,
@@ -142,7 +144,7 @@ class Decision:
         n = self._precedent.pick(signature, cap)
         found = resident.planned(n if resident.fits(n) else cap)
         if self._precedent.best is None and signature.trains and not signature.most:
-            self._precedent.follow(Way(found.micro_batch, "resident"), signature, settled=True)
+            self._precedent.follow(Trial(found.micro_batch, "resident"), signature, settled=True)
         return found
 
     @property
@@ -156,40 +158,37 @@ class Decision:
         """Return how the next step is run, to find the fastest way: a trial, or the one found."""
         signature, foreseen = self._request.signature, resident.foreseen
         tuning = self._precedent.tuning_of(signature)
-        elsewhere = may and not signature.global_samples  # each rank has a clock of its own
-        trial = self._size_to_try(resident, tuning, OF_SIZES if elsewhere else MOST)
         offloading, paged = self._offloading(foreseen), self._paged_lockstep(foreseen)
-        if trial is None and elsewhere and offloading.possible:
-            trial = self._elsewhere(resident.largest, tuning, offloading, paged)
+        elsewhere = may and not signature.global_samples  # each rank has a clock of its own
+        while True:
+            trial = self._size_to_try(resident, tuning, OF_SIZES if elsewhere else MOST)
+            if trial is None and elsewhere and offloading.possible:
+                trial = self._elsewhere(resident.largest, tuning, offloading, paged)
+            chosen = trial or tuning.best() or Trial(resident.start, "resident")
+            n, place = chosen
+            try:
+                if place == "resident":
+                    found = resident.planned(n, trial=trial is not None and tuning.steps > 0)
+                else:
+                    found = paged.planned(n) if place == "paged" else offloading.planned(n)
+                break
+            except (BudgetError, NotExactError, StoreError):
+                if trial is None or place == "resident":
+                    raise
+                tuning.fail(trial)  # it must not leave, or there is no place where it would go
         tuning.trial = trial
-        way = trial or tuning.best() or Way(resident.start, "resident")
-        seconds = tuning.of("resident")
-        try:
-            if way.place == "resident":
-                again = trial is not None and tuning.steps > 0
-                found = resident.planned(way.micro_batch, seconds, trial=again)
-            elif way.place == "paged":
-                found = paged.planned(way.micro_batch)
-            else:
-                found = offloading.planned(way.micro_batch, real=False)
-        except (BudgetError, NotExactError, StoreError):
-            if trial is None or trial.place == "resident":
-                raise
-            tuning.fail(trial)  # it must not leave, or there is no place where it would go
-        else:
-            self._precedent.follow(way, signature, settled=trial is None)
-            # The first step of a way records what leaves, under the meter.
-            self._precedent.decided += way.place != "resident" and way not in tuning.recorded
-            rows = list(found.memory.candidates)
-            rows += [] if way.place == "resident" else resident.rows(seconds)
-            rows += paged.rows() if tuning.of("paged") and way.place != "paged" else ()
-            rows += offloading.rows() if tuning.of("offloaded") and way.place != "offloaded" else ()
-            rows.sort(key=lambda one: (one.micro_batch, one.offloaded))
-            memory = replace(found.memory, candidates=tuple(rows))
-            return replace(found, memory=memory, trying=tuning.in_words())
-        return self._next(resident, may=may)
+        # The first step of a trial records what leaves, under the meter.
+        self._precedent.decided += place != "resident" and chosen not in tuning.recorded
+        rows: dict[Place, Callable[[], Iterable[Candidate]]]
+        rows = {"resident": resident.rows, "paged": paged.rows, "offloaded": offloading.rows}
+        every = [*found.memory.candidates]
+        every += [row for one in rows if one != place and tuning.of(one) for row in rows[one]()]
+        every.sort(key=lambda row: (row.micro_batch, row.offloaded))
+        self._precedent.follow(chosen, signature, settled=trial is None)
+        memory = replace(found.memory, candidates=tuple(every))
+        return replace(found, memory=memory, trying=tuning.in_words())
 
-    def _size_to_try(self, resident: ResidentSizes, tuning: Tuning, most: int) -> Way | None:
+    def _size_to_try(self, resident: ResidentSizes, tuning: Tuning, most: int) -> Trial | None:
         """Return the next size to try with all tensors resident; None where that has ended."""
         cap, size = resident.largest, self._request.signature.size
         tuning.sizes = resident.start, cap, most
@@ -198,28 +197,28 @@ class Decision:
             run = tuning.of("resident")
             n = next((k for k in ladder if k not in run), None) or tuning.next_resident()
             if n is None or resident.fits(n):
-                return None if n is None else Way(n, "resident")
-            tuning.fail(Way(n, "resident"))
+                return None if n is None else Trial(n, "resident")
+            tuning.fail(Trial(n, "resident"))
 
     def _elsewhere(
         self, cap: int, tuning: Tuning, offloading: OffloadedSizes, paged: PagedLockstep
-    ) -> Way | None:
-        """Return the next way to try with tensors offloaded; None where none can be faster."""
+    ) -> Trial | None:
+        """Return the next trial with tensors offloaded; None where none can be faster."""
         size, resident = self._request.signature.size, tuning.of("resident")
         best = tuning.best()
         seconds = inf if best is None else min(tuning.seconds[best])
-        ways = [Way(size, "offloaded")]
+        trials = [Trial(size, "offloaded")]
         if not offloading.full_batch:
-            ways = [Way(n, "offloaded") for n in larger(cap, size)]
+            trials = [Trial(n, "offloaded") for n in larger(cap, size)]
         elif paged.possible:
-            ways.insert(0, Way(paged.best(), "paged"))
-        for way in ways:
-            n = way.micro_batch
-            if tuning.steps >= MOST or way in tuning.seconds:
+            trials.insert(0, Trial(paged.best(), "paged"))
+        for trial in trials:
+            n = trial.micro_batch
+            if tuning.steps >= MOST or trial in tuning.seconds:
                 continue
-            if way.place == "paged":
+            if trial.place == "paged":
                 if n > max(resident):
-                    return way
+                    return trial
                 continue
             lost = [s for s in tuning.of("offloaded").values() if s > seconds]
             steps = {} if offloading.full_batch else resident
@@ -227,7 +226,7 @@ class Decision:
                 continue
             try:
                 if offloading.fits(n):
-                    return way
+                    return trial
             except NotExactError:  # what it saves must not leave
                 return None
         return None
@@ -248,6 +247,7 @@ class Decision:
                 budget=self._terms.budget,
                 source=self._terms.source,
                 confirmed=fresh,
+                seconds={} if self._tuning is None else self._tuning.of("resident"),
                 host=accelerator.of(request.case().device).host,
             )
             found.require(self._precedent.fixed_for(signature), request.refuse_division)
@@ -270,43 +270,40 @@ class Decision:
 
     def _offloading(self, foreseen: Forecast) -> OffloadedSizes:
         """Return the choice of a size with saved tensors offloaded."""
-        request, tuning = self._request, self._precedent.tuning
-        tuning = None if tuning is None or not tuning.is_of(request.signature) else tuning
-        found = None if tuning is None else tuning.plans.get("offloaded")
-        if found is None:
-            found = OffloadedSizes(
-                foreseen,
-                request.case,
-                request.signature.size,
-                most=request.signature.largest,
-                budget=self._terms.budget,
-                source=self._terms.source,
-                spill=self._terms.spill,
-                full_batch=request.full_batch,
-            )
-        if tuning is not None:
-            tuning.plans["offloaded"], found.seconds = found, tuning.of("offloaded")
-            found.case = request.case
-        return found
+        request, tuning = self._request, self._tuning
+        return OffloadedSizes(
+            foreseen,
+            request.case,
+            request.signature.size,
+            most=request.signature.largest,
+            budget=self._terms.budget,
+            source=self._terms.source,
+            spill=self._terms.spill,
+            full_batch=request.full_batch,
+            steps={} if tuning is None else tuning.dry_runs.setdefault("offloaded", {}),
+            seconds={} if tuning is None else tuning.of("offloaded"),
+        )
 
     def _paged_lockstep(self, foreseen: Forecast) -> PagedLockstep:
         """Return the choice of a size for lanes that are paged between kernels."""
-        request, tuning = self._request, self._precedent.tuning
-        tuning = None if tuning is None or not tuning.is_of(request.signature) else tuning
-        found = None if tuning is None else tuning.plans.get("paged")
-        if found is None:
-            found = PagedLockstep(
-                foreseen,
-                request.signature.size,
-                request.case().device,
-                most=request.signature.largest,
-                budget=self._terms.budget,
-                source=self._terms.source,
-                spill=self._terms.spill,
-            )
-        if tuning is not None:
-            tuning.plans["paged"], found.seconds = found, tuning.of("paged")
-        return found
+        request, tuning = self._request, self._tuning
+        return PagedLockstep(
+            foreseen,
+            request.signature.size,
+            request.case().device,
+            most=request.signature.largest,
+            budget=self._terms.budget,
+            source=self._terms.source,
+            spill=self._terms.spill,
+            widths={} if tuning is None else tuning.dry_runs.setdefault("paged", {}),
+            seconds={} if tuning is None else tuning.of("paged"),
+        )
+
+    @property
+    def _tuning(self) -> Tuning | None:
+        """The search that steps of this signature are a part of; None where they are in none."""
+        tuning = self._precedent.tuning
+        return tuning if tuning is not None and tuning.is_of(self._request.signature) else None
 
     def _offloaded(self, *, failed: Exception | None = None) -> RunPlan | None:
         """Return the plan with saved tensors offloaded; None where it is no better than `failed`.
@@ -329,10 +326,10 @@ class Decision:
         if isinstance(failed, BudgetError) and failed.needed <= least:
             return None
         found = offloading.planned(n or offloading.smallest, real=fresh)
-        tuning = self._precedent.tuning
-        trial = tuning is not None and tuning.is_of(signature) and tuning.trial is not None
-        self._precedent.follow(Way(found.micro_batch, "offloaded"), signature, settled=not trial)
-        return replace(found, trying=tuning.in_words()) if tuning is not None and trial else found
+        trying = "" if self._tuning is None else self._tuning.in_words()
+        now = Trial(found.micro_batch, "offloaded")
+        self._precedent.follow(now, signature, settled=not trying)
+        return replace(found, trying=trying)
 
     def _in_paged_lockstep(self, foreseen: Forecast, failed: Exception | None) -> RunPlan | None:
         """Return the plan in lanes that are paged between kernels; None where `failed` needs less.
@@ -359,7 +356,7 @@ class Decision:
             if failed is not None and foreseen.peak(n, signature.size) <= error.needed:
                 return None
             raise
-        self._precedent.follow(Way(n, "paged"), signature, settled=True)
+        self._precedent.follow(Trial(n, "paged"), signature, settled=True)
         return found
 
     def _offloaded_size(self, offloading: OffloadedSizes) -> int:
@@ -375,7 +372,7 @@ class Decision:
             best = self._precedent.best
             return offloading.least(cap) if best is None else self._precedent.pick(signature, cap)
         tuning = self._precedent.tuning_of(signature)
-        offloading.seconds = seconds = tuning.of("offloaded")
+        seconds = tuning.of("offloaded")
         n = next_size(
             seconds,
             tuning.counts("offloaded"),
@@ -384,7 +381,7 @@ class Decision:
             size=signature.size,
             most=MOST,
         )
-        tuning.trial = None if n is None else Way(n, "offloaded")
+        tuning.trial = None if n is None else Trial(n, "offloaded")
         return n or fastest(seconds) or cap
 
     def _still_offloaded(self) -> RunPlan | None:
@@ -524,19 +521,21 @@ class Precedent:
             self.tuning = Tuning(signature)
         return self.tuning
 
-    def follow(self, way: Way, signature: Signature, *, settled: bool) -> None:
+    def follow(self, trial: Trial, signature: Signature, *, settled: bool) -> None:
         """Record how a batch is run, for those of other signatures.
 
         Args:
-            way: of a batch of the first signature, or of one that goes as that did.
+            trial: as it is run.
             signature: of the batch.
-            settled: it is no trial.
+            settled: the search has ended, or there was none.
         """
-        trial = None if self.tuning is None else self.tuning.best()
+        best = None if self.tuning is None else self.tuning.best()
         if self.best is None or (self.tuning is not None and self.tuning.is_of(signature)):
-            self.best = (trial or way).micro_batch, signature.elements
+            self.best = (best or trial).micro_batch, signature.elements
         if settled:
-            self.sends = way.place != "resident"
+            self.sends = trial.place != "resident"
+            if self.tuning is not None:
+                self.tuning.dry_runs.clear()
 
     def keeps_offloading(self, signature: Signature) -> bool:
         """Return whether saved tensors are offloaded as before: not under another plan."""

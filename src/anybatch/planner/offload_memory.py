@@ -50,8 +50,6 @@ class OffloadedSizes:
     Attributes:
         foreseen: forecast of its steps.
         full_batch: the batch must not be divided.
-        case: returns the real one.
-        seconds: samples -> seconds of a step, where some were run.
 
     Args:
         foreseen: forecast of its steps.
@@ -62,6 +60,8 @@ class OffloadedSizes:
         source: where these come from, in words.
         spill: where saved tensors go.
         full_batch: the batch must not be divided.
+        steps: samples -> a dry run, of those made so far; more are added. Default: none.
+        seconds: samples -> seconds of a step, where some were run. Default: none were.
     """
 
     def __init__(
@@ -75,12 +75,14 @@ class OffloadedSizes:
         source: str,
         spill: Spill,
         full_batch: bool,
+        steps: dict[int, OffloadedStep] | None = None,
+        seconds: Mapping[int, float] | None = None,
     ) -> None:
-        self.foreseen, self.case, self._size, self._most = foreseen, case, size, most
+        self.foreseen, self._case, self._size, self._most = foreseen, case, size, most
         self._budget, self._source, self._spill = budget, source, spill
         self.full_batch = full_batch
-        self._steps: dict[int, OffloadedStep] = {}
-        self.seconds: Mapping[int, float] = {}
+        self._steps = {} if steps is None else steps
+        self._seconds = seconds or {}
 
     def largest(self) -> int:
         """Return the most samples that fit fully offloaded, of 1, 2, 4 ... and most; or 0."""
@@ -118,7 +120,7 @@ class OffloadedSizes:
         owners = self.foreseen.owners(1, self._size)
         available = self._budget - sum(owners.values()) + owners.get(STEP, 0)
         try:
-            return clocked(self._where, min(BOUNCE, max(available, BLOCK)), self.case().device)
+            return clocked(self._where, min(BOUNCE, max(available, BLOCK)), self._case().device)
         except OSError:  # a trial will say it
             return Link(out=FAST, back=FAST)
 
@@ -133,19 +135,19 @@ class OffloadedSizes:
             Candidate(
                 k,
                 one.within(self._budget).predicted,
-                finite(self.seconds.get(k)),
+                finite(self._seconds.get(k)),
                 offloaded=True,
             )
             for k, one in sorted(self._steps.items())
             if k == n or one.floor <= self._budget
         )
 
-    def planned(self, n: int, *, real: bool) -> RunPlan:
+    def planned(self, n: int, *, real: bool = False) -> RunPlan:
         """Return how a batch is run in micro-batches of `n`.
 
         Args:
             n: samples.
-            real: see on real rows that they fit.
+            real: see on real rows that they fit. Default False.
 
         Raises:
             BudgetError: they do not.
@@ -219,15 +221,15 @@ class OffloadedSizes:
 
     def _really(self, n: int) -> OffloadedStep:
         return rehearse_offloaded(
-            self.foreseen, self.case(), n, self._size, self._maker(), self._budget
+            self.foreseen, self._case(), n, self._size, self._maker(), self._budget
         )
 
     @property
     def _where(self) -> str:
-        return self._spill.where(self.case().device)
+        return self._spill.where(self._case().device)
 
     def _maker(self) -> Callable[[], Store]:
-        return maker(self._where, self.case().device)
+        return maker(self._where, self._case().device)
 
     def _sent(self, n: int) -> int:
         return self._step(n).within(self._budget).sent(count_micro_batches(self._size, n))
@@ -249,7 +251,7 @@ class OffloadedSizes:
             candidates=self.rows(n),
         )
         offload = OffloadPlan(
-            store=self._spill.store(self.case().device),
+            store=self._spill.store(self._case().device),
             folder=self._spill.folder,
             capacity=fitted.capacity,
             saved=found.saved,

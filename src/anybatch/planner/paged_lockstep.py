@@ -70,9 +70,6 @@ class LockstepPhase(NamedTuple):
 class PagedLockstep:
     """Choice of a size for lanes that are paged between kernels, for one signature.
 
-    Attributes:
-        seconds: samples -> seconds of a step, where some were run.
-
     Args:
         foreseen: forecast of its steps.
         size: N_B, samples in the mini-batch.
@@ -81,6 +78,8 @@ class PagedLockstep:
         budget: bytes.
         source: where these come from, in words.
         spill: store of evicted storages.
+        widths: samples -> a dry run, of those made so far; more are added. Default: none.
+        seconds: samples -> seconds of a step, where some were run. Default: none were.
     """
 
     def __init__(
@@ -93,11 +92,13 @@ class PagedLockstep:
         budget: int,
         source: str,
         spill: Spill,
+        widths: dict[int, Widths] | None = None,
+        seconds: Mapping[int, float] | None = None,
     ) -> None:
         self._foreseen, self._size, self._device, self._most = foreseen, size, device, most
         self._budget, self._source, self._spill = budget, source, spill
-        self._widths: dict[int, Widths] = {}
-        self.seconds: Mapping[int, float] = {}
+        self._widths = {} if widths is None else widths
+        self._seconds = seconds or {}
 
     @property
     def possible(self) -> bool:
@@ -193,7 +194,7 @@ class PagedLockstep:
     def rows(self) -> tuple[Candidate, ...]:
         """Return the sizes worth a line in a plan: those of which a dry run was made."""
         return tuple(
-            Candidate(n, one.floor, finite(self.seconds.get(n)), offloaded=True)
+            Candidate(n, one.floor, finite(self._seconds.get(n)), offloaded=True)
             for n, one in sorted(self._widths.items())
         )
 

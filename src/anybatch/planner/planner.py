@@ -32,8 +32,8 @@ from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen, default_budget, ran_out
 from anybatch.planner.decision import Decision, PlanningRequest, Precedent, Terms, completed
-from anybatch.planner.decisions import Decisions, run_plan_of
 from anybatch.planner.describe import depict
+from anybatch.planner.earlier_plans import EarlierPlans, run_plan_of
 from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.workspaces import Workspaces
 
@@ -50,7 +50,7 @@ class Planner:
     Attributes:
         spill: store of offloaded tensors.
         workspaces: of convolutions.
-        decisions: those of earlier starts, and of this one; None (default) where none are kept.
+        earlier: plans of earlier starts, and of this one; None (default) where none are stored.
         two_pass: an earlier plan has found that the loss needs all outputs at once.
     """
 
@@ -68,8 +68,7 @@ class Planner:
         self.timed, self.thorough = timed, False
         self._settled = settled
         self.two_pass = settled is not None and settled.coupled
-        self.decisions: Decisions | None = None
-        self._following = set[Signature]()
+        self.earlier: EarlierPlans | None = None
         self._missing = 0
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
@@ -118,15 +117,16 @@ class Planner:
             make_case: returns the case of a dry run; called without a forecast.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
-            follow: take the plan that an earlier start had, where one is kept. Default False.
+            follow: take the plan that an earlier start had, where one is kept. Default False: the
+                batch is planned, and no earlier start is followed for it any more.
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
         """
         signature = self._foreseen.plain(signature)
-        found = self._planned.get(signature)
-        if follow and (found is None or signature in self._following):
-            found = self._earlier(signature) or found
+        if self.earlier is not None and not follow:
+            self.earlier.give_up(signature)  # the plan that a person has asked for is followed
+        found = self._earlier(signature) or self._planned.get(signature)
         if found is None:
             case = cache(make_case)
             request = PlanningRequest(signature, case, optimizer, refuse_division)
@@ -140,17 +140,18 @@ class Planner:
 
     def _earlier(self, signature: Signature) -> RunPlan | None:
         """Return the plan that an earlier start had for this step; None where there is none."""
-        if self.decisions is None or signature.most or signature.global_samples:
+        if self.earlier is None or signature.most or signature.global_samples:
             return None
-        found = self.decisions.next(signature)
-        self._following.discard(signature)
+        found, last = self.earlier.next(signature), self.earlier.last(signature)
         if found is None:
             return None
-        if self.decisions.first(signature):
+        if self.earlier.first(signature):
             self._precedent.decided += 1  # its first step is metered, as every first one is
         if self._precedent.best is None:
-            self._precedent.best = found.micro_batch, signature.elements
-        self._following.add(signature)
+            fastest = found if last is None else run_plan_of(last)
+            self._precedent.best = fastest.micro_batch, signature.elements
+            self._precedent.sends = fastest.offload is not None
+        found = _with_more(found, self._missing)
         self._planned[signature] = found
         return found
 
@@ -178,15 +179,19 @@ class Planner:
         signature = self._foreseen.plain(signature)
         planned = self._planned[signature]
         coming = max(0, dict(planned.memory.owners).get("optimizer", 0) - states)
-        missing = self._missing = max(0, peak + coming - planned.memory.predicted)
-        if not missing:
+        missing = peak + coming - planned.memory.predicted
+        if missing <= 0:
             return
-        if self.decisions is not None:
-            self.decisions.give_up(signature)
+        self._missing += missing if signature.trains else 0
+        if self.earlier is not None and self.earlier.next(signature) is not None:
+            if self.earlier.most(signature) + missing <= planned.memory.budget:
+                return
+            self.earlier.give_up(signature)
+            self._precedent.best, self._precedent.sends = None, False
         del self._planned[signature]
         self._foreseen.hold_more(missing)
         if self._precedent.tuning is not None:
-            self._precedent.tuning.plans.clear()
+            self._precedent.tuning.dry_runs.clear()
         obeyed = self._precedent.best is not None and not self._foreseen.rehearsed
         if obeyed and peak + coming <= planned.memory.budget:
             # A caller's plan is obeyed for as long as it keeps to its own budget
@@ -226,14 +231,15 @@ class Planner:
             run_plan: how it was run; None (default) for a trial that did not train.
         """
         tuning, signature = self._precedent.tuning, self._foreseen.plain(signature)
-        if self.decisions is not None and run_plan is not None:
-            memory = replace(run_plan.memory, predicted=run_plan.memory.predicted + self._missing)
-            settled, self._missing = tuning is None or tuning.trial is None, 0
+        if self.earlier is not None and run_plan is not None:
+            settled = tuning is None or tuning.trial is None
             if failed:  # another start may have the memory, and would go another way
-                self.decisions = None
+                self.earlier = None
             else:
-                run_plan = replace(run_plan, memory=memory)
-                self.decisions.done(signature, run_plan, settled=settled)
+                if self.earlier.next(signature) is None:
+                    run_plan = _with_more(run_plan, self._missing)
+                    self._missing = 0  # forecasts of later steps have it
+                self.earlier.done(signature, run_plan, settled=settled)
         if tuning is None or tuning.trial is None:
             return
         if not tuning.is_of(signature):
@@ -259,7 +265,7 @@ class Planner:
             signature: of the batch that it was chosen for, and that has been planned again.
         """
         self._precedent.best, self._precedent.tuning = (n, signature.elements), None
-        self.decisions = None
+        self.earlier = None
         self._planned.pop(self._foreseen.plain(signature), None)
 
     def _fixed_budget(self) -> int:
@@ -282,9 +288,6 @@ class Planner:
             if accelerator.of(request.case().device).host:
                 raise
             release(error, outside=outside)
-        finally:
-            if self._precedent.tuning is not None:
-                self._precedent.tuning.release()
         raise ran_out(request.case().device, self.budget, self.source)
 
     def _of_plan(self, request: PlanningRequest) -> RunPlan | None:
@@ -314,6 +317,12 @@ class Planner:
             return completed(foreseen, signature, workspace)
 
         return self.workspaces.settle(found, foreseen, signature.size, taking)
+
+
+def _with_more(run_plan: RunPlan, nbytes: int) -> RunPlan:
+    """Return a plan that predicts so many bytes more."""
+    memory = replace(run_plan.memory, predicted=run_plan.memory.predicted + nbytes)
+    return replace(run_plan, memory=memory)
 
 
 def planner_of(

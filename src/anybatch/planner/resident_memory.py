@@ -41,6 +41,7 @@ class ResidentSizes:
         source: where these come from, in words.
         confirmed: rehearse the sizes that matter, where that costs no memory.
         host: the steps run on a host.
+        seconds: samples -> seconds of a step, where some were run.
     """
 
     def __init__(
@@ -52,9 +53,11 @@ class ResidentSizes:
         source: str,
         confirmed: bool,
         host: bool,
+        seconds: Mapping[int, float],
     ) -> None:
         self.foreseen, self._signature, self._host = foreseen, signature, host
         self._budget, self._source, self._confirmed = budget, source, confirmed
+        self._seconds = seconds
 
     @cached_property
     def largest(self) -> int:
@@ -110,14 +113,11 @@ class ResidentSizes:
         """Whether smaller micro-batches may be clearly faster than the undivided batch."""
         return self._host and self.foreseen.of_samples(self._signature.size) > CACHED
 
-    def planned(
-        self, n: int, seconds: Mapping[int, float] | None = None, *, trial: bool = False
-    ) -> RunPlan:
+    def planned(self, n: int, *, trial: bool = False) -> RunPlan:
         """Return how a batch is run in micro-batches of `n`.
 
         Args:
             n: samples.
-            seconds: samples -> seconds of a step, where some were run. Default None: none.
             trial: one of several steps in different sizes, all of them below one that was
                 rehearsed. Default False: it is rehearsed itself.
         """
@@ -125,17 +125,17 @@ class ResidentSizes:
             self.foreseen,
             n,
             self._signature.size,
-            seconds or {},
+            self._seconds,
             budget=self._budget,
             source=self._source,
             trains=self._signature.trains,
             confirmed=self._confirmed and (not trial or self._signature.lanes),
         )
 
-    def rows(self, seconds: Mapping[int, float]) -> tuple[Candidate, ...]:
+    def rows(self) -> tuple[Candidate, ...]:
         """Return the sizes worth a line in a plan: those of which a step was run."""
         size = self._signature.size
-        return candidates(self.foreseen, self.largest, size, seconds, self._budget)
+        return candidates(self.foreseen, self.largest, size, self._seconds, self._budget)
 
     def _refuse(self, refuse_division: Callable[[], object]) -> None:
         """Refuse to divide an indivisible batch, and name the bytes that it needs undivided."""

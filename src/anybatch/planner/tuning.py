@@ -1,15 +1,15 @@
-"""Search of the fastest way to run a step, over steps that train.
+"""Search of the fastest micro-batch and of offloading, over steps that train.
 
 Every split of a batch has the same gradient, so no size has to be tried on the side: the steps of a
-training are run in one way after another until the fastest is known. From the first size the search
-goes up and down for as long as that pays, then between; close ones are run again.
+training are run in one size after another until the fastest is known. From the first size the
+search goes up and down for as long as that pays, then between; close ones are run again.
 
     step     1        2     3     4     5     6     7     8     9
     size     16       16    32    8     24    12    16    24    24 ...   settled
     seconds  metered  .26   .34   .33   .25   .31   .26   .24
 
-A way is left for another one only for a clear win: noise decides nothing. Ways in which tensors are
-offloaded run twice, because their first step records what leaves.
+Noise decides nothing: tensors leave the device only for a clear win. A trial with saved tensors
+offloaded runs twice, because its first step records them.
 
 Source: MBS, section 4.3.2, determines the size "experimentally".
 """
@@ -49,8 +49,8 @@ Place = Literal["resident", "paged", "offloaded"]
 """Where tensors of a step are: all on the device, lanes paged, or saved tensors offloaded."""
 
 
-class Way(NamedTuple):
-    """A way to run a step: samples in a micro-batch, and the place of its tensors."""
+class Trial(NamedTuple):
+    """Trial of the search: samples in a micro-batch, and the place of the tensors."""
 
     micro_batch: int
     place: Place
@@ -58,35 +58,28 @@ class Way(NamedTuple):
 
 @dataclass
 class Tuning:
-    """Steps run so far in the ways that are compared, for one signature.
+    """Search so far for one signature: its trials, and the seconds of their steps.
 
     Attributes:
         signature: of the mini-batch.
-        seconds: way -> seconds of each of its steps; infinite where it cannot be run after all.
-        recorded: ways with offloading whose first step was run.
-        trial: the way of the next step; None where the search has ended.
+        seconds: trial -> seconds of each of its steps; infinite where it cannot be run after all.
+        recorded: trials with offloading whose first step was run.
+        trial: that of the next step; None where the search has ended.
         sizes: the first size, the most samples that fit, and the steps that may be timed, with all
             tensors resident.
-        plans: place -> the choice of a size there, with its dry runs.
+        dry_runs: place -> samples -> a dry run, of the places where tensors leave the device.
     """
 
     signature: Signature
-    seconds: dict[Way, list[float]] = field(default_factory=dict)
-    recorded: set[Way] = field(default_factory=set)
-    trial: Way | None = None
+    seconds: dict[Trial, list[float]] = field(default_factory=dict)
+    recorded: set[Trial] = field(default_factory=set)
+    trial: Trial | None = None
     sizes: tuple[int, int, int] = (1, 1, 0)
-    plans: dict[Place, Any] = field(default_factory=dict)
+    dry_runs: dict[Place, dict[int, Any]] = field(default_factory=dict)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle, without dry runs, which hold fakes."""
-        return vars(self) | {"plans": {}}
-
-    def release(self) -> None:
-        """Let go of the batch of the last decision; of all dry runs, where the search has ended."""
-        if self.trial is None:
-            self.plans.clear()
-        if "offloaded" in self.plans:
-            self.plans["offloaded"].case = _gone
+        return vars(self) | {"dry_runs": {}}
 
     def is_of(self, signature: Signature) -> bool:
         """Return whether steps of a signature count, with any gradients that were there before."""
@@ -98,11 +91,11 @@ class Tuning:
         0 where steps of it tell nothing: of another kind, of less than half of the work, or in a
         trial with tensors offloaded.
         """
-        own, way = self.signature, self.trial
+        own, trial = self.signature, self.trial
         alike = own.like(signature) and signature.trains and not signature.most
-        if way is None or way.place != "resident" or not alike or self._more(signature) > 2:
+        if trial is None or trial.place != "resident" or not alike or self._more(signature) > 2:
             return 0
-        n = round(way.micro_batch * own.elements / max(signature.elements, 1))
+        n = round(trial.micro_batch * own.elements / max(signature.elements, 1))
         return max(1, min(signature.size, n))
 
     def _more(self, signature: Signature) -> float:
@@ -115,7 +108,7 @@ class Tuning:
         assert self.trial is not None
         self.add(self.trial, seconds * self._more(signature))
         n = self.next_resident()
-        self.trial = None if n is None else Way(n, "resident")
+        self.trial = None if n is None else Trial(n, "resident")
 
     def next_resident(self) -> int | None:
         """Return the next size with all tensors resident; None where that search has ended."""
@@ -134,39 +127,37 @@ class Tuning:
         """Steps timed so far."""
         return sum(map(len, self.seconds.values()))
 
-    def add(self, way: Way, seconds: float | None) -> None:
+    def add(self, trial: Trial, seconds: float | None) -> None:
         """Record a step; `seconds` is None where it was metered, or had to be retried first."""
-        first = way.place == "offloaded" and way not in self.recorded
-        self.recorded.add(way)
+        first = trial.place == "offloaded" and trial not in self.recorded
+        self.recorded.add(trial)
         if seconds is not None and not first:
-            self.seconds.setdefault(way, []).append(seconds)
+            self.seconds.setdefault(trial, []).append(seconds)
 
-    def fail(self, way: Way) -> None:
-        """Record that a way cannot be run after all."""
-        self.recorded.add(way)
-        self.seconds[way] = [inf]
+    def fail(self, trial: Trial) -> None:
+        """Record that a trial cannot be run after all."""
+        self.recorded.add(trial)
+        self.seconds[trial] = [inf]
 
     def of(self, place: Place) -> dict[int, float]:
-        """Return samples -> the fewest seconds of a step, of the ways of a place."""
-        return {
-            way.micro_batch: min(found) for way, found in self.seconds.items() if way.place == place
-        }
+        """Return samples -> the fewest seconds of a step, of the trials in a place."""
+        every = self.seconds.items()
+        return {trial.micro_batch: min(found) for trial, found in every if trial.place == place}
 
     def counts(self, place: Place) -> dict[int, int]:
-        """Return samples -> steps, of the ways of a place."""
-        return {
-            way.micro_batch: len(found) for way, found in self.seconds.items() if way.place == place
-        }
+        """Return samples -> steps, of the trials in a place."""
+        every = self.seconds.items()
+        return {trial.micro_batch: len(found) for trial, found in every if trial.place == place}
 
-    def best(self) -> Way | None:
-        """Return the fastest way: resident and large, unless another is clearly faster."""
+    def best(self) -> Trial | None:
+        """Return the fastest trial: resident and large, unless another is clearly faster."""
         places: tuple[Place, ...] = ("resident", "paged", "offloaded")
         chosen, seconds = None, inf
         for place in places:
             found = self.of(place)
             n = fastest(found)
             if n and found[n] < (CLEAR * seconds if chosen else inf):
-                chosen, seconds = Way(n, place), found[n]
+                chosen, seconds = Trial(n, place), found[n]
         return chosen
 
     def in_words(self) -> str:
@@ -184,10 +175,6 @@ class Tuning:
             return words
         seconds = show_seconds(min(self.seconds[best]))
         return f"{words}; so far {best.micro_batch} are the fastest, with {seconds} a step"
-
-
-def _gone() -> Any:
-    raise AssertionError("the batch that was planned is gone")
 
 
 def fastest(seconds: Mapping[int, float]) -> int:

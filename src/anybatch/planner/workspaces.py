@@ -80,13 +80,6 @@ class Workspaces:
             own.limit(0)
         return decide()
 
-    def ready(self, foreseen: Forecast, n: int) -> None:
-        """Choose how the convolutions of a micro-batch are computed."""
-        chooser = self.chooser
-        recorded = None if chooser is None else foreseen.convolutions(n)
-        if chooser is not None and recorded is not None:
-            chooser.choose(recorded.keys)
-
     def settle(
         self,
         found: RunPlan,

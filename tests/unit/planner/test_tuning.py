@@ -1,4 +1,4 @@
-"""The search over steps that train: which size comes next, and which way is chosen."""
+"""The search over steps that train: which size comes next, and which trial is chosen."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from anybatch.planner.tuning import (
     MOST,
     SAME,
+    Trial,
     Tuning,
-    Way,
     even,
     larger,
     least_seconds,
@@ -38,7 +38,7 @@ def search(
         if n is None:
             return order, tuning
         order.append(n)
-        tuning.add(Way(n, "resident"), clock(n))
+        tuning.add(Trial(n, "resident"), clock(n))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_sizes_come_in_this_order(
 ) -> None:
     found, tuning = search(clock, start=start, cap=64, size=96)
     assert found == order
-    assert tuning.best() == Way(best, "resident")
+    assert tuning.best() == Trial(best, "resident")
     assert len(found) <= MOST
 
 
@@ -70,41 +70,41 @@ def test_a_smaller_size_is_chosen_only_where_it_is_faster_than_steps_scatter(
     seconds: float, chosen: int
 ) -> None:
     tuning = Tuning(None)  # type: ignore[arg-type]
-    tuning.add(Way(32, "resident"), 1.0)
-    tuning.add(Way(16, "resident"), seconds)
-    assert tuning.best() == Way(chosen, "resident")
+    tuning.add(Trial(32, "resident"), 1.0)
+    tuning.add(Trial(16, "resident"), seconds)
+    assert tuning.best() == Trial(chosen, "resident")
     assert SAME == 1.05
 
 
 @pytest.mark.parametrize("place", ["offloaded", "paged"])
 @pytest.mark.parametrize(("seconds", "leaves"), [(0.95, False), (0.91, False), (0.85, True)])
 def test_tensors_leave_only_for_a_clear_win(place: Any, seconds: float, leaves: bool) -> None:
-    tuning, way = Tuning(None), Way(64, place)  # type: ignore[arg-type]
-    tuning.add(Way(16, "resident"), 1.0)
-    tuning.add(way, None)  # the step that records is metered
-    tuning.add(way, seconds)
-    assert tuning.best() == (way if leaves else Way(16, "resident"))
+    tuning, trial = Tuning(None), Trial(64, place)  # type: ignore[arg-type]
+    tuning.add(Trial(16, "resident"), 1.0)
+    tuning.add(trial, None)  # the step that records is metered
+    tuning.add(trial, seconds)
+    assert tuning.best() == (trial if leaves else Trial(16, "resident"))
 
 
 def test_the_step_that_records_what_leaves_does_not_count() -> None:
-    tuning, way = Tuning(None), Way(8, "offloaded")  # type: ignore[arg-type]
-    tuning.add(way, 9.0)
+    tuning, trial = Tuning(None), Trial(8, "offloaded")  # type: ignore[arg-type]
+    tuning.add(trial, 9.0)
     assert tuning.steps == 0
-    tuning.add(way, 1.0)
+    tuning.add(trial, 1.0)
     assert tuning.of("offloaded") == {8: 1.0}
-    tuning.fail(Way(4, "offloaded"))
-    assert tuning.best() == way
-    tuning.fail(way)
+    tuning.fail(Trial(4, "offloaded"))
+    assert tuning.best() == trial
+    tuning.fail(trial)
     assert tuning.best() is None
 
 
 def test_words_name_the_trial_and_the_fastest_so_far() -> None:
     tuning = Tuning(None)  # type: ignore[arg-type]
     assert tuning.in_words() == ""
-    tuning.trial = Way(8, "resident")
+    tuning.trial = Trial(8, "resident")
     assert tuning.in_words().endswith("this one in micro-batches of 8 samples")
-    tuning.add(Way(8, "resident"), 0.25)
-    tuning.trial = Way(16, "offloaded")
+    tuning.add(Trial(8, "resident"), 0.25)
+    tuning.trial = Trial(16, "offloaded")
     assert "16 samples, saved tensors offloaded; so far 8 are the fastest" in tuning.in_words()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -314,3 +315,32 @@ def test_where_there_is_no_space_after_all_it_stays(
     assert engine.plan is not None
     assert engine.plan.micro_batch == 3
     assert clocks.ways("offloaded") == []
+
+
+def test_nothing_goes_to_a_file_system_that_is_memory(
+    clocks: Clocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though a step would be faster so: what moves there frees no memory."""
+    monkeypatch.setattr("anybatch.memory.stores.in_memory", lambda _: True)
+    model, batch = mlp(), rows()
+    engine = Engine(model, F.mse_loss, memory=tight_budget(mlp))
+    for _ in range(9):
+        step(engine, batch)
+    assert engine.plan is not None
+    assert engine.plan.offload is None
+    assert clocks.ways("offloaded") == []
+
+
+def test_the_first_time_that_something_leaves_one_line_says_how_much_and_where(
+    clocks: Clocks, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("anybatch.engine.engine.say", said.append)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    model, batch = mlp(), rows()
+    engine = Engine(model, F.mse_loss, memory=tight_budget(mlp))
+    for _ in range(10):
+        step(engine, batch)
+    assert clocks.ways("offloaded") == [6, 8]
+    (line,) = said
+    assert f" leave for a file in {tmp_path} in a step and return" in line

@@ -1,4 +1,4 @@
-"""Decisions that are kept: the next start of a program takes the same plans, and the same bits."""
+"""Plans that are stored: the next start of a program follows them, and ends in the same bits."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.core import status
-from anybatch.planner.decisions import DecisionFile, code_of, program
+from anybatch.planner.earlier_plans import PlanFile, code_of, program
 from anybatch.planner.planner import Planner
 
 STEPS = 14
@@ -36,7 +35,7 @@ def noise(monkeypatch: pytest.MonkeyPatch) -> None:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lines that remain."""
     found: list[str] = []
-    monkeypatch.setattr("anybatch.planner.decisions.say", found.append)
+    monkeypatch.setattr("anybatch.planner.earlier_plans.say", found.append)
     return found
 
 
@@ -78,12 +77,12 @@ def start(
 def test_five_starts_end_in_the_same_bits(
     make: Callable[[], tuple[nn.Module, Tensor]], tmp_path: Path
 ) -> None:
-    sizes, first, engine = start(make, tmp_path / "decisions")
+    sizes, first, engine = start(make, tmp_path / "plans")
     assert len(set(sizes)) > 2  # several were tried
     assert engine._planner is not None
     assert engine._planner.rehearsed
     for _ in range(4):
-        again, parameters, engine = start(make, tmp_path / "decisions")
+        again, parameters, engine = start(make, tmp_path / "plans")
         assert again == sizes
         assert all(map(torch.equal, parameters, first))
         assert engine._planner is not None
@@ -107,9 +106,38 @@ def test_without_a_file_starts_differ_and_without_a_clock_they_do_not(tmp_path: 
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("noise")
+def test_a_start_that_follows_knows_the_fastest_size_from_its_first_step(tmp_path: Path) -> None:
+    """A checkpoint has it, and batches of other signatures go by it: the first plan is a trial."""
+    sizes, _, first = start(streamed, tmp_path / "plans")
+    for steps in (1, STEPS):
+        _, _, engine = start(streamed, tmp_path / "plans", steps=steps)
+        assert engine._fastest == first._fastest == sizes[-2]  # the last batch is a smaller one
+    assert engine._steady is not None
+    assert engine._steady.micro_batch == sizes[-2]
+
+
+def test_a_plan_that_was_asked_for_is_followed_rather_than_an_earlier_start(
+    tmp_path: Path,
+) -> None:
+    _, _, engine = start(streamed, tmp_path / "plans", tune="off", steps=1)
+    torch.manual_seed(0)
+    model, x = streamed()
+    y, optimizer = torch.randint(4, (64,)), torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"memory": "40KiB", "tune": "off", "optimizer": optimizer}
+    engine = Engine(model, F.cross_entropy, cache=tmp_path / "plans", **options)
+    plan = engine.foresee(x, y, offload="off")
+    assert plan.memory is not None
+    engine.backward(x, y)
+    assert engine._planner is not None
+    assert engine._planner.rehearsed == 1
+    assert engine.last is not None
+    assert engine.last.micro_batch == plan.micro_batch
+
+
 def test_a_start_that_ends_before_the_search_keeps_nothing(tmp_path: Path) -> None:
-    start(streamed, tmp_path / "decisions", steps=3)
-    assert not (tmp_path / "decisions").exists()
+    start(streamed, tmp_path / "plans", steps=3)
+    assert not (tmp_path / "plans").exists()
 
 
 class Other(nn.Sequential):
@@ -127,7 +155,7 @@ def test_another_program_is_not_followed(tmp_path: Path) -> None:
     def wider() -> tuple[nn.Module, Tensor]:
         return nn.Sequential(nn.Linear(16, 65), nn.ReLU(), nn.Linear(65, 4)), streamed()[1]
 
-    cache = tmp_path / "decisions"
+    cache = tmp_path / "plans"
     start(streamed, cache)
     for make, more in [(wrapped, {}), (wider, {}), (streamed, {"memory": "39KiB"})]:
         _, _, engine = start(make, cache, steps=1, **more)
@@ -139,55 +167,62 @@ def test_another_program_is_not_followed(tmp_path: Path) -> None:
 def test_a_damaged_file_is_ignored_with_one_line(
     tmp_path: Path, said: list[str], content: bytes
 ) -> None:
-    cache = tmp_path / "decisions"
+    cache = tmp_path / "plans"
     cache.write_bytes(content)
-    sizes, _, _ = start(streamed, cache, tune="off", steps=2)
-    assert len(set(sizes)) >= 1
+    _, _, engine = start(streamed, cache, tune="off", steps=6)  # of two signatures
+    assert engine._planner is not None
+    assert engine._planner.rehearsed == 1
     if content:
-        assert all(str(cache) in line for line in said)
-        assert "are ignored" in said[0]
+        (line,) = said
+        assert str(cache) in line
+        assert "are not followed" in line
+        assert cache.read_bytes() == content
+        return
+    assert said == []
+    assert start(streamed, cache, tune="off", steps=1)[2]._planner.rehearsed == 0  # type: ignore[union-attr]
 
 
 def test_a_plan_that_nobody_understands_is_ignored(tmp_path: Path, said: list[str]) -> None:
-    cache = tmp_path / "decisions"
+    cache = tmp_path / "plans"
     start(streamed, cache, tune="off", steps=2)
     with sqlite3.connect(cache) as file:
-        file.execute("update decisions set plan = '{}'")
+        file.execute("update plans set plan = '{}'")
     file.close()
     _, _, engine = start(streamed, cache, tune="off", steps=1)
     assert engine._planner is not None
     assert engine._planner.rehearsed == 1
-    assert "are ignored" in said[0]
+    assert "are not followed" in said[0]
 
 
 def test_a_folder_that_cannot_be_written_loses_nothing(tmp_path: Path, said: list[str]) -> None:
     (tmp_path / "file").write_text("")
-    start(streamed, tmp_path / "file" / "decisions", tune="off", steps=2)
-    assert "are not kept for the next start" in said[0]
+    start(streamed, tmp_path / "file" / "plans", tune="off", steps=2)
+    (line,) = said
+    assert "those of this one not kept" in line
 
 
 def test_a_step_that_holds_more_than_was_kept_corrects_it(tmp_path: Path) -> None:
-    cache = tmp_path / "decisions"
+    cache = tmp_path / "plans"
     start(streamed, cache, tune="off", steps=2)
     with sqlite3.connect(cache) as file:
-        file.execute("update decisions set plan = json_set(plan, '$.memory.predicted', 1000)")
+        file.execute("update plans set plan = json_set(plan, '$.memory.predicted', 1000)")
     file.close()
     _, _, engine = start(streamed, cache, tune="off", steps=2)
     assert engine.last is not None
     assert (engine.last.predicted_bytes or 0) > 1000
 
 
-def test_what_a_first_step_has_held_more_is_in_its_decision(
+def test_what_a_first_step_has_held_more_is_in_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the next start would hold more than its decision says, and go another way."""
+    """Else the next start would hold more than its plan says, and go another way."""
     learn = Planner.learn
 
     def more(self: Planner, signature: Any, peak: int, states: int) -> None:
         learn(self, signature, peak + 512, states)
 
     monkeypatch.setattr(Planner, "learn", more)
-    cache = tmp_path / "decisions"
+    cache = tmp_path / "plans"
     sizes, first, _ = start(streamed, cache, memory="60KiB")
     again, parameters, engine = start(streamed, cache, memory="60KiB")
     assert again == sizes
@@ -205,19 +240,19 @@ def test_a_start_that_ran_out_of_memory_keeps_nothing(
         took(planner, *arguments, **more | {"failed": True})
 
     monkeypatch.setattr(Planner, "took", failed)
-    start(streamed, tmp_path / "decisions", steps=3, tune="off")
-    assert not (tmp_path / "decisions").exists()
+    start(streamed, tmp_path / "plans", steps=3, tune="off")
+    assert not (tmp_path / "plans").exists()
 
 
-def test_decisions_are_forgotten(tmp_path: Path) -> None:
-    file = DecisionFile(tmp_path / "decisions")
+def test_plans_are_forgotten(tmp_path: Path) -> None:
+    file = PlanFile(tmp_path / "plans")
     assert file.forget() == 0
-    start(streamed, tmp_path / "decisions", tune="off", steps=1)
+    start(streamed, tmp_path / "plans", tune="off", steps=1)
     assert file.forget() == 1
-    assert not (tmp_path / "decisions").exists()
-    (tmp_path / "decisions").write_bytes(b"no database" * 200)
+    assert not (tmp_path / "plans").exists()
+    (tmp_path / "plans").write_bytes(b"no database" * 200)
     assert file.forget() == 0
-    assert not (tmp_path / "decisions").exists()
+    assert not (tmp_path / "plans").exists()
 
 
 def test_the_text_of_a_program_is_the_same_in_every_start() -> None:
@@ -236,4 +271,3 @@ def test_the_text_of_a_program_is_the_same_in_every_start() -> None:
     assert code_of(eval(text)) == code_of(eval(text))
     assert code_of(eval(text)) != code_of(eval(text.replace("+ 1", "+ 2")))
     assert code_of(print) == "print"
-    assert status.LOG.name == "anybatch"

@@ -1,4 +1,4 @@
-"""Decisions of earlier starts of a program in a file: the next start has the same plans.
+"""Plans of earlier starts of a program in a file: the next start follows them.
 
 The first steps of a training find the fastest size by a clock. Two starts may find another one, and
 then differ in their last bits. So the plans of all steps until then are kept, in order, for each
@@ -8,8 +8,8 @@ at no clock, and splits every batch as the first start did.
     first start    16  16  32  8  24  16 | 24  24 ...     kept:  16 16 32 8 24 16 24
     next start     16  16  32  8  24  16 | 24  24 ...
 
-A file that is damaged or cannot be written is left alone; one line says so. A decision never makes
-a gradient wrong: every plan has the same one, and the first step that follows is metered.
+A file that is damaged or cannot be written is left alone; one line says so. No plan makes a
+gradient wrong, since every split has the same one, and the first step that follows is metered.
 
 Source: u-cuDNN, section III-D, which keeps its benchmarks so.
 """
@@ -19,17 +19,21 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import platform
 import re
 import sqlite3
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 
+from anybatch.conv.measure import machine
 from anybatch.core.modules import Modules
 from anybatch.core.plan import Plan
 from anybatch.core.plan_sections import FORESEEN
@@ -37,7 +41,7 @@ from anybatch.core.status import say
 from anybatch.execution.signature import RunPlan, Signature
 
 TABLE = """
-create table if not exists decisions (
+create table if not exists plans (
     program text, batch text, step integer, plan text, primary key (program, batch, step)
 )
 """
@@ -49,44 +53,62 @@ ERRORS = (OSError, sqlite3.Error, ValueError)
 """What a file does that is damaged, or cannot be read or written."""
 
 
-class DecisionFile:
-    """The file of decisions.
+class PlanFile:
+    """The file of plans.
 
     Args:
-        path: of the file; made with the first decision.
+        path: of the file; made with the first plans.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._ignored = False
 
     def plans(self, program: str, batch: str) -> dict[int, Plan]:
         """Return step -> plan of a program and a signature; empty where there are none."""
-        if not self._path.exists():
+        if self._ignored or not self._path.exists() or not self._path.stat().st_size:
             return {}
         try:
             with closing(self._open()) as file:
                 rows = file.execute(
-                    "select step, plan from decisions where program = ? and batch = ?",
+                    "select step, plan from plans where program = ? and batch = ?",
                     (program, batch),
                 ).fetchall()
             return {step: Plan.from_json(text) for step, text in rows}
         except ERRORS as error:
-            say(f"decisions of earlier starts in {self._path} are ignored ({error})")
+            self._ignore(error)
             return {}
 
     def keep(self, program: str, batch: str, plans: Mapping[int, Plan]) -> None:
-        """Keep step -> plan; nothing is lost where that fails but the next start's time."""
+        """Keep step -> plan, for all that were there from these steps on.
+
+        Nothing is lost where that fails but the next start's time.
+        """
+        if self._ignored:
+            return
         rows = [(program, batch, step, plan.to_json()) for step, plan in plans.items()]
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with closing(self._open()) as file, file:
                 file.execute(TABLE)
-                file.executemany("insert or replace into decisions values (?, ?, ?, ?)", rows)
+                file.execute(
+                    "delete from plans where program = ? and batch = ? and (step >= ? or step = ?)",
+                    (program, batch, min(step for step in plans if step != LAST), LAST),
+                )
+                file.executemany("insert or replace into plans values (?, ?, ?, ?)", rows)
         except ERRORS as error:
-            say(f"decisions are not kept for the next start in {self._path} ({error})")
+            self._ignore(error)
+
+    def _ignore(self, error: Exception) -> None:
+        """Go on without the file, and say so once."""
+        self._ignored = True
+        say(
+            f"plans of earlier starts in {self._path} are not followed, and those of this one "
+            f"not kept ({error}): remove that file, or name another one (cache=)"
+        )
 
     def forget(self) -> int:
-        """Forget every decision; return how many programs had some.
+        """Forget every plan; return how many programs had some.
 
         Raises:
             OSError: the file cannot be removed.
@@ -95,7 +117,7 @@ class DecisionFile:
             return 0
         try:
             with closing(self._open()) as file:
-                found = file.execute("select count(distinct program) from decisions").fetchone()
+                found = file.execute("select count(distinct program) from plans").fetchone()
         except sqlite3.Error:  # a damaged file is removed all the same
             found = (0,)
         self._path.unlink()
@@ -113,30 +135,28 @@ class Followed:
         earlier: step -> plan of an earlier start.
         recorded: plans of this start, in order, until they are in the file.
         steps: steps that were complete.
-        obsolete: the earlier plans do not hold, so this start decides.
+        closed: the plans of this start are in the file.
     """
 
     earlier: dict[int, Plan]
     recorded: list[RunPlan] = field(default_factory=list)
     steps: int = 0
-    obsolete: bool = False
+    closed: bool = False
 
     def next(self) -> Plan | None:
         """Return the earlier plan of the next step, if there is one."""
-        if self.obsolete:
-            return None
         return self.earlier.get(self.steps, self.earlier.get(LAST))
 
 
-class Decisions:
-    """Decisions of one training.
+class EarlierPlans:
+    """Plans of earlier starts that one training follows, and its own for later ones.
 
     Args:
-        file: of decisions.
+        file: of plans.
         program: returns what they belong to besides the signature of a batch.
     """
 
-    def __init__(self, file: DecisionFile, program: Callable[[], str]) -> None:
+    def __init__(self, file: PlanFile, program: Callable[[], str]) -> None:
         self._file, self._make = file, program
         self._program = ""
         self._followed: dict[Signature, Followed] = {}
@@ -150,9 +170,18 @@ class Decisions:
         """Return whether the next step of a signature is the first one."""
         return self._of(signature).steps == 0
 
+    def last(self, signature: Signature) -> Plan | None:
+        """Return the plan with which the search of an earlier start ended, if it did."""
+        return self._of(signature).earlier.get(LAST)
+
+    def most(self, signature: Signature) -> int:
+        """Return the most bytes of any plan of an earlier start; 0 where it had none."""
+        every = self._of(signature).earlier.values()
+        return max((plan.memory.predicted for plan in every if plan.memory is not None), default=0)
+
     def give_up(self, signature: Signature) -> None:
-        """Follow the earlier start no more: a step has held more than its plan says."""
-        self._of(signature).obsolete = True
+        """Follow the earlier start no more: this one decides, and its plans replace those."""
+        self._of(signature).earlier.clear()
 
     def done(self, signature: Signature, run_plan: RunPlan, *, settled: bool) -> None:
         """Record the plan of a step that is complete.
@@ -165,12 +194,12 @@ class Decisions:
         followed = self._of(signature)
         follows = followed.next() is not None
         followed.steps += 1
-        if follows or LAST in followed.earlier:
+        if follows or followed.closed:
             return
         followed.recorded.append(run_plan)
         if settled:
             for one, other in self._followed.items():
-                if other.recorded and LAST not in other.earlier:
+                if other.recorded:
                     self._keep(one, other, ended=one == signature)
 
     def _keep(self, signature: Signature, followed: Followed, *, ended: bool) -> None:
@@ -178,8 +207,7 @@ class Decisions:
         plans = {begin + k: plan_of(one) for k, one in enumerate(followed.recorded)}
         if ended:
             plans[LAST] = plan_of(followed.recorded[-1])
-            followed.earlier[LAST] = plans[LAST]
-            followed.obsolete = True  # this start decides for itself
+            followed.closed = True
         followed.recorded.clear()
         self._file.keep(self._program, _batch(signature), plans)
 
@@ -224,7 +252,7 @@ def _batch(signature: Signature) -> str:
     return hashlib.sha256(repr(signature).encode()).hexdigest()
 
 
-# What decisions belong to: the code and the shapes of a program, and where it runs.
+# What plans belong to: the code and the shapes of a program, and where it runs.
 
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Where an object lies, which differs from start to start."""
@@ -258,6 +286,23 @@ def program(
         ]
         lines.append((_name(type(optimizer)), options, len(optimizer.state) > 0))
     return hashlib.sha256(json.dumps(lines, default=str).encode()).hexdigest()
+
+
+def surroundings(device: str) -> tuple[Any, ...]:
+    """Return the settings, versions and machine on which plans for a type of device depend."""
+    try:
+        version = metadata.version("anybatch")
+    except metadata.PackageNotFoundError:  # it is not installed, but imported from its folder
+        version = ""
+    return (
+        machine(device),
+        platform.python_version(),
+        version,
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device),
+        torch.are_deterministic_algorithms_enabled(),
+        sorted((k, v) for k, v in os.environ.items() if k.startswith("MALLOC_")),
+    )
 
 
 def _tensor(tensor: torch.Tensor | None) -> tuple[Any, ...]:
