@@ -37,7 +37,7 @@ from anybatch.planner.tuning import (
     MOST,
     OF_SIZES,
     Place,
-    Trial,
+    TrialStep,
     Tuning,
     even,
     fastest,
@@ -144,7 +144,9 @@ class Decision:
         n = self._precedent.pick(signature, cap)
         found = resident.planned(n if resident.fits(n) else cap)
         if self._precedent.best is None and signature.trains and not signature.most:
-            self._precedent.follow(Trial(found.micro_batch, "resident"), signature, settled=True)
+            self._precedent.follow(
+                TrialStep(found.micro_batch, "resident"), signature, settled=True
+            )
         return found
 
     @property
@@ -164,7 +166,7 @@ class Decision:
             trial = self._size_to_try(resident, tuning, OF_SIZES if elsewhere else MOST)
             if trial is None and elsewhere and offloading.possible:
                 trial = self._elsewhere(resident.largest, tuning, offloading, paged)
-            chosen = trial or tuning.best() or Trial(resident.start, "resident")
+            chosen = trial or tuning.best() or TrialStep(resident.start, "resident")
             n, place = chosen
             try:
                 if place == "resident":
@@ -188,7 +190,7 @@ class Decision:
         memory = replace(found.memory, candidates=tuple(every))
         return replace(found, memory=memory, trying=tuning.in_words())
 
-    def _size_to_try(self, resident: ResidentSizes, tuning: Tuning, most: int) -> Trial | None:
+    def _size_to_try(self, resident: ResidentSizes, tuning: Tuning, most: int) -> TrialStep | None:
         """Return the next size to try with all tensors resident; None where that has ended."""
         cap, size = resident.largest, self._request.signature.size
         tuning.sizes = resident.start, cap, most
@@ -197,21 +199,21 @@ class Decision:
             run = tuning.of("resident")
             n = next((k for k in ladder if k not in run), None) or tuning.next_resident()
             if n is None or resident.fits(n):
-                return None if n is None else Trial(n, "resident")
-            tuning.fail(Trial(n, "resident"))
+                return None if n is None else TrialStep(n, "resident")
+            tuning.fail(TrialStep(n, "resident"))
 
     def _elsewhere(
         self, cap: int, tuning: Tuning, offloading: OffloadedSizes, paged: PagedLockstep
-    ) -> Trial | None:
+    ) -> TrialStep | None:
         """Return the next trial with tensors offloaded; None where none can be faster."""
         size, resident = self._request.signature.size, tuning.of("resident")
         best = tuning.best()
         seconds = inf if best is None else min(tuning.seconds[best])
-        trials = [Trial(size, "offloaded")]
+        trials = [TrialStep(size, "offloaded")]
         if not offloading.full_batch:
-            trials = [Trial(n, "offloaded") for n in larger(cap, size)]
+            trials = [TrialStep(n, "offloaded") for n in larger(cap, size)]
         elif paged.possible:
-            trials.insert(0, Trial(paged.best(), "paged"))
+            trials.insert(0, TrialStep(paged.best(), "paged"))
         for trial in trials:
             n = trial.micro_batch
             if tuning.steps >= MOST or trial in tuning.seconds:
@@ -327,7 +329,7 @@ class Decision:
             return None
         found = offloading.planned(n or offloading.smallest, real=fresh)
         trying = "" if self._tuning is None else self._tuning.in_words()
-        now = Trial(found.micro_batch, "offloaded")
+        now = TrialStep(found.micro_batch, "offloaded")
         self._precedent.follow(now, signature, settled=not trying)
         return replace(found, trying=trying)
 
@@ -356,7 +358,7 @@ class Decision:
             if failed is not None and foreseen.peak(n, signature.size) <= error.needed:
                 return None
             raise
-        self._precedent.follow(Trial(n, "paged"), signature, settled=True)
+        self._precedent.follow(TrialStep(n, "paged"), signature, settled=True)
         return found
 
     def _offloaded_size(self, offloading: OffloadedSizes) -> int:
@@ -381,7 +383,7 @@ class Decision:
             size=signature.size,
             most=MOST,
         )
-        tuning.trial = None if n is None else Trial(n, "offloaded")
+        tuning.trial = None if n is None else TrialStep(n, "offloaded")
         return n or fastest(seconds) or cap
 
     def _still_offloaded(self) -> RunPlan | None:
@@ -521,7 +523,7 @@ class Precedent:
             self.tuning = Tuning(signature)
         return self.tuning
 
-    def follow(self, trial: Trial, signature: Signature, *, settled: bool) -> None:
+    def follow(self, trial: TrialStep, signature: Signature, *, settled: bool) -> None:
         """Record how a batch is run, for those of other signatures.
 
         Args:

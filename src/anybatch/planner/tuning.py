@@ -49,8 +49,8 @@ Place = Literal["resident", "paged", "offloaded"]
 """Where tensors of a step are: all on the device, lanes paged, or saved tensors offloaded."""
 
 
-class Trial(NamedTuple):
-    """Trial of the search: samples in a micro-batch, and the place of the tensors."""
+class TrialStep(NamedTuple):
+    """Step of the search: samples in a micro-batch, and the place of the tensors."""
 
     micro_batch: int
     place: Place
@@ -71,9 +71,9 @@ class Tuning:
     """
 
     signature: Signature
-    seconds: dict[Trial, list[float]] = field(default_factory=dict)
-    recorded: set[Trial] = field(default_factory=set)
-    trial: Trial | None = None
+    seconds: dict[TrialStep, list[float]] = field(default_factory=dict)
+    recorded: set[TrialStep] = field(default_factory=set)
+    trial: TrialStep | None = None
     sizes: tuple[int, int, int] = (1, 1, 0)
     dry_runs: dict[Place, dict[int, Any]] = field(default_factory=dict)
 
@@ -108,7 +108,7 @@ class Tuning:
         assert self.trial is not None
         self.add(self.trial, seconds * self._more(signature))
         n = self.next_resident()
-        self.trial = None if n is None else Trial(n, "resident")
+        self.trial = None if n is None else TrialStep(n, "resident")
 
     def next_resident(self) -> int | None:
         """Return the next size with all tensors resident; None where that search has ended."""
@@ -127,14 +127,14 @@ class Tuning:
         """Steps timed so far."""
         return sum(map(len, self.seconds.values()))
 
-    def add(self, trial: Trial, seconds: float | None) -> None:
+    def add(self, trial: TrialStep, seconds: float | None) -> None:
         """Record a step; `seconds` is None where it was metered, or had to be retried first."""
         first = trial.place == "offloaded" and trial not in self.recorded
         self.recorded.add(trial)
         if seconds is not None and not first:
             self.seconds.setdefault(trial, []).append(seconds)
 
-    def fail(self, trial: Trial) -> None:
+    def fail(self, trial: TrialStep) -> None:
         """Record that a trial cannot be run after all."""
         self.recorded.add(trial)
         self.seconds[trial] = [inf]
@@ -149,7 +149,7 @@ class Tuning:
         every = self.seconds.items()
         return {trial.micro_batch: len(found) for trial, found in every if trial.place == place}
 
-    def best(self) -> Trial | None:
+    def best(self) -> TrialStep | None:
         """Return the fastest trial: resident and large, unless another is clearly faster."""
         places: tuple[Place, ...] = ("resident", "paged", "offloaded")
         chosen, seconds = None, inf
@@ -157,7 +157,7 @@ class Tuning:
             found = self.of(place)
             n = fastest(found)
             if n and found[n] < (CLEAR * seconds if chosen else inf):
-                chosen, seconds = Trial(n, place), found[n]
+                chosen, seconds = TrialStep(n, place), found[n]
         return chosen
 
     def in_words(self) -> str:

@@ -11,7 +11,7 @@ import pytest
 from anybatch.planner.tuning import (
     MOST,
     SAME,
-    Trial,
+    TrialStep,
     Tuning,
     even,
     larger,
@@ -38,7 +38,7 @@ def search(
         if n is None:
             return order, tuning
         order.append(n)
-        tuning.add(Trial(n, "resident"), clock(n))
+        tuning.add(TrialStep(n, "resident"), clock(n))
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_sizes_come_in_this_order(
 ) -> None:
     found, tuning = search(clock, start=start, cap=64, size=96)
     assert found == order
-    assert tuning.best() == Trial(best, "resident")
+    assert tuning.best() == TrialStep(best, "resident")
     assert len(found) <= MOST
 
 
@@ -70,29 +70,29 @@ def test_a_smaller_size_is_chosen_only_where_it_is_faster_than_steps_scatter(
     seconds: float, chosen: int
 ) -> None:
     tuning = Tuning(None)  # type: ignore[arg-type]
-    tuning.add(Trial(32, "resident"), 1.0)
-    tuning.add(Trial(16, "resident"), seconds)
-    assert tuning.best() == Trial(chosen, "resident")
+    tuning.add(TrialStep(32, "resident"), 1.0)
+    tuning.add(TrialStep(16, "resident"), seconds)
+    assert tuning.best() == TrialStep(chosen, "resident")
     assert SAME == 1.05
 
 
 @pytest.mark.parametrize("place", ["offloaded", "paged"])
 @pytest.mark.parametrize(("seconds", "leaves"), [(0.95, False), (0.91, False), (0.85, True)])
 def test_tensors_leave_only_for_a_clear_win(place: Any, seconds: float, leaves: bool) -> None:
-    tuning, trial = Tuning(None), Trial(64, place)  # type: ignore[arg-type]
-    tuning.add(Trial(16, "resident"), 1.0)
+    tuning, trial = Tuning(None), TrialStep(64, place)  # type: ignore[arg-type]
+    tuning.add(TrialStep(16, "resident"), 1.0)
     tuning.add(trial, None)  # the step that records is metered
     tuning.add(trial, seconds)
-    assert tuning.best() == (trial if leaves else Trial(16, "resident"))
+    assert tuning.best() == (trial if leaves else TrialStep(16, "resident"))
 
 
 def test_the_step_that_records_what_leaves_does_not_count() -> None:
-    tuning, trial = Tuning(None), Trial(8, "offloaded")  # type: ignore[arg-type]
+    tuning, trial = Tuning(None), TrialStep(8, "offloaded")  # type: ignore[arg-type]
     tuning.add(trial, 9.0)
     assert tuning.steps == 0
     tuning.add(trial, 1.0)
     assert tuning.of("offloaded") == {8: 1.0}
-    tuning.fail(Trial(4, "offloaded"))
+    tuning.fail(TrialStep(4, "offloaded"))
     assert tuning.best() == trial
     tuning.fail(trial)
     assert tuning.best() is None
@@ -101,10 +101,10 @@ def test_the_step_that_records_what_leaves_does_not_count() -> None:
 def test_words_name_the_trial_and_the_fastest_so_far() -> None:
     tuning = Tuning(None)  # type: ignore[arg-type]
     assert tuning.in_words() == ""
-    tuning.trial = Trial(8, "resident")
+    tuning.trial = TrialStep(8, "resident")
     assert tuning.in_words().endswith("this one in micro-batches of 8 samples")
-    tuning.add(Trial(8, "resident"), 0.25)
-    tuning.trial = Trial(16, "offloaded")
+    tuning.add(TrialStep(8, "resident"), 0.25)
+    tuning.trial = TrialStep(16, "offloaded")
     assert "16 samples, saved tensors offloaded; so far 8 are the fastest" in tuning.in_words()
 
 
