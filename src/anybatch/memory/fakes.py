@@ -19,14 +19,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper
+from functools import _lru_cache_wrapper, cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -51,7 +57,7 @@ class Fakes:
     """
 
     def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = CachedFakeMode()
         self._memo: dict[int, Any] = {}
         self._caches: list[weakref.ref[Any]] | None = None
         self._missed: list[int] = []
@@ -251,6 +257,179 @@ def _holds_fake(cached: Any, depth: int = 4) -> bool:
         return False
     kinds = (list, tuple, dict)
     return any(is_fake(o) or (isinstance(o, kinds) and _holds_fake(o, depth - 1)) for o in inside)
+
+
+# Results of kernels on fakes, derived once for each shape.
+#
+# A dry run calls the same kernels on the same shapes many times: layer by layer, micro-batch by
+# micro-batch. torch keeps what it has derived, and the search in it takes half of a dry run. So
+# results are found here first, by a shorter key:
+#
+#     kernel, shapes, strides, dtypes, numbers ──cached──> empty results, or the argument written to
+#                                              ──else────> torch derives them, and they are kept
+#     a view ───────────────────────────────────────────> torch's kernel for it, on shapes
+#
+# Kernels whose results depend on values, and tensors other than dense fakes, always go to torch
+# (test_cached_results_are_those_that_torch_derives).
+
+MOST_CACHED = 1 << 15
+"""Calls of kernels that are kept at most."""
+
+PLAIN = frozenset(
+    (
+        *(int, float, bool, complex, str, type(None)),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    )
+)
+"""Types of arguments without tensors that a key may have."""
+
+TO_TORCH = {
+    *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape),
+    *(torch.Tag.inplace_view, torch.Tag.maybe_aliasing_or_mutating, torch.Tag.out),
+}
+"""Tags of kernels whose results depend on values, or whose arguments change their shapes."""
+
+BY_NAME = "aten::lift", "aten::_resize"
+"""The same, without such a tag."""
+
+CachedResult = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | int | None
+"""Shape, strides, dtype and device of a result; or the argument that it is; or no tensor."""
+
+
+class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """Fake mode that keeps the results of kernels."""
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._cached: dict[Any, tuple[type | None, list[CachedResult]] | None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the results of one kernel."""
+        kwargs = kwargs or {}
+        sort = _sort(func)
+        if sort == "torch's":
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():  # modes of a step hear kernels of torch, not this
+            key = self._key(func, args, kwargs)
+            if key is not None and sort == "view":
+                return self._view(func, args, kwargs)
+            cached = None if key is None else self._cached.get(key)
+            if cached is not None:
+                form, every = cached
+                results = [self._result(one, args) for one in every]
+                return results[0] if form is None else form(results)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if key is not None and key not in self._cached and len(self._cached) < MOST_CACHED:
+            with torch._C.DisableTorchFunction():
+                self._cached[key] = self._described(result, args, kwargs)
+        return result
+
+    def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """Return all that a kernel's results depend on; None where no key has them."""
+        key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        if self._gather(args, key) and (not kwargs or self._gather(kwargs.items(), key)):
+            return tuple(key)
+        return None
+
+    def _gather(self, values: Any, key: list[Any]) -> bool:
+        """Add values to a key; return whether all of them can be in one."""
+        for value in values:
+            cls = type(value)
+            if cls is FakeTensor:
+                if (
+                    value.fake_mode is not self
+                    or value.constant is not None
+                    or value.layout is not torch.strided
+                    or value.is_conj()
+                    or value.is_neg()
+                ):
+                    return False
+                key += (value.shape, value.stride(), value.storage_offset())
+                key += (value.dtype, value._fake_device, value.requires_grad)
+            elif cls in PLAIN:
+                key += (cls, value)  # as 1, 1.0 and True are equal
+            elif cls is list or cls is tuple:
+                key += (cls, len(value))
+                if not self._gather(value, key):
+                    return False
+            else:
+                return False
+        return True
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
+        device = args[0]._fake_device
+        with in_kernel_invocation_manager(self):
+            found = func(*args, **kwargs)
+        if isinstance(found, Tensor):
+            return FakeTensor(self, found, device)
+        return [FakeTensor(self, one, device) for one in found]
+
+    def _result(self, cached: CachedResult, args: Any) -> Any:
+        if cached is None:
+            return None
+        if isinstance(cached, int):
+            return args[cached]
+        shape, strides, dtype, device = cached
+        with in_kernel_invocation_manager(self):
+            empty = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+        return FakeTensor(self, empty, device)
+
+    def _described(
+        self, result: Any, args: Any, kwargs: Any
+    ) -> tuple[type | None, list[CachedResult]] | None:
+        """Return the form of results and each of them; None where they must be derived anew."""
+        form = type(result) if type(result) in (tuple, list) else None
+        there = {_storage(t) for t in _fakes_in((args, *kwargs.values()))}
+        found = list[CachedResult]()
+        for one in [result] if form is None else result:
+            place = next((i for i, argument in enumerate(args) if argument is one), None)
+            if one is None or place is not None:
+                found.append(place)
+                continue
+            if type(one) is not FakeTensor or one.constant is not None or one.requires_grad:
+                return None
+            if one.layout is not torch.strided or _storage(one) in there or one.storage_offset():
+                return None
+            cached = one.shape, one.stride(), one.dtype, one.fake_device
+            again = self._result(cached, args)
+            alike = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(one)
+            if not alike or again.untyped_storage().nbytes() != one.untyped_storage().nbytes():
+                return None
+            there.add(_storage(one))
+            found.append(cached)
+        return form, found
+
+
+@cache
+def _sort(func: Any) -> str:
+    """Return the way of a kernel: cached, a view, or torch's.
+
+    It is cached where it returns memory of its own, or the argument that it writes to.
+    """
+    if not isinstance(func, OpOverload) or func.namespace not in ("aten", "prims"):
+        return "torch's"
+    name, returns = str(func.name()), func._schema.returns  # type: ignore[no-untyped-call]
+    if not returns or name.startswith(BY_NAME) or not TO_TORCH.isdisjoint(func.tags):
+        return "torch's"
+    if func.is_view or func is torch.ops.aten._unsafe_view.default:
+        implicit = torch._C.DispatchKey.CompositeImplicitAutograd
+        composed = torch._C._dispatch_has_kernel_for_dispatch_key(name, implicit)
+        only = [str(one.type) for one in func._schema.arguments].count("Tensor") == 1
+        first = func._schema.arguments[0].name == "self"
+        return "view" if only and first and not composed else "torch's"
+    aliases = [one.alias_info for one in returns if one.alias_info is not None]
+    return "cached" if all(alias.is_write for alias in aliases) else "torch's"
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _fakes_in(values: Any) -> list[FakeTensor]:
+    """Return the fakes in the arguments of a kernel."""
+    if isinstance(values, list | tuple):
+        return [fake for value in values for fake in _fakes_in(value)]
+    return [values] if type(values) is FakeTensor else []
 
 
 # Paged parameters, as the forecast, the plan and the meter of a step count them.
