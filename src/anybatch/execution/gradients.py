@@ -189,6 +189,12 @@ class Gradients:
                 parameter.grad = gradient.detach().clone()
             first.add(place)
 
+    @property
+    def held(self) -> list[Tensor]:
+        """The gradients that there are, and sums that wait for delivery."""
+        every = [*(p.grad for p in self.parameters), *self._sums.values(), *self._assigned.values()]
+        return [gradient for gradient in every if gradient is not None]
+
     def summed(self) -> set[int]:
         """Return the ids of the parameters that have a sum already."""
         return {id(p) for p in self.parameters if p.grad is not None or p in self._sums}

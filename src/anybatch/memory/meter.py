@@ -23,7 +23,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.parameter import is_lazy
@@ -139,8 +139,11 @@ class Meter(DispatchMode):
         STATUS.tick()
         name = _name(func)
         if name != FROM_OUTSIDE:
-            for tensor in tensors_in((args, kwargs)):
-                self._see(tensor, FOREIGN)
+            with torch._C.DisableTorchFunction():  # nobody asks for an address here
+                for tensor in tensors_in(args):
+                    self._see(tensor, FOREIGN)
+                for tensor in tensors_in(kwargs) if kwargs else ():
+                    self._see(tensor, FOREIGN)
         self._inside = True
         running = _running()
         running.append(self)
@@ -152,11 +155,12 @@ class Meter(DispatchMode):
             running.pop()
             self._inside = False
         here = False
-        for tensor in tensors_in(result):
-            if self._counts(tensor):
-                here = True
-                least = terms(name, args) if isinstance(tensor, FakeTensor) else 0
-                self._see_storages(tensor, STEP, least)
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors_in(result):
+                if self._counts(tensor):
+                    here = True
+                    least = terms(name, args) if isinstance(tensor, FakeTensor) else 0
+                    self._see_storages(tensor, STEP, least)
         if here:  # else it is about shapes alone, as on the meta device
             self._events.append(name)
         self.peak = max(self.peak, self.live)
@@ -185,11 +189,12 @@ class Meter(DispatchMode):
             self._spans.append(span)
 
     def _counts(self, tensor: Tensor) -> bool:
-        fake = isinstance(tensor, FakeTensor)
-        return tensor.device.type == self._device and (self._fakes or not fake)
+        if isinstance(tensor, FakeTensor):
+            return self._fakes and tensor.fake_device.type == self._device
+        return tensor.device.type == self._device
 
-    def _storages(self, tensor: Tensor) -> Iterator[Any]:
-        return storages(tensor) if self._counts(tensor) else iter(())
+    def _storages(self, tensor: Tensor) -> tuple[Any, ...]:
+        return storages(tensor) if self._counts(tensor) else ()
 
     def _end(self, key: int, _watch: Any = None) -> None:
         span = self._open.pop(key, None)
@@ -250,33 +255,40 @@ def within_kernel(device: torch.device, count: int) -> Iterator[None]:
             meter.more(device, -count)
 
 
+DENSE = frozenset((Tensor, nn.Parameter, FakeTensor))
+"""Types of tensors that are on one rank and have memory, as almost all have."""
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in the arguments or results of a kernel."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from tensors_in(item)
+            if isinstance(item, Tensor):
+                yield item
+            elif isinstance(item, list | tuple | dict):
+                yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
 
 
-def storages(tensor: Tensor) -> Iterator[Any]:
-    """Yield the storages that hold a tensor's data; a sparse tensor has several."""
-    tensor = local(tensor)
-    if is_lazy(tensor):
-        return
-    if tensor.layout == torch.strided:
+def storages(tensor: Tensor) -> tuple[Any, ...]:
+    """Return the storages that hold a tensor's data; a sparse tensor has several."""
+    if type(tensor) not in DENSE:
+        tensor = local(tensor)
+        if is_lazy(tensor):
+            return ()
+    if tensor.layout is torch.strided:
         try:
             with torch._C.DisableTorchFunction():  # nobody asks for its address here
-                found = tensor.untyped_storage()
+                return (tensor.untyped_storage(),)
         except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
-            return
-        yield found
-    elif tensor.is_sparse:
-        yield tensor._indices().untyped_storage()
-        yield tensor._values().untyped_storage()
+            return ()
+    if tensor.is_sparse:
+        return tensor._indices().untyped_storage(), tensor._values().untyped_storage()
+    return ()
 
 
 # Memory of a kernel's results that a dry run does not show.

@@ -25,7 +25,7 @@ from anybatch.memory.fakes import paged
 from anybatch.memory.limits import available_memory
 from anybatch.memory.meter import storages
 from anybatch.planner.forecast import LOSS, WORKSPACE, Forecast
-from anybatch.planner.ladder import FAKE, FARTHER, SMALL, forecast
+from anybatch.planner.ladder import FARTHER, SMALL, forecast
 from anybatch.planner.probe import state_bytes, workspace
 
 CUBLAS = "cuBLAS"
@@ -360,7 +360,7 @@ def _at(
         raise
     except Exception:  # longer than its table of positions, or whatever else
         return None
-    if found.how == FAKE:
+    if found.case is not None:
         return found
     if found.inspection.coupled:  # what all outputs need was not seen
         return None

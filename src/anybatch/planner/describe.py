@@ -45,6 +45,8 @@ def describe(
         accumulator = peak <= budget
     if not accumulator:  # else that was rehearsed, and holds a set of gradients more
         peak = foreseen.confirm(n, size) if confirmed else sum(owners.values())
+    elif by_line := foreseen.accumulator_owners(n, size):
+        owners = by_line
     more = peak - sum(owners.values())
     owner = "gradients" if accumulator and more > 0 else "activations"
     owners[owner] = more + owners.get(owner, 0)

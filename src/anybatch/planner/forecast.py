@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 
 from anybatch.conv.dispatch import KernelRecorder
@@ -80,6 +81,8 @@ class Forecast:
         indivisible: the model takes no fewer samples than the batch has.
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
+        measured: the lines are those of few real rows, and fakes tell whether they hold.
+        on_line: sizes that were compared with the lines, and whether they are on these.
         recorded: sizes whose convolutions were recorded, and these.
         lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> the dry run
             of that lane; None if it is not usable.
@@ -105,6 +108,8 @@ class Forecast:
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
     )
+    measured: bool = False
+    on_line: dict[int, bool] = field(default_factory=dict, repr=False, compare=False)
     recorded: dict[int, KernelRecorder] = field(default_factory=dict, repr=False, compare=False)
     lanes: dict[tuple[int, int], Lane | None] = field(
         default_factory=dict, repr=False, compare=False
@@ -171,15 +176,21 @@ class Forecast:
             size: N_B, samples in the mini-batch.
             confirmed: rehearse it, where that costs no memory; else a bound will do.
         """
-        if self.accumulated is not None:
-            line = self.summed(self.accumulated.at(n))
-            held = total(line) + total(self.held(size, divided=True)) + self.grown(n, size)
-            return max(held, *map(total, self.other_peaks(n, size)))
+        if self.accumulated is not None and not (confirmed and self.measured):
+            return total(self.accumulator_owners(n, size))
         if self.case is None or not confirmed:
             return self.peak(n, size) + self.gradients
         return max(
             self._rehearsed(n, size, accumulator=True), *map(total, self.other_peaks(n, size))
         )
+
+    def accumulator_owners(self, n: int, size: int) -> dict[str, int]:
+        """Return owner -> bytes at that peak, by a line; nothing where there is none."""
+        if self.accumulated is None:
+            return {}
+        held = merged(self.summed(self.accumulated.at(n)), self.held(size, divided=True))
+        held = merged(held, {"gradients": self.grown(n, size)})
+        return max([held, *self.other_peaks(n, size)], key=total)
 
     def confirm(self, n: int, size: int) -> int:
         """Return the bytes of the peak at just this size: rehearsed, where that costs nothing."""
@@ -213,8 +224,27 @@ class Forecast:
         assert self.case is not None
         if not self.divides(n, size):
             return rehearsal.full_batch(self.case, size, self.inspection)
+        line = self.accumulated if accumulator else self.divided
+        if line is not None and self.measured and self._fakes_agree(n):
+            return line.at(n)
         case = replace(first_rows(self.case, size), global_samples=self.global_samples)
         return rehearsal.divided(case, n, self.inspection, accumulator=accumulator)
+
+    def _fakes_agree(self, n: int) -> bool:
+        """Say whether fakes of `n` samples, undivided, have the bytes of their line at every event.
+
+        Micro-batches of them run the same kernels three times, and take three times as long.
+        """
+        assert self.case is not None
+        if self.global_samples:
+            return False
+        if any(agrees and m >= n for m, agrees in self.on_line.items()):
+            return True
+        if n not in self.on_line:
+            found, line = rehearsal.full_batch(self.case, n), self.undivided.at(n)
+            same = found.owners == line.owners and found.events == line.events
+            self.on_line[n] = same and np.array_equal(found.live, line.live)
+        return self.on_line[n]
 
     def convolutions(self, n: int) -> KernelRecorder | None:
         """Return the convolutions of a micro-batch of `n`; None without a dry run on fakes.
@@ -252,10 +282,8 @@ class Forecast:
         held = self.held(size, divided=divided)
         if divided:
             found["first look"] = self.looked.at(min(n, 2)).plus(merged(held, self._masks(n)))
-        line = self.divided if divided else self.undivided
-        step = (self.accumulated if accumulator and self.accumulated is not None else line).at(
-            n if divided else size
-        )
+        sums = self.accumulated if accumulator and divided else None
+        step = self._line(n, size) if sums is None else sums.at(n)
         if self.global_samples:
             step = step.ended("sum over ranks", {"gradients": self.pieces})
         found[DIVIDED if divided else UNDIVIDED] = step.plus(

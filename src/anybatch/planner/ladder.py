@@ -6,8 +6,10 @@
 
 Rung 1 is checked: one real step at two samples is measured and compared with it (a kernel may keep
 a workspace that no fake tensor shows; that of the CPU's LSTM is counted, see
-`anybatch.memory.meter`). Rung 3 is an estimate with a margin, and says so. If it is too low, the
-step's own retry after an out-of-memory error corrects it.
+`anybatch.memory.meter`). On a host a kernel on few rows takes a fraction of one on fakes. So where
+real rows surely fit, the two dry runs are run on these, and fakes confirm them at the size that was
+chosen. Rung 3 is an estimate with a margin, and says so. If it is too low, the step's own retry
+after an out-of-memory error corrects it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from anybatch.core import pytree
+from anybatch.core import accelerator, pytree
 from anybatch.core.modules import tensors_of
 from anybatch.core.norm import BatchStatisticsError
 from anybatch.core.oom import out_of_memory
@@ -32,11 +34,14 @@ from anybatch.lockstep.batchnorm import values_of_a_part
 from anybatch.memory.fakes import OWNER
 from anybatch.memory.ledger import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 from anybatch.planner import probe, rehearsal
-from anybatch.planner.forecast import SHARDS, Forecast
-from anybatch.planner.rehearsal import unharmed
+from anybatch.planner.forecast import SHARDS, STATES, Forecast
+from anybatch.planner.rehearsal import Inspection, unharmed
 
 SMALL = 2
 """Samples of the smaller of two rehearsals; one is often a special case."""
+
+SIZES = SMALL, SMALL + 1
+"""Samples of both."""
 
 NEAR = 4
 """Samples of the smaller of two more rehearsals on real rows: kernels round what they allocate."""
@@ -56,6 +61,16 @@ MARGIN = 1.1
 SLACK = 4096
 """Bytes of scalars that a real step may hold and a fake one not."""
 
+ROWS = 16
+"""Samples of a batch from which few real rows are run where fakes could be: these compute about as
+much as 20 rows of a step."""
+
+OF_INSPECTION = 3
+"""Times the bytes of `SMALL` samples for the six of an inspection, which needs no gradients."""
+
+OF_STEP = 2
+"""The same for a micro-batch of three, and the rows of the next."""
+
 UNKNOWN_STATE = 2
 """Copies of its parameters that an unknown optimizer is assumed to hold, as Adam does."""
 
@@ -74,6 +89,7 @@ def _as_it_is(found: Forecast) -> Forecast:
 
 
 FAKE = "two dry runs on fake tensors"
+ROWS_AND_FAKES = "dry runs on a few real rows and on fake tensors"
 REAL = "two steps on a few real rows"
 PEAKS = "a line through measured peaks, and a tenth"
 UNDIVIDED = "a dry run of the full batch, since the model takes no fewer samples"
@@ -109,16 +125,15 @@ def forecast(
     update, held = _state(case, optimizer)
     state = update, held | _shards(case) | ({OWNER: case.page_bytes} if case.page_bytes else {})
     try:
-        fakes = replace(
-            as_fakes(case), spare=_spare(case, sum(state[1].values()), available - others)
-        )
-        found = _rehearsed(fakes, state, FAKE)
+        found, measured = _dry_run(case, state, available - others, verify=verify)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
         if not verify:
             raise
         found = None
+    if found is not None and measured:
+        return found
     if found is not None:
         found = on_device(found)
         missing = _missing(found, case, available) if verify else 0
@@ -134,6 +149,64 @@ def forecast(
             with values_of_a_part():
                 raise
         return on_device(undivided)
+
+
+def _dry_run(case: Case, state: State, available: int, *, verify: bool) -> tuple[Forecast, bool]:
+    """Return the forecast of two dry runs, and whether few real rows were run, and not fakes."""
+    fakes = replace(as_fakes(case), spare=_spare(case, sum(state[1].values()), available))
+    undivided = rehearsal.full_batch(fakes, SMALL) if verify and _changes_little(case) else None
+    if undivided is None or not _fit_few_rows(case, undivided, fakes.spare):
+        return _rehearsed(fakes, state, FAKE), False
+    real = few(case, MICRO_BATCHES * (SMALL + 1))
+    inspected = _inspected(real, SIZES, FAKE)
+    if inspected[1].coupled:  # the loss of all outputs may not fit
+        return _rehearsed(fakes, state, FAKE, inspected=inspected), False
+    found = _on_few_rows(real, state, inspected)
+    fewer, more = undivided, rehearsal.full_batch(fakes, SMALL + 1)
+    if (
+        found is None
+        or abs(found.undivided.at(SMALL).peak - fewer.peak) > SLACK
+        or (fewer.events, fewer.owners) != (more.events, more.owners)
+    ):
+        return _rehearsed(fakes, state, FAKE, inspected=inspected), False
+    line = _line([fewer, more], SIZES, FAKE)
+    return replace(found, how=ROWS_AND_FAKES, undivided=line, case=fakes, measured=True), True
+
+
+def _on_few_rows(case: Case, state: State, inspected: Inspected) -> Forecast | None:
+    """Return the forecast of real rows; None where no line through their bytes is exact."""
+    inspection = inspected[1]
+    try:
+        found = _rehearsed(case, state, FAKE, inspected=inspected)
+        if found.entries:  # sparse sums grow with the batch, and few rows do not show it
+            return None
+        case = unharmed(case, MICRO_BATCHES * max(SIZES), writes=inspection.copies)
+        if case.trains and not case.lanes:
+            steps = (rehearsal.divided(case, n, inspection, accumulator=True) for n in SIZES)
+            found = replace(found, accumulated=_line(steps, SIZES, FAKE))
+    except NotAffineError:
+        return None
+    try:
+        single = rehearsal.divided(case, 1, inspection, accumulator=False)
+        found.confirmed[1, case.size, 0, False] = single
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+    return found  # else the model takes no single sample
+
+
+def _changes_little(case: Case) -> bool:
+    """Say whether few rows compute less than a step, and their bytes are those of its rows."""
+    grows = case.lazy or case.draws or case.global_samples or case.paged
+    return not grows and case.size >= ROWS and accelerator.of(case.device).host
+
+
+def _fit_few_rows(case: Case, undivided: Timeline, spare: int) -> bool:
+    """Say whether real rows fit, by fakes of fewer."""
+    own = [owner not in STATES for owner in undivided.owners]
+    held = int(undivided.live[:, own].sum(1).max(initial=0)) + SMALL * _row(case)
+    sums = 2 * _gradients(case) if case.trains else 0
+    return max(sums + OF_STEP * held, OF_INSPECTION * held) <= spare
 
 
 def _on_rows(case: Case, state: State, available: int) -> Forecast:
@@ -292,23 +365,37 @@ def _on_real(case: Case, state: State) -> Forecast:
         ) from error
 
 
+Inspected = tuple[Line, Inspection]
+"""Bytes of the first inspection of a model, and its findings."""
+
+
+def _inspected(case: Case, sizes: tuple[int, ...], how: str) -> Inspected:
+    """Return the first inspection of a model, and its findings and those of a loss."""
+    looked, looks = zip(
+        *[rehearsal.inspect_model(case, 2 * n if n > 1 else 1) for n in sizes], strict=True
+    )
+    return _line(looked, sizes, how), rehearsal.watch_loss(case, looks[0])
+
+
 def _rehearsed(
-    case: Case, state: State, how: str, sizes: tuple[int, ...] = (SMALL, SMALL + 1)
+    case: Case,
+    state: State,
+    how: str,
+    sizes: tuple[int, ...] = SIZES,
+    *,
+    inspected: Inspected | None = None,
 ) -> Forecast:
     """Return the forecast of dry runs or real steps, at two and three samples.
 
     Raises:
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
     """
-    looked, looks = zip(
-        *[rehearsal.inspect_model(case, 2 * n if n > 1 else 1) for n in sizes], strict=True
-    )
-    inspection = rehearsal.watch_loss(case, looks[0])
-    case = unharmed(case, case.rows.size, writes=inspection.copies)
+    looked, inspection = inspected or _inspected(case, sizes, how)
+    case = unharmed(case, MICRO_BATCHES * max(sizes), writes=inspection.copies)
     buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
     return Forecast(
         how=how,
-        looked=_line(looked, sizes, how),
+        looked=looked,
         divided=_line(
             (rehearsal.divided(case, n, inspection, accumulator=False) for n in sizes), sizes, how
         ),
@@ -356,9 +443,13 @@ def _roughly(line: Line) -> AffineTimeline:
 def _held_at(found: Forecast, case: Case, n: int) -> int:
     """Return the bytes of a rehearsal at `n` samples, with rows that are made for it."""
     rows = 0 if case.rows.size >= n * MICRO_BATCHES else n * MICRO_BATCHES
+    return found.peak(n, max(case.size, n + 1)) + rows * _row(case)
+
+
+def _row(case: Case) -> int:
+    """Return the bytes of a row."""
     pair = (case.rows.inputs, case.rows.targets)
-    row = sum(bytes_of(t[:1]) for _, t in pytree.tensors(pair) if t.dim())
-    return found.peak(n, max(case.size, n + 1)) + rows * row
+    return sum(bytes_of(t[:1]) for _, t in pytree.tensors(pair) if t.dim())
 
 
 def _farther(found: Forecast, case: Case, far: int) -> Forecast:

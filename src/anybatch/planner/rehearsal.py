@@ -501,10 +501,10 @@ def _calls(case: Case) -> LossCalls | None:
     state = case.state
     if state is None or not (state or state.written_by_person):
         return None
-    return LossCalls(state, twice=case.fake)  # a real call would count where nothing can undo it
+    return LossCalls(state)
 
 
 def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:
     """Claim the existing gradients for their owner in the meter."""
     if gradients is not None:
-        meter.claim("gradients", (p.grad for p in gradients.parameters if p.grad is not None))
+        meter.claim("gradients", gradients.held)

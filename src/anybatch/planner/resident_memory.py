@@ -64,9 +64,21 @@ class ResidentSizes:
         """The most samples that fit; 0 where not even one does."""
         size, foreseen = self._signature.size, self.foreseen
         cap = min(foreseen.largest(self._budget, size), self._signature.largest)
-        while self._confirmed and cap > 0 and foreseen.confirm(cap, size) > self._budget:
+        while self._confirmed and cap > 0 and not self._confirms(cap):
             cap = min(cap - 1, 7 * cap // 8)
         return cap
+
+    def _confirms(self, n: int) -> bool:
+        """Say whether a size fits as it is rehearsed.
+
+        First with an accumulator, where that may fit: its plan takes one, and asks for that.
+        """
+        size, foreseen, budget = self._signature.size, self.foreseen, self._budget
+        sums = n < size and self._signature.trains and not foreseen.inspection.lanes
+        may = sums and foreseen.peak(n, size) + foreseen.gradients <= budget
+        if may and foreseen.accumulator_peak(n, size, confirmed=True) <= budget:
+            return True
+        return foreseen.confirm(n, size) <= budget
 
     def require(self, fixed: int | None, refuse_division: Callable[[], object]) -> None:
         """Require that a step fits, in micro-batches of `fixed` samples if that is set.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,13 @@ from torch.utils.data import TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch
+from anybatch.errors import BudgetError
 from anybatch.memory.lockstep_budget import least
-from anybatch.planner import rehearsal
-from anybatch.planner.ladder import FAKE, PEAKS, REAL, ROUNDING
+from anybatch.memory.meter import Meter
+from anybatch.planner import ladder, rehearsal
+from anybatch.planner.ladder import FAKE, PEAKS, REAL, ROUNDING, ROWS_AND_FAKES, SLACK
+
+ON_FAKES = FAKE, ROWS_AND_FAKES
 
 
 class Decides(nn.Module):
@@ -72,7 +78,10 @@ def untimed(model: nn.Module, loss: Any, memory: int) -> Engine:
 @pytest.mark.parametrize(
     ("make", "how"),
     [
-        (lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), {FAKE}),
+        (
+            lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)),
+            {FAKE, ROWS_AND_FAKES},
+        ),
         (Decides, {REAL}),
         (Masks, {REAL, PEAKS}),
     ],
@@ -86,7 +95,7 @@ def test_every_rung_plans_and_the_gradient_is_exact(
     assert memory is not None
     assert memory.how in how
     budget = max(memory.floor, (memory.floor + memory.undivided) // 2)
-    budget += 0 if memory.how == FAKE else ROUNDING
+    budget += 0 if memory.how in ON_FAKES else ROUNDING
     for loss in (F.cross_entropy, shifted):
         got = state_after(model, lambda m, f=loss: untimed(m, f, 2 * budget).backward(x, y))
         assert_exact(got, undivided(model, loss, x, y))
@@ -110,7 +119,7 @@ def test_inputs_with_leaves_that_are_no_tensors_are_rehearsed_without_data(
     batch_inputs = inputs(x)
     memory = anybatch.plan(model, loss, (batch_inputs, y), memory="1MiB", timed=False).memory
     assert memory is not None
-    assert memory.how == FAKE
+    assert memory.how in ON_FAKES
     budget = (memory.floor + memory.undivided) // 2
     got = state_after(model, lambda m: Engine(m, loss, memory=budget).backward(batch_inputs, y))
     assert_exact(got, undivided(model, loss, batch_inputs, y))
@@ -183,7 +192,8 @@ def test_class_weights_that_a_loss_makes_are_rehearsed_without_data(made: str) -
     engine.backward(x, y)
     assert engine.plan is not None
     assert engine.plan.memory is not None
-    assert (engine.plan.memory.how, engine.plan.mechanism) == (FAKE, mechanism)
+    assert engine.plan.memory.how in ON_FAKES
+    assert engine.plan.mechanism == mechanism
     assert engine.last is not None
     assert engine.last.peak_bytes is not None
     assert engine.last.peak_bytes <= engine.last.predicted_bytes <= 1.05 * engine.last.peak_bytes
@@ -371,7 +381,7 @@ def test_a_forecast_is_close_and_never_below_what_is_measured() -> None:
 
 
 def test_a_step_of_single_samples_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is compared with a real one, and the plan names its bytes as the floor."""
+    """On real rows, or on fakes and compared with a real one; the plan names its bytes."""
     made, divided = [], rehearsal.divided
 
     def noted(case: Any, n: int, *args: Any, **options: Any) -> Any:
@@ -379,6 +389,111 @@ def test_a_step_of_single_samples_is_rehearsed_once(monkeypatch: pytest.MonkeyPa
         return divided(case, n, *args, **options)
 
     monkeypatch.setattr(rehearsal, "divided", noted)
-    rows = torch.randn(20, 3), torch.randint(2, (20,))
-    anybatch.plan(nn.Linear(3, 2), F.cross_entropy, rows, memory="1MiB", timed=False)
-    assert made.count((True, 1)) == made.count((False, 1)) == 1
+    for size, fakes in ((20, 0), (12, 1)):
+        rows = torch.randn(size, 3), torch.randint(2, (size,))
+        anybatch.plan(nn.Linear(3, 2), F.cross_entropy, rows, memory="1MiB", timed=False)
+        assert (made.count((True, 1)), made.count((False, 1))) == (fakes, 1)
+        made.clear()
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.block = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.words((x.abs() * 9).long() % 20)) @ self.words.weight.t()
+
+
+class Writes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 64), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(x.mul_(2)).relu())
+
+
+def of_words(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out[:, 0], y)
+
+
+def layers(*more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), *more, nn.Linear(16, 3))
+
+
+def images() -> nn.Module:
+    middle = nn.Conv2d(1, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(nn.Unflatten(1, (1, 2, 4)), *middle, nn.Flatten(), nn.Linear(12, 3))
+
+
+FEW_ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
+    "streamed": (lambda: layers(nn.Tanh()), F.cross_entropy),
+    "coupled": (lambda: layers(nn.Tanh()), shifted),
+    "lanes": (lambda: layers(nn.BatchNorm1d(16), nn.ReLU()), F.cross_entropy),
+    "dropout": (lambda: layers(nn.Dropout()), F.cross_entropy),
+    "images": (images, F.cross_entropy),
+    "words": (Words, of_words),
+    "writes to its inputs": (Writes, F.cross_entropy),
+}
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_real_rows_and_fakes_have_the_same_bytes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes of a step at each size, and the findings; real rows are run where they fit."""
+    make, loss = FEW_ROWS[name]
+    model, (x, y) = make(), rows(40)
+    x = x.float()
+    before = x.clone()
+    found, made, divided = [], [], rehearsal.divided
+
+    def noted(case: Any, n: int, *args: Any, **options: Any) -> Any:
+        made.append(case.fake)
+        return divided(case, n, *args, **options)
+
+    monkeypatch.setattr(rehearsal, "divided", noted)
+    for least_rows in (16, 41):
+        monkeypatch.setattr(ladder, "ROWS", least_rows)
+        engine = Engine(model, loss, memory="64MiB", cache=None)
+        engine.foresee(x, y, timed=False)
+        assert made[0] is (least_rows == 41 or loss is shifted)  # all outputs may not fit
+        made.clear()
+        assert engine._planner is not None
+        ((_, forecast),) = engine._planner._foreseen._stored
+        found.append(forecast)
+    real, fakes = found
+    assert replace(real.inspection, shows=0) == replace(fakes.inspection, shows=0)
+    for n in (1, 2, 3, 7, 39, 40):
+        assert abs(real.peak(n, 40) - fakes.peak(n, 40)) <= SLACK, n
+        assert abs(real.confirm(n, 40) - fakes.confirm(n, 40)) <= SLACK, n
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", FEW_ROWS)
+def test_real_rows_are_run_where_they_fit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forecast by real rows holds no more than the budget, at any number of bytes."""
+    make, loss = FEW_ROWS[name]
+    model, (x, y) = make(), rows(40)
+    x, real = x.float(), []
+    inspect = rehearsal.inspect_model
+
+    def noted(case: Any, n: int) -> Any:
+        real.append(not case.fake)
+        return inspect(case, n)
+
+    monkeypatch.setattr(rehearsal, "inspect_model", noted)
+    plan = anybatch.plan(model, loss, (x, y), memory="64MiB", timed=False)
+    assert plan.memory is not None
+    most, ran = plan.memory.undivided, 0
+    assert real.pop()
+    for budget in range(most // 16, most, most // 16):
+        real.clear()
+        owned = {"parameters": model.parameters(), "buffers": model.buffers()}
+        with Meter(torch.device("cpu"), owned) as meter, suppress(BudgetError):
+            anybatch.plan(model, loss, (x, y), memory=budget, timed=False, offload="off")
+        ran += real[0]
+        assert meter.peak <= budget or not real[0]
+    assert ran > 0

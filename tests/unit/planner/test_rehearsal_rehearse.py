@@ -19,7 +19,7 @@ from anybatch.lockstep.sync_batchnorm import Fixed
 from anybatch.loss.tracer import CallableLoss
 from anybatch.memory.meter import Meter
 from anybatch.planner import probe, rehearsal
-from anybatch.planner.ladder import FAKE
+from anybatch.planner.ladder import FAKE, ROWS_AND_FAKES
 from anybatch.planner.probe import ran
 
 
@@ -223,5 +223,5 @@ def test_the_casts_of_weights_are_counted_in_every_rehearsal() -> None:
         with Meter(torch.device("cpu"), {"all": model.parameters()}) as meter:
             engine.backward(x, y)
     assert plan.memory is not None
-    assert plan.memory.how == FAKE
+    assert plan.memory.how in (FAKE, ROWS_AND_FAKES)
     assert plan.memory.predicted == meter.peak
