@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import inf
 
 import torch
 
@@ -164,7 +163,7 @@ class Decision:
         elsewhere = may and not signature.global_samples  # each rank has a clock of its own
         while True:
             trial = self._size_to_try(resident, tuning, OF_SIZES if elsewhere else MOST)
-            if trial is None and elsewhere and offloading.possible:
+            if trial is None and elsewhere and offloading.pays(tuning.least_seconds):
                 trial = self._elsewhere(resident.largest, tuning, offloading, paged)
             chosen = trial or tuning.best() or TrialStep(resident.start, "resident")
             n, place = chosen
@@ -207,8 +206,7 @@ class Decision:
     ) -> TrialStep | None:
         """Return the next trial with tensors offloaded; None where none can be faster."""
         size, resident = self._request.signature.size, tuning.of("resident")
-        best = tuning.best()
-        seconds = inf if best is None else min(tuning.seconds[best])
+        seconds, misfits = tuning.least_seconds, False
         trials = [TrialStep(size, "offloaded")]
         if not offloading.full_batch:
             trials = [TrialStep(n, "offloaded") for n in larger(cap, size)]
@@ -224,11 +222,13 @@ class Decision:
                 continue
             lost = [s for s in tuning.of("offloaded").values() if s > seconds]
             steps = {} if offloading.full_batch else resident
-            if len(lost) > 1 or not may_win(steps, seconds, n, size, offloading.moving):
+            loses = len(lost) > 1 or not may_win(steps, seconds, n, size, offloading.moving)
+            if loses or (misfits and n < size):  # undivided it has no sums of gradients
                 continue
             try:
                 if offloading.fits(n):
                     return trial
+                misfits = True
             except NotExactError:  # what it saves must not leave
                 return None
         return None

@@ -160,6 +160,12 @@ class Tuning:
                 chosen, seconds = TrialStep(n, place), found[n]
         return chosen
 
+    @property
+    def least_seconds(self) -> float:
+        """Seconds of a step of the fastest trial; infinite before there is one."""
+        best = self.best()
+        return inf if best is None else min(self.seconds[best])
+
     def in_words(self) -> str:
         """Return the state of the search in words; nothing where it has ended."""
         if self.trial is None:
