@@ -106,6 +106,43 @@ def test_shapes_and_splits_drawn_at_random(
     assert_exact(got, want, error_of(undivided(model, fn, x[permuted], y[permuted]), want))
 
 
+REDUCED: dict[str, tuple[Any, str]] = {
+    "mean": (lambda out, y: F.cross_entropy(out.mean(1), y, ignore_index=0), "streaming"),
+    "sum": (
+        lambda out, y: F.cross_entropy(out.sum(dim=(1,), keepdim=True)[:, 0] / 9, y),
+        "streaming",
+    ),
+    "largest": (lambda out, y: F.cross_entropy(out.amax(1), y), "streaming"),
+    "both": (lambda out, y: F.mse_loss(out.mean((-1, 1)), y.double()), "streaming"),
+    "logarithm": (lambda out, y: F.mse_loss(out.logsumexp(-1).prod(1), y.double()), "streaming"),
+    "samples second": (
+        lambda out, y: F.cross_entropy(out.transpose(0, 1).mean(0), y),
+        "streaming",
+    ),
+    "samples": (lambda out, y: F.mse_loss(out.mean(0), out.detach().mean(0) + y[0]), "two-pass"),
+    "all": (lambda out, y: F.mse_loss(out.mean((0, 1)), out.detach()[0, 0]), "two-pass"),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4, 5])
+@pytest.mark.parametrize("name", REDUCED)
+def test_a_loss_of_outputs_that_are_reduced_is_exact(name: str, micro_batch: int) -> None:
+    """Over dimensions other than that of the samples it is a sum over these, and streamed."""
+    loss, mechanism = REDUCED[name]
+    model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Unflatten(1, (4, 3))).double()
+    x, y = torch.randn(14, 6, dtype=torch.float64), torch.randint(0, 3, (14,))
+    mechanisms = []
+
+    def run(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, loss, micro_batch=micro_batch)
+        value = engine.backward(x, y)
+        mechanisms.append(engine.plan.mechanism)
+        return value
+
+    assert_exact(state_after(model, run), undivided(model, loss, x, y))
+    assert mechanisms == [mechanism]
+
+
 def test_with_dropout_it_is_the_same_micro_batches_by_hand_under_the_same_masks() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
     x, y = torch.randn(10, 6, dtype=torch.float64), torch.randint(0, 3, (10,))

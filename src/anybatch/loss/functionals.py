@@ -255,6 +255,9 @@ ELEMENTWISE = frozenset(
 ALONG = frozenset(["softmax", "log_softmax", "normalize"])
 """Functions that mix the elements along one dimension."""
 
+REDUCTIONS = frozenset("mean sum prod amax amin logsumexp".split())
+"""Functions that reduce some dimensions: each sample by itself, where its own is not among them."""
+
 RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten"])
 LIKE = frozenset(["zeros_like", "ones_like", "full_like"])
 FILLED = frozenset(["zeros", "ones", "full"])
@@ -294,6 +297,8 @@ def axis_after(
         return axis if _only_numbers(name, args[1:], kwargs) else None
     if name in ALONG:
         return axis if _dim(name, args, kwargs) not in (None, axis, axis - tensor.dim()) else None
+    if name in REDUCTIONS:
+        return _after_reduction(args, kwargs, tensor.dim(), axis)
     if name in RESHAPES:
         divisible = axis == 0 and result.dim() > 0 and result.shape[0] % size == 0
         return 0 if divisible else None
@@ -327,6 +332,20 @@ def _dim(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None
         return 1 if found is None else int(found)
     found = _argument(args, kwargs, 1, "dim")
     return None if found is None else int(found)
+
+
+def _after_reduction(
+    args: tuple[Any, ...], kwargs: dict[str, Any], dims: int, axis: int
+) -> int | None:
+    dim = _argument(args, kwargs, 1, "dim")
+    keeps = _argument(args, kwargs, 2, "keepdim") or False
+    every = dim if isinstance(dim, list | tuple) else [dim]
+    if not every or not all(type(one) is int for one in every) or type(keeps) is not bool:
+        return None
+    gone = {_normal(one, dims) for one in every}
+    if axis in gone:
+        return None
+    return axis if keeps else axis - sum(1 for one in gone if one < axis)
 
 
 def _normal(dim: int, dims: int) -> int:

@@ -67,6 +67,14 @@ SUMS: dict[str, tuple[Callable[..., Any], list[float]]] = {
     "per shape": (lambda o, y: F.cross_entropy(o, y, reduction="sum") / o.shape[0], [1 / N]),
     "negated": (lambda o, y: -F.cross_entropy(o, y), [-1.0]),
     "transposed back": (lambda o, y: F.mse_loss(o.t(), torch.zeros_like(o.t())), [1.0]),
+    "pooled": (lambda o, y: F.cross_entropy(o[:, None].sum(1), y), [1.0]),
+    "reduced": (
+        lambda o, y: F.mse_loss(
+            o.mean(1, keepdim=True), o.detach()[..., None].amax((1, 2))[:, None]
+        ),
+        [1.0],
+    ),
+    "of many": (lambda o, y: F.mse_loss(o.logsumexp(dim=-1), o.detach().prod(1)), [1.0]),
     "constants": (
         lambda o, y: F.binary_cross_entropy_with_logits(o, torch.full((len(o), C), 0.9)),
         [1.0],
@@ -126,6 +134,8 @@ COUPLED: dict[str, Callable[..., Any]] = {
     "masked": lambda o, y: F.cross_entropy(o[y > 0], y[y > 0]),
     "square of a loss": lambda o, y: F.cross_entropy(o, y) ** 2,
     "product": lambda o, y: F.cross_entropy(o, y) * F.mse_loss(o, torch.zeros_like(o)),
+    "mean of samples": lambda o, y: F.mse_loss(o.mean(0), torch.zeros(C)),
+    "mean of all": lambda o, y: F.mse_loss(o.mean((-1, 0)), torch.zeros(())),
     "offset": lambda o, y: F.cross_entropy(o, y) + 1.0,
     "exponential": lambda o, y: F.cross_entropy(o, y).exp(),
     "no loss at all": lambda o, y: (o.sum(1) - y).square().mean(),
