@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import numpy as np
@@ -33,6 +34,7 @@ from anybatch.execution.signature import MICRO_BATCHES, Case, as_fakes, bytes_of
 from anybatch.lockstep.batchnorm import values_of_a_part
 from anybatch.memory.fakes import OWNER
 from anybatch.memory.ledger import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
+from anybatch.memory.meter import STEP
 from anybatch.planner import probe, rehearsal
 from anybatch.planner.forecast import SHARDS, STATES, Forecast
 from anybatch.planner.rehearsal import Inspection, unharmed
@@ -61,9 +63,13 @@ MARGIN = 1.1
 SLACK = 4096
 """Bytes of scalars that a real step may hold and a fake one not."""
 
-ROWS = 16
+SCALAR = 8
+"""Bytes of a number that a divided step may hold more than one of few rows
+(test_a_smaller_size_after_a_failure_is_the_runs)."""
+
+ROWS = 32
 """Samples of a batch from which few real rows are run where fakes could be: these compute about as
-much as 20 rows of a step."""
+much as 35 rows of a step."""
 
 OF_INSPECTION = 3
 """Times the bytes of `SMALL` samples for the six of an inspection, which needs no gradients."""
@@ -125,14 +131,14 @@ def forecast(
     update, held = _state(case, optimizer)
     state = update, held | _shards(case) | ({OWNER: case.page_bytes} if case.page_bytes else {})
     try:
-        found, measured = _dry_run(case, state, available - others, verify=verify)
+        found = _dry_run(case, state, available - others, verify=verify)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
         if not verify:
             raise
         found = None
-    if found is not None and measured:
+    if found is not None and found.measured:
         return found
     if found is not None:
         found = on_device(found)
@@ -151,48 +157,60 @@ def forecast(
         return on_device(undivided)
 
 
-def _dry_run(case: Case, state: State, available: int, *, verify: bool) -> tuple[Forecast, bool]:
-    """Return the forecast of two dry runs, and whether few real rows were run, and not fakes."""
+def _dry_run(case: Case, state: State, available: int, *, verify: bool) -> Forecast:
+    """Return the forecast of two dry runs: of a few real rows where these may be run, or fakes."""
     fakes = replace(as_fakes(case), spare=_spare(case, sum(state[1].values()), available))
-    undivided = rehearsal.full_batch(fakes, SMALL) if verify and _changes_little(case) else None
-    if undivided is None or not _fit_few_rows(case, undivided, fakes.spare):
-        return _rehearsed(fakes, state, FAKE), False
-    real = few(case, MICRO_BATCHES * (SMALL + 1))
+    fewer = rehearsal.full_batch(fakes, SMALL)
+    line = _line([fewer, rehearsal.full_batch(fakes, SMALL + 1)], SIZES, FAKE)
+    on_fakes = partial(_rehearsed, fakes, state, FAKE, undivided=line)
+    if not (verify and _changes_little(case) and _fit_few_rows(case, fewer, fakes.spare)):
+        return on_fakes()
+    real = few(case, MICRO_BATCHES * max(SIZES))
     inspected = _inspected(real, SIZES, FAKE)
-    if inspected[1].coupled:  # the loss of all outputs may not fit
-        return _rehearsed(fakes, state, FAKE, inspected=inspected), False
-    found = _on_few_rows(real, state, inspected)
-    fewer, more = undivided, rehearsal.full_batch(fakes, SMALL + 1)
-    if (
-        found is None
-        or abs(found.undivided.at(SMALL).peak - fewer.peak) > SLACK
-        or (fewer.events, fewer.owners) != (more.events, more.owners)
-    ):
-        return _rehearsed(fakes, state, FAKE, inspected=inspected), False
-    line = _line([fewer, more], SIZES, FAKE)
-    return replace(found, how=ROWS_AND_FAKES, undivided=line, case=fakes, measured=True), True
+    found = _on_few_rows(real, state, inspected, line)
+    if found is None:
+        return on_fakes(inspected=inspected)
+    return replace(found, how=ROWS_AND_FAKES, case=fakes, measured=True)
 
 
-def _on_few_rows(case: Case, state: State, inspected: Inspected) -> Forecast | None:
-    """Return the forecast of real rows; None where no line through their bytes is exact."""
+def _on_few_rows(case: Case, state: State, inspected: Inspected, line: Line) -> Forecast | None:
+    """Return the forecast of real rows; None where more of them may not be foreseen by these.
+
+    Args:
+        case: of these rows.
+        state: of the optimizer, and more.
+        inspected: the first inspection of them.
+        line: of fakes of undivided steps, which must hold the same.
+    """
     inspection = inspected[1]
+    if inspection.coupled:  # the loss of all outputs may not fit
+        return None
+    case = unharmed(case, MICRO_BATCHES * max(SIZES), writes=inspection.copies)
+    if abs(_undivided_peak(case, inspection, SMALL) - line.at(SMALL).peak) > SLACK:
+        return None
     try:
-        found = _rehearsed(case, state, FAKE, inspected=inspected)
+        found = _rehearsed(case, state, FAKE, inspected=inspected, undivided=line)
         if found.entries:  # sparse sums grow with the batch, and few rows do not show it
             return None
-        case = unharmed(case, MICRO_BATCHES * max(SIZES), writes=inspection.copies)
         if case.trains and not case.lanes:
             steps = (rehearsal.divided(case, n, inspection, accumulator=True) for n in SIZES)
-            found = replace(found, accumulated=_line(steps, SIZES, FAKE))
+            found = replace(found, accumulated=_with_scalar(_line(steps, SIZES, FAKE)))
+        found = replace(found, divided=_with_scalar(found.divided))
     except NotAffineError:
         return None
     try:
         single = rehearsal.divided(case, 1, inspection, accumulator=False)
-        found.confirmed[1, case.size, 0, False] = single
+        found.confirmed[1, case.size, 0, False] = single.plus({STEP: SCALAR})
     except Exception as error:
         if out_of_memory(error):
             raise
     return found  # else the model takes no single sample
+
+
+def _with_scalar(line: Line) -> AffineTimeline:
+    assert isinstance(line, AffineTimeline)
+    more = np.array([SCALAR if owner == STEP else 0 for owner in line.owners])
+    return replace(line, base=line.base + more)
 
 
 def _changes_little(case: Case) -> bool:
@@ -384,8 +402,17 @@ def _rehearsed(
     sizes: tuple[int, ...] = SIZES,
     *,
     inspected: Inspected | None = None,
+    undivided: Line | None = None,
 ) -> Forecast:
     """Return the forecast of dry runs or real steps, at two and three samples.
+
+    Args:
+        case: fakes, or real rows.
+        state: of the optimizer, and more.
+        how: the rung.
+        sizes: samples of the dry runs. Default two and three.
+        inspected: a first inspection that has been run. Default None: it is run here.
+        undivided: undivided steps that have been run. Default None: they are run here.
 
     Raises:
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
@@ -399,7 +426,8 @@ def _rehearsed(
         divided=_line(
             (rehearsal.divided(case, n, inspection, accumulator=False) for n in sizes), sizes, how
         ),
-        undivided=_line((rehearsal.full_batch(case, n, inspection) for n in sizes), sizes, how),
+        undivided=undivided
+        or _line((rehearsal.full_batch(case, n, inspection) for n in sizes), sizes, how),
         accumulated=None,
         update=state[0],
         constant=state[1],
@@ -548,8 +576,9 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
                 if again
                 else _divided(fakes, found, n)
             )
-            undivided = _undivided_peak(fakes, found, n)
-        return max(_divided(real, found, n) - divided, _undivided_peak(real, found, n) - undivided)
+            undivided = _undivided_peak(fakes, found.inspection, n)
+        all_at_once = _undivided_peak(real, found.inspection, n)
+        return max(_divided(real, found, n) - divided, all_at_once - undivided)
     except Exception as error:
         few_rows = fewer or isinstance(error, ValueError | IndexError)
         refused = isinstance(error, AnybatchError) and not fewer
@@ -562,5 +591,5 @@ def _divided(case: Case, found: Forecast, n: int) -> int:
     return rehearsal.divided(case, n, found.inspection, accumulator=False).peak
 
 
-def _undivided_peak(case: Case, found: Forecast, n: int) -> int:
-    return rehearsal.full_batch(case, n, found.inspection).peak
+def _undivided_peak(case: Case, inspection: Inspection, n: int) -> int:
+    return rehearsal.full_batch(case, n, inspection).peak

@@ -389,7 +389,7 @@ def test_a_step_of_single_samples_is_rehearsed_once(monkeypatch: pytest.MonkeyPa
         return divided(case, n, *args, **options)
 
     monkeypatch.setattr(rehearsal, "divided", noted)
-    for size, fakes in ((20, 0), (12, 1)):
+    for size, fakes in ((40, 0), (20, 1)):
         rows = torch.randn(size, 3), torch.randint(2, (size,))
         anybatch.plan(nn.Linear(3, 2), F.cross_entropy, rows, memory="1MiB", timed=False)
         assert (made.count((True, 1)), made.count((False, 1))) == (fakes, 1)
@@ -455,7 +455,7 @@ def test_real_rows_and_fakes_have_the_same_bytes(
         return divided(case, n, *args, **options)
 
     monkeypatch.setattr(rehearsal, "divided", noted)
-    for least_rows in (16, 41):
+    for least_rows in (32, 41):
         monkeypatch.setattr(ladder, "ROWS", least_rows)
         engine = Engine(model, loss, memory="64MiB", cache=None)
         engine.foresee(x, y, timed=False)
