@@ -46,9 +46,15 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saved_tensors, "SMALL", 64)
 
 
+EARLIER: set[str] = set()
+"""Spill files that other tests of this process have left open, as those that run pages do."""
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     threads = busy()
+    EARLIER.clear()
+    EARLIER.update(path for _, path in open_files())
     yield
     gc.collect()
     assert busy() == threads
@@ -56,16 +62,20 @@ def _nothing_is_left(tmp_path: Path) -> Iterator[None]:
     assert list(tmp_path.iterdir()) == []
 
 
-def spill_files() -> list[int]:
-    """The descriptors of the spill files that this process has open."""
-    found = []
+def open_files() -> Iterator[tuple[int, str]]:
+    """The descriptors and paths of the spill files that this process has open."""
     for link in Path("/proc/self/fd").iterdir():
         try:
-            if "anybatch-" in str(link.readlink()):
-                found.append(int(link.name))
+            path = str(link.readlink())
         except OSError:  # the descriptor that lists them
             continue
-    return found
+        if "anybatch-" in path:
+            yield int(link.name), path
+
+
+def spill_files() -> list[int]:
+    """The descriptors of those that a test here has opened."""
+    return [descriptor for descriptor, path in open_files() if path not in EARLIER]
 
 
 def nothing() -> None:
