@@ -41,7 +41,7 @@ from anybatch.core.hooks import service
 from anybatch.core.modules import keywords, local
 from anybatch.core.transaction import HeldBack, uninterrupted
 from anybatch.memory.meter import Meter
-from anybatch.memory.pager import key_of
+from anybatch.memory.pager import OTHERS, key_of
 
 T = TypeVar("T")
 REPORTS = logging.getLogger("torch._subclasses.fake_tensor")
@@ -275,14 +275,6 @@ def _holds_fake(cached: Any, depth: int = 4) -> bool:
 MOST_CACHED = 1 << 15
 """Calls of kernels that are kept at most."""
 
-PLAIN = frozenset(
-    (
-        *(int, float, bool, complex, str, type(None)),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    )
-)
-"""Types of arguments without tensors that a key may have."""
-
 TO_TORCH = {
     *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape),
     *(torch.Tag.inplace_view, torch.Tag.maybe_aliasing_or_mutating, torch.Tag.out),
@@ -306,12 +298,12 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the results of one kernel."""
         kwargs = kwargs or {}
-        sort = _sort(func)
-        if sort == "torch's":
+        way = _way(func)
+        if way == "torch's":
             return super().__torch_dispatch__(func, types, args, kwargs)
         with torch._C.DisableTorchFunction():  # modes of a step hear kernels of torch, not this
             key = self._key(func, args, kwargs)
-            if key is not None and sort == "view":
+            if key is not None and way == "view":
                 return self._view(func, args, kwargs)
             cached = None if key is None else self._cached.get(key)
             if cached is not None:
@@ -326,7 +318,8 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _key(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """Return all that a kernel's results depend on; None where no key has them."""
-        key = [func, torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        key = [func, torch.get_default_dtype(), torch._C._get_default_device()]
+        key.append(torch.is_inference_mode_enabled())
         if self._gather(args, key) and (not kwargs or self._gather(kwargs.items(), key)):
             return tuple(key)
         return None
@@ -346,7 +339,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     return False
                 key += (value.shape, value.stride(), value.storage_offset())
                 key += (value.dtype, value._fake_device, value.requires_grad)
-            elif cls in PLAIN:
+            elif cls in OTHERS:
                 key += (cls, value)  # as 1, 1.0 and True are equal
             elif cls is list or cls is tuple:
                 key += (cls, len(value))
@@ -401,7 +394,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 @cache
-def _sort(func: Any) -> str:
+def _way(func: Any) -> str:
     """Return the way of a kernel: cached, a view, or torch's.
 
     It is cached where it returns memory of its own, or the argument that it writes to.

@@ -349,7 +349,10 @@ def key_of(tensor: Tensor) -> int | None:
 # kernel, so there is no such mode where nothing will be evicted (`anybatch.lockstep.lockstep`).
 
 PLAIN = frozenset({Tensor, Parameter})
-OTHERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout})
+OTHERS = frozenset(
+    {int, float, bool, complex, str, type(None)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
 """Types that hold no tensor; tested first, because every kernel has some."""
 
 

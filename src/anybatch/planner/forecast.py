@@ -233,7 +233,8 @@ class Forecast:
     def _fakes_agree(self, n: int) -> bool:
         """Say whether fakes of `n` samples, undivided, have the bytes of their line at every event.
 
-        Micro-batches of them run the same kernels three times, and take three times as long.
+        Micro-batches of them run the same kernels three times, and take three times as long. What
+        agrees at one size is believed for smaller ones, between it and those of the line.
         """
         assert self.case is not None
         if self.global_samples:

@@ -163,7 +163,7 @@ def _dry_run(case: Case, state: State, available: int, *, verify: bool) -> Forec
     fewer = rehearsal.full_batch(fakes, SMALL)
     line = _line([fewer, rehearsal.full_batch(fakes, SMALL + 1)], SIZES, FAKE)
     on_fakes = partial(_rehearsed, fakes, state, FAKE, undivided=line)
-    if not (verify and _changes_little(case) and _fit_few_rows(case, fewer, fakes.spare)):
+    if not (verify and _may_be_few(case) and _fit_few_rows(case, fewer, fakes.spare)):
         return on_fakes()
     real = few(case, MICRO_BATCHES * max(SIZES))
     inspected = _inspected(real, SIZES, FAKE)
@@ -213,8 +213,8 @@ def _with_scalar(line: Line) -> AffineTimeline:
     return replace(line, base=line.base + more)
 
 
-def _changes_little(case: Case) -> bool:
-    """Say whether few rows compute less than a step, and their bytes are those of its rows."""
+def _may_be_few(case: Case) -> bool:
+    """Say whether few real rows may be run for a forecast: a step of all computes more."""
     grows = case.lazy or case.draws or case.global_samples or case.paged
     return not grows and case.size >= ROWS and accelerator.of(case.device).host
 

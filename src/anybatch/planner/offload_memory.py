@@ -48,7 +48,7 @@ WORTH = 10
 """Steps that a dry run may take as long as, to try whether offloading is faster."""
 
 KERNEL = 250e-6
-"""Seconds of a kernel in a dry run on fakes: 170 to 400 us, with shapes that are cached or new."""
+"""About the seconds of a kernel in a dry run on fakes; with shapes that are new it takes longer."""
 
 
 class OffloadedSizes:
