@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import ref
 
 import numpy as np
@@ -19,9 +19,21 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 from torch.utils.hooks import RemovableHandle
 
+Result = TypeVar("Result")
+
 N = 7
 MICRO_BATCH = 3
 """Lanes of 3, 3 and a single sample."""
+
+
+def alone(step: Callable[[], Result]) -> Result:
+    """Run a step that a traced signal interrupts, and return what it does.
+
+    A signal at the last line of an ``except`` leaves its exception for the thread, and all later
+    errors of the process seem to come of it. In a generator it is the generator's, and ends here.
+    """
+    return next(step() for _ in range(1))
+
 
 NO_BACKWARD = -1
 """What torch returns as the number of a backward while none runs."""

@@ -26,7 +26,7 @@ import pytest
 import torch
 from tests.busy import busy
 from tests.chance import Step, as_written_once, steps
-from tests.faults import MICRO_BATCH, Fails, Faults, Items, N, loss_of
+from tests.faults import MICRO_BATCH, Fails, Faults, Items, N, alone, loss_of
 from tests.oracle import copy_of, same, snapshot, state_of, undivided
 from torch import Tensor
 
@@ -261,7 +261,7 @@ def interrupted(step: Callable[[], Any], tracer: Interrupt, signals: list[int]) 
     threading.settrace(tracer)
     sys.settrace(tracer)
     try:
-        step()
+        alone(step)
         over = True
         while tracer.sent and not signals:
             pass  # it is on its way

@@ -18,7 +18,7 @@ import pytest
 import torch
 from benchmarks.mbs.models import LSTM, MLP, ResNet, TransformerLM, UNet
 from tests.hiding import Hiding
-from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from tests.oracle import assert_exact, same, snapshot, state_after, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -404,3 +404,34 @@ def test_an_ordinary_step_under_a_budget_enters_no_mode() -> None:
     assert all(report.predicted_bytes > 0 for report in reports)
     assert [report.peak_bytes is None for report in reports] == [False, True, True]
     assert 0 < reports[0].peak_bytes <= reports[0].predicted_bytes <= 4096
+
+
+class NoSingleRows(nn.Module):
+    """Refuses one sample by an error, as models with statistics of a batch do."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.last, self.error = nn.Linear(6, 3), error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) < 2:
+            raise self.error("no single rows")
+        return self.last(x)
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError, TypeError, ValueError, AssertionError, KeyError, IndexError]
+)
+@pytest.mark.parametrize("size", [7, 64])
+def test_a_model_that_takes_no_single_row_runs_where_more_of_them_fit(
+    error: type[Exception], size: int
+) -> None:
+    """The floor in its plan is that of single rows, which are tried for nothing else."""
+    model, x, y = NoSingleRows(error), torch.randn(size, 6), torch.randint(0, 3, (size,))
+    wanted = undivided(model, F.cross_entropy, x, y)
+    engine = Engine(model, F.cross_entropy, memory="1MiB")
+    loss = engine.backward(x, y)
+    assert_exact(state_of(model, loss), wanted)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.floor > 0

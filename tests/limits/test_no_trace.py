@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.faults import in_backward
+from tests.faults import alone, in_backward
 from tests.oracle import same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -187,7 +187,7 @@ def run_traced(step: Callable[[], Any], count: int) -> tuple[int, bool]:
     tracer = SignalAt(count)
     sys.settrace(tracer)
     try:
-        step()
+        alone(step)
     except KeyboardInterrupt:
         return tracer.lines, True
     finally:
@@ -235,7 +235,7 @@ def test_ctrl_c_as_a_step_begins_to_be_undone() -> None:
         sys.settrace(tracer)
         try:
             with pytest.raises(KeyboardInterrupt):
-                step()
+                alone(step)
         finally:
             sys.settrace(None)
         assert same(_values(before), _values(snapshot(model))), f"line {line} of the undoing"

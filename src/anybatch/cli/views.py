@@ -252,13 +252,13 @@ def _begin_worker(_number: int) -> None:
 
 
 def _of_reader(
-    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    error_type: type[BaseException], error: BaseException, traceback: TracebackType | None
 ) -> None:
     """Print an error of a reader's threads, unless the run ended while it sent an image."""
     # Python prints it beside the one line of an interrupted run
     # (test_a_reader_that_sends_to_a_run_that_has_ended_is_silent).
     if not isinstance(error, EOFError | ConnectionError):
-        sys.__excepthook__(kind, error, traceback)
+        sys.__excepthook__(error_type, error, traceback)
 
 
 def collate(items: Sequence[View | Unreadable], none: View) -> LoadedBatch:

@@ -12,8 +12,7 @@ this process, other ranks, or absent.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -58,17 +57,17 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-Where = tuple[Meeting | None, int, bool, bool]
+Where = tuple[Meeting | None, int, bool, bool, bool]
 
 
 def where() -> Where:
     """Return where this thread is."""
-    return _HERE.meeting, _HERE.samples, _HERE.standalone, _HERE.forward
+    return _HERE.meeting, _HERE.samples, _HERE.standalone, _HERE.forward, _HERE.looks
 
 
 def back_to(place: Where) -> None:
     """Restore this thread's recorded state: an interrupt may have skipped a context's exit."""
-    _HERE.meeting, _HERE.samples, _HERE.standalone, _HERE.forward = place
+    _HERE.meeting, _HERE.samples, _HERE.standalone, _HERE.forward, _HERE.looks = place
 
 
 def here() -> Meeting | None:
@@ -99,25 +98,37 @@ class ForwardOf:
         _HERE.samples, _HERE.standalone, _HERE.forward = self._before
 
 
-@contextmanager
-def as_it_is() -> Iterator[None]:
+class Placed:
+    """Change the place of this thread in the body.
+
+    An interrupt between the entry of a generator and its body would leave this to whoever frees the
+    generator, later and in any order, so it is a class (test_an_interrupted_inspection_is_over).
+
+    Args:
+        place: values of `_Here`, by name.
+    """
+
+    __slots__ = ("_before", "_place")
+
+    def __init__(self, **place: Any) -> None:
+        self._place = place
+        self._before = {name: getattr(_HERE, name) for name in place}
+
+    def __enter__(self) -> None:
+        vars(_HERE).update(self._place)
+
+    def __exit__(self, *_: object) -> None:
+        vars(_HERE).update(self._before)
+
+
+def as_it_is() -> Placed:
     """Treat the inputs of the body as the full batch."""
-    before = _HERE.meeting, _HERE.standalone, _HERE.samples
-    _HERE.meeting, _HERE.standalone, _HERE.samples = None, False, -1
-    try:
-        yield
-    finally:
-        _HERE.meeting, _HERE.standalone, _HERE.samples = before
+    return Placed(meeting=None, standalone=False, samples=-1)
 
 
-@contextmanager
-def looking() -> Iterator[None]:
+def looking() -> Placed:
     """Run the body as an inspection of the model: its outputs are compared and dropped."""
-    before, _HERE.looks = _HERE.looks, True
-    try:
-        yield
-    finally:
-        _HERE.looks = before
+    return Placed(looks=True)
 
 
 def looks_here() -> bool:
@@ -150,14 +161,9 @@ def in_a_meeting() -> bool:
     return _HERE.meeting is not None
 
 
-@contextmanager
-def meeting_in(meeting: Meeting | None) -> Iterator[None]:
+def meeting_in(meeting: Meeting | None) -> Placed:
     """Run the body of this thread with `meeting` as its barrier; None is for no barrier."""
-    outer, _HERE.meeting = _HERE.meeting, meeting
-    try:
-        yield
-    finally:
-        _HERE.meeting = outer
+    return Placed(meeting=meeting)
 
 
 def exchange(key: Any, part: P, combine: Callable[[list[P]], Sequence[R]]) -> R:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from math import isinf
 
+import torch
+
 from anybatch.core.plan_sections import Candidate, Capacity, Memory
+from anybatch.core.retry import Retry
 from anybatch.execution.signature import MICRO_BATCHES, RunPlan
 from anybatch.memory.ledger import Phase, StepTimeline, joined
 from anybatch.memory.lockstep_budget import WAITING, least
@@ -77,8 +79,12 @@ def _floor(foreseen: Forecast, size: int, *, confirmed: bool) -> int:
     """Return the bytes of a step in micro-batches of one sample, rehearsed as in an error."""
     exact = 0
     if confirmed:
-        with suppress(ValueError, IndexError):  # of a model that takes no such micro-batch
+        try:
             exact = foreseen.confirm(1, size)
+        except (Retry, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # of a model that takes no such micro-batch, by any error of its own
+            exact = 0
     return max(exact, foreseen.peak(1, size))  # which is on no line once it was rehearsed
 
 

@@ -10,6 +10,7 @@ import torch
 from tests.oracle import same, snapshot
 from torch import Tensor, nn
 
+from anybatch.core.barrier import looking, looks_here
 from anybatch.core.modules import walk
 from anybatch.core.transaction import (
     Before,
@@ -67,6 +68,20 @@ def test_failure_puts_back_what_was_noted() -> None:
         torch.set_grad_enabled(False)
         raise ZeroDivisionError
     assert same(before, snapshot(model))
+
+
+def test_an_interrupted_inspection_is_over() -> None:
+    """An interrupt comes just before its end, or between its entry and its body."""
+    model = nn.Linear(3, 3)
+    with pytest.raises(KeyboardInterrupt), transaction(Before(walk(model), ()), lambda: None):
+        looking().__enter__()
+        raise KeyboardInterrupt
+    assert not looks_here()
+    entered = looking()
+    with looking():
+        entered.__enter__()
+    del entered
+    assert not looks_here()
 
 
 @pytest.mark.usefixtures("_ctrl_c")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tests.busy import busy
+from tests.faults import alone
 from tests.unit.offload.steps import network as states_of_steps
 from tests.unit.offload.trainings import CPU, equal
 from torch import Tensor, nn, optim
@@ -338,6 +339,11 @@ class Interrupts:
         return self
 
 
+def twice(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for number in range(2):
+        simple(model, optimizer, number)
+
+
 def test_an_interrupt_leaves_complete_steps_and_nothing_offloaded() -> None:
     model, rng = mlp(6), random.Random(0)
     plain = copy.deepcopy(model)
@@ -354,8 +360,7 @@ def test_an_interrupt_leaves_complete_steps_and_nothing_offloaded() -> None:
         try:
             with states:
                 sys.settrace(Interrupts(rng.randint(1, 4000)))
-                for number in range(2):
-                    simple(ours, optimizer, number)
+                alone(partial(twice, ours, optimizer))
         except KeyboardInterrupt:
             interrupted += 1
         finally:
