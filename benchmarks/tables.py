@@ -20,6 +20,7 @@ from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
+from benchmarks.guide.values import rows as guide_values
 from benchmarks.integrations.accelerate import rows as of_accelerate
 from benchmarks.integrations.contrastive import rows as of_contrastive
 from benchmarks.integrations.language import rows as of_language
@@ -161,6 +162,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_figures_errors": ("guide/figures", guide_figures.guide_figures_errors),
     "guide_pace": ("guide/pace", guide_pace.guide_pace),
     "guide_start": ("guide/first_step", guide_start.first_step),
+    "guide_values": ("guide/values", guide_values.guide_values),
     "guide_gpus": ("guide/gpus", guide_gpus.guide_gpus),
     "guide_gpus_summary": ("guide/gpus", guide_gpus.guide_gpus_summary),
     "guide_servers": ("guide/servers", guide_servers.servers),
@@ -240,6 +242,7 @@ TITLES = {
     "guide_lanes": "Plans: what lanes hold against what was foreseen",
     "guide_draws": "Plans: random trainings and budgets, each under a hard limit",
     "guide_start": "Plans: the first step under a budget, and the first fifty",
+    "guide_values": "Plans: memory that depends on the values of a batch",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
     "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",
     "guide_servers": "Guide: Lemma 3.2, beside its simulation and real processes",

@@ -1,0 +1,1 @@
+"""Steps whose memory depends on the values of their batch."""
