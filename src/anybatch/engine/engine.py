@@ -23,7 +23,7 @@ from anybatch.conv.convolutions import engaged, plan_file
 from anybatch.core.batch import Batch
 from anybatch.core.modules import Modules, renormalised
 from anybatch.core.oom import NothingHeld
-from anybatch.core.optimizers import Prepared, bare, rounding
+from anybatch.core.optimizers import Prepared, bare
 from anybatch.core.plan import Plan, card, decide, table
 from anybatch.core.retry import until_complete
 from anybatch.core.status import say
@@ -40,11 +40,12 @@ from anybatch.engine.inputs import (
     refuse_written,
     versions_of,
 )
+from anybatch.engine.measurement import Measurement
 from anybatch.engine.rank_session import RankSession, unwrapped
 from anybatch.engine.step_builder import Arranged, Arranger, of_foreseen, of_run
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.records import StepReport
-from anybatch.execution.signature import RunPlan, Signature
+from anybatch.execution.signature import RunPlan
 from anybatch.execution.snapshots import Attempts, Observer
 from anybatch.execution.step import Scaler, Step
 from anybatch.lockstep.sync_batchnorm import Adaptive, Fixed
@@ -57,7 +58,6 @@ from anybatch.offload.optimizer_states import OffloadedStates
 from anybatch.offload.planned_states import start_offload
 from anybatch.planner.earlier_plans import EarlierPlans, PlanFile, program, surroundings
 from anybatch.planner.planner import Planner, planner_of
-from anybatch.planner.probe import measured, read_peak, state_bytes
 
 BatchNormMode = Literal["exact", "local", "adaptive"]
 RngMode = Literal["micro_batch", "batch"]
@@ -176,7 +176,8 @@ class Engine:
         self._steady: Plan | None = None
         self._last: StepReport | None = None
         self._facts: Any = None
-        self._measured, self._samples = 0, 0.0 if plan is None else inf
+        self._measurement = Measurement(self._inputs, self._runner)
+        self._samples = 0.0 if plan is None else inf
         self._left = False
         self._spill = Spill()
 
@@ -296,7 +297,7 @@ class Engine:
             step.scaler, step.observe, step.deliver = scaler, observe, delivery
             gradients.set_aside()
             with no_optimizer_step(before), torch.enable_grad():
-                loss, peak = self._first_measured(step, signature, modules, before)
+                loss, peak = self._measurement.run(self._planner, step, signature, modules, before)
         if self._planner is not None and signature is not None:
             n, failed = step.limit, step.retries > 0
             self._planner.took(signature, n, step.seconds, failed=failed, run_plan=run_plan)
@@ -337,7 +338,7 @@ class Engine:
         with transaction(before, self._rank_session.end) as delivery, torch.no_grad():
             step, signature, run_plan = self._arranged(batch, modules, before, None, attempts)
             step.observe, step.deliver = observe, delivery
-            loss, peak = self._first_measured(step, signature, modules, before)
+            loss, peak = self._measurement.run(self._planner, step, signature, modules, before)
             step.forget_casts()
         return self._note(step, loss, perf_counter() - start, run_plan, peak)
 
@@ -369,25 +370,6 @@ class Engine:
         check()
         gradients.amend(self._rank_session.end())
         gradients.deliver()
-
-    def _first_measured(
-        self, step: Step, signature: Signature | None, modules: Modules, before: Before
-    ) -> tuple[Tensor, int | None]:
-        """Run the step; the first after a forecast under the meter, where the device has none."""
-        planner, inputs = self._planner, self._inputs
-        if planner is None or signature is None or planner.decided == self._measured:
-            step.clocked = (
-                planner is not None and signature is not None and planner.trial(signature)
-            )
-            with read_peak(inputs.device) as found:
-                return self._runner.run(step, modules, before), found()
-        with measured(inputs.device, modules, inputs.optimizer, before, inputs.shards) as peak:
-            loss = self._runner.run(step, modules, before)
-        self._measured = planner.decided
-        grain = rounding(inputs.device)
-        later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
-        planner.learn(signature, peak() + later, state_bytes(inputs.optimizer))
-        return loss, peak()
 
     def _note(
         self,

@@ -248,6 +248,10 @@ class Repeatable(ABC):
         """Say whether the step may be tried smaller: not after the observer or a hook failed."""
         return min(self.limit, self.batch.size) > 1 and self.phase not in ("shown", "fired")
 
+    def may_stop(self) -> bool:
+        """Say whether the step may end here and be tried smaller; one of several ranks may not."""
+        return self.can_shrink() and not self.global_batch.several
+
     def shrink(self, failure: Exception) -> None:
         """Halve the samples that are computed at once, after `failure`, and free its memory."""
         forget(failure, outside=sys.exception())

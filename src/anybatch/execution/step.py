@@ -138,6 +138,7 @@ class Step(Repeatable):
         sharded: takes the gradients of a model that was spread; None where there is none.
         offloader: offloads saved tensors; None (default) offloads none.
         deliver: writes the results of the step, once all ranks have made it. Default: nothing.
+        sample: called where each backward begins. Default: nothing.
         calls: compares the state of the loss around its calls; None (default) where it has none.
         hanging: attributes and classes of outputs that their rows would not have.
     """
@@ -172,6 +173,7 @@ class Step(Repeatable):
     sharded: Sharded | None = None
     offloader: MicroBatchOffloader | None = None
     deliver: Callable[[], None] = lambda: None
+    sample: Callable[[], None] = lambda: None
     calls: LossCalls | None = None
     hanging: set[Hung] = field(default_factory=set)
     _collected: int = 0
@@ -405,6 +407,7 @@ class Step(Repeatable):
         if self._collected <= self.coupled and self.familiar is not None:
             self._recognise(self.familiar, roots)
         self.phase = "backward"
+        self.sample()
         try:
             with _outside_autocast(roots[0].device.type):
                 torch.autograd.backward(roots, gradients, inputs=into)

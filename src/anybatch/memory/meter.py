@@ -13,9 +13,10 @@ storages are counted if named (`Meter(existing=...)`), and otherwise belong to t
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -57,6 +58,8 @@ class Meter(DispatchMode):
         existing: owner -> tensors that are there already and count.
         spare: bytes for real tensors where a kernel on fakes shows too little
            . Default 0: those of a step of one row.
+        limit: the most live bytes. Default None: any.
+        stops: called where there are more; whether to raise then. Default: always.
 
     Attributes:
         live: bytes live now, each storage rounded up as the device's allocator does it.
@@ -66,6 +69,9 @@ class Meter(DispatchMode):
         >>> with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
         ...     loss_fn(model(x), y).backward()
         >>> meter.peak
+
+    Raises:
+        torch.OutOfMemoryError: a kernel has returned more than the limit leaves.
     """
 
     def __init__(
@@ -74,9 +80,12 @@ class Meter(DispatchMode):
         existing: Mapping[str, Iterable[Tensor]] | None = None,
         *,
         spare: int = 0,
+        limit: int | None = None,
+        stops: Callable[[], bool] = lambda: True,
     ) -> None:
         super().__init__()
         self.live = self.peak = 0
+        self._limit, self._stops = sys.maxsize if limit is None else limit, stops
         self._device, self._spare, self._grain = device.type, spare, rounding(device)
         self._events: list[str] = []
         self._inside = False
@@ -163,8 +172,18 @@ class Meter(DispatchMode):
                     self._see_storages(tensor, STEP, least)
         if here:  # else it is about shapes alone, as on the meta device
             self._events.append(name)
-        self.peak = max(self.peak, self.live)
+        self._rise()
         return result
+
+    def _rise(self) -> None:
+        """Take the live bytes for the peak, if they are more, and compare them with the limit."""
+        if self.live <= self.peak:
+            return
+        self.peak = self.live
+        if self.peak > self._limit and self._stops():
+            raise torch.OutOfMemoryError(
+                f"out of memory: a step holds {self.live} bytes, and its budget is {self._limit}"
+            )
 
     def _see(self, tensor: Tensor, owner: str) -> None:
         if self._counts(tensor):

@@ -224,11 +224,19 @@ class Foreseen:
             for saved, forecast in self._stored
         )
 
-    def hold_more(self, count: int) -> None:
+    def hold_more(self, count: int, samples: int = 0) -> None:
         """Add `count` bytes to every forecast: a step has held more than was foreseen.
 
         Where there is none, because a plan was obeyed, to those that come.
+
+        Args:
+            count: bytes.
+            samples: that held them, each as much, because of their values. Default 0: the step.
         """
+        if samples and self._stored:
+            each = -(-count // samples)
+            self._stored = [(saved, forecast.steeper(each)) for saved, forecast in self._stored]
+            return
         self._more += 0 if self._stored else count
         self._stored = [(saved, f.with_more("activations", count)) for saved, f in self._stored]
 

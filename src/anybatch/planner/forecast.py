@@ -17,7 +17,7 @@ from anybatch.conv.dispatch import KernelRecorder
 from anybatch.errors import AnybatchError
 from anybatch.execution.full_batch_rng.kernels import largest_draw
 from anybatch.execution.signature import MICRO_BATCHES, Case, first_rows
-from anybatch.memory.ledger import Line, Timeline
+from anybatch.memory.ledger import BentTimeline, Line, Timeline
 from anybatch.memory.lockstep_budget import Lane
 from anybatch.planner import rehearsal
 from anybatch.planner.rehearsal import Inspection
@@ -266,6 +266,17 @@ class Forecast:
         """Return the forecast with `count` more bytes of one owner."""
         return self.with_constant({owner: self.constant.get(owner, 0) + count})
 
+    def steeper(self, each: int) -> Forecast:
+        """Return the forecast with `each` bytes more for each sample of a micro-batch."""
+        sums = self.accumulated
+        return replace(
+            self,
+            divided=steeper(self.divided, each),
+            undivided=steeper(self.undivided, each),
+            accumulated=None if sums is None else steeper(sums, each),
+            confirmed={},
+        )
+
     def phases(self, n: int, size: int, *, accumulator: bool = False) -> dict[str, Timeline]:
         """Return a step of `size` samples in micro-batches of `n`, phase by phase.
 
@@ -375,6 +386,15 @@ class Forecast:
         )
         extra = {"buffers": copies, DRAW: draw, GATHERED: gathered}
         return merged(self.constant, {owner: count for owner, count in extra.items() if count})
+
+
+def steeper(line: Line, each: int) -> Line:
+    """Return a line with `each` bytes a sample more at every event, of activations if any."""
+    if isinstance(line, BentTimeline):
+        return BentTimeline(steeper(line.few, each), steeper(line.many, each), line.bend)
+    slope, owners = line.slope.copy(), line.owners
+    slope[:, owners.index("activations") if "activations" in owners else -1] += each
+    return replace(line, slope=slope, spans=None)
 
 
 def total(owners: Mapping[str, int]) -> int:

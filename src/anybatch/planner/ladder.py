@@ -101,6 +101,11 @@ PEAKS = "a line through measured peaks, and a tenth"
 UNDIVIDED = "a dry run of the full batch, since the model takes no fewer samples"
 
 
+def may_vary(how: str) -> bool:
+    """Say whether the bytes of a forecast may depend on values: it is of real rows only."""
+    return how.startswith((REAL, PEAKS))
+
+
 def forecast(
     case: Case,
     optimizer: torch.optim.Optimizer | None,

@@ -26,7 +26,8 @@ import torch
 from anybatch.core import accelerator
 from anybatch.core.oom import release
 from anybatch.core.plan import Plan
-from anybatch.core.units import parse_bytes
+from anybatch.core.status import say
+from anybatch.core.units import parse_bytes, show_bytes
 from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
@@ -35,6 +36,7 @@ from anybatch.planner.decision import Decision, PlanningRequest, Precedent, Term
 from anybatch.planner.describe import depict
 from anybatch.planner.earlier_plans import EarlierPlans, run_plan_of
 from anybatch.planner.forecast import WORKSPACE, Forecast
+from anybatch.planner.ladder import may_vary
 from anybatch.planner.workspaces import Workspaces
 
 
@@ -70,6 +72,7 @@ class Planner:
         self.two_pass = settled is not None and settled.coupled
         self.earlier: EarlierPlans | None = None
         self._missing = 0
+        self._varied = False
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
         )
@@ -168,20 +171,57 @@ class Planner:
         more = max(0, held - foreseen.constant.get(WORKSPACE, 0))
         return depict(completed(foreseen, signature, more), planned, signature.size)
 
-    def learn(self, signature: Signature, peak: int, states: int) -> None:
+    def varies(self, signature: Signature) -> bool:
+        """Say whether the bytes of a planned step may depend on the values of its batch."""
+        planned = self._planned.get(self._foreseen.plain(signature))
+        return planned is not None and may_vary(planned.memory.how)
+
+    def left(self, signature: Signature) -> int:
+        """Return the bytes of the budget that a planned step is not foreseen to hold."""
+        memory = self._planned[self._foreseen.plain(signature)].memory
+        return max(0, memory.budget - memory.predicted)
+
+    def limit(self, signature: Signature, states: int) -> int | None:
+        """Return the most bytes for such a step; None where no smaller one is foreseen to fit.
+
+        Args:
+            signature: of the step.
+            states: as in `learn`.
+        """
+        signature = self._foreseen.plain(signature)
+        foreseen = self._foreseen.bound(signature) if self.varies(signature) else None
+        if foreseen is None:
+            return None
+        planned = self._planned[signature]
+        size, smaller = signature.size, {1, planned.micro_batch // 2} - {0, planned.micro_batch}
+        if not any(foreseen.peak(n, size) < planned.memory.predicted for n in smaller):
+            return None
+        return planned.memory.budget - _coming(planned, states)
+
+    def learn(self, signature: Signature, peak: int, states: int, samples: int) -> None:
         """Record the measured peak of a step; bytes above the prediction are added to forecasts.
 
         Args:
             signature: of the step.
             peak: bytes.
             states: bytes of them that are the optimizer's; the first step has none yet.
+            samples: that were computed at once.
         """
         signature = self._foreseen.plain(signature)
         planned = self._planned[signature]
-        coming = max(0, dict(planned.memory.owners).get("optimizer", 0) - states)
+        coming = _coming(planned, states)
         missing = peak + coming - planned.memory.predicted
         if missing <= 0:
             return
+        varies = may_vary(planned.memory.how) and not planned.lanes
+        if varies and not self._varied:
+            self._varied = True
+            foreseen = show_bytes(planned.memory.predicted)
+            say(
+                f"a step held {show_bytes(peak + coming)}, and {foreseen} were foreseen: its "
+                "memory depends on the values of a batch, so the next ones are planned by the "
+                "most that one has held"
+            )
         self._missing += missing if signature.trains else 0
         if self.earlier is not None and self.earlier.next(signature) is not None:
             if self.earlier.most(signature) + missing <= planned.memory.budget:
@@ -189,7 +229,7 @@ class Planner:
             self.earlier.give_up(signature)
             self._precedent.best, self._precedent.sends = None, False
         del self._planned[signature]
-        self._foreseen.hold_more(missing)
+        self._foreseen.hold_more(missing, samples if varies else 0)
         if self._precedent.tuning is not None:
             self._precedent.tuning.dry_runs.clear()
         obeyed = self._precedent.best is not None and not self._foreseen.rehearsed
@@ -317,6 +357,11 @@ class Planner:
             return completed(foreseen, signature, workspace)
 
         return self.workspaces.settle(found, foreseen, signature.size, taking)
+
+
+def _coming(planned: RunPlan, states: int) -> int:
+    """Return the bytes of the optimizer's state that a step does not have yet."""
+    return max(0, dict(planned.memory.owners).get("optimizer", 0) - states)
 
 
 def _with_more(run_plan: RunPlan, nbytes: int) -> RunPlan:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import suppress
 
 import pytest
 import torch
@@ -114,3 +115,23 @@ def test_an_error_goes_through_and_counting_goes_on(fails: bool) -> None:
             assert fails
         b = a + 1
         assert meter.live == b.nbytes
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_step_ends_at_the_kernel_with_which_it_holds_more_than_the_limit(stops: bool) -> None:
+    meter, made = Meter(CPU, limit=100, stops=lambda: stops), []
+    with suppress(torch.OutOfMemoryError), meter:
+        for _ in range(4):
+            made.append(torch.zeros(10, dtype=torch.float32))
+    assert len(made) == (2 if stops else 4)
+    assert meter.peak == (120 if stops else 160)
+
+
+def test_a_limit_is_an_error_that_says_that_memory_ran_out() -> None:
+    with (
+        Meter(CPU, limit=100),
+        pytest.raises(
+            torch.OutOfMemoryError, match="a step holds 200 bytes, and its budget is 100"
+        ),
+    ):
+        torch.zeros(50)

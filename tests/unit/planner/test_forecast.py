@@ -20,9 +20,11 @@ from torch.utils.data import TensorDataset
 import anybatch
 from anybatch import Engine, LazyBatch
 from anybatch.errors import BudgetError
+from anybatch.memory.ledger import AffineTimeline, BentTimeline
 from anybatch.memory.lockstep_budget import least
 from anybatch.memory.meter import Meter
 from anybatch.planner import ladder, rehearsal
+from anybatch.planner.forecast import steeper
 from anybatch.planner.ladder import FAKE, PEAKS, REAL, ROUNDING, ROWS_AND_FAKES, SLACK
 
 ON_FAKES = FAKE, ROWS_AND_FAKES
@@ -209,6 +211,18 @@ def lambda_model(model: nn.Module) -> nn.Module:
             return self.model(x).transpose(1, 2)
 
     return Turned()
+
+
+@pytest.mark.parametrize("owners", [("parameters", "activations", "gradients"), ("all",)])
+@pytest.mark.parametrize("n", [1, 2, 3, 7])
+def test_a_steeper_line_has_more_bytes_for_each_sample(n: int, owners: tuple[str, ...]) -> None:
+    base, slope = (np.arange(3 * len(owners)).reshape(3, -1) for _ in range(2))
+    line = AffineTimeline(owners, ("a", "b", "c"), base, slope)
+    for one in (line, BentTimeline(line, line, 3)):
+        before, found = one.at(n), steeper(one, 5).at(n)
+        assert (found.live.sum(1) == before.live.sum(1) + 5 * n).all()
+        column = owners.index("activations") if len(owners) > 1 else 0
+        assert (found.live[:, column] == before.live[:, column] + 5 * n).all()
 
 
 def test_a_model_that_cannot_be_copied_is_measured() -> None:

@@ -1,0 +1,111 @@
+"""Measurement of steps, and lessons of the planner from it.
+
+The first step after a decision runs under the meter, or under the allocator's own statistic where a
+device has one. Later ones do not: the meter costs up to three times the time of small kernels. If
+the bytes of a step may depend on the values of its batch, they are watched: by that statistic, or
+by what the C library has allocated where backward begins. If there is more than a metered step had,
+the next one is metered, and stopped at the budget while it can be tried smaller.
+
+    step 1 metered ──> 2, 3, ... watched ──more──> metered ──> planned again by the most it held
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from anybatch.core.modules import Modules
+from anybatch.core.optimizers import rounding
+from anybatch.core.transaction import Before
+from anybatch.engine.executor import Runner
+from anybatch.engine.inputs import StepInputs
+from anybatch.execution.signature import Signature
+from anybatch.execution.step import Step
+from anybatch.planner.planner import Planner
+from anybatch.planner.probe import LiveBytes, in_use, measured, read_peak, state_bytes
+
+MORE = 0.05
+"""Share of a metered step's bytes that a watched one may hold more, if the budget has them."""
+
+LEAST = 65536
+"""Bytes in addition: Python's own objects are in what the C library has allocated."""
+
+
+class Measurement:
+    """Measurement of the steps of an engine.
+
+    Args:
+        inputs: of the engine.
+        runner: runs an attempt of a step.
+    """
+
+    def __init__(self, inputs: StepInputs, runner: Runner) -> None:
+        self._inputs, self._runner = inputs, runner
+        self._measured = 0
+        self._held = 0.0
+
+    def run(
+        self,
+        planner: Planner | None,
+        step: Step,
+        signature: Signature | None,
+        modules: Modules,
+        before: Before,
+    ) -> tuple[Tensor, int | None]:
+        """Run an attempt of a step, and return its loss and its most bytes; None if unknown.
+
+        Args:
+            planner: of the engine, if any.
+            step: the attempt.
+            signature: of the step; None without a planner.
+            modules: of the model and of the loss.
+            before: the state before the step.
+        """
+        if planner is None or signature is None:
+            with read_peak(self._inputs.device) as found:
+                return self._runner.run(step, modules, before), found()
+        first = planner.decided != self._measured
+        step.clocked = not first and planner.trial(signature)
+        if first:
+            return self._metered(planner, step, signature, modules, before)
+        if planner.varies(signature):
+            return self._watched(planner, step, signature, modules, before)
+        with read_peak(self._inputs.device) as found:
+            return self._runner.run(step, modules, before), found()
+
+    def _metered(
+        self, planner: Planner, step: Step, signature: Signature, modules: Modules, before: Before
+    ) -> tuple[Tensor, int]:
+        """Run it under the meter, where the device has no statistic."""
+        inputs = self._inputs
+        limit = planner.limit(signature, state_bytes(inputs.optimizer))
+        there = inputs.device, modules, inputs.optimizer, before, inputs.shards
+        with measured(*there, limit, step.may_stop) as found:
+            step.sample = live = LiveBytes(found.live)
+            loss = self._runner.run(step, modules, before)
+        self._measured = planner.decided
+        self._held = max(self._held, live.most / _elements(step, signature))
+        grain = rounding(inputs.device)
+        later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
+        peak = found.peak()
+        planner.learn(signature, peak + later, state_bytes(inputs.optimizer), step.limit)
+        return loss, peak
+
+    def _watched(
+        self, planner: Planner, step: Step, signature: Signature, modules: Modules, before: Before
+    ) -> tuple[Tensor, int | None]:
+        """Run it, and have the next one metered if it has held more than a metered one."""
+        step.sample = live = LiveBytes(in_use)
+        with read_peak(self._inputs.device) as found:
+            loss = self._runner.run(step, modules, before)
+        peak = found()
+        if peak is not None:
+            planner.learn(signature, peak, state_bytes(self._inputs.optimizer), step.limit)
+        expected = self._held * _elements(step, signature)
+        if live.most - expected > LEAST + min(MORE * expected, planner.left(signature)):
+            self._measured = -1
+        return loss, peak
+
+
+def _elements(step: Step, signature: Signature) -> int:
+    """Return the elements of the batch that are computed at once."""
+    return max(1, signature.elements * step.limit)

@@ -1,0 +1,59 @@
+"""Memory that depends on the values of a batch: noticed, planned again, said, and exact."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from benchmarks.guide.values.networks import WAYS, Values, batch, masked
+from tests.oracle import assert_exact, state_of, undivided
+from torch import Tensor
+from torch.nn import functional as F
+
+from anybatch import Engine
+from anybatch.errors import BudgetError
+from anybatch.memory.meter import Meter
+
+KIB = 1024
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_a_step_over_its_forecast_is_noticed_and_the_next_ones_fit(
+    way: Callable[[Values, Tensor], Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Few tokens are routed at first, then many: an undivided step holds twice the budget."""
+    torch.manual_seed(0)
+    net = Values(way).double()
+    budget = 1400 * KIB
+    engine, held = Engine(net, F.cross_entropy, memory=budget), []
+    with caplog.at_level(logging.INFO, logger="anybatch"):
+        for number, share in enumerate([0.02, 0.02, 0.6, 0.6, 0.6, 0.6, 0.6, 0.02]):
+            x, y = batch(share, number)
+            net.zero_grad()
+            wanted = undivided(net, F.cross_entropy, x, y)
+            with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+                loss = engine.backward(x, y)
+            assert_exact(state_of(net, loss), wanted)
+            held.append(meter.peak)
+    assert held[2] > 1.5 * budget, "else there is nothing to notice"
+    one = 600 * KIB  # the result of a kernel, after which a step is stopped
+    assert max(held[3:]) <= budget + one
+    assert max(held[4:]) <= budget
+    assert [r.message for r in caplog.records if "depends on the values" in r.message]
+
+
+def test_where_not_even_one_sample_fits_the_step_is_run_and_the_next_one_refused() -> None:
+    """A person has no error for the batch that shows it, and one sentence for the next."""
+    torch.manual_seed(0)
+    net = Values(masked).double()
+    engine = Engine(net, F.cross_entropy, memory=250 * KIB)
+    engine.backward(*batch(0.0, 0))
+    with pytest.raises(BudgetError, match="micro-batches of one sample"):
+        for number in range(1, 8):
+            net.zero_grad()
+            x, y = batch(1.0, number)
+            wanted = undivided(net, F.cross_entropy, x, y)
+            assert_exact(state_of(net, engine.backward(x, y)), wanted)
+    assert number > 1
