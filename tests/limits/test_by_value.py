@@ -7,14 +7,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from benchmarks.guide.values.networks import WAYS, Values, batch, masked
+from benchmarks.guide.values.networks import SIZE, WAYS, Values, batch, masked
 from tests.oracle import assert_exact, state_of, undivided
+from tests.pool import ranks
 from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
+from anybatch.tools.exactness import error_of, tolerance
 
 KIB = 1024
 
@@ -57,3 +59,33 @@ def test_where_not_even_one_sample_fits_the_step_is_run_and_the_next_one_refused
             wanted = undivided(net, F.cross_entropy, x, y)
             assert_exact(state_of(net, engine.backward(x, y)), wanted)
     assert number > 1
+
+
+SHARE = SIZE // 2
+"""Samples of a rank."""
+
+
+def on_rank(rank: int, size: int) -> tuple[list[int], list[float]]:
+    """Return what each step held and its error; the tokens of one rank become many."""
+    torch.manual_seed(0)
+    net = Values(masked).double()
+    engine, held, errors = Engine(net, F.cross_entropy, memory=800 * KIB), [], []
+    for number, share in enumerate([0.02, 0.02, 0.6, 0.6, 0.6, 0.6]):
+        few, many = batch(0.02, number), batch(share, number + 100)
+        x, y = (torch.cat([a[:SHARE], b[:SHARE]]) for a, b in zip(few, many, strict=True))
+        wanted = undivided(net, F.cross_entropy, x, y)
+        mine = slice(rank * SIZE // size, (rank + 1) * SIZE // size)
+        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+            loss = engine.backward(x[mine], y[mine])
+        errors.append(max(error_of(state_of(net, loss), wanted).values()))
+        held.append(meter.peak)
+        net.zero_grad()
+    return held, errors
+
+
+def test_one_rank_of_two_notices_what_its_own_samples_hold() -> None:
+    with ranks(2) as pool:
+        (_, errors), (heavy, other) = pool.run(on_rank)
+    assert max(errors + other) <= tolerance()
+    assert heavy[2] > 800 * KIB
+    assert heavy[-1] <= 800 * KIB
