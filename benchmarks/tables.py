@@ -16,6 +16,7 @@ from benchmarks.guide.figures import rows as guide_figures
 from benchmarks.guide.first_step import rows as guide_start
 from benchmarks.guide.gpus import rows as guide_gpus
 from benchmarks.guide.lanes import rows as guide_lanes
+from benchmarks.guide.lengths import rows as guide_lengths
 from benchmarks.guide.numbers import rows as guide_numbers
 from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
@@ -163,6 +164,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_pace": ("guide/pace", guide_pace.guide_pace),
     "guide_start": ("guide/first_step", guide_start.first_step),
     "guide_values": ("guide/values", guide_values.guide_values),
+    "guide_lengths": ("guide/lengths", guide_lengths.guide_lengths),
     "guide_gpus": ("guide/gpus", guide_gpus.guide_gpus),
     "guide_gpus_summary": ("guide/gpus", guide_gpus.guide_gpus_summary),
     "guide_servers": ("guide/servers", guide_servers.servers),
@@ -243,6 +245,7 @@ TITLES = {
     "guide_draws": "Plans: random trainings and budgets, each under a hard limit",
     "guide_start": "Plans: the first step under a budget, and the first fifty",
     "guide_values": "Plans: memory that depends on the values of a batch",
+    "guide_lengths": "Plans: batches of many lengths, beside a loop by hand",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
     "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",
     "guide_servers": "Guide: Lemma 3.2, beside its simulation and real processes",

@@ -1,0 +1,1 @@
+"""Trainings on batches of many lengths, within a budget."""
