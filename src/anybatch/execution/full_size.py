@@ -48,6 +48,7 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         trains=step.gradients is not None,
         values=record.values,
         backward=record.backward,
+        traces=record.traces,
     )
     found = _with_followed(compare, sizes, record.followed)
     if found.meets or 1 not in _parts(step):

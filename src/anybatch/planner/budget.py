@@ -266,7 +266,10 @@ class Foreseen:
         """Make and store the forecast of a signature, or of one that bounds it and others."""
         self.rehearsed += 1
         bound = self._rounded(signature) if rounded else signature
-        found = _at(case, bound, optimizer, available) if bound != signature else None
+        agreed = any(one.case is not None for _, one in self._stored)
+        found = None
+        if bound != signature:
+            found = _at(case, bound, optimizer, available, agreed=agreed)
         if found is None:
             bound = signature
             found = _forecast(case, optimizer, available, signature.size)
@@ -351,7 +354,12 @@ def _forecast(
 
 
 def _at(
-    case: Case, signature: Signature, optimizer: torch.optim.Optimizer | None, available: int
+    case: Case,
+    signature: Signature,
+    optimizer: torch.optim.Optimizer | None,
+    available: int,
+    *,
+    agreed: bool,
 ) -> Forecast | None:
     """Return the forecast of the case with other shapes; None where the model cannot take them.
 
@@ -361,9 +369,8 @@ def _at(
     rows = stretched(case.rows, signature.shapes, count)
     larger = replace(case, size=signature.size, rows=rows, global_samples=signature.global_samples)
     try:
-        found = forecast(
-            larger, optimizer, available=available, verify=accelerator.of(case.device).host
-        )
+        host = accelerator.of(case.device).host
+        found = forecast(larger, optimizer, available=available, verify=host, agreed=agreed)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # longer than its table of positions, or whatever else

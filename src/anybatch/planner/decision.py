@@ -257,7 +257,8 @@ class Decision:
 
         foreseen = self._foreseen.bound(signature)
         try:
-            fresh = foreseen is None or signature.most > 0 or self._tunes
+            first = foreseen is None and not self._foreseen.rehearsed
+            fresh = first or signature.most > 0 or self._tunes
             found = choice(foreseen or self._foresee(rounded=True), fresh=fresh)
             # Undivided, the batch may fit as it is, and lanes are only slower
             # (test_batchnorm_is_not_divided_for_a_bound_alone).

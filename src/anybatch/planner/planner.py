@@ -36,7 +36,7 @@ from anybatch.planner.decision import Decision, PlanningRequest, Precedent, Term
 from anybatch.planner.describe import depict
 from anybatch.planner.earlier_plans import EarlierPlans, run_plan_of
 from anybatch.planner.forecast import WORKSPACE, Forecast
-from anybatch.planner.ladder import may_vary
+from anybatch.planner.ladder import PEAKS, REAL
 from anybatch.planner.workspaces import Workspaces
 
 
@@ -174,7 +174,7 @@ class Planner:
     def varies(self, signature: Signature) -> bool:
         """Say whether the bytes of a planned step may depend on the values of its batch."""
         planned = self._planned.get(self._foreseen.plain(signature))
-        return planned is not None and may_vary(planned.memory.how)
+        return planned is not None and _may_vary(planned)
 
     def left(self, signature: Signature) -> int:
         """Return the bytes of the budget that a planned step is not foreseen to hold."""
@@ -213,7 +213,7 @@ class Planner:
         missing = peak + coming - planned.memory.predicted
         if missing <= 0:
             return
-        varies = may_vary(planned.memory.how) and not planned.lanes
+        varies = _may_vary(planned) and not planned.lanes
         if varies and not self._varied:
             self._varied = True
             foreseen = show_bytes(planned.memory.predicted)
@@ -357,6 +357,11 @@ class Planner:
             return completed(foreseen, signature, workspace)
 
         return self.workspaces.settle(found, foreseen, signature.size, taking)
+
+
+def _may_vary(planned: RunPlan) -> bool:
+    """Say whether the bytes of a plan may depend on values: its forecast is of real rows only."""
+    return planned.memory.how.startswith((REAL, PEAKS))
 
 
 def _coming(planned: RunPlan, states: int) -> int:

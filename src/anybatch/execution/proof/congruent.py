@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,10 @@ class CallTrace:
                 one._replace(words=[word for word in one.words if word not in gone])
                 for one in self.calls
             ]
+
+
+Traces = dict[int, CallTrace]
+"""Number of samples -> the trace of their forward."""
 
 
 def _of_all() -> bool:
@@ -286,6 +291,7 @@ def compare(
     singles: bool = False,
     backward: bool = False,
     earlier: int | None = None,
+    traces: Traces | None = None,
 ) -> Verdict:
     """Compare the forwards of several numbers of samples, the first of which is the full batch.
 
@@ -301,37 +307,56 @@ def compare(
         backward: compare the calls of custom hooks and functions in backward. Default False.
         earlier: a call of so many samples comes before each, and may keep something; 0 is as many.
             Default None: no call does.
+        traces: number of samples -> its trace of an earlier comparison that found no difference; so
+            only others are traced, and all of them where these differ. The first and the last size
+            are added. Default None: all are traced.
     """
-
-    def traced(sizes: Sequence[int]) -> tuple[list[CallTrace], str]:
-        record = [CallTrace() for _ in sizes]
-        with (
-            _disable_current_modes(),  # or a meter would count what has no data
-            interrupted_between_functions(),
-        ):
-            said = _traced(
-                *(model, modules, rows, sizes, run, record, values),
-                trains=trains,
-                singles=singles,
-                backward=backward,
-                earlier=earlier,
-            )
-        if any(one() is not None for each in record for one in each.made):
-            forget_fakes()  # a walk over all objects, so only where something has kept one
-        return record, said
-
-    record, said = traced(sizes)
+    forward = model, modules, rows, run, values
+    how = {"trains": trains, "singles": singles, "backward": backward, "earlier": earlier}
+    traced = partial(_recorded, forward, how)
+    stored = {} if traces is None or earlier is not None else traces
+    if stored:
+        record, said = traced(sizes, stored)
+        if not said and _differs(record, sizes) == Verdict():
+            return Verdict()
+        stored.clear()
+    record, said = traced(sizes, {})
     if said:
         why = f"forward of {sizes[0]} samples could not be traced without data ({said[:80]})"
         return Verdict("", (why,))
     found = _differs(record, sizes)
     if found.doubts and any(call.free and call.places for call in record[0].calls):
-        (other,), said = traced([UNLIKE])
-        if not said and other.functions == record[0].functions:
-            pairs = zip(record[0].calls, other.calls, strict=False)
-            record[0].calls = [a._replace(places=a.places and b.places) for a, b in pairs]
-            found = _differs(record, sizes)
+        found = _without_chance(record, sizes, *traced([UNLIKE], {}))
+    if traces is not None and earlier is None and found == Verdict():
+        traces |= {sizes[at]: replace(record[at], made=[], outside={}) for at in (0, -1)}
     return found
+
+
+def _recorded(
+    forward: tuple[Any, ...], how: Mapping[str, Any], sizes: Sequence[int], there: Traces
+) -> tuple[list[CallTrace], str]:
+    """Trace the sizes that are not there, outside of all modes; return all and the error, or ""."""
+    model, modules, rows, run, values = forward
+    record = [there.get(size) or CallTrace() for size in sizes]
+    with (
+        _disable_current_modes(),  # or a meter would count what has no data
+        interrupted_between_functions(),
+    ):
+        said = _traced(model, modules, rows, sizes, run, record, values, there=there, **how)
+    if any(one() is not None for each in record for one in each.made):
+        forget_fakes()  # a walk over all objects, so only where something has kept one
+    return record, said
+
+
+def _without_chance(
+    record: list[CallTrace], sizes: Sequence[int], unlike: list[CallTrace], said: str
+) -> Verdict:
+    """Compare with only those places of the full batch that another number of samples has, too."""
+    full, (other,) = record[0], unlike
+    if not said and other.functions == full.functions:
+        pairs = zip(full.calls, other.calls, strict=False)
+        full.calls = [a._replace(places=a.places and b.places) for a, b in pairs]
+    return _differs(record, sizes)
 
 
 UNLIKE = 61
@@ -359,18 +384,20 @@ def _traced(
     record: list[CallTrace],
     values: Sequence[Any],
     *,
+    there: Traces,
     trains: bool,
     singles: bool,
     backward: bool,
     earlier: int | None,
 ) -> str:
-    """Run forward at each size, and record its calls; return the error, or ""."""
+    """Run forward at each size that is not there, and record its calls; return the error, or ""."""
     rng, saved = RNGState.now(), PythonState()
     try:
         fakes = Fakes()
         twin = fakes.copy(model, [module for _, module in modules])
         saved.modules(twin.modules(), attributes=True)
-        for size, each in zip(sizes, record, strict=True):
+        new = [(size, each) for size, each in zip(sizes, record, strict=True) if size not in there]
+        for size, each in new:
             saved.put_back()  # or numbers that it counts would differ
             calls = [] if earlier is None else [(earlier or size, CallTrace())]
             for count, noted in (*calls, (size, each)):
@@ -386,7 +413,7 @@ def _traced(
                 )
         inputs = None
         saved.put_back()
-        for each in record:
+        for _, each in new:
             each.end()
     except Exception as error:  # whatever a model does with data that is not there
         return f"{type(error).__name__}: {error}".split("\n")[0]

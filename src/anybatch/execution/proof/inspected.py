@@ -27,6 +27,7 @@ from anybatch.execution.outside import (
     read_held,
     single_numbers,
 )
+from anybatch.execution.proof.congruent import CallTrace
 from anybatch.execution.proof.verdict import Verdict
 
 MOST = 16
@@ -174,6 +175,7 @@ class ComparedSizes:
         step: the step of the signature in which the last of these was.
         declared: compares the calls of a declared loss for numbers of samples; None (default)
             where nothing in it may depend on these.
+        traces: calls of forwards without data, of the full batch and of the rows followed.
     """
 
     counts: bool
@@ -184,6 +186,7 @@ class ComparedSizes:
     pairs: set[tuple[int, int]] = field(default_factory=set)
     step: int = 0
     declared: Callable[[Sequence[int]], Verdict] | None = None
+    traces: dict[int, CallTrace] = field(default_factory=dict, repr=False)
 
     @property
     def matter(self) -> bool:
