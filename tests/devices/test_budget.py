@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.guide.values.networks import WAYS, Values, batch
 from benchmarks.mbs.cases import CASES, Case
 from tests.oracle import assert_exact, state_of, undivided
 from torch import Tensor, nn
@@ -320,3 +321,27 @@ def test_a_step_of_another_size_holds_what_was_foreseen_for_it(stand_in: Any) ->
         assert engine.last is not None
         assert engine.last.predicted_bytes is not None
         assert torch.cuda.max_memory_allocated() <= engine.last.predicted_bytes
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_a_step_whose_values_hold_more_is_noticed_and_the_next_ones_fit(
+    stand_in: Any, way: Any
+) -> None:
+    """By the allocator's own statistic, which shows a step that holds more than earlier ones."""
+    gc.collect()
+    torch.manual_seed(0)
+    model, held = Values(way).double().cuda(), []
+    stand_in.clear_workspaces()
+    budget = 18 << 20  # 16.6 MiB are workspace and one sample
+    engine = Engine(model, F.cross_entropy, memory=budget)
+    for number, share in enumerate([0.02, 0.02, 0.01, 0.6, 0.6, 0.02, 0.6, 0.6]):
+        x, y = (tensor.cuda() for tensor in batch(share, number))
+        wanted = undivided(model, F.cross_entropy, x, y)
+        torch.cuda.reset_peak_memory_stats()
+        loss = engine.backward(x, y)
+        held.append(torch.cuda.max_memory_allocated())
+        assert_exact(state_of(model, loss), wanted)
+        model.zero_grad()
+        del x, y, wanted
+    assert held[3] > budget, "else there is nothing to notice"
+    assert max(held[4:]) <= budget

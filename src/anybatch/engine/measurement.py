@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from anybatch.core import accelerator
 from anybatch.core.modules import Modules
 from anybatch.core.optimizers import rounding
 from anybatch.core.transaction import Before
@@ -98,8 +99,10 @@ class Measurement:
         with read_peak(self._inputs.device) as found:
             loss = self._runner.run(step, modules, before)
         peak = found()
-        if peak is not None:
-            planner.learn(signature, peak, state_bytes(self._inputs.optimizer), step.limit)
+        if accelerator.of(self._inputs.device).peaks:
+            if peak is not None:  # else its statistic shows an earlier one, which was more
+                planner.learn(signature, peak, state_bytes(self._inputs.optimizer), step.limit)
+            return loss, peak
         expected = self._held * _elements(step, signature)
         if live.most - expected > LEAST + min(MORE * expected, planner.left(signature)):
             self._measured = -1
