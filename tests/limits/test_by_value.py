@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from benchmarks.guide.values.networks import SIZE, WAYS, Values, batch, masked
+from benchmarks.guide.values.networks import SIZE, TOKENS, WAYS, Values, batch, masked
 from tests.oracle import assert_exact, state_of, undivided
 from tests.pool import ranks
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
@@ -44,6 +44,38 @@ def test_a_step_over_its_forecast_is_noticed_and_the_next_ones_fit(
     assert max(held[3:]) <= budget + one
     assert max(held[4:]) <= budget
     assert [r.message for r in caplog.records if "depends on the values" in r.message]
+
+
+class Normalised(Values):
+    """The same with BatchNorm: micro-batches wait for each other."""
+
+    def __init__(self, way: Callable[[Values, Tensor], Tensor]) -> None:
+        super().__init__(way)
+        self.norm = nn.BatchNorm1d(TOKENS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x) / 8 + x)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_lanes_are_planned_again_by_rows_of_such_values(
+    way: Callable[[Values, Tensor], Tensor],
+) -> None:
+    torch.manual_seed(0)
+    net, held = Normalised(way).double(), []
+    engine = Engine(net, F.cross_entropy, memory=1400 * KIB)
+    for number, share in enumerate([0.02, 0.6, 0.6, 0.6, 0.6]):
+        x, y = batch(share, number)
+        net.zero_grad()
+        wanted = undivided(net, F.cross_entropy, x, y)
+        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+            loss = engine.backward(x, y)
+        assert_exact(state_of(net, loss), wanted)
+        held.append(meter.peak)
+    assert engine.plan is not None
+    assert engine.plan.mechanism == "lockstep"
+    assert held[1] > 1400 * KIB, "else there is nothing to notice"
+    assert max(held[3:]) <= 1400 * KIB
 
 
 def test_where_not_even_one_sample_fits_the_step_is_run_and_the_next_one_refused() -> None:

@@ -240,6 +240,10 @@ class Foreseen:
         self._more += 0 if self._stored else count
         self._stored = [(saved, f.with_more("activations", count)) for saved, f in self._stored]
 
+    def forget(self) -> None:
+        """Drop all forecasts: the next ones are made by other rows."""
+        self._stored.clear()
+
     def bound(self, signature: Signature) -> Forecast | None:
         """Return a forecast that bounds this signature and is not many times larger; or None."""
         above = [

@@ -72,7 +72,7 @@ class Planner:
         self.two_pass = settled is not None and settled.coupled
         self.earlier: EarlierPlans | None = None
         self._missing = 0
-        self._varied = False
+        self._varied = self._renewed = False
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
         )
@@ -213,7 +213,7 @@ class Planner:
         missing = peak + coming - planned.memory.predicted
         if missing <= 0:
             return
-        varies = _may_vary(planned) and not planned.lanes
+        varies = _may_vary(planned)
         if varies and not self._varied:
             self._varied = True
             foreseen = show_bytes(planned.memory.predicted)
@@ -229,7 +229,11 @@ class Planner:
             self.earlier.give_up(signature)
             self._precedent.best, self._precedent.sends = None, False
         del self._planned[signature]
-        self._foreseen.hold_more(missing, samples if varies else 0)
+        if varies and planned.lanes and not self._renewed:
+            self._renewed = True
+            self._foreseen.forget()  # lanes that wait hold more, too: rows of such values show it
+        else:
+            self._foreseen.hold_more(missing, samples if varies and not planned.lanes else 0)
         if self._precedent.tuning is not None:
             self._precedent.tuning.dry_runs.clear()
         obeyed = self._precedent.best is not None and not self._foreseen.rehearsed
