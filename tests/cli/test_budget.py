@@ -27,9 +27,10 @@ from anybatch.cli.progress import Gauge
 from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings, make_optimizer
 from anybatch.cli.train import resume, train
-from anybatch.engine import engine
+from anybatch.engine import measurement
 from anybatch.errors import BudgetError
 from anybatch.offload import saved_tensors
+from anybatch.planner.probe import CountedBytes
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -385,16 +386,16 @@ def shown_until(shown: Taking, steps: int) -> Taking:
 def test_more_than_was_foreseen_makes_another_plan_at_once(
     tmp_path: Path, budget: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, calls = engine.measured, []
+    real, calls = measurement.measured, []
 
     @contextlib.contextmanager
-    def measured(*arguments: Any) -> Iterator[Callable[[], int]]:
+    def measured(*arguments: Any) -> Iterator[CountedBytes]:
         calls.append(1)
         more = budget if len(calls) == 1 else 0
-        with real(*arguments) as peak:
-            yield lambda: peak() + more
+        with real(*arguments) as found:
+            yield CountedBytes(lambda: found.peak() + more, found.live)
 
-    monkeypatch.setattr(engine, "measured", measured)
+    monkeypatch.setattr(measurement, "measured", measured)
     out = tmp_path / "run"
     shown = Taking()
     monkeypatch.setattr(Tight, "available", 1000)

@@ -257,9 +257,11 @@ class Decision:
 
         foreseen = self._foreseen.bound(signature)
         try:
-            first = foreseen is None and not self._foreseen.rehearsed
-            fresh = first or signature.most > 0 or self._tunes
-            found = choice(foreseen or self._foresee(rounded=True), fresh=fresh)
+            fresh = signature.most > 0 or self._tunes
+            if foreseen is None:
+                foreseen = self._foresee(rounded=True)
+                fresh |= self._foreseen.knows(signature)  # else it is a bound, of longer samples
+            found = choice(foreseen, fresh=fresh)
             # Undivided, the batch may fit as it is, and lanes are only slower
             # (test_batchnorm_is_not_divided_for_a_bound_alone).
             exact = signature.lanes and found.largest < signature.size
