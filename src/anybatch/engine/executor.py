@@ -44,7 +44,7 @@ from anybatch.execution.discover import discoverer
 from anybatch.execution.full_batch_rng.draw_layout import attributes_of, learn
 from anybatch.execution.full_batch_rng.kernels import refuse_scripted
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG, Laws, SharedDraws
-from anybatch.execution.full_size import compare_new_sizes, doubt_larger
+from anybatch.execution.full_size import compare_new_sizes, doubt_larger, pair_of
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.inspection import AGAIN, inspect_model, quietly
 from anybatch.execution.prefetch import DeviceLink, link_to
@@ -424,7 +424,7 @@ class Runner:
         compared = step.traits.sizes
         if compared is None or not compared.matter:
             return
-        if not compared.new(step.global_batch.size, step.micro_batch):
+        if not compared.new(*pair_of(step)):
             doubt_larger(step)
             return
         with self._inputs.detecting(), attributes_of(step), quietly():

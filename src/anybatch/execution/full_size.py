@@ -11,11 +11,13 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from anybatch.core.barrier import ForwardOf
-from anybatch.core.batch import MicroBatch
+from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.modules import call_model, walk
 from anybatch.core.rng import RNGState
 from anybatch.execution.proof import congruent
+from anybatch.execution.proof.inspected import Pair
 from anybatch.execution.proof.verdict import Verdict
+from anybatch.execution.signature import shapes_of
 from anybatch.execution.step import Step
 
 KEEPS = "forward builds anew what it keeps where the number of samples is another"
@@ -48,7 +50,7 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         trains=step.gradients is not None,
         values=record.values,
         backward=record.backward,
-        traces=record.traces,
+        traces=record.traces_of(shapes_of(some)),
     )
     found = _with_followed(compare, sizes, record.followed)
     if found.meets or 1 not in _parts(step):
@@ -119,7 +121,7 @@ def compare_new_sizes(step: Step) -> None:
     new = (*found.doubts, *declared.doubts)
     step.traits.doubts += tuple(why for why in new if why not in step.traits.doubts)
     assert step.traits.sizes is not None
-    step.traits.sizes.add(step.global_batch.size, step.micro_batch, step.traits.steps)
+    note_compared(step)
 
 
 def sizes_of_step(step: Step) -> list[int]:
@@ -143,10 +145,23 @@ def _compare_declared(step: Step) -> Verdict:
     return Verdict("", (CHANGES,)) if found is None else found
 
 
+def note_compared(step: Step) -> None:
+    """Note that the sizes of a step were compared in it."""
+    assert step.traits.sizes is not None
+    samples, micro_batch, shapes = pair_of(step)
+    step.traits.sizes.add(samples, micro_batch, step.traits.steps, shapes)
+
+
+def pair_of(step: Step) -> Pair:
+    """Return the sizes of a step, and the shapes of one row where these are there."""
+    shapes = shapes_of(step.batch) if isinstance(step.batch, TensorBatch) else ()
+    return step.global_batch.size, step.micro_batch, shapes
+
+
 def doubt_larger(step: Step) -> None:
     """Doubt a step that is larger than all that were compared, where it is not compared."""
     record = step.traits.sizes
-    if record is not None and record.beyond(step.global_batch.size, step.micro_batch):
+    if record is not None and record.beyond(*pair_of(step)):
         step.traits.doubts += (BEYOND,) if BEYOND not in step.traits.doubts else ()
 
 

@@ -39,7 +39,13 @@ from anybatch.core.python_state import difference
 from anybatch.core.rng import RNGState
 from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
-from anybatch.execution.full_size import CHANGES, compare_sizes, sizes_of_step, unheard
+from anybatch.execution.full_size import (
+    CHANGES,
+    compare_sizes,
+    note_compared,
+    sizes_of_step,
+    unheard,
+)
 from anybatch.execution.guard import Guard
 from anybatch.execution.outside import Named, every_number, first_moved
 from anybatch.execution.proof import rows as longest
@@ -189,7 +195,7 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     before.put_back()
     found.refuse()
     step.traits.doubts += found.doubts
-    step.traits.sizes.add(step.global_batch.size, step.micro_batch, step.traits.steps)
+    note_compared(step)
     if mismatch is not None:
         _refuse_meeting(step, part, fewer, layout, mismatch)
     if rows is not None:

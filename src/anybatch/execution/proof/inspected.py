@@ -29,6 +29,7 @@ from anybatch.execution.outside import (
 )
 from anybatch.execution.proof.congruent import CallTrace
 from anybatch.execution.proof.verdict import Verdict
+from anybatch.execution.signature import Shapes, elements
 
 MOST = 16
 """Graphs, and models, of a signature that are inspected; a coupled loss has a graph, too."""
@@ -148,8 +149,9 @@ def _outside(modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any])
 
 # Batch sizes at which the forward of the full batch was compared with that of micro-batches.
 #
-# A proof for 8 samples does not hold for 16: ghost batches of 8, a branch on ``len(x) > 10``. A
-# model that reads the number of samples is compared again at new sizes.
+# A proof for 8 samples does not hold for 16: ghost batches of 8, a branch on ``len(x) > 10``, which
+# may hang on the length of a row, too. A model that reads the number of samples is compared again
+# at new sizes and at new lengths.
 #
 #     batch of   8, in parts of 3   compared by the look of step 1
 #     batch of  16, in parts of 3   new: compared before the step computes anything
@@ -159,6 +161,10 @@ FREE = 8
 
 LARGER = 24
 """Pairs after which a larger batch is compared only where it is twice as large as any before."""
+
+
+Pair = tuple[int, int, Shapes]
+"""Samples of the batch, of a micro-batch, and shapes of one row; () where rows are loaded late."""
 
 
 @dataclass
@@ -171,11 +177,12 @@ class ComparedSizes:
         backward: that is not torch's own, and is compared, too.
         reads: a declared loss has Python read numbers of tensors.
         followed: rows in which samples were followed.
-        pairs: (samples of the batch, of a micro-batch) that were compared.
+        pairs: (samples of the batch, of a micro-batch, shapes of one row) that were compared.
         step: the step of the signature in which the last of these was.
         declared: compares the calls of a declared loss for numbers of samples; None (default)
             where nothing in it may depend on these.
-        traces: calls of forwards without data, of the full batch and of the rows followed.
+        traces: calls of forwards without data, of the full batch and of the rows followed, for rows
+            of the shapes that were compared last.
     """
 
     counts: bool
@@ -183,38 +190,54 @@ class ComparedSizes:
     backward: bool = False
     reads: bool = False
     followed: int = 0
-    pairs: set[tuple[int, int]] = field(default_factory=set)
+    pairs: set[Pair] = field(default_factory=set)
     step: int = 0
     declared: Callable[[Sequence[int]], Verdict] | None = None
     traces: dict[int, CallTrace] = field(default_factory=dict, repr=False)
+    shapes: Shapes = ()
 
     @property
     def matter(self) -> bool:
         """Whether forward, or a declared loss, may depend on how many samples there are."""
         return self.counts or self.declared is not None
 
-    def new(self, samples: int, micro_batch: int) -> bool:
+    def traces_of(self, shapes: Shapes) -> dict[int, CallTrace]:
+        """Return the traces of rows of these shapes, of which the next ones are stored."""
+        if shapes != self.shapes:
+            self.traces, self.shapes = {}, shapes
+        return self.traces
+
+    def new(self, samples: int, micro_batch: int, shapes: Shapes = ()) -> bool:
         """Say whether a pair is to be compared."""
-        if not self.matter or (samples, micro_batch) in self.pairs:
+        if not self.matter or (samples, micro_batch, shapes) in self.pairs:
             return False
         if len(self.pairs) < FREE:
             return True
         factor = 1 if len(self.pairs) < LARGER else 2
-        most, widest = self._largest()
-        larger = samples > most and samples >= factor * most
-        return larger or (micro_batch > widest and micro_batch >= factor * widest)
+        here = _measures((samples, micro_batch, shapes))
+        return any(
+            now > most and now >= factor * most
+            for now, most in zip(here, self._largest(), strict=True)
+        )
 
-    def beyond(self, samples: int, micro_batch: int) -> bool:
+    def beyond(self, samples: int, micro_batch: int, shapes: Shapes = ()) -> bool:
         """Say whether a pair that is not to be compared is larger than those that were."""
-        if not self.matter or (samples, micro_batch) in self.pairs:
+        pair = samples, micro_batch, shapes
+        if not self.matter or pair in self.pairs:
             return False
-        most, widest = self._largest()
-        return samples > most or micro_batch > widest
+        return any(now > most for now, most in zip(_measures(pair), self._largest(), strict=True))
 
-    def add(self, samples: int, micro_batch: int, step: int) -> None:
+    def add(self, samples: int, micro_batch: int, step: int, shapes: Shapes = ()) -> None:
         """Note that a pair was compared in this step."""
-        self.pairs.add((samples, micro_batch))
+        self.pairs.add((samples, micro_batch, shapes))
         self.step = step
 
-    def _largest(self) -> tuple[int, int]:
-        return max(n for n, _ in self.pairs), max(m for _, m in self.pairs)
+    def _largest(self) -> list[int]:
+        """Return the most samples, the widest micro-batch, and the most elements of one row."""
+        return [max(found) for found in zip(*map(_measures, self.pairs), strict=True)]
+
+
+def _measures(pair: Pair) -> tuple[int, int, int]:
+    """Return the samples of the batch, of a micro-batch, and the elements of one row."""
+    samples, micro_batch, shapes = pair
+    return samples, micro_batch, elements(shapes)

@@ -189,3 +189,58 @@ def test_an_image_as_high_as_the_batch_is_long_is_no_row(
     assert bool(engine.plan.exact) is (dim > 0), str(engine.plan.exact)
     if dim > 0:
         assert_exact(state_of(net, loss), want)
+
+
+LONG: dict[str, Callable[[Tensor], Tensor]] = {
+    "a branch": lambda h: h * 2 if len(h) > 8 and h.shape[1] > 6 else h,
+    "a factor": lambda h: h * (2.0 if len(h) * h.shape[1] > 100 else 1.0),
+    "a function": lambda h: h.relu() if h.numel() > 800 else h,
+    "one number of rows": lambda h: h.sin() if h.shape[:2] == (16, 9) else h,
+}
+
+
+class Long(nn.Module):
+    """A network of tokens, as many as a batch has."""
+
+    def __init__(self, body: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.body = nn.Linear(6, 8), nn.Linear(8, 3), body
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x).tanh())).mean(1)
+
+
+def tokens(length: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(16, length, 6, dtype=torch.float64), torch.randint(3, (16,))
+
+
+@pytest.mark.parametrize("micro_batch", [5, 4, 6])
+@pytest.mark.parametrize("earlier", [1, FREE + 1])
+@pytest.mark.parametrize("name", LONG)
+def test_what_depends_on_rows_and_on_their_length_is_found_at_another_length(
+    name: str, earlier: int, micro_batch: int
+) -> None:
+    """After the first lengths only longer ones are compared."""
+    net = Long(LONG[name]).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=5)
+    for number in range(earlier):
+        x, y = tokens(1 + number % 5)
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+    net.zero_grad()
+    engine.micro_batch = micro_batch
+    with pytest.raises(NotExactError, match="for 16"):
+        engine.backward(*tokens(9))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_lengths_that_vary_are_not_compared_in_every_step() -> None:
+    recorded = ComparedSizes(counts=True)
+    for length in range(1, 1 + LARGER):
+        assert recorded.new(16, 4, ((length, 6),))
+        recorded.add(16, 4, length, ((length, 6),))
+    assert not recorded.new(16, 4, ((LARGER, 6),))
+    assert not recorded.new(16, 4, ((LARGER + 1, 6),))
+    assert recorded.beyond(16, 4, ((LARGER + 1, 6),))
+    assert recorded.new(16, 4, ((2 * LARGER, 6),))
