@@ -203,6 +203,8 @@ class LazyBatch:
         self.paired = True
         self._ragged = ""
         self._hanging: set[Hung] = set()
+        self.shapes: set[tuple[tuple[int, ...], ...]] = set()
+        """Of one row of every input, as far as rows were loaded."""
 
     @property
     def size(self) -> int:
@@ -244,6 +246,7 @@ class LazyBatch:
         for item, chunk in zip(loader, chunks, strict=True):
             inputs, targets = collated(item, len(chunk), numbers, paired=self.paired)
             self._note_shapes(shapes, inputs, targets)
+            self.shapes.add(row_shapes(inputs))
             if hangs((inputs, targets)):
                 self._hanging |= hanging(inputs, "inputs") | hanging(targets, "target")
             yield MicroBatch(inputs, targets, len(chunk), begin)
@@ -272,6 +275,11 @@ class LazyBatch:
             f"rows of {self._ragged} have other shapes in other micro-batches, and the undivided "
             "batch would be padded to the longest of all: let collate_fn pad to a fixed length",
         )
+
+
+def row_shapes(tree: Any) -> tuple[tuple[int, ...], ...]:
+    """Return the shape of one row of every tensor."""
+    return tuple(tuple(t.shape[1:]) for _, t in pytree.tensors(tree))
 
 
 def collated(item: Any, items: int, numbers: dict[str, Any], *, paired: bool) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from anybatch.core.barrier import ForwardOf
-from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.batch import MicroBatch, TensorBatch, row_shapes
 from anybatch.core.modules import call_model, walk
 from anybatch.core.rng import RNGState
 from anybatch.execution.proof import congruent
@@ -50,7 +50,7 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         trains=step.gradients is not None,
         values=record.values,
         backward=record.backward,
-        traces=record.traces_of(shapes_of(some)),
+        traces=record.traces_of(row_shapes(some.inputs)),
     )
     found = _with_followed(compare, sizes, record.followed)
     if found.meets or 1 not in _parts(step):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anybatch.core import pytree
 from anybatch.core.absent import absent
-from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch
+from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch, row_shapes
 from anybatch.core.modules import Modules, local, tensors_of
 from anybatch.core.plan import OffloadPlan
 from anybatch.core.plan_sections import Memory
@@ -143,7 +143,7 @@ def tensor_signature(rows: HasRows) -> tuple[Any, ...]:
 
 def shapes_of(rows: HasRows) -> Shapes:
     """Return the shape of one row of every tensor."""
-    return tuple(tuple(t.shape[1:]) for _, t in pytree.tensors((rows.inputs, rows.targets)))
+    return row_shapes((rows.inputs, rows.targets))
 
 
 def numbers_of(rows: HasRows) -> tuple[tuple[str, Any], ...]:

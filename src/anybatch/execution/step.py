@@ -99,6 +99,7 @@ SQUEEZE = (
     "write squeeze(-1) for [n, 1], flatten(1) for [n, C, 1, 1], squeeze(0) for a state [1, n, C]"
 )
 
+LENGTHS = "rows were loaded of another length than those for which numbers of samples were compared"
 CHANGES = "forward builds another graph from step to step"
 
 
@@ -441,8 +442,11 @@ class Step(Repeatable):
 
     def doubt_batch(self) -> None:
         """Add the doubts about its batch that loading has shown."""
-        found = self.batch.doubts if isinstance(self.batch, LazyBatch) else ()
-        found += doubts_of(self.hung)
+        found, sizes = doubts_of(self.hung), self.traits.sizes
+        if isinstance(self.batch, LazyBatch):
+            found = (*self.batch.doubts, *found)
+            if sizes is not None and sizes.counts and self.batch.shapes - sizes.lengths:
+                found = (*found, LENGTHS)
         self.traits.doubts += tuple(doubt for doubt in found if doubt not in self.traits.doubts)
 
     def collect(self) -> None:

@@ -181,6 +181,7 @@ class ComparedSizes:
         step: the step of the signature in which the last of these was.
         declared: compares the calls of a declared loss for numbers of samples; None (default)
             where nothing in it may depend on these.
+        lengths: shapes of one row of every input that were compared.
         traces: calls of forwards without data, of the full batch and of the rows followed, for rows
             of the shapes that were compared last.
     """
@@ -193,8 +194,9 @@ class ComparedSizes:
     pairs: set[Pair] = field(default_factory=set)
     step: int = 0
     declared: Callable[[Sequence[int]], Verdict] | None = None
+    lengths: set[Shapes] = field(default_factory=set)
     traces: dict[int, CallTrace] = field(default_factory=dict, repr=False)
-    shapes: Shapes = ()
+    _traced: Shapes = ()
 
     @property
     def matter(self) -> bool:
@@ -202,9 +204,10 @@ class ComparedSizes:
         return self.counts or self.declared is not None
 
     def traces_of(self, shapes: Shapes) -> dict[int, CallTrace]:
-        """Return the traces of rows of these shapes, of which the next ones are stored."""
-        if shapes != self.shapes:
-            self.traces, self.shapes = {}, shapes
+        """Return the traces of rows of these shapes, which are compared next."""
+        self.lengths.add(shapes)
+        if shapes != self._traced:
+            self.traces, self._traced = {}, shapes
         return self.traces
 
     def new(self, samples: int, micro_batch: int, shapes: Shapes = ()) -> bool:

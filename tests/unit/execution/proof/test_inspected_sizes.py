@@ -11,8 +11,9 @@ from tests.oracle import assert_exact, state_of, undivided
 from tests.unit.execution.proof.nets import Body, Net, batch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from anybatch import Engine
+from anybatch import Engine, LazyBatch
 from anybatch.errors import NotExactError
 from anybatch.execution.proof.inspected import FREE, LARGER, ComparedSizes
 
@@ -244,3 +245,15 @@ def test_lengths_that_vary_are_not_compared_in_every_step() -> None:
     assert not recorded.new(16, 4, ((LARGER + 1, 6),))
     assert recorded.beyond(16, 4, ((LARGER + 1, 6),))
     assert recorded.new(16, 4, ((2 * LARGER, 6),))
+
+
+def test_loaded_rows_of_another_length_leave_a_doubt() -> None:
+    """Their length is unknown until they are computed with."""
+    net = Long(LONG["a branch"]).double()
+    engine, shown = Engine(net, F.cross_entropy, micro_batch=5), []
+    for length in (4, 4, 9):
+        engine.backward(LazyBatch(TensorDataset(*tokens(length))))
+        assert engine.plan is not None
+        shown.append(str(engine.plan.exact))
+    assert all(one.startswith("shown") for one in shown[:2])
+    assert shown[2].startswith("not shown: rows were loaded of another length")
