@@ -213,9 +213,10 @@ def test_ctrl_c_at_every_line(variant: str, counted: Callable[..., int]) -> None
         fresh, step = setting(variant)
         torch.set_rng_state(rng_state)
         before = snapshot(fresh)
-        _, interrupted = run_traced(step, place)
+        ran, interrupted = run_traced(step, place)
         now = snapshot(fresh)
-        assert interrupted, f"the signal at line event {place} was lost"
+        sent = ran >= place  # what is freed runs a few lines, and not in every step the same
+        assert interrupted or not sent, f"the signal at line event {place} was lost"
         was = same(_values(before), _values(now))
         done = same(_values(after), _values(now))
         assert was or done, f"half a step at line event {place} of {lines}"

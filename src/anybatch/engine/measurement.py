@@ -61,15 +61,13 @@ class Measurement:
             modules: of the model and of the loss.
             before: the state before the step.
         """
-        if planner is None or signature is None:
-            with read_peak(self._inputs.device) as found:
-                return self._runner.run(step, modules, before), found()
-        first = planner.decided != self._measured
-        step.clocked = not first and planner.trial(signature)
-        if first:
-            return self._metered(planner, step, signature, modules, before)
-        if planner.varies(signature):
-            return self._watched(planner, step, signature, modules, before)
+        if planner is not None and signature is not None:
+            first = planner.decided != self._measured
+            step.clocked = not first and planner.trial(signature)
+            if first:
+                return self._metered(planner, step, signature, modules, before)
+            if planner.varies(signature):
+                return self._watched(planner, step, signature, modules, before)
         with read_peak(self._inputs.device) as found:
             return self._runner.run(step, modules, before), found()
 

@@ -182,7 +182,7 @@ class Planner:
         return max(0, memory.budget - memory.predicted)
 
     def limit(self, signature: Signature, states: int) -> int | None:
-        """Return the most bytes for such a step; None where no smaller one is foreseen to fit.
+        """Return the most bytes for such a step; None where no smaller one would hold less.
 
         Args:
             signature: of the step.

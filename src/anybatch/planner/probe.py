@@ -224,6 +224,8 @@ def measured(
         limit: the most bytes, under the meter. Default None: any.
         stops: whether the body may end where it holds more; then torch.OutOfMemoryError is raised.
 
+    Yields:
+        Functions that return the bytes.
     """
     if accelerator.of(device).peaks:
         with live_peak(device, {}) as peak:
