@@ -21,6 +21,20 @@ from anybatch.tools.exactness import error_of, tolerance
 KIB = 1024
 
 
+def peaks(net: Values, engine: Engine, shares: list[float]) -> list[int]:
+    """Return the bytes of exact steps, in each of which a share of the tokens is routed."""
+    held = []
+    for number, share in enumerate(shares):
+        x, y = batch(share, number)
+        net.zero_grad()
+        wanted = undivided(net, F.cross_entropy, x, y)
+        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+            loss = engine.backward(x, y)
+        assert_exact(state_of(net, loss), wanted)
+        held.append(int(meter.peak))
+    return held
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_a_step_over_its_forecast_is_noticed_and_the_next_ones_fit(
     way: Callable[[Values, Tensor], Tensor], caplog: pytest.LogCaptureFixture
@@ -29,16 +43,9 @@ def test_a_step_over_its_forecast_is_noticed_and_the_next_ones_fit(
     torch.manual_seed(0)
     net = Values(way).double()
     budget = 1400 * KIB
-    engine, held = Engine(net, F.cross_entropy, memory=budget), []
+    engine = Engine(net, F.cross_entropy, memory=budget)
     with caplog.at_level(logging.INFO, logger="anybatch"):
-        for number, share in enumerate([0.02, 0.02, 0.6, 0.6, 0.6, 0.6, 0.6, 0.02]):
-            x, y = batch(share, number)
-            net.zero_grad()
-            wanted = undivided(net, F.cross_entropy, x, y)
-            with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
-                loss = engine.backward(x, y)
-            assert_exact(state_of(net, loss), wanted)
-            held.append(meter.peak)
+        held = peaks(net, engine, [0.02, 0.02, 0.6, 0.6, 0.6, 0.6, 0.6, 0.02])
     assert held[2] > 1.5 * budget, "else there is nothing to notice"
     one = 600 * KIB  # the result of a kernel, after which a step is stopped
     assert max(held[3:]) <= budget + one
@@ -62,16 +69,9 @@ def test_lanes_are_planned_again_by_rows_of_such_values(
     way: Callable[[Values, Tensor], Tensor],
 ) -> None:
     torch.manual_seed(0)
-    net, held = Normalised(way).double(), []
+    net = Normalised(way).double()
     engine = Engine(net, F.cross_entropy, memory=1400 * KIB)
-    for number, share in enumerate([0.02, 0.6, 0.6, 0.6, 0.6]):
-        x, y = batch(share, number)
-        net.zero_grad()
-        wanted = undivided(net, F.cross_entropy, x, y)
-        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
-            loss = engine.backward(x, y)
-        assert_exact(state_of(net, loss), wanted)
-        held.append(meter.peak)
+    held = peaks(net, engine, [0.02, 0.6, 0.6, 0.6, 0.6])
     assert engine.plan is not None
     assert engine.plan.mechanism == "lockstep"
     assert held[1] > 1400 * KIB, "else there is nothing to notice"
