@@ -1,0 +1,1 @@
+"""The first exchange of a step over ranks, and the gain from putting it off."""
