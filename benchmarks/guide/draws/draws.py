@@ -132,6 +132,7 @@ class Draw:
         """Return the bytes it may hold."""
         memory = training.plan("1TiB", timed=False, offload="off").memory
         assert memory is not None
+        assert memory.floor is not None
         low, high = sorted((memory.floor, memory.undivided))
         return round(exp(log(BELOW * low) + self.share * (log(high) - log(BELOW * low))))
 

@@ -83,4 +83,5 @@ def _bounds(problem: Problem) -> tuple[int, int]:
         problem.model, problem.loss_fn, batch, memory="1TiB", timed=False, offload="off"
     ).memory
     assert found is not None
+    assert found.floor is not None
     return found.floor, found.undivided

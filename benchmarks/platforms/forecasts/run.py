@@ -126,6 +126,7 @@ def one(name: str, place: str, share: float, device: torch.device, *, half: bool
         try:
             found = anybatch.plan(model, F.cross_entropy, batch, memory="60GiB", timed=False).memory
             assert found is not None
+            assert found.floor is not None
             budget = int(found.floor + share * (found.undivided - found.floor))
             plan = anybatch.plan(model, F.cross_entropy, batch, memory=budget, timed=False)
             engine, peaks = anybatch.Engine(model, F.cross_entropy, plan=plan), []

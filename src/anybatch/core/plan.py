@@ -25,6 +25,7 @@ from anybatch.core.plan_sections import (
     check_count,
     explain,
     memory_of,
+    show_floor,
     verdicts,
 )
 from anybatch.core.units import show_bytes
@@ -221,10 +222,7 @@ class Plan:
             rows["time"] = str(self.pace)
         if memory is not None:
             rows["memory"] = f"budget {memory.source}; predicted by {memory.how}"
-            rows["floor"] = (
-                f"{show_bytes(memory.floor)} at one sample a micro-batch; "
-                f"{show_bytes(memory.undivided)} undivided"
-            )
+            rows |= {"floor": show_floor(memory)} if memory.floor is not None else {}
         more = [] if self.device is None else self.device.lines()
         more += [] if self.offload is None else self.offload.explain()
         more += [] if self.scale is None else self.scale.explain()

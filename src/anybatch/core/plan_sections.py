@@ -62,7 +62,8 @@ class Memory:
         source: where the budget comes from.
         predicted: bytes of a step at its peak.
         owners: ``(name, bytes)`` at the peak, the largest first.
-        floor: least peak of a step, with micro-batches of one sample.
+        floor: least peak of a step, with micro-batches of one sample; None where only the full
+            batch was foreseen, because it fits: `Engine.foresee` and `anybatch.plan` tell it.
         undivided: peak of the undivided batch.
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
@@ -73,7 +74,7 @@ class Memory:
     source: str
     predicted: int
     owners: tuple[tuple[str, int], ...]
-    floor: int
+    floor: int | None
     undivided: int
     how: str
     candidates: tuple[Candidate, ...] = ()
@@ -119,15 +120,20 @@ def explain(memory: Memory, chosen: int, *, offloaded: bool = False) -> list[str
     share = f"{show_bytes(memory.predicted)} of {show_bytes(memory.budget)} ({memory.source})"
     lines = [f"  memory       {share}, predicted by {memory.how}"]
     lines += [f"    {name:<18} {show_bytes(count):>10}" for name, count in memory.owners]
-    lines += [
-        f"  floor        {show_bytes(memory.floor)} at one sample a micro-batch; "
-        f"{show_bytes(memory.undivided)} undivided"
-    ]
+    if memory.floor is None:
+        return lines
+    lines += [f"  floor        {show_floor(memory)}"]
     if memory.candidates:
         lines += ["  micro-batch      memory   seconds a step"]
     both = len({one.offloaded for one in memory.candidates}) > 1
     every = verdicts(memory, chosen, offloaded=offloaded)
     return lines + [f"  {_row(one, why, both=both)}" for one, why in every]
+
+
+def show_floor(memory: Memory) -> str:
+    """Return the fewest bytes of a step, and those of an undivided one."""
+    least = f"{show_bytes(memory.floor or 0)} at one sample a micro-batch"
+    return f"{least}; {show_bytes(memory.undivided)} undivided"
 
 
 def verdicts(

@@ -25,6 +25,7 @@ from anybatch.memory.fakes import paged
 from anybatch.memory.limits import available_memory
 from anybatch.memory.meter import storages
 from anybatch.planner.forecast import LOSS, WORKSPACE, Forecast
+from anybatch.planner.full_batch import FULL_BATCH, Suffices
 from anybatch.planner.ladder import FARTHER, SMALL, forecast
 from anybatch.planner.probe import state_bytes, workspace
 
@@ -196,6 +197,7 @@ class Foreseen:
         self._stored: list[tuple[Signature, Forecast]] = []
         self._same: set[Any] = set()
         self._more = 0
+        self._held: dict[Any, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle, without forecasts, which hold fakes."""
@@ -236,13 +238,19 @@ class Foreseen:
         if samples and self._stored:
             each = -(-count // samples)
             self._stored = [(saved, forecast.steeper(each)) for saved, forecast in self._stored]
-            return
-        self._more += 0 if self._stored else count
-        self._stored = [(saved, f.with_more("activations", count)) for saved, f in self._stored]
+        else:
+            self._more += 0 if self._stored else count
+            self._stored = [(saved, f.with_more("activations", count)) for saved, f in self._stored]
+        self._held |= {
+            _of_rows(saved): forecast.peak(saved.size, saved.size)
+            for saved, forecast in self._stored
+            if forecast.full_batch  # which goes where the batch does not fit any more
+        }
 
-    def forget(self) -> None:
-        """Drop all forecasts: the next ones are made by other rows."""
-        self._stored.clear()
+    def forget(self, *, full_batches: bool = False) -> None:
+        """Drop all forecasts, or only those of full batches: the next ones are made anew."""
+        remain = [pair for pair in self._stored if full_batches and not pair[1].full_batch]
+        self._stored = remain
 
     def bound(self, signature: Signature) -> Forecast | None:
         """Return a forecast that bounds this signature and is not many times larger; or None."""
@@ -266,21 +274,33 @@ class Foreseen:
         available: int,
         *,
         rounded: bool,
+        suffices: Suffices | None = None,
     ) -> Forecast:
-        """Make and store the forecast of a signature, or of one that bounds it and others."""
+        """Make and store the forecast of a signature, or of one that bounds it and others.
+
+        Args:
+            signature: of the mini-batch.
+            case: of it.
+            optimizer: its state counts.
+            available: bytes of the budget.
+            rounded: round changing sizes up.
+            suffices: as in `anybatch.planner.ladder.forecast`. Default None.
+        """
         self.rehearsed += 1
         bound = self._rounded(signature) if rounded else signature
         agreed = any(one.case is not None for _, one in self._stored)
         found = None
         if bound != signature:
-            found = _at(case, bound, optimizer, available, agreed=agreed)
+            found = _at(case, bound, optimizer, available, agreed=agreed, suffices=suffices)
         if found is None:
             bound = signature
-            found = _forecast(case, optimizer, available, signature.size)
+            found = _forecast(case, optimizer, available, signature.size, suffices)
         elif not accelerator.of(case.device).host:
             others = other_tensors(case, optimizer)
             found = on_cuda(found, case=case, others=others, budget=available, size=signature.size)
         found = found.with_more("activations", self._more) if self._more else found
+        less = self._held.get(_of_rows(bound), 0) - found.peak(bound.size, bound.size)
+        found = found.steeper(-(-less // bound.size)) if less > 0 else found
         self._stored.append((bound, found))
         self._compare(bound, found)
         return found
@@ -337,13 +357,17 @@ class Foreseen:
 
 
 def _forecast(
-    case: Case, optimizer: torch.optim.Optimizer | None, available: int, size: int
+    case: Case,
+    optimizer: torch.optim.Optimizer | None,
+    available: int,
+    size: int,
+    suffices: Suffices | None,
 ) -> Forecast:
     """Return the forecast, compared with a small real step where its device is there to run it."""
     device = absent()
     foresee = partial(forecast, case, optimizer, available=available)
     if device is None and accelerator.of(case.device).host:
-        return foresee(verify=True)
+        return foresee(verify=True, suffices=suffices)
     if device is None:
         others = other_tensors(case, optimizer)
         there = partial(on_cuda, case=case, others=others, budget=available, size=size)
@@ -364,6 +388,7 @@ def _at(
     available: int,
     *,
     agreed: bool,
+    suffices: Suffices | None,
 ) -> Forecast | None:
     """Return the forecast of the case with other shapes; None where the model cannot take them.
 
@@ -374,12 +399,13 @@ def _at(
     larger = replace(case, size=signature.size, rows=rows, global_samples=signature.global_samples)
     try:
         host = accelerator.of(case.device).host
-        found = forecast(larger, optimizer, available=available, verify=host, agreed=agreed)
+        foresee = partial(forecast, larger, optimizer, available=available, verify=host)
+        found = foresee(agreed=agreed, suffices=suffices if host else None)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # longer than its table of positions, or whatever else
         return None
-    if found.case is not None:
+    if found.case is not None or found.how == FULL_BATCH:
         return found
     if found.inspection.coupled:  # what all outputs need was not seen
         return None
@@ -394,6 +420,10 @@ def _same_ranks(saved: Signature, forecast: Forecast, signature: Signature) -> b
     if saved.global_samples == 0 or signature.global_samples == 0:
         return saved.global_samples == signature.global_samples
     return not forecast.meets_ranks
+
+
+def _of_rows(signature: Signature) -> Any:
+    return signature.tensors, signature.shapes, signature.size, signature.trains
 
 
 def _but_numbers(signature: Signature) -> Any:

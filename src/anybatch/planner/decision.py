@@ -29,9 +29,10 @@ from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen
 from anybatch.planner.forecast import ASIDE, WORKSPACE, Forecast
+from anybatch.planner.full_batch import Suffices
 from anybatch.planner.offload_memory import OffloadedSizes
 from anybatch.planner.paged_lockstep import PagedLockstep
-from anybatch.planner.resident_memory import ResidentSizes
+from anybatch.planner.resident_memory import ResidentSizes, in_no_cache
 from anybatch.planner.tuning import (
     MOST,
     OF_SIZES,
@@ -113,7 +114,7 @@ class Decision:
         try:
             return self._in_memory(may=may)
         except (BudgetError, NotExactError) as error:
-            bound = self._foreseen.bound(signature)
+            bound = self._bound()
             undivided = bound is not None and bound.indivisible
             if not may or undivided or isinstance(error, ScriptedNormError):
                 raise
@@ -128,7 +129,7 @@ class Decision:
         Or without some of them where they `may` be offloaded, and that is faster.
         """
         request, signature = self._request, self._request.signature
-        unknown = self._foreseen.bound(signature) is None
+        unknown = self._bound() is None
         resident = self._resident()
         offloaded = unknown and may and self._precedent.keeps_offloading(signature)
         if offloaded and (found := self._still_offloaded()) is not None:
@@ -255,11 +256,11 @@ class Decision:
             found.require(self._precedent.fixed_for(signature), request.refuse_division)
             return found
 
-        foreseen = self._foreseen.bound(signature)
+        foreseen = self._bound()
         try:
             fresh = signature.most > 0 or self._tunes
             if foreseen is None:
-                foreseen = self._foresee(rounded=True)
+                foreseen = self._foresee(rounded=True, suffices=self._suffices)
                 fresh |= self._foreseen.knows(signature)  # else it is a bound, of longer samples
             found = choice(foreseen, fresh=fresh)
             # Undivided, the batch may fit as it is, and lanes are only slower
@@ -317,7 +318,7 @@ class Decision:
         here it would hold this frame, which holds it, and the batch with both.
         """
         request, signature = self._request, self._request.signature
-        foreseen, fresh = self._foreseen.bound(signature), self._precedent.best is None
+        foreseen, fresh = self._bound(), self._precedent.best is None
         if foreseen is None:
             foreseen = self._foresee(rounded=True)
         offloading = self._offloading(self._completed(foreseen))
@@ -396,7 +397,7 @@ class Decision:
         clear, and where it cannot be run so either.
         """
         request, signature = self._request, self._request.signature
-        bound = self._foreseen.bound(signature)
+        bound = self._bound()
         if bound is None:
             return None
         n = (
@@ -411,7 +412,27 @@ class Decision:
         except BudgetError:
             return None
 
-    def _foresee(self, *, rounded: bool) -> Forecast:
+    def _bound(self) -> Forecast | None:
+        """Return a forecast that bounds the batch; None where there is none that suffices."""
+        signature = self._request.signature
+        found = self._foreseen.bound(signature)
+        if found is not None and found.full_batch and not self._suffices(found):
+            self._foreseen.forget(full_batches=True)
+            found = self._foreseen.bound(signature)
+        return found
+
+    def _suffices(self, full_batch: Forecast) -> bool:
+        """Say whether the forecast of only the full batch decides: it fits, and is not divided."""
+        request, terms, size = self._request, self._terms, self._request.signature.size
+        wanted = request.follows and not terms.thorough and terms.spill.way in ("auto", "off")
+        free = self._precedent.fixed is None and not request.signature.most
+        if not (wanted and free) or self._workspaces.chooser is not None:
+            return False
+        if self._completed(full_batch).peak(size, size) > terms.budget:
+            return False
+        return request.full_batch if in_no_cache(full_batch, size) else True
+
+    def _foresee(self, *, rounded: bool, suffices: Suffices | None = None) -> Forecast:
         request = self._request
         self._precedent.decided += 1
         return self._foreseen.foresee(
@@ -420,6 +441,7 @@ class Decision:
             request.optimizer,
             self._terms.budget,
             rounded=rounded,
+            suffices=suffices if request.follows else None,
         )
 
     def _completed(self, foreseen: Forecast) -> Forecast:
@@ -449,12 +471,14 @@ class PlanningRequest:
         case: returns the case of a dry run.
         optimizer: its state counts, as it will be.
         refuse_division: raises where the batch must not be divided.
+        follows: a step of it follows, so what it does not need is not foreseen.
     """
 
     signature: Signature
     case: Callable[[], Case]
     optimizer: torch.optim.Optimizer | None
     refuse_division: Callable[[], object]
+    follows: bool = False
 
     @cached_property
     def full_batch(self) -> bool:

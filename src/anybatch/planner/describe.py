@@ -75,8 +75,10 @@ def describe(
     return RunPlan(n, accumulator, memory, coupled, foreseen.inspection.loss, lanes)
 
 
-def _floor(foreseen: Forecast, size: int, *, confirmed: bool) -> int:
+def _floor(foreseen: Forecast, size: int, *, confirmed: bool) -> int | None:
     """Return the bytes of a step in micro-batches of one sample, rehearsed as in an error."""
+    if foreseen.full_batch:
+        return None
     exact = 0
     if confirmed:
         try:
@@ -124,6 +126,8 @@ def candidates(
     foreseen: Forecast, n: int, size: int, seconds: Mapping[int, float], budget: int
 ) -> tuple[Candidate, ...]:
     """Return the candidates worth a row: the sizes run, and the first that does not fit."""
+    if foreseen.full_batch:
+        return (Candidate(size, foreseen.peak(size, size), None),)
     doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
     fits = [k for k in doubling if foreseen.peak(k, size) <= budget]
     too_large = [k for k in doubling if k not in fits][:1]

@@ -79,6 +79,7 @@ class Forecast:
         global_samples: of all ranks, for which such a draw is made; 0 (default) is one process.
         pieces: bytes of the small gradients, which ranks sum in pieces.
         indivisible: the model takes no fewer samples than the batch has.
+        full_batch: only a step of the full batch was forecast.
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         measured: the lines are those of few real rows, and fakes tell whether they hold.
@@ -104,6 +105,7 @@ class Forecast:
     global_samples: int = 0
     pieces: int = 0
     indivisible: bool = False
+    full_batch: bool = False
     grain: int = 1
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False

@@ -14,7 +14,6 @@ after an out-of-memory error corrects it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -37,6 +36,18 @@ from anybatch.memory.ledger import AffineTimeline, BentTimeline, Line, NotAffine
 from anybatch.memory.meter import STEP
 from anybatch.planner import probe, rehearsal
 from anybatch.planner.forecast import SHARDS, STATES, Forecast
+from anybatch.planner.full_batch import (
+    PEAKS,
+    State,
+    Suffices,
+    buffer_bytes,
+    gradient_bytes,
+    guess,
+    may_suffice,
+    of_full_batch,
+    peak_line,
+    undivided,
+)
 from anybatch.planner.rehearsal import Inspection, unharmed
 
 SMALL = 2
@@ -56,9 +67,6 @@ NEAR_MARGIN = 1.2
 
 ROUNDING = 16384
 """Bytes that a kernel may round an allocation up by, between sizes that were rehearsed: 4 pages."""
-
-MARGIN = 1.1
-"""Factor of a line through measured peaks: their events may move."""
 
 SLACK = 4096
 """Bytes of scalars that a real step may hold and a fake one not."""
@@ -83,9 +91,6 @@ UNKNOWN_STATE = 2
 COLLECTIVES = 16384
 """Bytes of the numbers that ranks exchange."""
 
-FIXED = ("parameters", "buffers", "gradients", "rounding")
-"""Owners whose bytes do not depend on the samples."""
-
 OnDevice = Callable[[Forecast], Forecast]
 """Returns a forecast plus workspace and other tensors of its device."""
 
@@ -97,8 +102,6 @@ def _as_it_is(found: Forecast) -> Forecast:
 FAKE = "two dry runs on fake tensors"
 ROWS_AND_FAKES = "dry runs on a few real rows and on fake tensors"
 REAL = "two steps on a few real rows"
-PEAKS = "a line through measured peaks, and a tenth"
-UNDIVIDED = "a dry run of the full batch, since the model takes no fewer samples"
 
 
 def forecast(
@@ -110,6 +113,7 @@ def forecast(
     others: int = 0,
     on_device: OnDevice = _as_it_is,
     agreed: bool = False,
+    suffices: Suffices | None = None,
 ) -> Forecast:
     """Foresee the memory of a step.
 
@@ -123,6 +127,8 @@ def forecast(
         on_device: adds bytes of a device in addition to a step's tensors, needed before a real run.
             Default: none, as on the host.
         agreed: fakes have held what real steps hold, at other lengths. Default False.
+        suffices: says whether a forecast of the full batch alone is enough. Default None: it is
+            not, as micro-batches are to be foreseen.
 
     Returns:
         The forecast of the highest rung that holds.
@@ -132,31 +138,38 @@ def forecast(
     """
     update, held = _state(case, optimizer)
     state = update, held | _shards(case) | ({OWNER: case.page_bytes} if case.page_bytes else {})
+    may = suffices if suffices is not None and may_suffice(case) else None
     try:
-        found = _dry_run(case, state, available - others, verify=verify)
+        found = None if may is None else of_full_batch(case, state, available, may)
+        found = found or _dry_run(case, state, available - others, verify=verify)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
         if not verify:
             raise
-        found = None
-    if found is not None and found.measured:
+        found = None if may is None else guess(case, state, available, may)
+    if found is not None and (found.measured or found.full_batch):
         return found
     if found is not None:
         found = on_device(found)
         missing = _missing(found, case, available) if verify and not agreed else 0
         if missing <= SLACK:
             return found.with_more("activations", missing) if missing > 0 else found
+    return _on_few(case, state, available - others, on_device)
+
+
+def _on_few(case: Case, state: State, available: int, on_device: OnDevice) -> Forecast:
+    """Return the forecast of few real rows, or of a batch of which the model takes no fewer."""
     try:
-        return on_device(_on_rows(case, state, available - others))
+        return on_device(_on_rows(case, state, available))
     except (AnybatchError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # the step itself raises it, or the model takes batches of its own size alone
-        undivided = _undivided(case, state)
-        if undivided is None:
+        found = undivided(case, state)
+        if found is None:
             with values_of_a_part():
                 raise
-        return on_device(undivided)
+        return on_device(found)
 
 
 def _dry_run(case: Case, state: State, available: int, *, verify: bool) -> Forecast:
@@ -225,7 +238,7 @@ def _fit_few_rows(case: Case, undivided: Timeline, spare: int) -> bool:
     """Say whether real rows fit, by fakes of fewer."""
     own = [owner not in STATES for owner in undivided.owners]
     held = int(undivided.live[:, own].sum(1).max(initial=0)) + SMALL * _row(case)
-    sums = 2 * _gradients(case) if case.trains else 0
+    sums = 2 * gradient_bytes(case) if case.trains else 0
     return max(sums + OF_STEP * held, OF_INSPECTION * held) <= spare
 
 
@@ -292,10 +305,6 @@ def _spare(case: Case, held: int, available: int) -> int:
     return max(0, available - held - sum(map(allocated, (*there, *gradients))))
 
 
-State = tuple[Timeline | None, dict[str, int]]
-"""The update of an optimizer, and bytes in addition to a step: its state, a piece that is sent."""
-
-
 def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     update, held = _state_of(case, optimizer)
     if not case.global_samples:
@@ -334,36 +343,6 @@ def _of_one(case: Case, state: State) -> Forecast | None:
         raise
     except (ValueError, IndexError, RuntimeError, torch.jit.Error):  # scripts raise what they like
         return None
-
-
-def _undivided(case: Case, state: State) -> Forecast | None:
-    """Return the forecast of a batch that cannot be divided, from fakes of it; None without.
-
-    A micro-batch of any size holds the bytes of the full batch: that fits undivided, or not at all.
-    """
-    if case.lazy or case.global_samples:
-        return None
-    try:
-        fakes = as_fakes(case)
-        size = case.size
-        peak = _peaks([rehearsal.full_batch(replace(fakes, size=size), size)], (size,))
-    except Exception:  # the step raises what there is to say
-        return None
-    fixed = AffineTimeline(peak.owners, peak.events, peak.at(size).live, 0 * peak.slope)
-    return Forecast(
-        how=UNDIVIDED,
-        looked=fixed,
-        divided=fixed,
-        undivided=fixed,
-        accumulated=None,
-        update=state[0],
-        constant=state[1],
-        copied=0,
-        gradients=_gradients(case) if case.trains else 0,
-        inspection=rehearsal.Inspection((), copies=False),
-        case=None,
-        indivisible=True,
-    )
 
 
 def _on_real(case: Case, state: State) -> Forecast:
@@ -421,7 +400,6 @@ def _rehearsed(
     """
     looked, inspection = inspected or _inspected(case, sizes, how)
     case = unharmed(case, MICRO_BATCHES * max(sizes), writes=inspection.copies)
-    buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
     return Forecast(
         how=how,
         looked=looked,
@@ -433,8 +411,8 @@ def _rehearsed(
         accumulated=None,
         update=state[0],
         constant=state[1],
-        copied=sum(rounded(b.untyped_storage().nbytes(), b.device) for b in buffers.values()),
-        gradients=_gradients(case) if case.trains else 0,
+        copied=buffer_bytes(case),
+        gradients=gradient_bytes(case) if case.trains else 0,
         inspection=inspection,
         case=case if case.fake else None,
         entries=0 if case.fake else rehearsal.entries(case, sizes[0], inspection),
@@ -448,11 +426,6 @@ def _rehearsed(
 def _pieces(case: Case) -> int:
     """Return the bytes of the small gradients, which ranks sum in pieces."""
     return rounded(small_bytes(case.leaves), case.device)
-
-
-def _gradients(case: Case) -> int:
-    """Return the bytes of a set of gradients, without those that are paged."""
-    return sum(allocated(p) for p in case.leaves if id(p) not in case.paged)
 
 
 def _roughly(line: Line) -> AffineTimeline:
@@ -530,20 +503,12 @@ def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> Line:
     if sizes == (1,):
         (step,) = found
         exact = AffineTimeline(step.owners, step.events, step.live, 0 * step.live)
-        return BentTimeline(exact, _peaks(found, sizes), SMALL)
+        return BentTimeline(exact, peak_line(found, sizes), SMALL)
     if how != PEAKS:
         low, high = found
         margin = FARTHER.get(sizes[1], 1.0)
         return AffineTimeline.through(low, high, sizes[0], sizes[1], margin=margin)
-    return _peaks(found, sizes)
-
-
-def _peaks(found: list[Timeline], sizes: tuple[int, ...]) -> AffineTimeline:
-    """Return the line through the peaks of steps, and a tenth."""
-    every = [(line.peak, line.at_peak(), n) for line, n in zip(found, sizes, strict=True)]
-    fixed = max(sum(held.get(owner, 0) for owner in FIXED) for _, held, _ in every)
-    slope = max(math.ceil(MARGIN * max(0, peak - fixed) / n) for peak, _, n in every)
-    return AffineTimeline(("all",), ("peak",), np.array([[fixed]]), np.array([[slope]]))
+    return peak_line(found, sizes)
 
 
 def _missing(found: Forecast, case: Case, available: int) -> int:

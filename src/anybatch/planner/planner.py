@@ -36,7 +36,8 @@ from anybatch.planner.decision import Decision, PlanningRequest, Precedent, Term
 from anybatch.planner.describe import depict
 from anybatch.planner.earlier_plans import EarlierPlans, run_plan_of
 from anybatch.planner.forecast import WORKSPACE, Forecast
-from anybatch.planner.ladder import PEAKS, REAL
+from anybatch.planner.full_batch import PEAKS
+from anybatch.planner.ladder import REAL
 from anybatch.planner.workspaces import Workspaces
 
 
@@ -120,8 +121,9 @@ class Planner:
             make_case: returns the case of a dry run; called without a forecast.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
-            follow: take the plan that an earlier start had, where one is kept. Default False: the
-                batch is planned, and no earlier start is followed for it any more.
+            follow: a step follows: take the plan that an earlier start had, where one is kept, and
+                foresee no sizes that it does not need. Default False: the batch is planned, and no
+                earlier start is followed for it any more.
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
@@ -130,9 +132,10 @@ class Planner:
         if self.earlier is not None and not follow:
             self.earlier.give_up(signature)  # the plan that a person has asked for is followed
         found = self._earlier(signature) or self._planned.get(signature)
-        if found is None:
+        if found is None or not (follow or found.memory.floor):
+            self._say_stopped(signature)
             case = cache(make_case)
-            request = PlanningRequest(signature, case, optimizer, refuse_division)
+            request = PlanningRequest(signature, case, optimizer, refuse_division, follow)
             found = self.workspaces.within(self._fixed_budget, partial(self._decide, request))
             found = self._settled_in(found, signature)
             # Another plan was wrong, so the engine measures this one
@@ -189,12 +192,12 @@ class Planner:
             states: as in `learn`.
         """
         signature = self._foreseen.plain(signature)
-        foreseen = self._foreseen.bound(signature) if self.varies(signature) else None
-        if foreseen is None:
+        foreseen, planned = self._foreseen.bound(signature), self._planned[signature]
+        if foreseen is None or not (foreseen.full_batch or _may_vary(planned)):
             return None
-        planned = self._planned[signature]
         size, smaller = signature.size, {1, planned.micro_batch // 2} - {0, planned.micro_batch}
-        if not any(foreseen.peak(n, size) < planned.memory.predicted for n in smaller):
+        less = any(foreseen.peak(n, size) < planned.memory.predicted for n in smaller)
+        if not (less or (smaller and foreseen.full_batch)):
             return None
         return planned.memory.budget - _coming(planned, states)
 
@@ -311,6 +314,17 @@ class Planner:
         self._precedent.best, self._precedent.tuning = (n, signature.elements), None
         self.earlier = None
         self._planned.pop(self._foreseen.plain(signature), None)
+
+    def _say_stopped(self, signature: Signature) -> None:
+        """Say why a batch is planned anew that was guessed to fit undivided, if it was stopped."""
+        foreseen = self._foreseen.bound(signature) if signature.most else None
+        guessed = foreseen is not None and foreseen.full_batch and foreseen.how == PEAKS
+        if guessed and not self._varied:
+            self._varied = True
+            say(
+                "a step that was foreseen to fit undivided was stopped at its budget: its memory "
+                "depends on the values of a batch, so it is planned again by rows of this one"
+            )
 
     def _fixed_budget(self) -> int:
         assert self.budget is not None

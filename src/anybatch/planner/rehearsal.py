@@ -254,13 +254,29 @@ def entries(case: Case, n: int, inspection: Inspection) -> int:
 
 
 def full_batch(
-    case: Case, size: int, inspection: Inspection | None = None, *, sends: Sends | None = None
+    case: Case,
+    size: int,
+    inspection: Inspection | None = None,
+    *,
+    sends: Sends | None = None,
+    limit: int | None = None,
 ) -> Timeline:
-    """Run an undivided step of `size` samples under the meter; `sends` offloads saved tensors."""
+    """Run an undivided step under the meter.
+
+    Args:
+        case: the case of the dry run.
+        size: samples.
+        inspection: findings of the first inspection. Default None: unknown.
+        sends: returns the offloader of saved tensors; None (default) offloads none.
+        limit: bytes at which it stops. Default None: any.
+
+    Raises:
+        torch.OutOfMemoryError: it holds more than `limit`.
+    """
     STATUS.at(f"{_sort_of_run(case)} of {show_samples(size)} undivided")
     case = case if inspection is None else unharmed(case, size, writes=inspection.copies)
     ungathered = replace(case, size=0, meets=0)  # nothing but these samples is gathered
-    with metered(ungathered, undivided=True) as (meter, before):
+    with metered(ungathered, undivided=True, limit=limit) as (meter, before):
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)
@@ -454,7 +470,9 @@ def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def metered(case: Case, *, undivided: bool = False) -> Iterator[tuple[Meter, Before]]:
+def metered(
+    case: Case, *, undivided: bool = False, limit: int | None = None
+) -> Iterator[tuple[Meter, Before]]:
     """Run the body as `put_back` does, under a meter that knows the tensors of the model."""
     modules = [module for _, module in case.modules]
     every = [*tensors_of(modules, "_parameters"), *case.leaves]
@@ -467,7 +485,7 @@ def metered(case: Case, *, undivided: bool = False) -> Iterator[tuple[Meter, Bef
         quietly(),
         put_back(case, undivided=undivided) as before,
         _keep_large(case),
-        Meter(case.device, owned, spare=case.spare) as meter,
+        Meter(case.device, owned, spare=case.spare, limit=limit) as meter,
         uncounted(meter, case.leaves, case.paged),
     ):
         yield meter, before

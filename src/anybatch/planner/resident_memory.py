@@ -28,6 +28,11 @@ START = 4
 """Samples of the first size on a host, at least, where so many fit."""
 
 
+def in_no_cache(foreseen: Forecast, size: int) -> bool:
+    """Say whether an undivided batch of `size` samples holds more than a host's caches do."""
+    return foreseen.of_samples(size) > CACHED
+
+
 class ResidentSizes:
     """Choice of a size with all saved tensors resident, for one signature.
 
@@ -123,7 +128,7 @@ class ResidentSizes:
     @property
     def worth_dividing(self) -> bool:
         """Whether smaller micro-batches may be clearly faster than the undivided batch."""
-        return self._host and self.foreseen.of_samples(self._signature.size) > CACHED
+        return self._host and in_no_cache(self.foreseen, self._signature.size)
 
     def planned(self, n: int, *, trial: bool = False) -> RunPlan:
         """Return how a batch is run in micro-batches of `n`.

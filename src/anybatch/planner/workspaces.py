@@ -138,7 +138,7 @@ def _settled(found: RunPlan, predicted: int, rows: tuple[tuple[str, int], ...]) 
         predicted=predicted,
         owners=rows,
         candidates=candidates,
-        floor=min(memory.floor, predicted),
+        floor=None if memory.floor is None else min(memory.floor, predicted),
     )
 
 
@@ -177,7 +177,7 @@ def shared(foresee: Callable[[int | None], Plan], seconds: Callable[[Plan], floa
         BudgetError: not even without workspace a micro-batch of one sample fits.
     """
     plain = foresee(None)
-    if plain.memory is None:
+    if plain.memory is None or plain.memory.floor is None:
         return plain
     available = plain.memory.budget - plain.memory.floor
     tried: dict[int, Plan] = {}

@@ -25,7 +25,8 @@ from anybatch.memory.lockstep_budget import least
 from anybatch.memory.meter import Meter
 from anybatch.planner import ladder, rehearsal
 from anybatch.planner.forecast import steeper
-from anybatch.planner.ladder import FAKE, PEAKS, REAL, ROUNDING, ROWS_AND_FAKES, SLACK
+from anybatch.planner.full_batch import PEAKS
+from anybatch.planner.ladder import FAKE, REAL, ROUNDING, ROWS_AND_FAKES, SLACK
 
 ON_FAKES = FAKE, ROWS_AND_FAKES
 

@@ -50,10 +50,11 @@ def memory(record: RunRecord) -> list[Section]:
 
 
 def _against_budget(found: Memory) -> list[Fact]:
+    least = () if found.floor is None else (show_bytes(found.floor),)
     return [
         Fact("Budget", show_bytes(found.budget), found.source),
         Fact("Predicted peak", show_bytes(found.predicted), f"by {found.how}"),
-        Fact("Floor", show_bytes(found.floor), "at one sample a micro-batch"),
+        *(Fact("Floor", one, "at one sample a micro-batch") for one in least),
         Fact("Undivided", show_bytes(found.undivided), "what the whole mini-batch would hold"),
     ]
 

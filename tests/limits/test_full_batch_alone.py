@@ -1,0 +1,168 @@
+"""A batch that fits undivided is foreseen alone: at once, exactly, and anew where it must be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from benchmarks.guide.values.networks import WAYS, Values, batch
+from tests.oracle import assert_exact, state_of, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import Engine, Plan
+from anybatch.errors import NotExactError
+from anybatch.memory.meter import Meter
+from anybatch.planner.full_batch import FULL_BATCH, PEAKS
+
+KIB = 1024
+
+
+def net(*, norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    layer = nn.BatchNorm1d(64) if norm else nn.Tanh()
+    return nn.Sequential(nn.Linear(16, 64), layer, nn.Linear(64, 4)).double()
+
+
+def rows(size: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(size)
+    x = torch.randn(size, 16, generator=draw, dtype=torch.float64)
+    return x, torch.randint(4, (size,), generator=draw)
+
+
+def exact_step(model: nn.Module, engine: Engine, size: int) -> Plan:
+    """Take a step, compare it, and return its plan; its bytes are at most those foreseen."""
+    x, y = rows(size)
+    model.zero_grad()
+    wanted = undivided(model, F.cross_entropy, x, y)
+    loss = engine.backward(x, y)
+    assert_exact(state_of(model, loss), wanted)
+    assert isinstance(engine.plan, Plan)
+    assert engine.last is not None
+    assert engine.plan.memory is not None
+    if engine.last.peak_bytes is not None:
+        assert engine.last.peak_bytes <= engine.plan.memory.predicted <= engine.plan.memory.budget
+    return engine.plan
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_batch_that_fits_is_planned_by_its_full_batch(name: str, *, norm: bool) -> None:
+    model = net(norm=norm)
+    optimizer = getattr(torch.optim, name)(model.parameters())
+    engine = Engine(model, F.cross_entropy, optimizer=optimizer, memory="64MiB", cache=None)
+    found = exact_step(model, engine, 96).memory
+    assert found is not None
+    assert engine.last is not None
+    assert (found.how, found.floor) == (FULL_BATCH, None)
+    assert found.undivided == found.predicted
+    assert engine.last.peak_bytes is not None
+    assert found.predicted <= 1.02 * engine.last.peak_bytes + (name == "Adam") * found.predicted
+    model.zero_grad()
+    told = engine.foresee(*rows(96)).memory  # who asks for a plan is told of all sizes
+    assert told is not None
+    assert told.floor is not None
+    assert told.floor < told.undivided
+    assert abs(told.undivided - found.predicted) <= 0.02 * found.predicted
+
+
+def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not() -> None:
+    model = net()
+    engine = Engine(model, F.cross_entropy, memory=1400 * KIB, cache=None)
+    assert exact_step(model, engine, 256).memory.how == FULL_BATCH  # type: ignore[union-attr]
+    assert exact_step(model, engine, 7).mechanism == "undivided"
+    larger = exact_step(model, engine, 4096)
+    assert larger.mechanism != "undivided"
+    assert larger.memory is not None
+    assert larger.memory.floor is not None
+    assert exact_step(model, engine, 4096).mechanism != "undivided"
+
+
+def test_gradients_that_are_there_may_take_what_the_full_batch_needs() -> None:
+    """They are set aside during a step, and 21 MiB less are left."""
+    model = nn.Sequential(nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 2600)).double()
+    x, y = torch.randn(64, 16).double(), torch.randint(2600, (64,))
+    engine = Engine(model, F.cross_entropy, memory="50MiB", cache=None)
+    engine.backward(x, y)
+    assert engine.plan.memory.how == FULL_BATCH  # type: ignore[union-attr]
+    try:
+        engine.backward(x, y)
+    except anybatch.errors.BudgetError:
+        return  # a refusal names the bytes
+    assert engine.last is not None
+    assert (engine.last.predicted_bytes or 0) <= 50 * KIB * KIB
+
+
+def test_a_plan_of_the_full_batch_is_printed_kept_and_obeyed() -> None:
+    model = net()
+    plan = exact_step(model, Engine(model, F.cross_entropy, memory="64MiB", cache=None), 96)
+    assert FULL_BATCH in str(plan)
+    assert "floor" not in str(plan)
+    assert "floor" not in plan._repr_html_()
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    obeying = Engine(model, F.cross_entropy, plan=again)
+    assert exact_step(model, obeying, 96).memory == plan.memory
+
+
+def test_a_division_that_is_asked_for_is_foreseen() -> None:
+    model = net()
+    engine = Engine(model, F.cross_entropy, memory="64MiB", micro_batch=16, cache=None)
+    found = exact_step(model, engine, 96).memory
+    assert found is not None
+    assert found.floor is not None
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
+def test_a_guess_that_was_too_low_stops_at_the_budget_and_is_not_forgotten(way: object) -> None:
+    """The first rows route few tokens, and all others many: one sample tells too little."""
+    torch.manual_seed(0)
+    model = Values(way).double()  # type: ignore[arg-type]
+    x, y = batch(0.6, 0)
+    few, _ = batch(0.02, 1)
+    x = torch.cat([few[:4], x[4:]])
+    budget = 1400 * KIB
+    engine = Engine(model, F.cross_entropy, memory=budget, cache=None)
+    for number in range(3):
+        model.zero_grad()
+        wanted = undivided(model, F.cross_entropy, x, y)
+        with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
+            loss = engine.backward(x, y)
+        assert_exact(state_of(model, loss), wanted)
+        one = 600 * KIB  # the result of a kernel, after which a step is stopped
+        assert meter.peak <= budget + one * (number == 0)
+    assert engine.plan is not None
+    assert engine.plan.mechanism != "undivided"
+
+
+class Counts(nn.Module):
+    """Samples meet, and it holds more real bytes than fakes tell: a value decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.repeat(1, int(x.abs().max().item()))
+        return self.inner(x - x.mean(0)) + wide.sum(1, keepdim=True)
+
+
+def test_samples_that_meet_fit_undivided_or_are_refused() -> None:
+    model = Counts().double()
+    x, y = rows(32)
+    x[20, 3] = 400.0  # no sample of those that were tried has such a value
+    engine = Engine(model, F.cross_entropy, memory=1 << 20, cache=None)
+    wanted = undivided(model, F.cross_entropy, x[:20], y[:20])
+    loss = engine.backward(x[:20], y[:20])
+    assert_exact(state_of(model, loss), wanted)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.how == PEAKS
+    before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    with pytest.raises((NotExactError, anybatch.errors.BudgetError)):
+        engine.backward(x, y)
+    assert all(
+        a.equal(b.grad)
+        for a, b in zip(before, model.parameters(), strict=True)
+        if b.grad is not None
+    )
