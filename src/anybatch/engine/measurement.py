@@ -15,7 +15,9 @@ from torch import Tensor
 
 from anybatch.core import accelerator
 from anybatch.core.modules import Modules
+from anybatch.core.oom import out_of_memory
 from anybatch.core.optimizers import rounding
+from anybatch.core.retry import Retry
 from anybatch.core.transaction import Before
 from anybatch.engine.executor import Runner
 from anybatch.engine.inputs import StepInputs
@@ -62,14 +64,38 @@ class Measurement:
             before: the state before the step.
         """
         if planner is not None and signature is not None:
-            first = planner.decided != self._measured
-            step.clocked = not first and planner.trial(signature)
+            return self._planned(planner, step, signature, modules, before)
+        with read_peak(self._inputs.device) as found:
+            return self._runner.run(step, modules, before), found()
+
+    def _planned(
+        self,
+        planner: Planner,
+        step: Step,
+        signature: Signature,
+        modules: Modules,
+        before: Before,
+    ) -> tuple[Tensor, int | None]:
+        """Run a planned step; if it fails as a trial, it is run again in another way.
+
+        Raises:
+            Retry: it has.
+        """
+        first, trial = planner.decided != self._measured, planner.trial(signature)
+        step.clocked = trial and not first
+        try:
             if first:
                 return self._metered(planner, step, signature, modules, before)
             if planner.varies(signature):
                 return self._watched(planner, step, signature, modules, before)
-        with read_peak(self._inputs.device) as found:
-            return self._runner.run(step, modules, before), found()
+            with read_peak(self._inputs.device) as found:
+                return self._runner.run(step, modules, before), found()
+        except Exception as error:
+            other = isinstance(error, Retry) or out_of_memory(error)
+            may = step.unseen() and not step.global_batch.several and not other
+            if not (may and planner.gives_up(signature, error)):
+                raise
+        raise Retry("trial")  # out of the handler, which holds the frames of the error
 
     def _metered(
         self, planner: Planner, step: Step, signature: Signature, modules: Modules, before: Before

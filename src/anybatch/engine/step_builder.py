@@ -285,7 +285,12 @@ class Arranger:
             pair = (batch.inputs, batch.targets)
             inputs, targets = pytree.map_tensors(Tensor.clone, pair)
             batch = TensorBatch(inputs, targets, batch.size)
-        seconds = seconds_of_step(self._inputs, batch, modules, run_plan)
+        try:
+            seconds = seconds_of_step(self._inputs, batch, modules, run_plan)
+        except Exception as error:
+            if planner.gives_up(self._last[1], error):
+                return True
+            raise
         if seconds is None:
             return False
         signature, n = self._last[1], run_plan.micro_batch

@@ -246,7 +246,11 @@ class Repeatable(ABC):
 
     def can_shrink(self) -> bool:
         """Say whether the step may be tried smaller: not after the observer or a hook failed."""
-        return min(self.limit, self.batch.size) > 1 and self.phase not in ("shown", "fired")
+        return min(self.limit, self.batch.size) > 1 and self.unseen()
+
+    def unseen(self) -> bool:
+        """Say whether neither the observer nor a hook has been called for this micro-batch."""
+        return self.phase not in ("shown", "fired")
 
     def may_stop(self) -> bool:
         """Say whether the step may end here and be tried smaller; one of several ranks may not."""

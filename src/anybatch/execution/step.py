@@ -95,6 +95,7 @@ IN_CHECKPOINT = (
     "recomputes it where it is not traced: let the checkpoint end before the loss"
 )
 
+SINGLE_SAMPLE = "a micro-batch of one sample"
 SQUEEZE = (
     "write squeeze(-1) for [n, 1], flatten(1) for [n, C, 1, 1], squeeze(0) for a state [1, n, C]"
 )
@@ -292,7 +293,7 @@ class Step(Repeatable):
         ):
             return
         raise NotExactError(
-            "a micro-batch of one sample must be computed like those of several, and forward "
+            f"{SINGLE_SAMPLE} must be computed like those of several, and forward "
             f"fails on it ({type(error).__name__}: {str(error)[:120]}). Where squeeze() has taken "
             f"out the dimension of samples, {SQUEEZE}; else give a micro_batch without a last one "
             "of one sample, or one >= the batch size"

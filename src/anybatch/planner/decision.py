@@ -37,9 +37,9 @@ from anybatch.planner.tuning import (
     MOST,
     OF_SIZES,
     Place,
+    Precedent,
     TrialStep,
     Tuning,
-    even,
     fastest,
     halves,
     larger,
@@ -136,13 +136,16 @@ class Decision:
             return found
         cap = resident.largest
         one_size = request.full_batch or resident.foreseen.indivisible
+        one_size = one_size or signature in self._precedent.undivided
         if self._precedent.fixed is None and cap == signature.size and one_size:
             return resident.planned(cap)
         divides = cap < signature.size or resident.worth_dividing or self._terms.thorough
         if self._tunes and divides:
             return self._next(resident, may=may)
         n = self._precedent.pick(signature, cap)
-        found = resident.planned(n if resident.fits(n) else cap)
+        found = resident.planned(
+            self._precedent.without_single(n if resident.fits(n) else cap, signature)
+        )
         if self._precedent.best is None and signature.trains and not signature.most:
             self._precedent.follow(
                 TrialStep(found.micro_batch, "resident"), signature, settled=True
@@ -166,7 +169,8 @@ class Decision:
             trial = self._size_to_try(resident, tuning, OF_SIZES if elsewhere else MOST)
             if trial is None and elsewhere and offloading.pays(tuning.least_seconds):
                 trial = self._elsewhere(resident.largest, tuning, offloading, paged)
-            chosen = trial or tuning.best() or TrialStep(resident.start, "resident")
+            start = self._precedent.without_single(resident.start, signature)
+            chosen = trial or tuning.best() or TrialStep(start, "resident")
             n, place = chosen
             try:
                 if place == "resident":
@@ -198,7 +202,8 @@ class Decision:
         while True:
             run = tuning.of("resident")
             n = next((k for k in ladder if k not in run), None) or tuning.next_resident()
-            if n is None or resident.fits(n):
+            paired = n is None or self._precedent.without_single(n, self._request.signature) == n
+            if n is None or (paired and resident.fits(n)):
                 return None if n is None else TrialStep(n, "resident")
             tuning.fail(TrialStep(n, "resident"))
 
@@ -510,80 +515,3 @@ class PlanningRequest:
         except NotExactError:
             return True
         return False
-
-
-# Decisions of earlier batches that later ones follow, at any signature.
-#
-# Steps of the first signature find the fastest way. Batches of others keep the number of elements
-# in a micro-batch: of samples half as large, twice as many. If saved tensors were offloaded, they
-# may be again.
-#
-#     fastest: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
-
-
-@dataclass
-class Precedent:
-    """How batches are run.
-
-    Attributes:
-        fixed: required samples in a micro-batch; None (default) chooses.
-        best: samples in the fastest micro-batch so far, and elements of each; None (default)
-            before.
-        tuning: the search of it; None (default) before, or where a plan decided.
-        sends: whether saved tensors are offloaded, once that has been decided.
-        decided: forecasts made, and decisions of a plan that was given.
-    """
-
-    fixed: int | None = None
-    best: tuple[int, int] | None = None
-    tuning: Tuning | None = None
-    sends: bool = False
-    decided: int = 0
-
-    def tunes(self, signature: Signature) -> bool:
-        """Return whether steps of this signature find the fastest way: those of the first do."""
-        return self.best is None if self.tuning is None else self.tuning.is_of(signature)
-
-    def tuning_of(self, signature: Signature) -> Tuning:
-        """Return the search, which begins with the first step."""
-        if self.tuning is None:
-            self.tuning = Tuning(signature)
-        return self.tuning
-
-    def follow(self, trial: TrialStep, signature: Signature, *, settled: bool) -> None:
-        """Record how a batch is run, for those of other signatures.
-
-        Args:
-            trial: as it is run.
-            signature: of the batch.
-            settled: the search has ended, or there was none.
-        """
-        best = None if self.tuning is None else self.tuning.best()
-        if self.best is None or (self.tuning is not None and self.tuning.is_of(signature)):
-            self.best = (best or trial).micro_batch, signature.elements
-        if settled:
-            self.sends = trial.place != "resident"
-            if self.tuning is not None:
-                self.tuning.dry_runs.clear()
-
-    def keeps_offloading(self, signature: Signature) -> bool:
-        """Return whether saved tensors are offloaded as before: not under another plan."""
-        return self.sends and not signature.most
-
-    def fixed_for(self, signature: Signature) -> int | None:
-        """Return the required samples of a micro-batch; None where the size is free."""
-        return None if self.fixed is None else min(self.fixed, signature.largest)
-
-    def pick(self, signature: Signature, cap: int) -> int:
-        """Return a size up to `cap` that does as much work at once as the first one chosen did."""
-        if self.fixed is not None:
-            return min(self.fixed, cap)
-        if self.best is None:
-            return even(signature.size, cap)
-        trial = 0 if self.tuning is None else self.tuning.scaled(signature)
-        if trial:
-            return min(cap, trial)
-        n, elements = self.best
-        if elements == signature.elements:
-            return min(cap, n)
-        return max(1, min(cap, round(n * elements / max(signature.elements, 1))))

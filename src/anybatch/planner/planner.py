@@ -27,17 +27,20 @@ from anybatch.core import accelerator
 from anybatch.core.oom import release
 from anybatch.core.plan import Plan
 from anybatch.core.status import say
-from anybatch.core.units import parse_bytes, show_bytes
+from anybatch.core.units import parse_bytes, show_bytes, show_samples
+from anybatch.errors import NotExactError
 from anybatch.execution.signature import Case, RunPlan, Signature
+from anybatch.execution.step import SINGLE_SAMPLE
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen, default_budget, ran_out
-from anybatch.planner.decision import Decision, PlanningRequest, Precedent, Terms, completed
+from anybatch.planner.decision import Decision, PlanningRequest, Terms, completed
 from anybatch.planner.describe import depict
 from anybatch.planner.earlier_plans import EarlierPlans, run_plan_of
 from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
+from anybatch.planner.tuning import Precedent
 from anybatch.planner.workspaces import Workspaces
 
 
@@ -69,7 +72,7 @@ class Planner:
         self.workspaces = Workspaces()
         self.budget, self.source = budget, "as given"
         self.timed, self.thorough = timed, False
-        self._settled = settled
+        self._settled, self._passed_in = settled, settled is not None
         self.two_pass = settled is not None and settled.coupled
         self.earlier: EarlierPlans | None = None
         self._missing = 0
@@ -79,6 +82,7 @@ class Planner:
         )
         self._foreseen = Foreseen()
         self._planned: dict[Signature, RunPlan] = {}
+        self._ran: set[tuple[Signature, int]] = set()
 
     @contextmanager
     def timing(self, wanted: bool) -> Iterator[None]:  # noqa: FBT001
@@ -259,6 +263,40 @@ class Planner:
             return False
         return tuning.is_of(self._foreseen.plain(signature)) or tuning.scaled(signature) > 0
 
+    def gives_up(self, signature: Signature, error: Exception) -> bool:
+        """Give up the size or place of a step that has failed; return False where nothing is left.
+
+        The next attempt is planned without it. An error that is not the size's comes again.
+
+        Args:
+            signature: of the step.
+            error: that it has raised.
+        """
+        signature, precedent = self._foreseen.plain(signature), self._precedent
+        planned, size = self._planned[signature], signature.size
+        n, memory = planned.micro_batch, planned.memory
+        tuning = precedent.tuning if self.trial(signature) else None
+        trial = None if tuning is None else tuning.trial
+        required = precedent.fixed is not None or (self._passed_in and not self._foreseen.rehearsed)
+        if required or (n >= size and trial is None):
+            return False
+        own = (signature, n) in self._ran and not isinstance(error, NotExactError)
+        if tuning and trial and trial not in tuning.seconds and tuning.best() is not None:
+            tuning.fail(trial)
+        elif not precedent.no_single_rows and str(error).startswith(SINGLE_SAMPLE):
+            precedent.no_single_rows = True
+        elif own or memory.undivided > memory.budget or signature in precedent.undivided:
+            return False
+        else:
+            precedent.undivided.add(signature)
+        if self.earlier is not None:
+            self.earlier.give_up(signature)
+        first = str(error).strip().split("\n")[0]
+        how = f"micro-batches of {show_samples(n)} of {size}"
+        say(f"{how} cannot be run, so others are: {type(error).__name__}: {first}")
+        self._planned.clear()
+        return True
+
     def took(
         self,
         signature: Signature,
@@ -278,6 +316,7 @@ class Planner:
             run_plan: how it was run; None (default) for a trial that did not train.
         """
         tuning, signature = self._precedent.tuning, self._foreseen.plain(signature)
+        self._ran.add((signature, n))
         if self.earlier is not None and run_plan is not None:
             settled = tuning is None or tuning.trial is None
             if failed:  # another start may have the memory, and would go another way

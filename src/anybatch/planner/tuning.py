@@ -287,3 +287,90 @@ def least_seconds(seconds: Mapping[int, float], n: int, size: int) -> float:
     half = max((k for k in run if 2 * k <= most), default=None)
     rise = 0.0 if half is None else max(0.0, (run[most] - run[half]) / (most - half))
     return (size / n) * (run[most] + rise * (n - most))
+
+
+# Decisions of earlier batches that later ones follow, at any signature.
+#
+# Steps of the first signature find the fastest way. Batches of others keep the number of elements
+# in a micro-batch: of samples half as large, twice as many. If saved tensors were offloaded, they
+# may be again.
+#
+#     fastest: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
+
+
+@dataclass
+class Precedent:
+    """How batches are run.
+
+    Attributes:
+        fixed: required samples in a micro-batch; None (default) chooses.
+        best: samples in the fastest micro-batch so far, and elements of each; None (default)
+            before.
+        tuning: the search of it; None (default) before, or where a plan decided.
+        sends: whether saved tensors are offloaded, once that has been decided.
+        decided: forecasts made, and decisions of a plan that was given.
+        no_single_rows: the model has failed on a last micro-batch of one sample.
+        undivided: signatures whose batches cannot be divided, though that was planned.
+    """
+
+    fixed: int | None = None
+    best: tuple[int, int] | None = None
+    tuning: Tuning | None = None
+    sends: bool = False
+    decided: int = 0
+    no_single_rows: bool = False
+    undivided: set[Signature] = field(default_factory=set)
+
+    def without_single(self, n: int, signature: Signature) -> int:
+        """Return a size up to `n` that leaves no single sample, where the model takes none."""
+        while self.no_single_rows and n > 2 and signature.size % n == 1:
+            n -= 1
+        return n
+
+    def tunes(self, signature: Signature) -> bool:
+        """Return whether steps of this signature find the fastest way: those of the first do."""
+        return self.best is None if self.tuning is None else self.tuning.is_of(signature)
+
+    def tuning_of(self, signature: Signature) -> Tuning:
+        """Return the search, which begins with the first step."""
+        if self.tuning is None:
+            self.tuning = Tuning(signature)
+        return self.tuning
+
+    def follow(self, trial: TrialStep, signature: Signature, *, settled: bool) -> None:
+        """Record how a batch is run, for those of other signatures.
+
+        Args:
+            trial: as it is run.
+            signature: of the batch.
+            settled: the search has ended, or there was none.
+        """
+        best = None if self.tuning is None else self.tuning.best()
+        if self.best is None or (self.tuning is not None and self.tuning.is_of(signature)):
+            self.best = (best or trial).micro_batch, signature.elements
+        if settled:
+            self.sends = trial.place != "resident"
+            if self.tuning is not None:
+                self.tuning.dry_runs.clear()
+
+    def keeps_offloading(self, signature: Signature) -> bool:
+        """Return whether saved tensors are offloaded as before: not under another plan."""
+        return self.sends and not signature.most
+
+    def fixed_for(self, signature: Signature) -> int | None:
+        """Return the required samples of a micro-batch; None where the size is free."""
+        return None if self.fixed is None else min(self.fixed, signature.largest)
+
+    def pick(self, signature: Signature, cap: int) -> int:
+        """Return a size up to `cap` that does as much work at once as the first one chosen did."""
+        if self.fixed is not None:
+            return min(self.fixed, cap)
+        if self.best is None:
+            return even(signature.size, cap)
+        trial = 0 if self.tuning is None else self.tuning.scaled(signature)
+        if trial:
+            return min(cap, trial)
+        n, elements = self.best
+        if elements == signature.elements:
+            return min(cap, n)
+        return max(1, min(cap, round(n * elements / max(signature.elements, 1))))
