@@ -6,7 +6,6 @@ from functools import partial
 from benchmarks.agbn.accuracy import rows as agbn_accuracy
 from benchmarks.agbn.adaptive_speed import rows as agbn_speed
 from benchmarks.agbn.global_bn import rows as global_rows
-from benchmarks.agbn.handshake import rows as handshake_rows
 from benchmarks.agbn.lanes_memory import rows as agbn_memory
 from benchmarks.agbn.lanes_parts import rows as agbn_parts
 from benchmarks.agbn.learns import rows as agbn_learns
@@ -119,7 +118,6 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "global_bn_volume": ("agbn/global_bn", global_rows.global_bn_volume),
     "global_bn_numerics": ("agbn/global_bn", global_rows.global_bn_numerics),
     "overlap": ("agbn/overlap", overlap_rows.overlap),
-    "handshake": ("agbn/handshake", handshake_rows.handshake),
     "overlap_shares": ("agbn/overlap", overlap_rows.overlap_shares),
     "lanes_memory": ("agbn/lanes_memory", agbn_memory.lanes_memory),
     "lanes_memory_scan": ("agbn/lanes_memory", agbn_memory.lanes_memory_scan),
@@ -220,7 +218,6 @@ TITLES = {
     "tables": "Micro Batch Streaming: Tables 1 to 5 and Figure 3",
     "global_bn": "BatchNorm over ranks beside local BatchNorm",
     "overlap": "Gradients over ranks, summed during backward",
-    "handshake": "The first exchange of a step over ranks, put off",
     "lanes_memory": "What a step in lanes holds",
     "lanes_parts": "Where the time of a step in lanes goes",
     "learns": "CIFAR-10 images: BatchNorm of 512 samples, of which 8 fit at once",

@@ -42,26 +42,11 @@ class Collective(NamedTuple):
     numbers: int
 
 
-class ScriptKey(NamedTuple):
-    """Steps that run the same collectives.
+Scripts = dict[bool, tuple[Collective, ...]]
+"""Whether pieces of gradients are sent early -> the collectives of a step after its beginning."""
 
-    Attributes:
-        announced: ranks announced their values with the beginning. Default False.
-        early: pieces of gradients are sent early. Default False.
-    """
-
-    announced: bool = False
-    early: bool = False
-
-
-Scripts = dict[ScriptKey, tuple[Collective, ...]]
-"""The collectives of a step after its beginning."""
-
-HEADER, FACTS = Collective("header", 48), Collective("gather", 48)
+HEADER, FACTS = Collective("header", 16), Collective("gather", 16)
 """Collectives that may meet another one have one shape: the key shows a difference."""
-
-BEGIN = 16
-"""Numbers of `FACTS` in a beginning; the others are announcements."""
 
 SUMS = "the sum of"
 """Prefix of the name of a sum of gradients, followed by their number."""
@@ -83,7 +68,7 @@ class Coordinator:
     Attributes:
         script: the collectives of this step so far, without the first.
         early: pieces of gradients that all ranks send before the next collective; None if none are.
-        script_key: of the step, as far as it has come.
+        sends_early: whether this step sends pieces early, as far as it has come.
     """
 
     def __init__(self, group: Group, *, facts: int = 0, called: bool = False) -> None:
@@ -93,7 +78,7 @@ class Coordinator:
         first = (HEADER,) if called else ()
         self._expected: tuple[Collective, ...] | None = first + (FACTS,) * (facts + 1)
         self._scripts: Scripts = {}
-        self.script_key = ScriptKey()
+        self.sends_early = False
         self._over = False
         self._raw = False
         group.begin()
@@ -114,41 +99,28 @@ class Coordinator:
         with self.raw():
             return self.group.broadcast_object(one, source)
 
-    def begin(
-        self, facts: list[float], scripts: Scripts, announced: Tensor | None = None
-    ) -> tuple[list[list[float]], list[Tensor] | None]:
+    def begin(self, facts: list[float], scripts: Scripts) -> list[list[float]]:
         """Return the facts of all ranks; go by the script from here on, if all have the same.
 
         Args:
-            facts: fewer numbers than `BEGIN`.
+            facts: fewer numbers than `FACTS` has.
             scripts: the collectives of earlier steps of this signature; missing ones are learned.
-            announced: further numbers of this rank, [n], if available already; no more numbers than
-                `FACTS` has left. Default None.
-
-        Returns:
-            The facts, and the announcements of all ranks, if all have any.
         """
         checksum = _number(repr(sorted(scripts.items())))
-        numbers = [checksum, float(announced is not None), *facts]
-        numbers += [0.0] * (BEGIN - len(numbers)) + (
-            [] if announced is None else announced.tolist()
-        )
-        rows = self.gather("the beginning of a step", _filled(numbers))
-        heads = [row[:BEGIN].tolist() for row in rows]
-        self._scripts = scripts if all(head[0] == checksum for head in heads) else {}
+        rows = self.gather("the beginning of a step", _filled([checksum, *facts]))
+        every = [row[: 1 + len(facts)].tolist() for row in rows]
+        self._scripts = scripts if all(one[0] == checksum for one in every) else {}
         self.script = []
-        self._goes_on(ScriptKey(announced=all(head[1] for head in heads)))
-        said = None if announced is None else [row[BEGIN : BEGIN + len(announced)] for row in rows]
-        brought = [head[2 : 2 + len(facts)] for head in heads]
-        return brought, said if self.script_key.announced else None
+        self._goes_on()
+        return [one[1:] for one in every]
 
     def send_early(self, pieces: Pieces) -> None:
         """Take in that all ranks send these pieces, and go by the script of a step that does."""
-        self.early = pieces
-        self._goes_on(self.script_key._replace(early=True))
+        self.early, self.sends_early = pieces, True
+        self._goes_on()
 
-    def _goes_on(self, script_key: ScriptKey) -> None:
-        self.script_key, self._expected = script_key, self._scripts.get(script_key)
+    def _goes_on(self) -> None:
+        self._expected = self._scripts.get(self.sends_early)
 
     @contextmanager
     def shielded(self) -> Iterator[None]:

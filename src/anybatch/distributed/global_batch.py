@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from anybatch.core import pytree
 from anybatch.core.accelerator import home, of, wide
 from anybatch.core.moments import merged_in_order
-from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.distributed import gradients
 from anybatch.distributed.buckets import Pieces
 from anybatch.distributed.coordinator import END, Coordinator, Scripts
 from anybatch.distributed.gradients import GradientSums
-from anybatch.distributed.handshake import Alike, Beginning, Habit, Here
+from anybatch.distributed.handshake import Alike, Beginning, Here
 from anybatch.distributed.local_batch import Amended, Layout, Moved, Rows, Take
 from anybatch.distributed.process_group import Group, packed
 from anybatch.errors import NotExactError, RankError
@@ -44,16 +43,11 @@ R = TypeVar("R")
 
 
 def meets(method: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ranks, P], R]:
-    """Wrap a method so that it ends before Ctrl-C does: other ranks would wait for this one.
-
-    A beginning that was put off comes before it.
-    """
+    """Wrap a method so that it ends before Ctrl-C does: other ranks would wait for this one."""
 
     @wraps(method)
     def wrapped(self: Ranks, /, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._coordinator.shielded():
-            if not self._begun:
-                self._begin()
             return method(self, *args, **kwargs)
 
     return wrapped
@@ -69,7 +63,6 @@ class Ranks:
         scripts: the collectives of earlier steps of this signature, if any.
         dense: places of the parameters that had a dense gradient in it, on some rank; None where
             they cannot be sent before the end of backward. Default empty.
-        habit: values of all ranks in their last steps; None (default) expects none.
 
     Attributes:
         size: N_B over all ranks.
@@ -95,43 +88,19 @@ class Ranks:
         alike: Alike,
         scripts: Scripts | None = None,
         dense: tuple[int, ...] | None = (),
-        habit: Habit | None = None,
     ) -> None:
         self._coordinator, self._here, self.dense = coordinator, here, dense
-        self._facts = [*map(float, here), *alike]
-        self._scripts, self._habit = scripts or {}, habit or Habit()
         self._offered: Pieces | None = None
         self._counted: list[list[Total] | None] = []
-        self._ending = self._begun = False
+        self._ending = False
         self._sums: GradientSums | None = None
         self._loss: tuple[Tensor, Tensor] | None = None
         self._moves: Moved | None = None
-        self._expected = self._habit.expected(self._facts, coordinator.group.rank)
-        if self._expected is None:
-            with coordinator.shielded():
-                self._begin()
-        else:
-            self._take(self._expected)
-
-    def _begin(self, announced: Tensor | None = None) -> list[Tensor] | None:
-        """Exchange the facts of all ranks; return the numbers sent with them, if all sent any.
-
-        Raises:
-            Retry: it is something else than was expected.
-        """
-        rows, said = self._coordinator.begin(self._facts, self._scripts, announced)
-        self._begun = True
-        self._habit.note(rows)
-        if self._expected is None:
-            self._take(rows)
-        elif rows != self._expected:
-            raise Retry("ranks")
-        if not self.settled:
-            self._coordinator.begin_again()
-        return said
-
-    def _take(self, rows: list[list[float]]) -> None:
-        found = Beginning(rows, self._coordinator.group.rank)
+        with coordinator.shielded():
+            facts = coordinator.begin([*map(float, here), *alike], scripts or {})
+            found = Beginning(facts, coordinator.group.rank)
+            if not found.settled:
+                coordinator.begin_again()
         self.size, self.begin = found.size, found.begin
         self.micro_batch, self.lanes, self.coupled = found.micro_batch, found.lanes, found.coupled
         self.settled, self._sizes, self._first = found.settled, found.sizes, found.first
@@ -139,7 +108,7 @@ class Ranks:
     @property
     def script(self) -> Scripts:
         """The collectives of the step."""
-        return {self._coordinator.script_key: tuple(self._coordinator.script)}
+        return {self._coordinator.sends_early: tuple(self._coordinator.script)}
 
     @property
     def sending(self) -> bool:
@@ -170,8 +139,7 @@ class Ranks:
     def _count(self, totals: list[Total] | None) -> list[Total] | None:
         offer = 0 if self._offered is None else self._offered.digest
         part = packed_totals(totals, has_rows=self._here.size > 0, offer=offer)
-        announced = None if self._begun else self._begin(part)
-        rows = [row.tolist() for row in announced or self._coordinator.gather("the loss", part)]
+        rows = [row.tolist() for row in self._coordinator.gather("the loss", part)]
         found = counted(rows, totals or [])
         countable = found is not None and all(one.denominator is not None for one in found)
         if countable and self._offered and all(row[-1] == offer for row in rows):

@@ -1,12 +1,10 @@
 """Handshake of a step: facts that ranks exchange, and numbers that must agree on all of them.
 
-The size of the full batch is known when all ranks have exchanged theirs, and a waiting rank is
-idle. If all of them had the same values in several steps, a rank with these values continues as if
-the others had them too, and states so in its next collective. A rank with other values begins at
-once, as in a first step; the others learn of it, and run the step again.
+The size of the full batch is known when all ranks have exchanged theirs, so every step begins with
+one exchange.
 
-    rank 0:  mu_0 forward ──> begin and denominators ──> ...        (as in the steps before)
-    rank 1:  begin: 7 samples, not 8 ──────┘  rank 0 hears it, and begins again
+    rank 0:  8 samples ──┐
+    rank 1:  7 samples ──┴──> 15 in all, of which its own are 8 to 14; micro-batches of 4 on both
 """
 
 from __future__ import annotations
@@ -24,9 +22,6 @@ from anybatch.errors import BatchError, RankError
 
 ANY = -1
 """Samples of all ranks that a micro-batch is good for, where that does not depend on them."""
-
-TIMES = 3
-"""Steps to which all ranks have brought the same, before it is expected."""
 
 Rows = list[list[float]]
 """The values of each rank, in numbers: of `Here`, then of `Alike`."""
@@ -51,24 +46,6 @@ class Here(NamedTuple):
     lanes: int
     trains: int
     coupled: int
-
-
-class Habit:
-    """Facts that all ranks have brought to their last steps."""
-
-    def __init__(self) -> None:
-        self._rows: Rows = []
-        self._times = 0
-
-    def expected(self, mine: list[float], rank: int) -> Rows | None:
-        """Return the facts of all ranks if `mine` predicts them; None if ranks must exchange."""
-        same = self._times >= TIMES and self._rows[rank] == mine
-        return self._rows if same else None
-
-    def note(self, rows: Rows) -> None:
-        """Record the facts of all ranks."""
-        self._times = self._times + 1 if rows == self._rows else 1
-        self._rows = rows
 
 
 class Beginning:

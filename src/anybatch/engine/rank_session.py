@@ -21,7 +21,7 @@ from anybatch.core.retry import Retry
 from anybatch.distributed.coordinator import Coordinator, Scripts, guarded
 from anybatch.distributed.fsdp import Sharded, coordinated
 from anybatch.distributed.global_batch import Ranks, devices_of, same_rng
-from anybatch.distributed.handshake import Alike, Form, Habit, Here, Named, has_lazy, values_of
+from anybatch.distributed.handshake import Alike, Form, Here, Named, has_lazy, values_of
 from anybatch.distributed.local_batch import Amended, GlobalBatch, LocalBatch
 from anybatch.distributed.process_group import Group, group_of
 from anybatch.errors import NotExactError, RankError
@@ -82,7 +82,6 @@ class RankSession:
         self._scripts: dict[Any, Scripts] = {}
         self._form, self._counts = Form(), False
         self._most: dict[bool, int] = {}
-        self._habit = Habit()
         self._dense: dict[Any, tuple[int, ...] | None] = {}
 
     def together(self, run: Callable[[], T]) -> T:
@@ -161,7 +160,7 @@ class RankSession:
                 self._scripts.get(self._signature),
                 self._dense.get(self._signature, ()),
             )
-            self.global_batch = Ranks(self._coordinator, here, alike, scripts, dense, self._habit)
+            self.global_batch = Ranks(self._coordinator, here, alike, scripts, dense)
             most = self.most(trains=bool(here.trains))
             earlier = most if here.covers else 0  # no more than there are, where that did not fit
             self._most[bool(here.trains)] = max(earlier, self.global_batch.size)

@@ -1,4 +1,4 @@
-"""What all ranks have brought to several steps is expected of them, and may be otherwise."""
+"""Ranks bring the same to several steps, and then something else; steps fail on one of them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.distributed.handshake import TIMES, Habit
 from anybatch.distributed.process_group import Group
 
 SIZE, MICRO = 3, 2
+STEPS = 5
+"""Steps in which all bring the same before one fails."""
 KINDS = ("streamed", "coupled", "lanes", "ignored")
 
 
@@ -46,7 +47,7 @@ def shards_of(seed: int, steps: int) -> list[tuple[int, ...]]:
     draw = random.Random(seed)
     found, now = [], [4, 4, 4]
     while len(found) < steps:
-        found += [tuple(now)] * draw.randint(TIMES + 1, TIMES + 4)
+        found += [tuple(now)] * draw.randint(2, 5)
         now[draw.randrange(SIZE)] = draw.choice([0, 1, 3, 4, 5])
         now = [4, 4, 4] if draw.random() < 0.3 or sum(now) < 2 else now
     return found[:steps]
@@ -103,12 +104,8 @@ def test_batches_that_change_on_some_ranks_give_the_gradient_of_all_samples(
             assert_exact(found[step], want)
 
 
-def counted(rank: int, _size: int, other: int) -> list[tuple[int, int]]:
-    """Return, for each step, how many gathers it took and how many forwards were run.
-
-    Args:
-        other: the step in which the last rank brings fewer samples; -1 is none.
-    """
+def counted(rank: int, _size: int) -> list[tuple[int, int]]:
+    """Return, for each step, how many gathers it took and how many forwards were run."""
     gathers, forwards, steps = [0], [0], []
     started = Group._started
 
@@ -121,9 +118,8 @@ def counted(rank: int, _size: int, other: int) -> list[tuple[int, int]]:
     engine = Engine(model, loss_of("streamed"), micro_batch=MICRO)
     Group._started = noted  # type: ignore[method-assign]
     try:
-        for step in range(2 * TIMES + 4):
-            shards = (4, 4, 3 if step == other else 4)
-            x, y = (mine(rank, shards, t) for t in batch_of(step, shards))
+        for step in range(STEPS):
+            x, y = (mine(rank, (4, 4, 4), t) for t in batch_of(step, (4, 4, 4)))
             gathers[0] = forwards[0] = 0
             engine.backward(x, y)
             steps.append((gathers[0], forwards[0]))
@@ -132,20 +128,9 @@ def counted(rank: int, _size: int, other: int) -> list[tuple[int, int]]:
     return steps
 
 
-def test_a_step_that_all_expect_begins_with_its_denominators(workers: Pool) -> None:
-    for steps in workers.run(counted, -1):
-        assert steps[TIMES - 1] == (3, 2)  # begin, denominators, end
-        assert steps[-2] == (2, 2)
-        assert steps[-1] == (2, 2)  # the tenth looks again, and that is no call of the model
-
-
-def test_who_expected_something_else_begins_again_once(workers: Pool) -> None:
-    other = TIMES + 3
-    for steps in workers.run(counted, other):
-        assert steps[other - 1] == (2, 2)
-        assert steps[other][1] == 3  # of the first micro-batch once more
-        assert steps[other + 1][1] == 2  # nothing is expected for a while
-        assert steps[-2][1] == 2
+def test_a_later_step_gathers_its_beginning_its_denominators_and_its_end(workers: Pool) -> None:
+    for steps in workers.run(counted):
+        assert steps[-1] == (3, 2)
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -153,7 +138,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def failing(rank: int, _size: int, where: str, error: str) -> Any:
-    """Fail on one rank in a step that the others expect; then make it, and the next."""
+    """Fail on one rank in a later step; then make it, and the next."""
     model, shards = net("streamed"), (4, 4, 4)
     faults = array("b", [0])  # a list that changes is a change of the model
     engine = Engine(model, loss_of("streamed"), micro_batch=MICRO)
@@ -171,7 +156,7 @@ def failing(rank: int, _size: int, where: str, error: str) -> Any:
     else:
         in_backward(layer, fail)
     x, y = (mine(rank, shards, t) for t in batch_of(0, shards))
-    for _ in range(TIMES + 2):
+    for _ in range(STEPS):
         model.zero_grad()
         engine.backward(x, y)
     before, said = gradients(model), ""
@@ -189,7 +174,7 @@ def failing(rank: int, _size: int, where: str, error: str) -> Any:
 @pytest.mark.product
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("error", ["fault", "interrupt", "memory"])
-def test_a_failure_in_a_step_that_was_expected_is_one_on_all_ranks(
+def test_a_failure_in_a_later_step_is_one_on_all_ranks(
     workers: Pool, where: str, error: str
 ) -> None:
     for rank, (said, before, after) in enumerate(workers.run(failing, where, error)):
@@ -199,14 +184,3 @@ def test_a_failure_in_a_step_that_was_expected_is_one_on_all_ranks(
             assert_exact(after, before)
         else:
             assert same(before, after)
-
-
-def test_only_what_has_occurred_several_times_is_expected() -> None:
-    habit, rows = Habit(), [[1.0, 2.0], [3.0, 4.0]]
-    for _ in range(TIMES):
-        assert habit.expected(rows[1], 1) is None
-        habit.note(rows)
-    assert habit.expected(rows[1], 1) == rows
-    assert habit.expected(rows[0], 1) is None
-    habit.note([[1.0, 2.0], [3.0, 5.0]])
-    assert habit.expected([3.0, 5.0], 1) is None

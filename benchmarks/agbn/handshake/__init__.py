@@ -1,1 +1,0 @@
-"""The first exchange of a step over ranks, and the gain from putting it off."""
