@@ -85,7 +85,8 @@ def test_an_evaluation_keeps_the_budget(tmp_path: Path) -> None:
     loss = free.evaluate()["eval_loss"]
     plan = free._evaluates.engine.plan
     assert plan.mechanism == "undivided"
-    budget = (plan.memory.floor + plan.memory.undivided) // 2
+    weights = dict(plan.memory.owners)["parameters"]
+    budget = (weights + plan.memory.undivided) // 2
     trainer = trainer_of(Trainer, "Llama", tmp_path, memory=f"{budget // 1024}KiB")
     trainer.args.prediction_loss_only = True
     (batch,) = trainer.get_eval_dataloader()

@@ -25,7 +25,7 @@ from rich.progress import track
 from benchmarks.environment import environment
 from benchmarks.guide.first_step.cell import SEED
 from benchmarks.guide.first_step.networks import NETWORKS
-from benchmarks.results import console, write
+from benchmarks.results import console, read, write
 
 HERE = Path(__file__).parent
 SHARES = (0.2, 0.5, 1.2)
@@ -55,13 +55,14 @@ def main(
     *,
     quick: bool = False,
     out: Annotated[Path, typer.Option(help="folder of results.json")] = HERE,
-    only: Annotated[str, typer.Option(help="networks whose name holds this")] = "",
+    only: Annotated[str, typer.Option(help="networks whose name holds this; others are kept")] = "",
 ) -> None:
     """Measure first steps and write results.json."""
     names = [name for name in NETWORKS if only in name]
     names, shares = (names[:1], SHARES[1:2]) if quick else (names, SHARES)
     cells = [(name, share) for name in names for share in shares]
-    found: dict[str, dict[str, Any]] = {}
+    saved = (read(out / "results.json") or {}).get("networks", {}) if only else {}
+    found: dict[str, dict[str, Any]] = {n: saved[n] for n in NETWORKS if n in saved}
     for name, share in track(cells, "networks and budgets", len(cells), console=console):
         found.setdefault(name, {})[str(share)] = cell(name, share, 12 if quick else STEPS)
     write(

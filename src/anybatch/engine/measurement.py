@@ -76,7 +76,7 @@ class Measurement:
         modules: Modules,
         before: Before,
     ) -> tuple[Tensor, int | None]:
-        """Run a planned step; if it fails as a trial, it is run again in another way.
+        """Run a planned step; if it fails by its size, it is run again in another.
 
         Raises:
             Retry: it has.
