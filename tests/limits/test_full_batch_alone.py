@@ -135,6 +135,36 @@ def test_a_guess_that_was_too_low_stops_at_the_budget_and_is_not_forgotten(way: 
     assert engine.plan.mechanism != "undivided"
 
 
+class HoldsMore(nn.Module):
+    """Holds rows that fakes do not show, as a kernel's own memory is not shown."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        if type(x) is Tensor:
+            wide = x.repeat(1, 256)
+            out = out + (0 * wide).sum(1, keepdim=True)
+        return out
+
+
+def test_fakes_that_tell_too_little_cost_a_part_of_a_step() -> None:
+    """The full batch holds 2 MiB; it is stopped, and the step is run in smaller micro-batches."""
+    model = HoldsMore().double()
+    x, y = rows(64)
+    engine = Engine(model, F.cross_entropy, memory=1400 * KIB, cache=None)
+    for number in range(3):
+        model.zero_grad()
+        wanted = undivided(model, F.cross_entropy, x, y)
+        loss = engine.backward(x, y)
+        assert_exact(state_of(model, loss), wanted)
+        assert engine.last is not None
+        assert engine.last.micro_batch < 64
+        assert (engine.last.retries > 0) == (number == 0)
+
+
 class Counts(nn.Module):
     """Samples meet, and it holds more real bytes than fakes tell: a value decides."""
 

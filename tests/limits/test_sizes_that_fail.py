@@ -134,6 +134,27 @@ def test_an_error_of_the_batch_itself_goes_out_in_any_step() -> None:
         assert same(state_of(model, torch.zeros(())), before)
 
 
+def test_an_observer_that_fails_is_called_once() -> None:
+    """It may have changed something, so its step is not run again, in a trial either."""
+    model, (x, y) = Net(), rows()
+    engine = Engine(model, F.cross_entropy, memory="1GiB", cache=None)
+    calls: list[int] = []
+
+    def observe(outputs: Tensor, _: Tensor) -> None:
+        calls.append(len(outputs))
+        raise KeyError("the observer")
+
+    sizes = set()
+    for _ in range(STEPS):
+        calls.clear()
+        with pytest.raises(KeyError, match="the observer"):
+            engine.backward(x, y, observe=observe)
+        assert len(calls) == 1
+        sizes |= set(calls)
+        engine.backward(x, y)
+    assert len(sizes) > 1, "else no trial was among them"
+
+
 def test_a_batch_that_is_loaded_goes_on_too() -> None:
     model, (x, y) = Centred(), rows()
     engine = Engine(model, F.cross_entropy, memory="1GiB", cache=None)
@@ -214,8 +235,8 @@ def test_what_does_not_fit_undivided_is_refused_once(
 
 def test_a_plan_that_was_given_is_obeyed_or_refused() -> None:
     model, (x, y) = NoSingleRow(), rows(33)
-    memory = Engine(model, F.cross_entropy, memory="1GiB", micro_batch=11, cache=None)
-    plan = memory.foresee(x, y)
+    planning = Engine(model, F.cross_entropy, memory="1GiB", micro_batch=11, cache=None)
+    plan = planning.foresee(x, y)
     with pytest.raises(NotExactError, match="samples 0 and 1 meet"):
         Engine(Centred(), F.cross_entropy, plan=plan).backward(x, y)
 

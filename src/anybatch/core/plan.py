@@ -222,7 +222,7 @@ class Plan:
             rows["time"] = str(self.pace)
         if memory is not None:
             rows["memory"] = f"budget {memory.source}; predicted by {memory.how}"
-            rows |= {"floor": show_floor(memory)} if memory.floor is not None else {}
+            rows |= {"floor": floor} if (floor := show_floor(memory)) else {}
         more = [] if self.device is None else self.device.lines()
         more += [] if self.offload is None else self.offload.explain()
         more += [] if self.scale is None else self.scale.explain()

@@ -62,8 +62,7 @@ class Memory:
         source: where the budget comes from.
         predicted: bytes of a step at its peak.
         owners: ``(name, bytes)`` at the peak, the largest first.
-        floor: least peak of a step, with micro-batches of one sample; None where only the full
-            batch was foreseen, because it fits: `Engine.foresee` and `anybatch.plan` tell it.
+        floor: least peak of a step, at one sample; None where `Engine.foresee` would tell it.
         undivided: peak of the undivided batch.
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
@@ -120,20 +119,21 @@ def explain(memory: Memory, chosen: int, *, offloaded: bool = False) -> list[str
     share = f"{show_bytes(memory.predicted)} of {show_bytes(memory.budget)} ({memory.source})"
     lines = [f"  memory       {share}, predicted by {memory.how}"]
     lines += [f"    {name:<18} {show_bytes(count):>10}" for name, count in memory.owners]
-    if memory.floor is None:
+    if not (floor := show_floor(memory)):
         return lines
-    lines += [f"  floor        {show_floor(memory)}"]
-    if memory.candidates:
-        lines += ["  micro-batch      memory   seconds a step"]
+    head = ["  micro-batch      memory   seconds a step"] if memory.candidates else []
+    lines += [f"  floor        {floor}", *head]
     both = len({one.offloaded for one in memory.candidates}) > 1
     every = verdicts(memory, chosen, offloaded=offloaded)
     return lines + [f"  {_row(one, why, both=both)}" for one, why in every]
 
 
 def show_floor(memory: Memory) -> str:
-    """Return the fewest bytes of a step, and those of an undivided one."""
-    least = f"{show_bytes(memory.floor or 0)} at one sample a micro-batch"
-    return f"{least}; {show_bytes(memory.undivided)} undivided"
+    """Return the fewest bytes of a step, and those of an undivided one; "" where unknown."""
+    least = (
+        "" if memory.floor is None else f"{show_bytes(memory.floor)} at one sample a micro-batch"
+    )
+    return least and f"{least}; {show_bytes(memory.undivided)} undivided"
 
 
 def verdicts(

@@ -12,7 +12,7 @@ and the next attempt begins with them:
     inspection  the earlier inspection does not hold            twice, then it is refused
     sites       the lanes meet elsewhere than in earlier steps  twice, then it is refused
     draws       the layout of a full-batch draw                 once for each draw
-    trial       a size or place that cannot be run              once for each of them
+    size        a size or place that cannot be run              once for each of them
     ranks       what another rank has learned                   as often as on the others
 """
 
@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection
 from typing import Any, Literal, Protocol, TypeVar
 
 Reason = Literal[
-    "memory", "rows", "meeting", "coupled", "inspection", "sites", "draws", "trial", "ranks"
+    "memory", "rows", "meeting", "coupled", "inspection", "sites", "draws", "size", "ranks"
 ]
 T = TypeVar("T")
 

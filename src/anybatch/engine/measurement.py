@@ -95,7 +95,7 @@ class Measurement:
             may = step.unseen() and not step.global_batch.several and not other
             if not (may and planner.gives_up(signature, error)):
                 raise
-        raise Retry("trial")  # out of the handler, which holds the frames of the error
+        raise Retry("size")  # out of the handler, which holds the frames of the error
 
     def _metered(
         self, planner: Planner, step: Step, signature: Signature, modules: Modules, before: Before

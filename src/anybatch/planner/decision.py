@@ -435,7 +435,7 @@ class Decision:
             return False
         if self._completed(full_batch).peak(size, size) > terms.budget:
             return False
-        return request.full_batch if in_no_cache(full_batch, size) else True
+        return not in_no_cache(full_batch, size) or request.full_batch
 
     def _foresee(self, *, rounded: bool, suffices: Suffices | None = None) -> Forecast:
         request = self._request
