@@ -281,7 +281,7 @@ TO_TORCH = {
 }
 """Tags of kernels whose results depend on values, or whose arguments change their shapes."""
 
-BY_NAME = "aten::lift", "aten::_resize"
+BY_NAME = "aten::lift", "aten::_resize", "aten::as_strided"
 """The same, without such a tag."""
 
 CachedResult = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | int | None
@@ -337,8 +337,10 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     or value.is_neg()
                 ):
                     return False
-                key += (value.shape, value.stride(), value.storage_offset())
-                key += (value.dtype, value._fake_device, value.requires_grad)
+                # Not where it begins: no result that is memory of its own depends on it, and each
+                # step of time is a part of the same rows.
+                key += (value.shape, value.stride(), value.dtype)
+                key += (value._fake_device, value.requires_grad)
             elif cls in OTHERS:
                 key += (cls, value)  # as 1, 1.0 and True are equal
             elif cls is list or cls is tuple:

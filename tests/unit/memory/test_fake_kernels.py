@@ -29,6 +29,11 @@ CALLS: dict[str, Callable[[Tensor], Any]] = {
     "views": lambda x: (x.view(2, -1), x[:, 1:], x[0, 0], x.permute(3, 2, 1, 0), x.detach()),
     "several views": lambda x: (*x.split(2, 1), *x.unbind(2), *x.chunk(3, 3)),
     "reshaped": lambda x: (x.reshape(6, 64), x.transpose(1, 2).reshape(6, 64)),
+    "parts": lambda x: [row.exp() @ x.new_zeros(8, 5) for row in x[0]],
+    "parts, written to": lambda x: [row.mul_(2) for row in x[0]],
+    "parts, laid out by numbers": lambda x: [
+        (row.as_strided((2, 2), (1, 1)), torch.as_strided_copy(row, (2, 2), (1, 1))) for row in x[0]
+    ],
     "unsafe view": lambda x: torch.ops.aten._unsafe_view.default(x, [6, 64]),
     "written to": lambda x: (x.add_(1), x.mul_(2).relu_(), x.copy_(x + 1), x.zero_()),
     "written to by name": lambda x: torch.add(x, x, out=x.new_empty(x.shape)),
@@ -117,6 +122,9 @@ def test_a_kernel_is_derived_once_for_each_shape(monkeypatch: pytest.MonkeyPatch
         model(x + 1)
         model(torch.zeros(3, 4))
         assert len(derived) == before + 1  # the sum
+        for part in torch.zeros(2, 3, 4):
+            model(part)
+        assert len(derived) == before + 2  # their memory
         model(torch.zeros(5, 4))
         assert len(derived) > before + 1
     assert derived.count("aten.addmm.default") == 4  # two of an input without a gradient
