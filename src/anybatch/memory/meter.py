@@ -87,6 +87,8 @@ class Meter(DispatchMode):
         self.live = self.peak = 0
         self._limit, self._stops = sys.maxsize if limit is None else limit, stops
         self._device, self._spare, self._grain = device.type, spare, rounding(device)
+        flag = f"is_{device.type}"  # read in a fifth of the time of a device
+        self._flag = flag if hasattr(Tensor, flag) else ""
         self._events: list[str] = []
         self._inside = False
         modes = _get_current_dispatch_mode_stack()
@@ -118,6 +120,12 @@ class Meter(DispatchMode):
                 self._end(storage._cdata)
                 self._begin(storage, FOREIGN, 0, storage.nbytes())
 
+    def take_in(self, tensor: Tensor) -> None:
+        """Count a tensor that was made where the meter intercepts no kernel."""
+        self._see(tensor, STEP)
+        if self.live > self.peak:
+            self._rise()
+
     def resized(self, storage: Any) -> None:
         """Record that a storage has freed its memory, or has it again."""
         self._end(storage._cdata)
@@ -142,74 +150,88 @@ class Meter(DispatchMode):
         """Run one kernel, and count its results."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device  # what the fake mode below would return, without a call of it
-        kwargs = kwargs or {}
         if self._inside or func is DEVICE:  # a kernel made of kernels, or none
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
         STATUS.tick()
         name = _name(func)
         if name != FROM_OUTSIDE:
             with torch._C.DisableTorchFunction():  # nobody asks for an address here
-                for tensor in tensors_in(args):
-                    self._see(tensor, FOREIGN)
-                for tensor in tensors_in(kwargs) if kwargs else ():
-                    self._see(tensor, FOREIGN)
+                self._see_all(args)
+                if kwargs:
+                    self._see_all(kwargs.values())
         self._inside = True
-        running = _running()
+        running = _RUNNING.meters
         running.append(self)
         try:
-            result = func(*args, **kwargs)
+            result = func(*args, **kwargs) if kwargs else func(*args)
             if self._fakes:
                 result = completed(name, args, result, self._spare)
         finally:
             running.pop()
             self._inside = False
-        here = False
         with torch._C.DisableTorchFunction():
-            for tensor in tensors_in(result):
-                if self._counts(tensor):
-                    here = True
-                    least = terms(name, args) if isinstance(tensor, FakeTensor) else 0
-                    self._see_storages(tensor, STEP, least)
+            here = self._see_results(result, name, args)
         if here:  # else it is about shapes alone, as on the meta device
             self._events.append(name)
-        self._rise()
+        if self.live > self.peak:
+            self._rise()
         return result
 
+    def _see_all(self, values: Iterable[Any]) -> None:
+        """Take in the tensors among the arguments of a kernel, which were there before."""
+        for value in values:
+            if isinstance(value, Tensor):
+                self._see(value, FOREIGN)
+            elif isinstance(value, list | tuple | dict):
+                for tensor in tensors_in(value):
+                    self._see(tensor, FOREIGN)
+
+    def _see_results(self, result: Any, name: str, args: tuple[Any, ...]) -> bool:
+        """Count the results of a kernel; return whether some of them are on the device."""
+        if type(result) is Tensor:
+            return self._see(result, STEP)
+        here = False
+        for tensor in tensors_in(result):
+            least = terms(name, args) if isinstance(tensor, FakeTensor) else 0
+            here |= self._see(tensor, STEP, least)
+        return here
+
     def _rise(self) -> None:
-        """Take the live bytes for the peak, if they are more, and compare them with the limit."""
-        if self.live <= self.peak:
-            return
+        """Take the live bytes for the peak, and compare them with the limit."""
         self.peak = self.live
         if self.peak > self._limit and self._stops():
             raise torch.OutOfMemoryError(
                 f"out of memory: a step holds {self.live} bytes, and its budget is {self._limit}"
             )
 
-    def _see(self, tensor: Tensor, owner: str) -> None:
-        if self._counts(tensor):
-            self._see_storages(tensor, owner)
-
-    def _see_storages(self, tensor: Tensor, owner: str, least: int = 0) -> None:
+    def _see(self, tensor: Tensor, owner: str, least: int = 0) -> bool:
+        """Take in the storages of a tensor; return whether it is on the device."""
+        if not self._counts(tensor):
+            return False
         for storage in storages(tensor):
-            key, size = storage._cdata, storage.nbytes()
-            span = self._open.get(key)
-            if span is not None and (span.reported == size or span.owner == FOREIGN):
+            span = self._open.get(storage._cdata)
+            if span is not None and (span.owner == FOREIGN or span.reported == storage.nbytes()):
                 continue
+            size = storage.nbytes()
             if span is not None:  # resized in place
-                self._end(key)
+                self._end(storage._cdata)
             self._begin(storage, owner, 0 if owner == FOREIGN else max(size, least), size)
+        return True
 
     def _begin(self, storage: Any, owner: str, size: int, reported: int) -> None:
-        span = _Span(owner, size, len(self._events), reported)
-        span.watch = weakref.ref(storage, partial(self._end, storage._cdata))
-        self._open[storage._cdata] = span
-        self.live += self._rounded(size)
+        key = storage._cdata
+        span = self._open[key] = _Span(owner, size, len(self._events), reported)
+        span.watch = weakref.ref(storage, partial(self._end, key))
         if size:
+            self.live += self._rounded(size)
             self._spans.append(span)
 
     def _counts(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, FakeTensor):
+        if type(tensor) is FakeTensor:
             return self._fakes and tensor.fake_device.type == self._device
+        return bool(getattr(tensor, self._flag)) if self._flag else self._is_here(tensor)
+
+    def _is_here(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device
 
     def _storages(self, tensor: Tensor) -> tuple[Any, ...]:
@@ -225,15 +247,19 @@ class Meter(DispatchMode):
         return -(-size // self._grain) * self._grain
 
 
-_NAMES: dict[OpOverload, str] = {}
-"""Names of kernels: torch puts one together each time it is requested."""
+_NAMES: dict[int, tuple[Any, str]] = {}
+"""Kernels by their ids, and their names: torch puts one together each time it is requested."""
 
 
 def _name(func: Any) -> str:
     """Return the name of a kernel, with its overload."""
-    if not isinstance(func, OpOverload):
-        return str(func)
-    return _NAMES.get(func) or _NAMES.setdefault(func, str(func))
+    found = _NAMES.get(id(func))
+    if found is not None:
+        return found[1]
+    name = str(func)
+    if isinstance(func, OpOverload):  # which torch makes once
+        _NAMES[id(func)] = func, name
+    return name
 
 
 class _Span:
@@ -247,13 +273,14 @@ class _Span:
         self.watch: Any = None
 
 
-_RUNNING = threading.local()
-"""Meters whose kernel runs now, thread by thread."""
+class _Running(threading.local):
+    """Meters with a running kernel, thread by thread."""
+
+    def __init__(self) -> None:
+        self.meters: list[Meter] = []
 
 
-def _running() -> list[Meter]:
-    found: list[Meter] = _RUNNING.__dict__.setdefault("meters", [])
-    return found
+_RUNNING = _Running()
 
 
 @contextmanager
@@ -264,7 +291,7 @@ def within_kernel(device: torch.device, count: int) -> Iterator[None]:
         device: where the kernel computes.
         count: bytes that it allocates.
     """
-    meters = list(_running())
+    meters = list(_RUNNING.meters)
     for meter in meters:
         meter.more(device, count)
     try:
@@ -272,6 +299,13 @@ def within_kernel(device: torch.device, count: int) -> Iterator[None]:
     finally:
         for meter in meters:
             meter.more(device, -count)
+
+
+def take_in(tensor: Tensor) -> None:
+    """Have the meters around count a tensor that was made where no mode intercepts kernels."""
+    for mode in _get_current_dispatch_mode_stack():
+        if isinstance(mode, Meter):
+            mode.take_in(tensor)
 
 
 DENSE = frozenset((Tensor, nn.Parameter, FakeTensor))

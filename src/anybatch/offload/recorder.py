@@ -211,13 +211,13 @@ class StepRecorder(Meter):
                 if handle.writer is None and handle.overlaps(tensor):
                     handle.writer = kernel
 
-    def _see(self, tensor: Tensor, owner: str) -> None:
+    def _see(self, tensor: Tensor, owner: str, least: int = 0) -> bool:
         if owner == FOREIGN and tensor.requires_grad and tensor.is_leaf:
             key = id(tensor)
             if key not in self.leaves and self._counts(tensor):
                 self.leaves[key] = weakref.ref(tensor)
                 self.gradients += gradient_bytes(tensor)
-        super()._see(tensor, owner)
+        return super()._see(tensor, owner, least)
 
     def _begin(self, storage: Any, owner: str, size: int, reported: int) -> None:
         super()._begin(storage, owner, size, reported)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.memory.meter import Meter
+from anybatch.memory.meter import Meter, take_in
 
 CPU = torch.device("cpu")
 KIB = 256
@@ -135,3 +135,14 @@ def test_a_limit_is_an_error_that_says_that_memory_ran_out() -> None:
         ),
     ):
         torch.zeros(50)
+
+
+def test_a_tensor_that_was_made_outside_of_modes_is_counted_on_request() -> None:
+    with Meter(CPU) as meter, Meter(torch.device("meta")) as elsewhere:
+        with torch._C._DisableTorchDispatch():
+            mine, other = torch.zeros(10), torch.zeros(20)
+        assert meter.live == 0
+        take_in(mine)
+        assert (meter.live, meter.peak) == (40, 40)
+        del mine, other
+        assert (meter.live, elsewhere.peak) == (0, 0)

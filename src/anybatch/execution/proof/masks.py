@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from anybatch.core.accelerator import of
+from anybatch.memory.meter import take_in
 
 SAMPLES, EARLIER, PLACE, LOOSE, CUT = 0x1F, 0x10, 0x20, 0x40, 0x80
 ALL = 0x0F
@@ -37,6 +38,9 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 ROWS = 4
 """The most samples that can be distinguished."""
+
+FEW = 4096
+"""Bytes of a mask that a meter counts only where there are more: a page."""
 
 Origin = Callable[[], str]
 """Returns the operation in which samples first met."""
@@ -56,6 +60,13 @@ def shrink(mask: Tensor) -> Tensor:
                 mask = first
     nbytes = mask.untyped_storage().nbytes()
     return mask.clone() if nbytes > mask.numel() else mask  # a part would keep all of it alive
+
+
+def counted(mask: Tensor) -> Tensor:
+    """Return a mask that is recorded, which the meters around count where it is large."""
+    if mask.numel() > FEW:
+        take_in(mask)
+    return mask
 
 
 def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
@@ -229,7 +240,7 @@ class Masks:
         place = geometry(tensor)
         mask = record.views.get(place)
         if mask is None:
-            mask = record.views[place] = self._found(record, tensor, place)
+            mask = record.views[place] = counted(self._found(record, tensor, place))
         return mask if bool(mask.any()) else None
 
     def origin(self, tensor: Tensor) -> str:
@@ -252,7 +263,7 @@ class Masks:
             return
         place, mask = geometry(tensor), shrink(mask.expand(tensor.shape))
         old = record.views.get(place)
-        record.views[place] = mask if old is None else old | mask
+        record.views[place] = counted(mask if old is None else old | mask)
         if old is not None and record.flat is not None and bool((mask & ~old).any()):
             part = self._part(record, tensor)
             if part is not None:
@@ -309,11 +320,14 @@ class Masks:
             record = self._new(tensor)
             if record is None:
                 return
-        zeros = torch.zeros([1] * tensor.dim(), dtype=torch.uint8, device=tensor.device)
-        mask = zeros if mask is None else shrink(mask.expand(tensor.shape))
+        if mask is None:
+            mask = torch.zeros([1] * tensor.dim(), dtype=torch.uint8, device=tensor.device)
+        else:
+            mask = shrink(mask.expand(tensor.shape))
         if mask.device != tensor.device:  # numbers that were copied from a device to another
             mask = mask.to(tensor.device)
         meeting = origin() if several(mask) else ""
+        counted(mask)
         place = geometry(tensor)
         every = tensor.numel() * tensor.itemsize >= record.nbytes and (
             tensor.is_contiguous() if written else not tensor._is_view()
@@ -389,6 +403,6 @@ class Masks:
             offset, shape, stride, dtype = record.owner
             mask = record.views[record.owner]
             count = max(record.nbytes // dtype.itemsize, 1)
-            record.flat = torch.zeros(count, dtype=torch.uint8, device=mask.device)
+            record.flat = counted(torch.zeros(count, dtype=torch.uint8, device=mask.device))
             record.flat.as_strided(shape, stride, offset).copy_(mask.expand(shape))
         return record.flat

@@ -1,0 +1,59 @@
+"""Masks are computed outside of all modes, and only those that are large count as memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anybatch.execution.proof.follow import Follow
+from anybatch.execution.proof.masks import FEW, Masks
+from anybatch.memory.meter import Meter
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the kernels that it intercepts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func._schema.name.split("::")[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_around_a_followed_forward_intercept_only_its_kernels() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    x, follow = torch.randn(4, 3), Follow(model, Masks())
+    with torch.no_grad(), Kernels() as wanted:
+        model(x)
+    follow.seed(x, [0, 1, 2, 3])
+    with torch.no_grad(), Kernels() as found, follow:
+        outputs = model(x)
+    assert found.names == wanted.names
+    mask = follow.masks.of(outputs)
+    assert mask is not None
+    assert mask.flatten().tolist() == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_a_mask_counts_from_a_page_on(large: bool) -> None:
+    width = FEW if large else FEW // 8
+
+    def mixed(x: Tensor) -> Tensor:
+        return torch.cat([x[0], x[1]])
+
+    x, follow = torch.randn(2, width), Follow(nn.Identity(), Masks())
+    follow.seed(x, [0, 1])
+    with Meter(x.device) as plain:
+        mixed(x)
+    with Meter(x.device) as meter, follow:
+        found = mixed(x)
+    assert (meter.peak > plain.peak) == large
+    mask = follow.masks.of(found)
+    assert mask is not None
+    assert mask.numel() == 2 * width
