@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 
 from anybatch.conv.dispatch import KernelRecorder
@@ -244,9 +243,8 @@ class Forecast:
         if any(agrees and m >= n for m, agrees in self.on_line.items()):
             return True
         if n not in self.on_line:
-            found, line = rehearsal.full_batch(self.case, n), self.undivided.at(n)
-            same = found.owners == line.owners and found.events == line.events
-            self.on_line[n] = same and np.array_equal(found.live, line.live)
+            found = rehearsal.full_batch(self.case, n)
+            self.on_line[n] = rehearsal.holds_all_of(self.undivided.at(n), found)
         return self.on_line[n]
 
     def convolutions(self, n: int) -> KernelRecorder | None:

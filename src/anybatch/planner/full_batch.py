@@ -1,9 +1,9 @@
 """Forecast of a full batch only, without one of its micro-batches.
 
 A batch that fits undivided runs so, and no smaller size has to be foreseen. On a host it is run
-once on fakes, and stopped at the budget. Where fakes cannot run it, a real step of one row tells
-about how much all of them hold, or one of four. Its first step is stopped at the budget too, so a
-forecast that was too low costs a part of a step.
+once on fakes. Where fakes cannot run it, a real step of one row tells about how much all of them
+hold, or one of four. Its first step is stopped at the budget, so a forecast that was too low costs
+a part of a step.
 
     fits by a tenth ──> undivided, with no other forecast      else: `anybatch.planner.ladder`
 """
@@ -18,11 +18,13 @@ import numpy as np
 import torch
 
 from anybatch.core import accelerator
-from anybatch.core.optimizers import allocated, rounded, rounding
+from anybatch.core.optimizers import allocated, resident_state_bytes, rounded, rounding
+from anybatch.distributed.buckets import copied_bytes
 from anybatch.execution.signature import Case, as_fakes, few
+from anybatch.memory.fakes import OWNER
 from anybatch.memory.ledger import AffineTimeline, Timeline
-from anybatch.planner import rehearsal
-from anybatch.planner.forecast import Forecast
+from anybatch.planner import probe, rehearsal
+from anybatch.planner.forecast import SHARDS, Forecast
 from anybatch.planner.rehearsal import Inspection, unharmed
 
 MARGIN = 1.1
@@ -37,6 +39,12 @@ FULL_BATCH = "a dry run of the full batch, which fits"
 
 GUESSED = 1, 4
 """Rows of the real steps by which all rows are guessed, if fakes cannot run."""
+
+UNKNOWN_STATE = 2
+"""Copies of its parameters that an unknown optimizer is assumed to hold, as Adam does."""
+
+COLLECTIVES = 16384
+"""Bytes of the numbers that ranks exchange."""
 
 Suffices = Callable[[Forecast], bool]
 """Says whether the forecast of the full batch alone is enough."""
@@ -53,7 +61,7 @@ def undivided(case: Case, state: State) -> Forecast | None:
     if case.lazy or case.global_samples:
         return None
     try:
-        peak = peak_line([_on_fakes(case)], (case.size,))
+        peak = peak_line([of_all(as_fakes(case), case.size)], (case.size,))
     except Exception:  # the step raises what there is to say
         return None
     found = _constant(case, state, UNDIVIDED, peak.at(case.size))
@@ -66,18 +74,22 @@ def may_suffice(case: Case) -> bool:
     return not grows and accelerator.of(case.device).host
 
 
-def of_full_batch(case: Case, state: State, available: int, suffices: Suffices) -> Forecast | None:
-    """Return the forecast of fakes of an undivided step that fits by a tenth, if that suffices.
+def of_full_batch(
+    case: Case, state: State, available: int, suffices: Suffices, step: Timeline
+) -> Forecast | None:
+    """Return the forecast of an undivided step that fits by a tenth, if that suffices.
 
     Nothing is known of smaller micro-batches then.
 
-    Raises:
-        Exception: whatever fakes cannot do.
+    Args:
+        case: the real one.
+        state: of the optimizer, and more.
+        available: bytes.
+        suffices: says whether such a forecast is enough.
+        step: that step on fakes.
     """
     most = int((available - sum(state[1].values()) - buffer_bytes(case)) / MARGIN)
-    try:
-        step = _on_fakes(case, limit=most)
-    except torch.OutOfMemoryError:
+    if step.peak > most:
         return None
     found = _constant(case, state, FULL_BATCH, step)
     return found if suffices(found) else None
@@ -105,8 +117,9 @@ def guess(case: Case, state: State, available: int, suffices: Suffices) -> Forec
     return None
 
 
-def _on_fakes(case: Case, limit: int | None = None) -> Timeline:
-    return rehearsal.full_batch(replace(as_fakes(case), size=case.size), case.size, limit=limit)
+def of_all(fakes: Case, size: int) -> Timeline:
+    """Return the timeline of an undivided step of `size` samples on fakes."""
+    return rehearsal.full_batch(replace(fakes, size=size), size)
 
 
 def _constant(case: Case, state: State, how: str, step: Timeline) -> Forecast:
@@ -127,6 +140,38 @@ def _constant(case: Case, state: State, how: str, step: Timeline) -> Forecast:
         full_batch=True,
         grain=rounding(case.device),
     )
+
+
+def state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    """Return the update of an optimizer, and owner -> bytes that a step has in addition."""
+    update, held = _of_optimizer(case, optimizer)
+    if case.global_samples:
+        sent = rounded(copied_bytes(case.leaves), case.device) if case.trains else 0
+        held["transfer buffers"] = sent + COLLECTIVES
+    paged = {OWNER: case.page_bytes} if case.page_bytes else {}
+    return update, held | _shards(case) | paged
+
+
+def _of_optimizer(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
+    if optimizer is None:
+        return None, {}
+    update = probe.update(optimizer, [module for _, module in case.modules], case.sharded)
+    there = probe.state_bytes(optimizer)
+    coming = update.final().get("optimizer", 0) if update is not None else 0
+    if update is None and not there:
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        coming = UNKNOWN_STATE * sum(map(allocated, stepped))
+        coming = min(coming, resident_state_bytes(optimizer) or coming)
+    count = max(there, coming)
+    return update if case.trains else None, {"optimizer": count} if count else {}
+
+
+def _shards(case: Case) -> dict[str, int]:
+    """Return owner -> bytes of a gathered model's shards and of their gradients."""
+    if case.sharded is None:
+        return {}
+    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
+    return {SHARDS: count} if count else {}
 
 
 def buffer_bytes(case: Case) -> int:

@@ -26,16 +26,15 @@ from anybatch.core import accelerator, pytree
 from anybatch.core.modules import tensors_of
 from anybatch.core.norm import BatchStatisticsError
 from anybatch.core.oom import out_of_memory
-from anybatch.core.optimizers import allocated, resident_state_bytes, rounded, rounding
-from anybatch.distributed.buckets import copied_bytes, small_bytes
+from anybatch.core.optimizers import allocated, rounded, rounding
+from anybatch.distributed.buckets import small_bytes
 from anybatch.errors import AnybatchError, NotExactError
 from anybatch.execution.signature import MICRO_BATCHES, Case, as_fakes, bytes_of, few
 from anybatch.lockstep.batchnorm import values_of_a_part
-from anybatch.memory.fakes import OWNER
 from anybatch.memory.ledger import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 from anybatch.memory.meter import STEP
-from anybatch.planner import probe, rehearsal
-from anybatch.planner.forecast import SHARDS, STATES, Forecast
+from anybatch.planner import rehearsal
+from anybatch.planner.forecast import STATES, Forecast
 from anybatch.planner.full_batch import (
     PEAKS,
     State,
@@ -44,8 +43,10 @@ from anybatch.planner.full_batch import (
     gradient_bytes,
     guess,
     may_suffice,
+    of_all,
     of_full_batch,
     peak_line,
+    state_of,
     undivided,
 )
 from anybatch.planner.rehearsal import Inspection, unharmed
@@ -75,21 +76,21 @@ SCALAR = 8
 """Bytes of a number that a divided step may hold more than one of few rows
 (test_a_smaller_size_after_a_failure_is_the_runs)."""
 
+COMPUTED = 42
+"""Rows that are computed in rehearsals on few real rows."""
+
 ROWS = 32
-"""Samples of a batch from which few real rows are run where fakes could be: these compute about as
-much as 35 rows of a step."""
+"""Samples of a batch from which these are run where fakes could be: that is about a step of it."""
+
+QUICK = 512 << 20
+"""Bytes that all rows of such rehearsals hold, of a smaller batch for which they are run as well:
+a host computes them in about a second, and fakes of a thousand kernels take as long."""
 
 OF_INSPECTION = 3
 """Times the bytes of `SMALL` samples for the six of an inspection, which needs no gradients."""
 
 OF_STEP = 2
 """The same for a micro-batch of three, and the rows of the next."""
-
-UNKNOWN_STATE = 2
-"""Copies of its parameters that an unknown optimizer is assumed to hold, as Adam does."""
-
-COLLECTIVES = 16384
-"""Bytes of the numbers that ranks exchange."""
 
 OnDevice = Callable[[Forecast], Forecast]
 """Returns a forecast plus workspace and other tensors of its device."""
@@ -136,12 +137,11 @@ def forecast(
     Raises:
         Exception: that of the step on real rows; without `verify`, on fakes.
     """
-    update, held = _state(case, optimizer)
-    state = update, held | _shards(case) | ({OWNER: case.page_bytes} if case.page_bytes else {})
+    state = state_of(case, optimizer)
     may = suffices if suffices is not None and may_suffice(case) else None
+    found: Forecast | None
     try:
-        found = None if may is None else of_full_batch(case, state, available, may)
-        found = found or _dry_run(case, state, available - others, verify=verify)
+        found = _dry_run(case, state, available, others=others, verify=verify, suffices=may)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
@@ -172,54 +172,94 @@ def _on_few(case: Case, state: State, available: int, on_device: OnDevice) -> Fo
         return on_device(found)
 
 
-def _dry_run(case: Case, state: State, available: int, *, verify: bool) -> Forecast:
-    """Return the forecast of two dry runs: of a few real rows where these may be run, or fakes."""
-    fakes = replace(as_fakes(case), spare=_spare(case, sum(state[1].values()), available))
-    fewer = rehearsal.full_batch(fakes, SMALL)
-    line = _line([fewer, rehearsal.full_batch(fakes, SMALL + 1)], SIZES, FAKE)
-    on_fakes = partial(_rehearsed, fakes, state, FAKE, undivided=line)
-    if not (verify and _may_be_few(case) and _fit_few_rows(case, fewer, fakes.spare)):
-        return on_fakes()
-    real = few(case, MICRO_BATCHES * max(SIZES))
-    inspected = _inspected(real, SIZES, FAKE)
-    found = _on_few_rows(real, state, inspected, line)
-    if found is None:
-        return on_fakes(inspected=inspected)
-    return replace(found, how=ROWS_AND_FAKES, case=fakes, measured=True)
+def _dry_run(
+    case: Case,
+    state: State,
+    available: int,
+    *,
+    others: int,
+    verify: bool,
+    suffices: Suffices | None,
+) -> Forecast:
+    """Return the forecast of the full batch on fakes if that suffices; else of two dry runs.
+
+    These are of a few real rows where such may be run, and else of fakes.
+    """
+    spare = _spare(case, sum(state[1].values()), available - others)
+    fakes = replace(as_fakes(case), spare=spare)
+    inspected, step = None, None
+    on_rows = verify and _may_be_few(case)
+    if on_rows or suffices is not None:
+        step = _of_all(fakes, case.size)
+    if step is not None and suffices is not None:
+        found = of_full_batch(case, state, available, suffices, step)
+        if found is not None:
+            return found
+    if step is not None and on_rows and _pays(case, step, case.size, spare):
+        # A meter stops a step behind the kernel that has passed a limit.
+        most = available - others - sum(state[1].values()) - _of_one_kernel(step)
+        found, inspected = _on_few_rows(case, state, step, spare, most)
+        if found is not None:
+            found.on_line[case.size] = True
+            return replace(found, how=ROWS_AND_FAKES, case=fakes, measured=True)
+    undivided = [rehearsal.full_batch(fakes, n) for n in SIZES]
+    line = _line(undivided, SIZES, FAKE)
+    return _rehearsed(fakes, state, FAKE, inspected=inspected, undivided=line)
 
 
-def _on_few_rows(case: Case, state: State, inspected: Inspected, line: Line) -> Forecast | None:
-    """Return the forecast of real rows; None where more of them may not be foreseen by these.
+def _of_all(fakes: Case, size: int) -> Timeline | None:
+    """Return an undivided step on fakes; None of a model that refuses so many rows."""
+    try:
+        return of_all(fakes, size)
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _on_few_rows(
+    case: Case, state: State, step: Timeline, spare: int, most: int
+) -> tuple[Forecast | None, Inspected | None]:
+    """Return the forecast of real rows, and the first inspection of them, as far as these tell.
+
+    None for a forecast where more rows may not be foreseen by these, or where these do not fit.
 
     Args:
-        case: of these rows.
+        case: the real one.
         state: of the optimizer, and more.
-        inspected: the first inspection of them.
-        line: of fakes of undivided steps, which must hold the same.
+        step: of all rows, on fakes; undivided steps of a few must lead to the same bytes.
+        spare: bytes for them.
+        most: bytes at which a step of them is stopped.
     """
-    inspection = inspected[1]
-    if inspection.coupled:  # the loss of all outputs may not fit
-        return None
-    case = unharmed(case, MICRO_BATCHES * max(SIZES), writes=inspection.copies)
-    if abs(_undivided_peak(case, inspection, SMALL) - line.at(SMALL).peak) > SLACK:
-        return None
+    case, inspected = few(case, MICRO_BATCHES * max(SIZES)), None
+    undivided = list[Timeline]()
     try:
-        found = _rehearsed(case, state, FAKE, inspected=inspected, undivided=line)
-        if found.entries:  # sparse sums grow with the batch, and few rows do not show it
-            return None
+        inspected = _inspected(case, SIZES, FAKE, limit=most)
+        inspection = inspected[1]
+        case = unharmed(case, MICRO_BATCHES * max(SIZES), writes=inspection.copies)
+        for n in (*SIZES, *([SMALL + 2] if inspection.coupled else [])):
+            small, entries = rehearsal.of_batch(case, n, inspection, limit=most)
+            if entries or not _fit_few_rows(case, small, n, spare):
+                return None, inspected  # sparse sums grow with the batch, which few do not show
+            undivided.append(small)
+        far = rehearsal.extrapolated(undivided, SMALL, case.size)
+        if not rehearsal.holds_all_of(far, step):
+            return None, inspected
+        # Between its ends a line is above the parabola of a loss of all pairs.
+        line = AffineTimeline.through(undivided[0], far, SMALL, case.size)
+        found = _rehearsed(case, state, FAKE, inspected=inspected, undivided=line, limit=most)
         if case.trains and not case.lanes:
-            steps = (rehearsal.divided(case, n, inspection, accumulator=True) for n in SIZES)
-            found = replace(found, accumulated=_with_scalar(_line(steps, SIZES, FAKE)))
+            run = partial(rehearsal.divided, accumulator=True, limit=most)
+            sums = _line((run(case, n, inspection) for n in SIZES), SIZES, FAKE)
+            found = replace(found, accumulated=_with_scalar(sums))
         found = replace(found, divided=_with_scalar(found.divided))
-    except NotAffineError:
-        return None
+    except (NotAffineError, torch.OutOfMemoryError):
+        return None, inspected
     try:
         single = rehearsal.divided(case, 1, inspection, accumulator=False)
         found.confirmed[1, case.size, 0, False] = single.plus({STEP: SCALAR})
     except Exception as error:
         if out_of_memory(error):
             raise
-    return found  # else the model takes no single sample
+    return found, inspected  # else the model takes no single sample
 
 
 def _with_scalar(line: Line) -> AffineTimeline:
@@ -229,15 +269,35 @@ def _with_scalar(line: Line) -> AffineTimeline:
 
 
 def _may_be_few(case: Case) -> bool:
-    """Say whether few real rows may be run for a forecast: a step of all computes more."""
+    """Say whether few real rows may be run for a forecast."""
     grows = case.lazy or case.draws or case.global_samples or case.paged
-    return not grows and case.size >= ROWS and accelerator.of(case.device).host
+    return not grows and accelerator.of(case.device).host
 
 
-def _fit_few_rows(case: Case, undivided: Timeline, spare: int) -> bool:
-    """Say whether real rows fit, by fakes of fewer."""
+def _pays(case: Case, step: Timeline, size: int, spare: int) -> bool:
+    """Say whether few real rows fit and are faster than fakes, by a step of `size` samples."""
+    fast = size >= ROWS or _own(step) * COMPUTED <= QUICK * size
+    return fast and _fit_few_rows(case, step, size, spare)
+
+
+def _of_one_kernel(step: Timeline) -> int:
+    """Return the most bytes that one kernel of a step returns."""
+    made = dict[int, int]()
+    for owner, count, first, _ in step.spans:
+        if owner not in ("parameters", "buffers"):  # which were there before
+            made[first] = made.get(first, 0) + count
+    return max(made.values(), default=0)
+
+
+def _own(undivided: Timeline) -> int:
+    """Return the most bytes that the samples of an undivided step hold at once."""
     own = [owner not in STATES for owner in undivided.owners]
-    held = int(undivided.live[:, own].sum(1).max(initial=0)) + SMALL * _row(case)
+    return int(undivided.live[:, own].sum(1).max(initial=0))
+
+
+def _fit_few_rows(case: Case, undivided: Timeline, size: int, spare: int) -> bool:
+    """Say whether real rows fit, by an undivided step of `size` samples."""
+    held = -(-_own(undivided) * SMALL // size) + SMALL * _row(case)
     sums = 2 * gradient_bytes(case) if case.trains else 0
     return max(sums + OF_STEP * held, OF_INSPECTION * held) <= spare
 
@@ -305,36 +365,6 @@ def _spare(case: Case, held: int, available: int) -> int:
     return max(0, available - held - sum(map(allocated, (*there, *gradients))))
 
 
-def _state(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
-    update, held = _state_of(case, optimizer)
-    if not case.global_samples:
-        return update, held
-    sent = rounded(copied_bytes(case.leaves), case.device) if case.trains else 0
-    return update, held | {"transfer buffers": sent + COLLECTIVES}
-
-
-def _state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
-    if optimizer is None:
-        return None, {}
-    update = probe.update(optimizer, [module for _, module in case.modules], case.sharded)
-    there = probe.state_bytes(optimizer)
-    coming = update.final().get("optimizer", 0) if update is not None else 0
-    if update is None and not there:
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
-        coming = UNKNOWN_STATE * sum(map(allocated, stepped))
-        coming = min(coming, resident_state_bytes(optimizer) or coming)
-    count = max(there, coming)
-    return update if case.trains else None, {"optimizer": count} if count else {}
-
-
-def _shards(case: Case) -> dict[str, int]:
-    """Return owner -> bytes of a gathered model's shards and of their gradients."""
-    if case.sharded is None:
-        return {}
-    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
-    return {SHARDS: count} if count else {}
-
-
 def _of_one(case: Case, state: State) -> Forecast | None:
     """Return a guess from real steps of one sample; None where the model cannot take one."""
     try:
@@ -368,10 +398,11 @@ Inspected = tuple[Line, Inspection]
 """Bytes of the first inspection of a model, and its findings."""
 
 
-def _inspected(case: Case, sizes: tuple[int, ...], how: str) -> Inspected:
+def _inspected(case: Case, sizes: tuple[int, ...], how: str, limit: int | None = None) -> Inspected:
     """Return the first inspection of a model, and its findings and those of a loss."""
+    units = [2 * n if n > 1 else 1 for n in sizes]
     looked, looks = zip(
-        *[rehearsal.inspect_model(case, 2 * n if n > 1 else 1) for n in sizes], strict=True
+        *[rehearsal.inspect_model(case, n, limit=limit) for n in units], strict=True
     )
     return _line(looked, sizes, how), rehearsal.watch_loss(case, looks[0])
 
@@ -384,6 +415,7 @@ def _rehearsed(
     *,
     inspected: Inspected | None = None,
     undivided: Line | None = None,
+    limit: int | None = None,
 ) -> Forecast:
     """Return the forecast of dry runs or real steps, at two and three samples.
 
@@ -394,20 +426,25 @@ def _rehearsed(
         sizes: samples of the dry runs. Default two and three.
         inspected: a first inspection that has been run. Default None: it is run here.
         undivided: undivided steps that have been run. Default None: they are run here.
+        limit: bytes at which a divided step stops. Default None: any.
 
     Raises:
+        torch.OutOfMemoryError: one holds more than `limit`.
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
     """
     looked, inspection = inspected or _inspected(case, sizes, how)
     case = unharmed(case, MICRO_BATCHES * max(sizes), writes=inspection.copies)
+    entries = 0
+    if undivided is None:
+        steps = [rehearsal.of_batch(case, n, inspection) for n in sizes]
+        undivided = _line([step for step, _ in steps], sizes, how)
+        entries = 0 if case.fake else steps[0][1]
+    run = partial(rehearsal.divided, limit=limit)
     return Forecast(
         how=how,
         looked=looked,
-        divided=_line(
-            (rehearsal.divided(case, n, inspection, accumulator=False) for n in sizes), sizes, how
-        ),
-        undivided=undivided
-        or _line((rehearsal.full_batch(case, n, inspection) for n in sizes), sizes, how),
+        divided=_line((run(case, n, inspection, accumulator=False) for n in sizes), sizes, how),
+        undivided=undivided,
         accumulated=None,
         update=state[0],
         constant=state[1],
@@ -415,7 +452,7 @@ def _rehearsed(
         gradients=gradient_bytes(case) if case.trains else 0,
         inspection=inspection,
         case=case if case.fake else None,
-        entries=0 if case.fake else rehearsal.entries(case, sizes[0], inspection),
+        entries=entries,
         draws=tuple((n, tuple(rehearsal.draws(case, n))) for n in sizes),
         global_samples=case.global_samples,
         pieces=_pieces(case) if case.global_samples and case.trains else 0,

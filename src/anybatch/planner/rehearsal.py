@@ -12,13 +12,15 @@ Real tensors go the same way where fakes cannot (a value is read, a kernel hides
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
+from math import comb
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
@@ -57,7 +59,7 @@ from anybatch.loss.calls import LossCalls
 from anybatch.loss.holders import Depth, Writes
 from anybatch.loss.tracer import CallableLoss, Rehearsed
 from anybatch.memory.fakes import uncounted
-from anybatch.memory.ledger import Timeline
+from anybatch.memory.ledger import NotAffineError, Timeline
 from anybatch.memory.meter import FOREIGN, Meter
 from anybatch.planner.notes import shapes_of_moments
 
@@ -88,20 +90,24 @@ class Inspection:
     gathers: int = 0
 
 
-def inspect_model(case: Case, n: int) -> tuple[Timeline, Inspection]:
+def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Timeline, Inspection]:
     """Run the first inspection of a model under the meter, as a step would.
 
     Args:
         case: the case of the dry run.
         n: samples in a micro-batch.
+        limit: bytes at which it stops. Default None: any.
 
     Returns:
         Its bytes, and its findings.
+
+    Raises:
+        torch.OutOfMemoryError: it holds more than `limit`.
     """
     STATUS.at(f"first inspection of {show_samples(n)}")
     exact_norms = case.batchnorm == "exact" and not case.lanes
     with (
-        metered(case) as (meter, _),
+        metered(case, limit=limit) as (meter, _),
         torch.no_grad(),
         RefusedNorms([]) if exact_norms else nullcontext(),
     ):
@@ -146,6 +152,7 @@ def divided(
     accumulator: bool,
     sends: Sends | None = None,
     around: Around = nullcontext,
+    limit: int | None = None,
 ) -> Timeline:
     """Rehearse the first micro-batches of a divided step.
 
@@ -156,9 +163,13 @@ def divided(
         accumulator: gradients are summed in an accumulator.
         sends: returns the offloader of saved tensors; None (default) offloads none.
         around: returns the context of a loss of all outputs. Default none.
+        limit: bytes at which it stops. Default None: any.
+
+    Raises:
+        torch.OutOfMemoryError: it holds more than `limit`.
     """
     STATUS.at(f"{_sort_of_run(case)} in micro-batches of {show_samples(n)}")
-    with metered(case) as (meter, before):
+    with metered(case, limit=limit) as (meter, before):
         gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
         step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
         step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
@@ -236,23 +247,6 @@ def draws(case: Case, n: int) -> list[int]:
     return found
 
 
-def entries(case: Case, n: int, inspection: Inspection) -> int:
-    """Return the bytes that a sample adds to sparse gradients; 0 where they are dense."""
-    if not case.trains:
-        return 0
-    with metered(case) as (meter, before):
-        gradients = Gradients(case.leaves)
-        step = make_step(case, Claiming(case.device, meter), n, gradients, 1)
-        step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
-        step.discover = discoverer(step, before)
-        with torch.enable_grad():
-            (micro,) = step.feed()
-            loss = step.loss.full_batch(step.forward(micro), micro)
-            step.pull([loss], [torch.ones_like(loss)])
-        there = [p.grad for p in gradients.parameters if p.grad is not None and p.grad.is_sparse]
-        return -(-sum(map(bytes_of, there)) // n)
-
-
 def full_batch(
     case: Case,
     size: int,
@@ -261,7 +255,32 @@ def full_batch(
     sends: Sends | None = None,
     limit: int | None = None,
 ) -> Timeline:
-    """Run an undivided step under the meter.
+    """Run an undivided step under the meter; return its bytes.
+
+    Args:
+        case: the case of the dry run.
+        size: samples.
+        inspection: findings of the first inspection. Default None: unknown.
+        sends: returns the offloader of saved tensors; None (default) offloads none.
+        limit: bytes at which it stops. Default None: any.
+
+    Raises:
+        torch.OutOfMemoryError: it holds more than `limit`.
+    """
+    return of_batch(case, size, inspection, sends=sends, limit=limit)[0]
+
+
+def of_batch(
+    case: Case,
+    size: int,
+    inspection: Inspection | None = None,
+    *,
+    sends: Sends | None = None,
+    limit: int | None = None,
+) -> tuple[Timeline, int]:
+    """Run an undivided step under the meter; return its bytes, and those of sparse gradients.
+
+    Of these the bytes that a sample adds; 0 where all are dense.
 
     Args:
         case: the case of the dry run.
@@ -284,7 +303,46 @@ def full_batch(
         with torch.set_grad_enabled(case.trains):
             undivided(step)
         claim_gradients(meter, gradients)
-    return meter.timeline()
+        entries = 0 if gradients is None else _entries(gradients, size)
+    return meter.timeline(), entries
+
+
+def _entries(gradients: Gradients, size: int) -> int:
+    """Return the bytes that each of so many samples has added to sparse gradients."""
+    every = [p.grad for p in gradients.parameters if p.grad is not None and p.grad.is_sparse]
+    return -(-sum(map(bytes_of, every)) // size)
+
+
+def extrapolated(steps: Sequence[Timeline], first: int, n: int) -> Timeline:
+    """Return the timeline of `n` samples on the polynomials through those of first, first + 1, ...
+
+    By Newton's forward differences: two steps lead to a line, three to a parabola, on which the
+    bytes of a loss lie that compares all samples with each other.
+
+    Raises:
+        NotAffineError: the steps do not show the same events.
+    """
+    if any((one.events, one.owners) != (steps[0].events, steps[0].owners) for one in steps):
+        raise NotAffineError
+    live = np.stack([one.live for one in steps])
+    found = sum(comb(n - first, k) * np.diff(live, k, axis=0)[0] for k in range(len(steps)))
+    return Timeline(steps[0].owners, steps[0].events, np.asarray(found))
+
+
+def holds_all_of(line: Timeline, step: Timeline) -> bool:
+    """Say whether a line has each number of bytes that a step has, by owner and in order.
+
+    The line may hold more between two changes, as a step on values does that compares its loss
+    with itself.
+    """
+    if line.owners != step.owners:
+        return False
+    every, now = iter(map(tuple, line.live.tolist())), None
+    for row in map(tuple, step.live.tolist()):
+        if row != now and row not in every:  # which goes on behind it
+            return False
+        now = row
+    return True
 
 
 def _gathered(step: Step, case: Case, around: Around) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from benchmarks.mbs.models import MLP, ResNet, TransformerLM
@@ -17,6 +18,7 @@ from anybatch.engine.inputs import StepInputs
 from anybatch.execution.signature import Case, as_fakes
 from anybatch.lockstep.sync_batchnorm import Fixed
 from anybatch.loss.tracer import CallableLoss
+from anybatch.memory.ledger import NotAffineError, Timeline
 from anybatch.memory.meter import Meter
 from anybatch.planner import probe, rehearsal
 from anybatch.planner.ladder import FAKE, ROWS_AND_FAKES
@@ -225,3 +227,36 @@ def test_the_casts_of_weights_are_counted_in_every_rehearsal() -> None:
     assert plan.memory is not None
     assert plan.memory.how in (FAKE, ROWS_AND_FAKES)
     assert plan.memory.predicted == meter.peak
+
+
+def line_of(*rows: tuple[int, int]) -> Timeline:
+    return Timeline(("a", "b"), tuple(map(str, range(len(rows)))), np.array(rows, np.int64))
+
+
+def test_steps_of_few_rows_lead_to_one_of_many_by_lines_and_parabolas() -> None:
+    def step(n: int) -> Timeline:
+        return line_of((5, n), (7 * n, n * n), (3 + n * n, 2 * n))
+
+    def straight(n: int) -> Timeline:
+        return line_of((5, n), (7 * n, 4), (3 + n, 2 * n))
+
+    for n in (2, 3, 4, 5, 64):
+        found = rehearsal.extrapolated([step(2), step(3), step(4)], 2, n)
+        assert np.array_equal(found.live, step(n).live)
+        found = rehearsal.extrapolated([straight(2), straight(3)], 2, n)
+        assert np.array_equal(found.live, straight(n).live)
+    assert not np.array_equal(rehearsal.extrapolated([step(2), step(3)], 2, 64).live, step(64).live)
+    with pytest.raises(NotAffineError):
+        rehearsal.extrapolated([step(2), line_of((5, 3))], 2, 4)
+
+
+def test_a_line_may_hold_more_than_a_step_and_nothing_less() -> None:
+    step = line_of((1, 0), (1, 0), (4, 2), (1, 0))
+    more = line_of((1, 0), (4, 2), (3, 3), (1, 0), (1, 0))
+    assert rehearsal.holds_all_of(step, step)
+    assert rehearsal.holds_all_of(more, step)
+    assert not rehearsal.holds_all_of(step, more)
+    assert not rehearsal.holds_all_of(line_of((4, 2), (1, 0)), step)  # in another order
+    assert not rehearsal.holds_all_of(line_of((1, 0), (4, 1), (1, 0)), step)
+    other = Timeline(("a", "c"), step.events, step.live)
+    assert not rehearsal.holds_all_of(other, step)
