@@ -65,7 +65,7 @@ def describe(
         source=source,
         predicted=predicted,
         waiting_capacity=waiting,
-        owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+        owners=tuple(sorted(((k, b) for k, b in owners.items() if b), key=lambda pair: -pair[1])),
         floor=_floor(foreseen, size, confirmed=confirmed),
         undivided=foreseen.peak(size, size),
         how=foreseen.how,

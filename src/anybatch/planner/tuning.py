@@ -247,11 +247,11 @@ def halves(cap: int, size: int) -> list[int]:
 
 
 def larger(cap: int, size: int) -> list[int]:
-    """Return the sizes above `cap`: twice as many, again and again, and all."""
-    found = [cap]
-    while found[-1] < size:
-        found.append(min(2 * found[-1], size))
-    return found[1:]
+    """Return the sizes above `cap` of micro-batches that are half as many, again and again."""
+    counts = [-(-size // cap)]
+    while counts[-1] > 1:
+        counts.append(-(-counts[-1] // 2))
+    return [-(-size // count) for count in counts[1:]]
 
 
 def may_win(
@@ -278,14 +278,15 @@ def least_seconds(seconds: Mapping[int, float], n: int, size: int) -> float:
     """Return the fewest seconds of a step in micro-batches of `n`, larger than all that were run.
 
     A micro-batch is on the line through the largest size that was run and the largest of half as
-    many samples or fewer; where there is no such size, it takes no less than the largest did.
+    many samples or fewer, or the smallest one where there is no such size. Where only one size was
+    run, it takes no less than that.
     """
     run = {k: s * k / size for k, s in seconds.items() if s < inf}
     if not run:
         return 0.0
     most = max(run)
-    half = max((k for k in run if 2 * k <= most), default=None)
-    rise = 0.0 if half is None else max(0.0, (run[most] - run[half]) / (most - half))
+    half = max((k for k in run if 2 * k <= most), default=min(run))
+    rise = 0.0 if half == most else max(0.0, (run[most] - run[half]) / (most - half))
     return (size / n) * (run[most] + rise * (n - most))
 
 

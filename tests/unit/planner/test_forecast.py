@@ -396,7 +396,7 @@ def test_a_forecast_is_close_and_never_below_what_is_measured() -> None:
 
 
 def test_a_step_of_single_samples_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On real rows, or on fakes and compared with a real one; the plan names its bytes."""
+    """On fakes, which are compared with a real one where they tell all; the plan names its bytes."""
     made, divided = [], rehearsal.divided
 
     def noted(case: Any, n: int, *args: Any, **options: Any) -> Any:
@@ -404,11 +404,11 @@ def test_a_step_of_single_samples_is_rehearsed_once(monkeypatch: pytest.MonkeyPa
         return divided(case, n, *args, **options)
 
     monkeypatch.setattr(rehearsal, "divided", noted)
-    for quick, fakes in ((1 << 30, 0), (0, 1)):
+    for quick, real in ((1 << 30, 0), (0, 1)):
         monkeypatch.setattr(ladder, "QUICK", quick)
         rows = torch.randn(20, 3), torch.randint(2, (20,))
         anybatch.plan(nn.Linear(3, 2), F.cross_entropy, rows, memory="1MiB", timed=False)
-        assert (made.count((True, 1)), made.count((False, 1))) == (fakes, 1)
+        assert (made.count((True, 1)), made.count((False, 1))) == (1, real)
         made.clear()
 
 

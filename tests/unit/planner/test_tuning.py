@@ -116,8 +116,9 @@ def test_even_micro_batches_are_as_few_as_can_be(size: int) -> None:
         assert -(-size // n) == -(-size // cap)
 
 
-def test_larger_sizes_double_up_to_all() -> None:
-    assert larger(3, 20) == [6, 12, 20]
+def test_larger_sizes_are_of_half_as_many_micro_batches_down_to_one() -> None:
+    assert larger(3, 20) == [5, 10, 20]
+    assert larger(15, 32) == [16, 32]
     assert larger(16, 20) == [20]
     assert larger(20, 20) == []
 
@@ -126,6 +127,8 @@ def test_offloading_is_not_tried_where_it_cannot_win() -> None:
     steps = {4: 4.0, 8: 3.6}  # a micro-batch: 0.5 and 0.9, so one of 32 takes 3.3
     assert least_seconds(steps, 32, 32) == pytest.approx(3.3)
     assert least_seconds({8: 3.0}, 32, 32) == pytest.approx(0.75)
+    near = {6: 4.0, 8: 3.6}  # 0.75 and 0.9
+    assert least_seconds(near, 32, 32) == pytest.approx(2.7)
     fixed = {4: 8.0, 8: 4.0}  # each micro-batch takes a second, whatever its samples
     assert may_win(fixed, 4.0, 32, 32, lambda _: 0.0)
     assert not may_win(fixed, 4.0, 32, 32, lambda _: 3.7)  # what is too much takes that to move

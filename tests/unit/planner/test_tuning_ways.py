@@ -150,12 +150,12 @@ def test_larger_micro_batches_are_chosen_where_they_are_faster_with_tensors_offl
     assert plan.memory is not None
     assert plan.offload is not None
     assert (plan.micro_batch, plan.mechanism) == (8, "undivided")
-    assert clocks.ways("offloaded") == [6, 8]
+    assert clocks.ways("offloaded") == [4, 8]
     assert Plan.from_json(plan.to_json()) == plan
     text = str(plan)
     assert "saved tensors offloaded; chosen: the fastest timed" in text
     assert "161 % slower" in text  # 3.08 s in threes
-    assert "saved tensors offloaded; runner-up: 93 % slower" in text  # 2.28 s in sixes
+    assert "saved tensors offloaded; runner-up: 93 % slower" in text  # 2.28 s in fours
     assert (
         "a step takes 1.18 s in micro-batches of 8 with saved tensors "
         "offloaded, and 3.08 s in micro-batches of 3 without"
@@ -177,10 +177,7 @@ def test_all_stays_where_that_is_faster(clocks: Clocks, slower: float) -> None:
     model, batch = mlp(), rows()
     memory = tight_budget(mlp)
     plan = anybatch.plan(model, F.mse_loss, batch, memory=memory)
-    assert clocks.ways("offloaded") == [
-        6,
-        8,
-    ]  # one may lose by its last micro-batch, of two samples
+    assert clocks.ways("offloaded") == [4, 8]
     assert plan.offload is None
     assert (plan.micro_batch, plan.mechanism) == (3, "streaming")
     text = str(plan)
@@ -204,7 +201,7 @@ def test_the_gradient_of_a_plan_that_was_chosen_so_is_that_of_the_batch(clocks: 
 
     assert_exact(state_after(model, run), undivided(model, F.mse_loss, *batch))
     assert engines[0].last is not None
-    assert engines[0].last.micro_batch == 6
+    assert engines[0].last.micro_batch == 4
     assert engines[0].last.moved_bytes > 0
 
 
@@ -341,6 +338,6 @@ def test_the_first_time_that_something_leaves_one_line_says_how_much_and_where(
     engine = Engine(model, F.mse_loss, memory=tight_budget(mlp))
     for _ in range(10):
         step(engine, batch)
-    assert clocks.ways("offloaded") == [6, 8]
+    assert clocks.ways("offloaded") == [4, 8]
     (line,) = said
     assert f" leave for a file in {tmp_path} in a step and return" in line
