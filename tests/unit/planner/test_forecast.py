@@ -396,7 +396,7 @@ def test_a_forecast_is_close_and_never_below_what_is_measured() -> None:
 
 
 def test_a_step_of_single_samples_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On fakes, which are compared with a real one where they tell all; the plan names its bytes."""
+    """On fakes, compared with a real one where they tell all; the plan names its bytes."""
     made, divided = [], rehearsal.divided
 
     def noted(case: Any, n: int, *args: Any, **options: Any) -> Any:

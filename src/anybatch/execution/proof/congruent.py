@@ -67,6 +67,7 @@ class CallTrace:
         cuts: of kernels that cut something off, in order.
         made: tensors without data that were made.
         outside: tensors that were no result of a call, by their word in `calls`.
+        error: why the forward could not be traced; "" where it was.
     """
 
     functions: list[tuple[str, str]] = field(default_factory=list)
@@ -78,6 +79,7 @@ class CallTrace:
     cuts: list[Called] = field(default_factory=list)
     made: list[weakref.ref[Tensor]] = field(default_factory=list)
     outside: dict[str, weakref.ref[Tensor]] = field(default_factory=dict)
+    error: str = ""
 
     def end(self) -> None:
         """Remove the words of freed tensors from the calls: no record shows how these were made.
@@ -309,8 +311,12 @@ def compare(
             Default None: no call does.
         traces: number of samples -> its trace of an earlier comparison that found no difference; so
             only others are traced, and all of them where these differ. The first and the last size
-            are added. Default None: all are traced.
+            are added, or the first one if it cannot be traced, and is not tried again. Default
+            None: all are traced.
     """
+    failed = None if traces is None else traces.get(sizes[0])
+    if failed is not None and failed.error:
+        return _untraced(sizes[0], failed.error)
     forward = model, modules, rows, run, values
     how = {"trains": trains, "singles": singles, "backward": backward, "earlier": earlier}
     traced = partial(_recorded, forward, how)
@@ -322,14 +328,20 @@ def compare(
         stored.clear()
     record, said = traced(sizes, {})
     if said:
-        why = f"forward of {sizes[0]} samples could not be traced without data ({said[:80]})"
-        return Verdict("", (why,))
+        if traces is not None and earlier is None and record[0].error:
+            traces[sizes[0]] = CallTrace(error=said)
+        return _untraced(sizes[0], said)
     found = _differs(record, sizes)
     if found.doubts and any(call.free and call.places for call in record[0].calls):
         found = _without_chance(record, sizes, *traced([UNLIKE], {}))
     if traces is not None and earlier is None and found == Verdict():
         traces |= {sizes[at]: replace(record[at], made=[], outside={}) for at in (0, -1)}
     return found
+
+
+def _untraced(size: int, error: str) -> Verdict:
+    why = f"forward of {size} samples could not be traced without data ({error[:80]})"
+    return Verdict("", (why,))
 
 
 def _recorded(
@@ -391,7 +403,7 @@ def _traced(
     earlier: int | None,
 ) -> str:
     """Run forward at each size that is not there, and record its calls; return the error, or ""."""
-    rng, saved = RNGState.now(), PythonState()
+    rng, saved, each = RNGState.now(), PythonState(), record[0]
     try:
         fakes = Fakes()
         twin = fakes.copy(model, [module for _, module in modules])
@@ -416,10 +428,10 @@ def _traced(
         for _, each in new:
             each.end()
     except Exception as error:  # whatever a model does with data that is not there
-        return f"{type(error).__name__}: {error}".split("\n")[0]
+        each.error = f"{type(error).__name__}: {error}".split("\n")[0]
     finally:
         saved.put_back()  # or a fake would stay in what the model shares with its copy
-    return ""
+    return each.error
 
 
 def trace(

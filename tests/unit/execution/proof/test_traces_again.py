@@ -78,3 +78,25 @@ def test_a_call_that_comes_before_is_not_in_these_traces() -> None:
     compare(net, modules, ROWS, [16, 5], run, trains=True, traces=traces, earlier=0)
     assert ran == [16, 16, 5, 5]
     assert traces == before
+
+
+@pytest.mark.parametrize("from_size", [16, 5])
+def test_a_full_batch_that_cannot_be_traced_is_tried_once(from_size: int) -> None:
+    net, traces = Net(), dict[int, CallTrace]()
+    ran: list[int] = []
+
+    def run(model: nn.Module, inputs: Any, size: int) -> Any:
+        ran.append(size)
+        outputs = model(inputs)
+        return outputs[outputs.nonzero()[:, 0]] if size <= from_size else outputs
+
+    def doubts(*sizes: int) -> tuple[str, ...]:
+        modules = list(net.named_modules())
+        return compare(net, modules, ROWS, sizes, run, trains=True, traces=traces).doubts
+
+    whole = from_size == 16
+    (why,) = doubts(16, 5, 4)
+    assert why.startswith("forward of 16 samples could not be traced without data")
+    assert ran == ([16] if whole else [16, 5])
+    assert doubts(16, 5, 4) == doubts(16, 7, 4) == (why,) if whole else doubts(16, 7, 6) == ()
+    assert ran == ([16] if whole else [16, 5, 16, 7, 6])
