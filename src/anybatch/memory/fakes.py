@@ -281,8 +281,11 @@ TO_TORCH = {
 }
 """Tags of kernels whose results depend on values, or whose arguments change their shapes."""
 
-BY_NAME = "aten::lift", "aten::_resize", "aten::as_strided"
-"""The same, without such a tag."""
+BY_NAME = (
+    *("aten::lift", "aten::_resize", "aten::as_strided", "aten::view_copy"),
+    *("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter"),
+)
+"""The same, without such a tag, or on the place in a storage where an argument begins."""
 
 CachedResult = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | int | None
 """Shape, strides, dtype and device of a result; or the argument that it is; or no tensor."""

@@ -203,7 +203,6 @@ def _dry_run(
         single = fakes if suffices is None else None
         found, inspected = _on_few_rows(case, state, step, spare, most, single)
         if found is not None:
-            found.on_line[case.size] = True
             return replace(found, how=ROWS_AND_FAKES, case=fakes, measured=True)
     undivided = [rehearsal.full_batch(fakes, n) for n in SIZES]
     line = _line(undivided, SIZES, FAKE)

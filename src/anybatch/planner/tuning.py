@@ -278,14 +278,15 @@ def least_seconds(seconds: Mapping[int, float], n: int, size: int) -> float:
     """Return the fewest seconds of a step in micro-batches of `n`, larger than all that were run.
 
     A micro-batch is on the line through the largest size that was run and the largest of half as
-    many samples or fewer, or the smallest one where there is no such size. Where only one size was
-    run, it takes no less than that.
+    many samples or fewer, or of three quarters at most where there is no such size: between nearer
+    ones noise is the slope. Where there is none either, it takes no less than the largest did.
     """
     run = {k: s * k / size for k, s in seconds.items() if s < inf}
     if not run:
         return 0.0
     most = max(run)
-    half = max((k for k in run if 2 * k <= most), default=min(run))
+    less = min((k for k in run if 4 * k <= 3 * most), default=most)
+    half = max((k for k in run if 2 * k <= most), default=less)
     rise = 0.0 if half == most else max(0.0, (run[most] - run[half]) / (most - half))
     return (size / n) * (run[most] + rise * (n - most))
 

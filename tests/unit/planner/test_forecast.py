@@ -522,3 +522,28 @@ def test_real_rows_are_run_where_they_fit(name: str, monkeypatch: pytest.MonkeyP
         ran += real[0]
         assert meter.peak <= budget or not real[0]
     assert ran > 0
+
+
+class Buckets(nn.Module):
+    """Pads rows to the next of some numbers, of which 64 is the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = len(x)
+        more = next(m for m in (1, 2, 3, 4, 8, 16, 32, 64) if m >= n) - n
+        h = torch.tanh(self.body(F.pad(x, (0, 0, 0, 0, 0, more))))
+        return self.head(h).mean((1, 2))[:n]
+
+
+def test_a_size_between_few_rows_and_all_is_foreseen_as_it_is() -> None:
+    """Few rows lead to the bytes of all 64, and tell nothing of 22, which are padded to 32."""
+    engine = Engine(Buckets(), F.mse_loss, memory=2_400_000, cache=None)
+    engine.backward(torch.randn(64, 200, 32), torch.randn(64))
+    assert engine.last is not None
+    assert engine.last.peak_bytes is not None
+    assert engine.last.predicted_bytes is not None
+    assert engine.last.micro_batch < 64
+    assert engine.last.peak_bytes <= engine.last.predicted_bytes <= 2_400_000

@@ -129,6 +129,7 @@ def test_offloading_is_not_tried_where_it_cannot_win() -> None:
     assert least_seconds({8: 3.0}, 32, 32) == pytest.approx(0.75)
     near = {6: 4.0, 8: 3.6}  # 0.75 and 0.9
     assert least_seconds(near, 32, 32) == pytest.approx(2.7)
+    assert least_seconds({10: 1.0, 12: 1.05}, 24, 24) == pytest.approx(0.525)  # noise
     fixed = {4: 8.0, 8: 4.0}  # each micro-batch takes a second, whatever its samples
     assert may_win(fixed, 4.0, 32, 32, lambda _: 0.0)
     assert not may_win(fixed, 4.0, 32, 32, lambda _: 3.7)  # what is too much takes that to move

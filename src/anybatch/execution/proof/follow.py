@@ -232,6 +232,7 @@ class Follow(DispatchMode):
         self.called = self.singles = self.checks = self._packed = False
         self._lengths, self.samples, self._fewer = lengths or {}, samples, fewer
         self._calls, self._guard = 0, guard or nullcontext()
+        self._around: tuple[Any, Any] | None = None
         self.paths, self._few = Paths(model), Few()
         self._alike: dict[int, StorageWeakRef] = {}
         self._fresh: set[int] = set()
@@ -285,7 +286,12 @@ class Follow(DispatchMode):
         """Run a kernel, and note the masks of its results.
 
         No mode intercepts the kernels of masks: a meter took twice as long for them as they do.
+        Tensors with a dispatch of their own have no data for these kernels without it
+        (test_indices_of_a_persons_own_type_are_computed_with).
         """
+        self._around = None
+        if types:
+            return self._trace(func, args, kwargs or {})
         get = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
         self._around = get[0](), get[1]()
         with torch._C._DisableTorchDispatch():
@@ -293,6 +299,8 @@ class Follow(DispatchMode):
 
     def _under_modes(self) -> AbstractContextManager[Any]:
         """Return the context of kernels that the modes around this one intercept."""
+        if self._around is None:
+            return nullcontext()
         return torch._C._ForceDispatchKeyGuard(*self._around)
 
     def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
+from anybatch import Engine
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import FEW, Masks
 from anybatch.memory.meter import Meter
@@ -57,3 +59,41 @@ def test_a_mask_counts_from_a_page_on(large: bool) -> None:
     mask = follow.masks.of(found)
     assert mask is not None
     assert mask.numel() == 2 * width
+
+
+class Wrapped(Tensor):
+    """A tensor of a person's own type, whose numbers are in another one."""
+
+    inner: Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrapped(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapped) else value
+
+        return func(*tree_map(unwrapped, args), **tree_map(unwrapped, kwargs or {}))
+
+
+def wrapped(inner: Tensor) -> Wrapped:
+    """Return a tensor that wraps another one."""
+    make = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    outer: Wrapped = make(Wrapped, inner.shape, dtype=inner.dtype)
+    outer.inner = inner
+    return outer
+
+
+class Ordered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line, self.order = nn.Linear(4, 8), wrapped(torch.arange(7, -1, -1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)[:, self.order]
+
+
+def test_indices_of_a_persons_own_type_are_computed_with() -> None:
+    model, x, y = Ordered().double(), torch.randn(12, 4).double(), torch.randn(12, 8).double()
+    (wanted,) = torch.autograd.grad(nn.functional.mse_loss(model(x), y), [model.line.weight])
+    Engine(model, nn.functional.mse_loss, micro_batch=3).backward(x, y)
+    assert model.line.weight.grad is not None
+    assert torch.allclose(model.line.weight.grad, wanted, rtol=0, atol=1e-14)
