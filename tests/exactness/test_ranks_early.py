@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from anybatch import Engine, LazyBatch
 from anybatch.distributed import buckets, gradients
 from anybatch.distributed.process_group import Group
-from anybatch.planner.ladder import COLLECTIVES
+from anybatch.planner.full_batch import COLLECTIVES
 
 SIZE, SHARDS = 3, (5, 0, 8)
 N, MICRO = 13, 3
