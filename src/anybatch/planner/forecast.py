@@ -82,6 +82,7 @@ class Forecast:
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         measured: the lines are those of few real rows, and fakes tell whether they hold.
+        few: undivided steps of two real rows, of three, ..., where the lines are those of such.
         on_line: sizes that were compared with the lines, and whether they are on these.
         recorded: sizes whose convolutions were recorded, and these.
         lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> the dry run
@@ -110,6 +111,7 @@ class Forecast:
         default_factory=dict, repr=False, compare=False
     )
     measured: bool = False
+    few: tuple[Timeline, ...] = field(default=(), repr=False, compare=False)
     on_line: dict[int, bool] = field(default_factory=dict, repr=False, compare=False)
     recorded: dict[int, KernelRecorder] = field(default_factory=dict, repr=False, compare=False)
     lanes: dict[tuple[int, int], Lane | None] = field(
@@ -244,7 +246,9 @@ class Forecast:
             return True
         if n not in self.on_line:
             found = rehearsal.full_batch(self.case, n)
-            self.on_line[n] = rehearsal.holds_all_of(self.undivided.at(n), found)
+            # The bytes of a loss of all pairs are below the line, and on the parabola.
+            line = rehearsal.extrapolated(self.few, 2, n) if self.few else self.undivided.at(n)
+            self.on_line[n] = rehearsal.holds_all_of(line, found)
         return self.on_line[n]
 
     def convolutions(self, n: int) -> KernelRecorder | None:

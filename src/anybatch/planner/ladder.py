@@ -253,7 +253,7 @@ def _on_few_rows(
             run = partial(rehearsal.divided, accumulator=True, limit=most)
             sums = _line((run(case, n, inspection) for n in SIZES), SIZES, FAKE)
             found = replace(found, accumulated=_with_scalar(sums))
-        found = replace(found, divided=_with_scalar(found.divided))
+        found = replace(found, divided=_with_scalar(found.divided), few=tuple(undivided))
     except (NotAffineError, torch.OutOfMemoryError):
         return None, inspected
     try:
