@@ -325,6 +325,57 @@ def test_the_floor_of_an_lstm_is_right_at_once(length: int) -> None:
     assert metered_step(it, engine, it.x, it.y) <= needed
 
 
+class Last(nn.Module):
+    """Classifies the last step of a sequence."""
+
+    def __init__(self, sequence: nn.Module, width: int) -> None:
+        super().__init__()
+        self.sequence, self.head = sequence, nn.Linear(width, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, T, 16] -> [n, 5]."""
+        found = self.sequence(x)
+        return self.head((found[0] if isinstance(found, tuple) else found)[:, -1])
+
+
+class Spectrum(nn.Module):
+    """Filters sequences by their spectrum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(21, 16, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 40, 16] -> the same."""
+        return torch.fft.irfft(torch.fft.rfft(x, dim=1) * self.filter, n=40, dim=1)
+
+
+# LSTM and GRU hold workspace for a graph alone, RNN turns a tensor in place, a spectrum transforms.
+SEQUENCES: dict[str, Callable[[], nn.Module]] = {
+    "LSTM": lambda: Last(nn.LSTM(16, 32, batch_first=True), 32),
+    "GRU": lambda: Last(nn.GRU(16, 32, batch_first=True), 32),
+    "RNN": lambda: Last(nn.RNN(16, 32, batch_first=True), 32),
+    "spectrum": lambda: Last(Spectrum(), 16),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_the_first_inspection_of_a_sequence_is_foreseen(name: str) -> None:
+    model = SEQUENCES[name]()
+    x, y = torch.randn(8, 40, 16), torch.randint(5, (8,))
+    it = Draw(model, F.cross_entropy, x, y, torch.optim.SGD(model.parameters()))
+    with pytest.raises(BudgetError) as error:
+        it.engine(1024, timed=False).backward(x, y)
+    least = error.value.needed
+    memory = it.engine(timed=False).foresee(x, y, timed=False).memory
+    assert memory is not None
+    assert memory.undivided is not None
+    for share in (0, 0.3):
+        budget = int(least + share * (memory.undivided - least))
+        assert metered_step(it, it.engine(budget, timed=False), x, y) <= budget
+        model.zero_grad()
+
+
 def test_a_micro_batch_that_does_not_fit_is_said_with_the_largest_that_does() -> None:
     it = language(64)
     it.x, it.y = tokens(16, 64)

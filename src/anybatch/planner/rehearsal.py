@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
-from math import comb
+from math import factorial, prod
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ from anybatch.execution.inspection import (
     written,
 )
 from anybatch.execution.prefetch import DeviceLink
+from anybatch.execution.proof.rows import saving_nothing
 from anybatch.execution.signature import MICRO_BATCHES, Case, Claiming, bytes_of, first_rows
 from anybatch.execution.step import MicroBatchOffloader, Step
 from anybatch.execution.streaming import Lap, Parts, feed, laps, stream, undivided
@@ -113,8 +114,8 @@ def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Time
     ):
         step = make_step(case, Claiming(case.device, meter), n, None, MICRO_BATCHES)
         full, part = two_sizes(step)
-        outputs, gathered = step.forward(full), _gathered_so_far()
-        fewer = step.forward(part)
+        outputs, gathered = _inspected(case, step, full), _gathered_so_far()
+        fewer = _inspected(case, step, part)
         find = layout_of if step.loss.takes_outputs else rough_layout
         held = find(outputs, fewer, full.size, part.size)
         layout = held if step.loss.takes_outputs else ()
@@ -129,6 +130,17 @@ def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Time
     gathers = -(-gathered // case.together)
     found = Inspection(layout, copies, lanes=case.lanes, shows=shows, gathers=gathers)
     return meter.timeline(), found
+
+
+def _inspected(case: Case, step: Step, micro: MicroBatch) -> Any:
+    """Return the outputs of a forward with a graph that saves nothing."""
+    # Recurrent kernels allocate more for a graph
+    # (test_the_first_inspection_of_a_sequence_is_foreseen).
+    if not case.trains:
+        return step.forward(micro)
+    with torch.enable_grad():
+        outputs = saving_nothing(partial(step.forward, micro))
+    return pytree.map_tensors(Tensor.detach, outputs)
 
 
 def _gathered_so_far() -> int:
@@ -316,8 +328,8 @@ def _entries(gradients: Gradients, size: int) -> int:
 def extrapolated(steps: Sequence[Timeline], first: int, n: int) -> Timeline:
     """Return the timeline of `n` samples on the polynomials through those of first, first + 1, ...
 
-    By Newton's forward differences: two steps lead to a line, three to a parabola, on which the
-    bytes of a loss lie that compares all samples with each other.
+    By Newton's forward differences, for fewer samples than `first`, too: two steps lead to a line,
+    three to a parabola, on which the bytes of a loss lie that compares all samples.
 
     Raises:
         NotAffineError: the steps do not show the same events.
@@ -325,7 +337,8 @@ def extrapolated(steps: Sequence[Timeline], first: int, n: int) -> Timeline:
     if any((one.events, one.owners) != (steps[0].events, steps[0].owners) for one in steps):
         raise NotAffineError
     live = np.stack([one.live for one in steps])
-    found = sum(comb(n - first, k) * np.diff(live, k, axis=0)[0] for k in range(len(steps)))
+    weights = [prod(n - first - i for i in range(k)) // factorial(k) for k in range(len(steps))]
+    found = sum(each * np.diff(live, k, axis=0)[0] for k, each in enumerate(weights))
     return Timeline(steps[0].owners, steps[0].events, np.asarray(found))
 
 

@@ -395,7 +395,7 @@ class Follow(DispatchMode):
         self.notes.cuts |= views and call.name == "slice" and _cuts(call)
         if views and not written:
             self._viewed(call)
-        elif call.name != "set_":  # the masks of a storage are known
+        elif call.name not in VIEWS_IN_PLACE:  # the masks of a storage are known
             self._made(call, operands, written, before)
         return result
 
@@ -775,6 +775,11 @@ def _for_places(call: Call) -> list[Tensor]:
         grad, places = call.args[2], [one for one in call.args[1] if one is not None]
     return [grad] if any(call.mask(one) is not None for one in places) else []
 
+
+VIEWS_IN_PLACE = frozenset(
+    "set_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_".split()
+)
+"""Kernels that write to no element: they replace the tensor by a view of all of a storage."""
 
 COUNTS, MEAN = frozenset(("nll_loss_backward", "nll_loss2d_backward")), 1
 """Kernels with the weight of all samples as an input, used only as the divisor of a mean."""

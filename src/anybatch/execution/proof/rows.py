@@ -213,13 +213,7 @@ def forward(
         yield nullcontext() if saved or not graph else _saving_nothing()
         yield from (_saving(follow), _hooks(hooked), Reads(follow), follow)
 
-    try:
-        outputs = run(micro, within=_Within(contexts))
-    except RuntimeError as error:
-        if not saved and "saved tensor hooks" in str(error):  # torch.func takes none
-            raise NeededError from error
-        raise
-    return outputs, bool(hooked)
+    return run(micro, within=_Within(contexts)), bool(hooked)
 
 
 class _Within:
@@ -296,6 +290,10 @@ def _saving_nothing() -> Iterator[None]:
     try:
         with saved_tensors_hooks(own, _needed):
             yield
+    except RuntimeError as error:
+        if "saved tensor hooks" in str(error):  # torch.func takes none
+            raise NeededError from error
+        raise
     finally:  # an interrupt may have come between the body and their end
         top = hooks._top_saved_tensors_default_hooks(False)
         if top and top[0] is own:
@@ -304,6 +302,15 @@ def _saving_nothing() -> Iterator[None]:
 
 def _needed(_: None) -> Tensor:
     raise NeededError
+
+
+def saving_nothing(run: Callable[[], Any]) -> Any:
+    """Return run(), whose graph saves no tensors unless the run itself needs them."""
+    try:
+        with _saving_nothing():
+            return run()
+    except NeededError:
+        return run()
 
 
 def strange_backward(outputs: Any) -> bool:

@@ -421,6 +421,13 @@ def _along(call: Call) -> Found:
     return [fold(mask, [dim] if mask.dim() else [])] * len(call.results)
 
 
+@_rule("_fft_r2c _fft_c2r _fft_c2c")
+def _transformed(call: Call) -> Found:
+    x = call.args[0]
+    mask = call.mask(x)
+    return [None if mask is None else fold(mask, _dims(call.argument("dim"), x.dim()))]
+
+
 @_rule("renorm renorm_")
 def _renormed(call: Call) -> Found:
     """Return the masks of rescaled slices: a NaN norm is not too large, so NaN would not spread."""
