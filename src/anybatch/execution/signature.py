@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from anybatch.core import pytree
+from anybatch.core import accelerator, pytree
 from anybatch.core.absent import absent
 from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch, row_shapes
 from anybatch.core.modules import Modules, local, tensors_of
@@ -197,6 +197,9 @@ def bytes_of(tensor: Tensor) -> int:
 MICRO_BATCHES = 3
 """Of a rehearsal: the first has no gradients yet, the second has another on its way."""
 
+RESIDENT = 2
+"""Of one whose rows are where they are computed: none is on its way."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -255,6 +258,12 @@ class Case:
     def fake(self) -> bool:
         """Whether it is made of tensors without data."""
         return self.mode is not nullcontext
+
+    @property
+    def micro_batches(self) -> int:
+        """How many micro-batches of a divided step a rehearsal runs at most."""
+        fetched = self.lazy or self.lanes or bool(self.paged) or self.sharded is not None
+        return MICRO_BATCHES if fetched or not accelerator.of(self.device).host else RESIDENT
 
     def batch(self, count: int) -> Batch:
         """Return the batch, limited to its first `count` micro-batches."""

@@ -147,7 +147,7 @@ def finite(seconds: float | None) -> float | None:
 # A plan has the peak and its owners. Why it is the peak, and how far below it the rest of a step
 # is, follows from the lines of its forecast:
 #
-#     inspection │ mu_0  mu_1  mu_2 │ update        at n: a_t + b_t * n bytes after every event
+#     inspection │ mu_0  mu_1 │ update        at n: a_t + b_t * n bytes after every event
 #
 # The peak of it is the plan's. Bytes that the plan counts in addition to the lines have no position
 # in time: those found by another dry run are drawn from beginning to end, and the bytes of waiting
@@ -168,8 +168,9 @@ def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
         are offloaded it has the seconds that they were planned with, if it was run for that.
     """
     n, memory = min(planned.micro_batch, size), planned.memory
-    title = _title(n, size, lanes=planned.lanes)
+    title = _title(n, size, lanes=planned.lanes, rehearsed=foreseen.micro_batches)
     if planned.passes is not None:
+        title = _title(n, size, lanes=planned.lanes, rehearsed=MICRO_BATCHES)
         return replace(planned.passes(), title=f"{title}, saved tensors offloaded")
     parts = foreseen.phases(n, size, accumulator=planned.accumulator)
     lane = lane_of(foreseen, n, size, rehearsed=False) if planned.lanes else None
@@ -195,11 +196,11 @@ def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
     )
 
 
-def _title(n: int, size: int, *, lanes: bool) -> str:
+def _title(n: int, size: int, *, lanes: bool, rehearsed: int) -> str:
     if n >= size:
         return f"the batch of {size} undivided"
     count = -(-size // n)
     title = f"{size} samples in {count} micro-batches of {n}"
     if lanes:
         return f"{title}, one of them and the bytes of waiting ones"
-    return f"{title}, the first {MICRO_BATCHES}" if count > MICRO_BATCHES else title
+    return f"{title}, the first {rehearsed}" if count > rehearsed else title

@@ -42,7 +42,7 @@ OF_UPDATE = ("optimizer", ASIDE, SHARDS, WORKSPACE)
 STATES = ("parameters", "buffers", "gradients")
 """Owners of a rehearsal's bytes that are there once, however many micro-batches wait."""
 
-DIVIDED, UNDIVIDED = "three micro-batches", "the full batch"
+DIVIDED, UNDIVIDED = "the first micro-batches", "the full batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
 SHARE = 24
@@ -64,7 +64,7 @@ class Forecast:
     Attributes:
         how: the rung of the ladder, in words.
         looked: the first inspection of the model, at units of two samples.
-        divided: three micro-batches.
+        divided: the first micro-batches.
         undivided: a step that is not divided.
         accumulated: the divided step with an accumulator, where it was rehearsed; else None.
         update: ``optimizer.step()``; None where there is none, or it cannot be rehearsed.
@@ -81,6 +81,7 @@ class Forecast:
         full_batch: only a step of the full batch was forecast.
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
+        micro_batches: how many a rehearsal of a divided step has run.
         measured: the lines are those of few real rows, and fakes tell whether they hold.
         few: undivided steps of two real rows, of three, ..., where the lines are those of such.
         on_line: sizes that were compared with the lines, and whether they are on these.
@@ -110,6 +111,7 @@ class Forecast:
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
     )
+    micro_batches: int = MICRO_BATCHES
     measured: bool = False
     few: tuple[Timeline, ...] = field(default=(), repr=False, compare=False)
     on_line: dict[int, bool] = field(default_factory=dict, repr=False, compare=False)
@@ -236,7 +238,7 @@ class Forecast:
     def _fakes_agree(self, n: int) -> bool:
         """Say whether fakes of `n` samples, undivided, have the bytes of their line at every event.
 
-        Micro-batches of them run the same kernels three times, and take three times as long. What
+        Micro-batches of them run the same kernels two times, and take two times as long. What
         agrees at one size is believed for smaller ones, between it and those of the line.
         """
         assert self.case is not None
@@ -290,7 +292,7 @@ class Forecast:
             accumulator: gradients are summed in an accumulator, where that was rehearsed.
 
         Returns:
-            Name -> its timeline; of a divided step the first three micro-batches. The peak of all
+            Name -> its timeline; of a divided step the first micro-batches. The peak of all
             is `peak`, where `accumulator` is False.
         """
         found = dict[str, Timeline]()
@@ -330,7 +332,7 @@ class Forecast:
         return [held, *self.other_peaks(n, size)]
 
     def _line(self, n: int, size: int) -> Timeline:
-        """Return a step of `size` samples in micro-batches of `n`, or the first three of them."""
+        """Return a step of `size` samples in micro-batches of `n`, or the first of them."""
         found = self.confirmed.get((n, size, self.global_samples, False))
         if found is not None:
             return found
@@ -346,7 +348,7 @@ class Forecast:
         """Return the bytes that sparse sums gain after a dry run, counted for old and new sum."""
         if n >= size:
             return 0
-        return 2 * self._rounded(self.entries * max(0, size - MICRO_BATCHES * n))
+        return 2 * self._rounded(self.entries * max(0, size - self.micro_batches * n))
 
     def other_peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return owner -> bytes at the peaks of the first inspection, if any, and the update."""

@@ -76,7 +76,7 @@ SCALAR = 8
 """Bytes of a number that a divided step may hold more than one of few rows
 (test_a_smaller_size_after_a_failure_is_the_runs)."""
 
-COMPUTED = 42
+COMPUTED = 31
 """Rows that are computed in rehearsals on few real rows."""
 
 ROWS = 32
@@ -456,6 +456,7 @@ def _rehearsed(
         inspection=inspection,
         case=case if case.fake else None,
         entries=entries,
+        micro_batches=case.micro_batches,
         draws=tuple((n, tuple(rehearsal.draws(case, n))) for n in sizes),
         global_samples=case.global_samples,
         pieces=_pieces(case) if case.global_samples and case.trains else 0,

@@ -2,10 +2,10 @@
 
 A formula for activations omits a loss's intermediates, the gradient that waits to be added, and the
 outputs of a first pass. So nothing is modelled: the mechanism itself is run, on fakes of the model,
-the loss and the rows, for three micro-batches: the first finds no gradients, the second finds them
-and another micro-batch on its way, the third is like the second, and so are later ones.
+the loss and the rows, for two micro-batches: the first finds no gradients, the second finds them,
+and later ones are like it. Where rows are fetched there is a third, on its way behind the second.
 
-    inspection: forward, forward of fewer │ mu_0 │ mu_1 │ mu_2 │ update  bytes live at every kernel
+    inspection: forward, forward of fewer │ mu_0 │ mu_1 │ update  bytes live at every kernel
 
 Real tensors go the same way where fakes cannot (a value is read, a kernel hides its workspace).
 """
@@ -183,7 +183,8 @@ def divided(
     STATUS.at(f"{_sort_of_run(case)} in micro-batches of {show_samples(n)}")
     with metered(case, limit=limit) as (meter, before):
         gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
-        step = make_step(case, Claiming(case.device, meter), n, gradients, MICRO_BATCHES)
+        count = case.micro_batches if sends is None else MICRO_BATCHES
+        step = make_step(case, Claiming(case.device, meter), n, gradients, count)
         step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
         step.offloader = None if sends is None else sends(meter)
