@@ -14,7 +14,7 @@ from anybatch.core.plan_sections import (
     Scale,
     ScaleRow,
 )
-from anybatch.execution.records import StepReport
+from anybatch.engine.measurement import StepReport
 from anybatch.memory.ledger import Move, StepTimeline
 from anybatch.offload.offload import Offload, OffloadReport
 from anybatch.offload.optimizer_states import OffloadedStates, StatesReport

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.integrations.transformers_resume import NAME, History
+from anybatch.integrations.transformers import NAME, History
 from anybatch.loss.traced import OfModel, TracedModel
 
 LENGTHS = (8, 20, 5, 33, 12, 40)

@@ -41,12 +41,12 @@ from anybatch.core.modules import call_model
 from anybatch.core.rng import RNGState
 from anybatch.engine import executor
 from anybatch.errors import AnybatchError, NotExactError
+from anybatch.execution.few_rows import layout_of as outputs_layout
+from anybatch.execution.few_rows import two_sizes
 from anybatch.execution.full_batch_rng import draw_layout
 from anybatch.execution.full_batch_rng.kernels import Draw, fault_of
 from anybatch.execution.full_batch_rng.law import Law, Pattern, fitted
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG, SharedDraws
-from anybatch.execution.inspection import layout_of as outputs_layout
-from anybatch.execution.inspection import two_sizes
 from anybatch.execution.step import copied
 from benchmarks.environment import environment
 from benchmarks.mbs.draw_layouts.networks import FOUND, register, swapped

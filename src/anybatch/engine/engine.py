@@ -40,11 +40,10 @@ from anybatch.engine.inputs import (
     refuse_written,
     versions_of,
 )
-from anybatch.engine.measurement import Measurement
+from anybatch.engine.measurement import Measurement, StepReport
 from anybatch.engine.rank_session import RankSession, unwrapped
 from anybatch.engine.step_builder import Arranged, Arranger, of_foreseen, of_run
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.records import StepReport
 from anybatch.execution.signature import RunPlan
 from anybatch.execution.snapshots import Attempts, Observer
 from anybatch.execution.step import Scaler, Step

@@ -40,18 +40,18 @@ from anybatch.engine.inputs import LOSS, StepInputs
 from anybatch.errors import NotExactError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.collated import Collates
-from anybatch.execution.discover import discoverer
+from anybatch.execution.few_rows import quietly
 from anybatch.execution.full_batch_rng.draw_layout import attributes_of, learn
 from anybatch.execution.full_batch_rng.kernels import refuse_scripted
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG, Laws, SharedDraws
 from anybatch.execution.full_size import compare_new_sizes, doubt_larger, pair_of
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.inspection import AGAIN, inspect_model, quietly
+from anybatch.execution.inspection import AGAIN, inspect_model
 from anybatch.execution.prefetch import DeviceLink, link_to
 from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Step
-from anybatch.execution.streaming import memory_is_too_small, stream, undivided
+from anybatch.execution.streaming import discoverer, memory_is_too_small, stream, undivided
 from anybatch.execution.strides import standard_strides
 from anybatch.execution.traits import LaneTraits, Traits
 from anybatch.execution.two_pass import gather

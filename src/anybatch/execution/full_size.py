@@ -1,20 +1,30 @@
-"""Comparison of the full batch's forward with its micro-batches', for the sizes of a step."""
+"""Comparison of the full batch's forward with its micro-batches', and of a loss with its parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
+from anybatch.core import pytree
 from anybatch.core.barrier import ForwardOf
-from anybatch.core.batch import MicroBatch, TensorBatch, row_shapes
+from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch, row_shapes
 from anybatch.core.modules import call_model, walk
 from anybatch.core.rng import RNGState
+from anybatch.execution.few_rows import turned
 from anybatch.execution.proof import congruent
+from anybatch.execution.proof.declared import (
+    DECLARED,
+    Declared,
+    Entries,
+    LossRows,
+    refuse_declared_use,
+)
 from anybatch.execution.proof.inspected import Pair
 from anybatch.execution.proof.verdict import Verdict
 from anybatch.execution.signature import shapes_of
@@ -178,3 +188,67 @@ def unheard() -> Iterator[None]:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())
         yield
+
+
+def rows_of_loss(step: Step, outputs: Any, size: int) -> LossRows | None:
+    """Return outputs and targets of a few rows, for a loss that is declared; None for another."""
+    if not step.loss.declares:
+        return None
+    count = -(-size // step.micro_batch)
+    few = [] if step.budgeted else list(islice(step.feed(), count))
+    each = size // count
+    if len(few) < count or min(micro.size for micro in few) < each or each * count < size:
+        step.traits.doubts += (
+            DECLARED,
+        )  # what it holds was not foreseen, or there are too few rows
+        return None
+    some = [pytree.rows(micro.targets, 0, each, micro.size) for micro in few]
+    targets = some[0] if count == 1 else pytree.join(some, sizes=[each] * count, name="targets")
+    return LossRows(outputs, targets, size)
+
+
+def refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> tuple[str, ...]:
+    """Refuse a declaration that is not true; return why it could not be shown to be.
+
+    Args:
+        step: an inspected step.
+        full: outputs and targets of a few rows.
+        count: rows of which losses are compared with those of all.
+        lanes: micro-batches wait for each other where samples meet.
+    """
+    layout, size = step.traits.axes, full.size
+    axes = iter(layout)
+
+    def last(tensor: Tensor) -> Tensor:
+        axis = next(axes)
+        return tensor if axis is None else tensor.narrow(axis, size - count, count).flip(axis)
+
+    outputs = pytree.map_tensors(last, full.outputs)
+    targets = turned(pytree.rows(full.targets, size - count, size, size), count)
+    some = LossRows(outputs, targets, count)
+    one = Declared(step.loss.own, full, some, layout, lanes=lanes)
+    entries = Entries(step.loss.own, full, layout)
+    batch = step.batch if isinstance(step.batch, TensorBatch) else None
+    if step.budgeted or step.retries:
+        batch = None
+
+    def judge() -> Verdict:
+        refuse_declared_use(step.loss.own, full, layout, step.traits.mixed)
+        found = one.judge(sizes_of_step(step))
+        if found.meets:
+            return found
+        counts = one.sizes is not None and not found.doubts
+        other = entries.judge(batch, step.micro_batch, counts=counts)
+        return Verdict(other.meets, (*found.doubts, *other.doubts))
+
+    with unheard():
+        found = judge() if step.calls is None else step.calls.watched(judge)
+    assert step.traits.sizes is not None
+    step.traits.sizes.reads = one.reads
+    if found is None:
+        return (CHANGES,)
+    found.refuse()
+    step.traits.sizes.declared = one.sizes
+    late = isinstance(step.batch, LazyBatch) or step.global_batch.several
+    counts = late and step.loss.counts
+    return (*found.doubts, *([DECLARED] if counts else []))

@@ -16,35 +16,42 @@ from __future__ import annotations
 
 import gc
 import sys
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.jit import ScriptModule
 
 from anybatch.core import modules, pytree
 from anybatch.core.barrier import Unseen, looking
-from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch
+from anybatch.core.batch import MicroBatch
 from anybatch.core.hooks import refuse_registered
-from anybatch.core.modules import eager, walk
+from anybatch.core.modules import walk
 from anybatch.core.oom import out_of_memory
-from anybatch.core.python_state import difference
 from anybatch.core.rng import RNGState
 from anybatch.distributed.local_batch import Layout
-from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
+from anybatch.errors import AnybatchError
+from anybatch.execution.few_rows import (
+    ENOUGH,
+    ODD,
+    computed,
+    first_of,
+    layouts,
+    lists_rows,
+    quietly,
+    refuse_meeting,
+    row_mismatch,
+    two_sizes,
+    written,
+)
 from anybatch.execution.full_size import (
-    CHANGES,
     compare_sizes,
     note_compared,
-    sizes_of_step,
-    unheard,
+    refuse_declared,
+    rows_of_loss,
 )
 from anybatch.execution.guard import Guard
 from anybatch.execution.outside import Named, every_number, first_moved
@@ -53,12 +60,7 @@ from anybatch.execution.proof import rows as proof_rows
 from anybatch.execution.proof import stored_samples
 from anybatch.execution.proof import verdict as halves
 from anybatch.execution.proof.declared import (
-    DECLARED,
-    Declared,
-    Entries,
-    LossRows,
     mixed_outputs,
-    refuse_declared_use,
 )
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.inspected import ComparedSizes
@@ -84,18 +86,11 @@ from anybatch.execution.proof.verdict import (
     moved_number,
     moved_state,
 )
-from anybatch.execution.step import Step, copied
+from anybatch.execution.step import Step
 from anybatch.loss.traced import TracedOutputs
 
 AGAIN = (10, 100, 1000)
 """Steps of a signature in which samples are traced again: a model may change."""
-
-ENOUGH = 4
-"""Rows of which half are still more than one: some layers cannot train on a single row."""
-
-ODD = 3
-"""Rows of the second forward: lines of 4 and of 2 in 4 or 8 tokens hold one sample each."""
-
 
 SOMEWHERE = "a tensor that no attribute of the model names"
 
@@ -136,44 +131,17 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     before = RNGState.now()
     one = _Inspection(step, norms)
     with quietly(), looking():
-        full, part = one.all_rows(two_sizes(step, most=ENOUGH, odd=True))
-        now = RNGState.now()
-        drawn = not now.same_as(before)
-        before.put_back()
-        step.buffers.restart()
-        held = one.holds()
-        fewer, part = one.fewer(part)
-        one.rebinds(held, fewer, part, before)
-        one.pads(full, before, draws=drawn)
-        one.draws_for_all(outside_torch=not now.others_as(before))
-        before.put_back()
-        step.buffers.restart()
-        one.repeated(full if fewer is None else part)
-        before.put_back()
-        step.buffers.restart()
-        one.warmed(full)
-        before.put_back()
-        step.buffers.restart()
-        one.again(full, part)
-        before.put_back()
-        one.backward()
-        before.put_back()
+        full, part, fewer, drawn = one.forwards(before)
     step.forget_casts()
     step.buffers.restart()
     outputs = one.outputs
     step.traits.copies |= written(full) or written(part)  # a later look gets copies already
-    if not step.loss.takes_outputs:
-        step.traits.layout, layout = (), rough_layout(outputs, fewer, full.size, part.size)
-    elif fewer is None:
-        layout = tuple(_axis_by_size(t, full.size) for _, t in pytree.tensors(outputs))
-        step.traits.layout, layout = layout, ()
-    else:
-        step.traits.layout = layout = layout_of(outputs, fewer, full.size, part.size)
+    step.traits.layout, layout = layouts(step.loss, outputs, fewer, full.size, part.size)
     with quietly(), looking():
         one.in_halves(step.traits.layout if step.loss.takes_outputs else None)
     before.put_back()
     step.buffers.restart()
-    if _lists(full.inputs):
+    if lists_rows(full.inputs):
         one.doubt("inputs of forward have rows that are no tensors, which cannot be followed")
     if one.guard.own_rng:
         one.doubt("forward draws from a generator of its own")
@@ -185,8 +153,8 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     step.traits.mixed = one.mixed(step.traits.layout)
     mismatch = None  # where rows are not the same, or need not come out the same
     if not (drawn or step.local or one.local or step.traits.copies or one.guard.own_rng):
-        mismatch = row_mismatch(outputs, fewer, layout, part.size, _computed(step))
-    rows = _rows_of_loss(step, outputs, full.size)
+        mismatch = row_mismatch(outputs, fewer, layout, part.size, computed(step))
+    rows = rows_of_loss(step, outputs, full.size)
     one.outputs = outputs = None
     fewer = fewer if mismatch else None
     step.traits.sizes = one.sizes(full.inputs)
@@ -197,75 +165,11 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     step.traits.doubts += found.doubts
     note_compared(step)
     if mismatch is not None:
-        _refuse_meeting(step, part, fewer, layout, mismatch)
+        refuse_meeting(step, part, fewer, layout, mismatch)
     if rows is not None:
         with quietly():
-            step.traits.doubts += _refuse_declared(step, rows, part.size, lanes=norms is not None)
+            step.traits.doubts += refuse_declared(step, rows, part.size, lanes=norms is not None)
         before.put_back()
-
-
-def _rows_of_loss(step: Step, outputs: Any, size: int) -> LossRows | None:
-    """Return outputs and targets of a few rows, for a loss that is declared; None for another."""
-    if not step.loss.declares:
-        return None
-    count = -(-size // step.micro_batch)
-    few = [] if step.budgeted else list(islice(step.feed(), count))
-    each = size // count
-    if len(few) < count or min(micro.size for micro in few) < each or each * count < size:
-        step.traits.doubts += (
-            DECLARED,
-        )  # what it holds was not foreseen, or there are too few rows
-        return None
-    some = [pytree.rows(micro.targets, 0, each, micro.size) for micro in few]
-    targets = some[0] if count == 1 else pytree.join(some, sizes=[each] * count, name="targets")
-    return LossRows(outputs, targets, size)
-
-
-def _refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> tuple[str, ...]:
-    """Refuse a declaration that is not true; return why it could not be shown to be.
-
-    Args:
-        step: an inspected step.
-        full: outputs and targets of a few rows.
-        count: rows of which losses are compared with those of all.
-        lanes: micro-batches wait for each other where samples meet.
-    """
-    layout, size = step.traits.axes, full.size
-    axes = iter(layout)
-
-    def last(tensor: Tensor) -> Tensor:
-        axis = next(axes)
-        return tensor if axis is None else tensor.narrow(axis, size - count, count).flip(axis)
-
-    outputs = pytree.map_tensors(last, full.outputs)
-    targets = turned(pytree.rows(full.targets, size - count, size, size), count)
-    some = LossRows(outputs, targets, count)
-    one = Declared(step.loss.own, full, some, layout, lanes=lanes)
-    entries = Entries(step.loss.own, full, layout)
-    batch = step.batch if isinstance(step.batch, TensorBatch) else None
-    if step.budgeted or step.retries:
-        batch = None
-
-    def judge() -> Verdict:
-        refuse_declared_use(step.loss.own, full, layout, step.traits.mixed)
-        found = one.judge(sizes_of_step(step))
-        if found.meets:
-            return found
-        counts = one.sizes is not None and not found.doubts
-        other = entries.judge(batch, step.micro_batch, counts=counts)
-        return Verdict(other.meets, (*found.doubts, *other.doubts))
-
-    with unheard():
-        found = judge() if step.calls is None else step.calls.watched(judge)
-    assert step.traits.sizes is not None
-    step.traits.sizes.reads = one.reads
-    if found is None:
-        return (CHANGES,)
-    found.refuse()
-    step.traits.sizes.declared = one.sizes
-    late = isinstance(step.batch, LazyBatch) or step.global_batch.several
-    counts = late and step.loss.counts
-    return (*found.doubts, *([DECLARED] if counts else []))
 
 
 class _Inspection:
@@ -289,6 +193,39 @@ class _Inspection:
         self._lengths: Lengths = {}
         self._plain: list[dict[Named, Any]] = []
         self._fewer, self._moved = 0, ""
+
+    def forwards(self, before: RNGState) -> tuple[MicroBatch, MicroBatch, Any, bool]:
+        """Run forward on a few rows and on the last of them, and again where these call for it.
+
+        Args:
+            before: the random state before.
+
+        Returns:
+            Both rows, the outputs of the fewer ones, and whether forward draws.
+        """
+        full, part = self.all_rows(two_sizes(self._step, most=ENOUGH, odd=True))
+        now = RNGState.now()
+        drawn = not now.same_as(before)
+        before.put_back()
+        self._step.buffers.restart()
+        held = self.holds()
+        fewer, part = self.fewer(part)
+        self.rebinds(held, fewer, part, before)
+        self.pads(full, before, draws=drawn)
+        self.draws_for_all(outside_torch=not now.others_as(before))
+        before.put_back()
+        self._step.buffers.restart()
+        self.repeated(full if fewer is None else part)
+        before.put_back()
+        self._step.buffers.restart()
+        self.warmed(full)
+        before.put_back()
+        self._step.buffers.restart()
+        self.again(full, part)
+        before.put_back()
+        self.backward()
+        before.put_back()
+        return full, part, fewer, drawn
 
     def all_rows(self, pair: tuple[MicroBatch, MicroBatch]) -> tuple[MicroBatch, MicroBatch]:
         """Run forward on the larger of two micro-batches; on more rows where it takes no fewer."""
@@ -322,7 +259,7 @@ class _Inspection:
             if part.size != ODD:
                 return None, part  # the step itself will meet it if it must
         self._step.buffers.restart()
-        return self.fewer(_first(part, ODD - 1))
+        return self.fewer(first_of(part, ODD - 1))
 
     def _forward(self, micro: MicroBatch, *, reverse: bool = False) -> Any:
         if reverse:
@@ -643,7 +580,7 @@ class _Inspection:
     def _hidden(self, inputs: Any) -> bool:
         """Say whether a number of samples may be read outside of any mode."""
         parts = (module for _, module in walk(self._step.model))
-        return _lists(inputs) or any(isinstance(part, ScriptModule) for part in parts)
+        return lists_rows(inputs) or any(isinstance(part, ScriptModule) for part in parts)
 
     def doubt(self, why: str) -> None:
         """Record why it is not shown that samples are separate."""
@@ -659,259 +596,3 @@ class _Inspection:
         found = judge(full, others[0] if others else None, layout)
         left = "" if self._repeated is None else in_outputs(self._repeated, layout)
         return Verdict(found.meets or left or self._moved, self._doubts + found.doubts)
-
-
-def _lists(inputs: Any) -> bool:
-    """Say whether inputs hold rows that are no tensors."""
-    plain = (Tensor, str, int, float, type(None))
-    return any(not isinstance(leaf, plain) for _, leaf in pytree.leaves(inputs))
-
-
-def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBatch, MicroBatch]:
-    """Return the first rows of the batch, and the last of these in reverse; both are copies.
-
-    Args:
-        step: it has not begun.
-        most: of a micro-batch so many rows; 0 (default) is all of them.
-        odd: an odd number of rows in place of a half, where their bytes need no forecast.
-    """
-    count = 1 if step.micro_batch >= ENOUGH else 2
-    roomy = not (step.budgeted or step.retries)
-    if step.micro_batch == 1 and most and roomy:  # two rows have halves of one
-        count = most
-    few = list(islice(step.feed(), count))
-    if len(few) == 1 and few[0].size < 2:
-        few *= 2  # a rank with one sample
-    if len(few) == 1:
-        return _parted(few[0], most, odd=odd and roomy)
-    if most:
-        few = [_first(micro, max(most // len(few), 1)) for micro in few]
-    try:
-        full, last = _joined(few), _joined(few[len(few) // 2 :])
-        if odd and roomy and full.size == ENOUGH:
-            last = _last(full, ODD)
-    except AnybatchError:  # samples of different shapes, one at a time
-        few = few[:1] * 2
-        full, last = _joined(few), few[0]
-    made_of = [micro.inputs for micro in few]
-    part = _own_tensors(turned(last.inputs, last.size), last.size, made_of)
-    return _own_tensors(full.inputs, full.size, made_of), part
-
-
-def _joined(few: Sequence[MicroBatch]) -> MicroBatch:
-    """Return the rows of some micro-batches as those of one.
-
-    Raises:
-        AnybatchError: they cannot be.
-    """
-    if len(few) == 1:
-        return few[0]
-    sizes = [micro.size for micro in few]
-    inputs = pytree.join([micro.inputs for micro in few], sizes=sizes, name="inputs")
-    return MicroBatch(inputs, None, sum(sizes))
-
-
-def _first(micro: MicroBatch, most: int) -> MicroBatch:
-    """Return the first rows of a micro-batch, at most so many."""
-    size = min(micro.size, most)
-    return MicroBatch(pytree.rows(micro.inputs, 0, size, micro.size), None, size)
-
-
-def _last(micro: MicroBatch, count: int) -> MicroBatch:
-    """Return the last rows of a micro-batch."""
-    rows = pytree.rows(micro.inputs, micro.size - count, micro.size, micro.size)
-    return MicroBatch(rows, None, count)
-
-
-def _parted(micro: MicroBatch, most: int, *, odd: bool) -> tuple[MicroBatch, MicroBatch]:
-    """Return rows of a micro-batch, and the last of these in reverse: a half, or an odd number."""
-    few = _first(micro, most or micro.size)
-    last = _last(few, ODD if odd and few.size == ENOUGH else few.size // 2)
-    return copied(few), _own_tensors(turned(last.inputs, last.size), last.size, micro.inputs)
-
-
-def _own_tensors(inputs: Any, size: int, made_of: Any) -> MicroBatch:
-    """Return a micro-batch without tensors of `made_of`, except those that require gradients.
-
-    Rows that were joined or turned are copies already: copied again they would be there twice.
-    """
-    shared_ids = {id(tensor) for _, tensor in pytree.tensors(made_of)}
-
-    def separated(tensor: Tensor) -> Tensor:
-        shared = id(tensor) in shared_ids and not tensor.requires_grad
-        return tensor.detach().clone() if shared else tensor
-
-    return MicroBatch(pytree.map_tensors(separated, inputs), None, size)
-
-
-def turned(inputs: Any, size: int) -> Any:
-    """Return rows in reverse order."""
-
-    def reversed_leaf(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.flip(0) if leaf.dim() else leaf
-        if isinstance(leaf, np.ndarray):
-            return leaf[::-1].copy() if leaf.ndim else leaf
-        strings = isinstance(leaf, list | tuple) and len(leaf) == size
-        return leaf[::-1] if strings else leaf
-
-    return pytree.map_leaves(reversed_leaf, inputs)
-
-
-def written(micro: MicroBatch) -> bool:
-    """Return whether forward wrote to its inputs, which are its own copies."""
-    tensors = [tensor for _, tensor in pytree.tensors(micro.inputs)]
-    return any(not tensor.is_inference() and tensor._version > 0 for tensor in tensors)
-
-
-@contextmanager
-def quietly() -> Iterator[None]:
-    """No warnings (the step gives them again), and no compiled code."""
-    with warnings.catch_warnings(), eager():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def layout_of(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
-    """Return where outputs of `n` and of `m` rows hold the samples."""
-    all_rows, some_rows = list(pytree.tensors(outputs, "outputs")), list(pytree.tensors(fewer))
-    if len(all_rows) != len(some_rows):
-        raise BatchError(
-            f"a model must return the same number of tensors for any number of samples, and it "
-            f"returned {len(all_rows)} for {n} and {len(some_rows)} for {m}: stack one tensor a "
-            "sample along a first dimension"
-        )
-    if not all_rows:
-        raise LossError(
-            f"a model must return tensors, in tuples, mappings or dataclasses, and it returned "
-            f"{type(outputs).__name__}: return the tensors that the loss needs"
-        )
-    _check_numbers(outputs, fewer)
-    pairs = zip(all_rows, some_rows, strict=True)
-    return tuple(_axis(path, a, b, n, m) for (path, a), (_, b) in pairs)
-
-
-def _axis(path: str, a: Tensor, b: Tensor, n: int, m: int) -> int | None:
-    if a.shape == b.shape:
-        return None
-    changed = [d for d in range(a.dim()) if a.dim() == b.dim() and a.shape[d] != b.shape[d]]
-    if len(changed) == 1 and (a.shape[changed[0]], b.shape[changed[0]]) == (n, m):
-        return changed[0]
-    grown = f"{tuple(a.shape)} for {n} samples and {tuple(b.shape)} for {m}"
-    if len(changed) > 1:
-        raise NotExactError(
-            f"samples must not meet inside the model when the batch is split, and {path} has shape "
-            f"{grown}: compare samples in the loss, and pad tensors as long as the longest row to "
-            "a length that all micro-batches have (pad_packed_sequence(..., "
-            "total_length=x.shape[1]))"
-        )
-    raise BatchError(
-        f"an output must hold each sample once along one dimension, and {path} has shape {grown}: "
-        "return [samples, ...] and reshape in the loss"
-    )
-
-
-def _check_numbers(outputs: Any, fewer: Any) -> None:
-    """Refuse numbers that follow the number of rows: the full batch has another."""
-    for (path, a), (_, b) in zip(_numbers(outputs), _numbers(fewer), strict=False):
-        if a != b:
-            raise BatchError(
-                f"an output that is no tensor must not depend on the number of samples, and "
-                f"{path} is {a} for some and {b} for fewer: compute it in the loss"
-            )
-
-
-def _numbers(values: Any, path: str = "outputs") -> list[tuple[str, Any]]:
-    if isinstance(values, int | float) and not isinstance(values, bool):
-        return [(path, values)]
-    return [
-        found for key, child in pytree.children(values) for found in _numbers(child, path + key)
-    ]
-
-
-def rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
-    """Return where outputs next to a loss hold samples, without requirements on them."""
-    a, b = ([t for _, t in pytree.tensors(values)] for values in (outputs, fewer))
-    if len(a) != len(b):
-        return ()
-    return tuple(
-        0 if x.dim() and y.dim() and x.shape == (n, *y.shape[1:]) and y.shape[0] == m else None
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def _axis_by_size(tensor: Tensor, n: int) -> int | None:
-    return 0 if tensor.dim() and tensor.shape[0] == n else None
-
-
-def _computed(step: Step) -> set[torch.dtype]:
-    """Return the dtypes of a model; its outputs may have been cast to a finer one."""
-    return {p.dtype for p in step.model.parameters() if p.is_floating_point()}
-
-
-def row_mismatch(
-    outputs: Any,
-    fewer: Any,
-    layout: Layout,
-    rows: int,
-    computed: Iterable[torch.dtype] = (),
-    *,
-    turned: bool = True,
-) -> str | None:
-    """Say which output differs for the rows that both runs have, if one does.
-
-    Args:
-        outputs: of some rows.
-        fewer: outputs of the last of these.
-        layout: where both hold the samples.
-        rows: how many are in `fewer`.
-        computed: dtypes of the model. Default: those of its outputs.
-        turned: `fewer` are in reverse order. Default True.
-    """
-    for path, a, b, axis in comparable(outputs, fewer, layout, rows):
-        gap, size = difference(a, b, axis if turned else None)
-        eps = max(torch.finfo(dtype).eps for dtype in {a.dtype, *computed})
-        if gap > eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25) * size:
-            return f"{path} of the same {rows} rows differs by {gap:.2g}"
-    return None
-
-
-def comparable(
-    outputs: Any, fewer: Any, layout: Layout, rows: int
-) -> Iterator[tuple[str, Tensor, Tensor, int]]:
-    """Yield each output that can be compared: name, last rows, those of fewer, dimension of rows.
-
-    Args:
-        outputs: of some rows.
-        fewer: outputs of the last of these.
-        layout: where both hold the samples.
-        rows: how many are in `fewer`.
-    """
-    for (path, a), (_, b), axis in zip(
-        pytree.tensors(outputs, "outputs"), pytree.tensors(fewer), layout, strict=False
-    ):
-        numeric = a.is_floating_point() or a.is_complex()
-        if axis is not None and numeric and a.itemsize > 1 and a.layout == torch.strided:
-            yield path, a.narrow(axis, a.shape[axis] - rows, rows), b, axis
-
-
-def _refuse_meeting(
-    step: Step, part: MicroBatch, fewer: Any, layout: Layout, mismatch: str
-) -> None:
-    """Refuse the difference, and name its cause: other rows, or another call."""
-    rng = RNGState.now()
-    with quietly(), torch.no_grad(), Guard(step):
-        again = step.forward(part)
-    rng.put_back()
-    last = row_mismatch(fewer, again, layout, part.size, _computed(step), turned=False)
-    if last is None:
-        raise NotExactError(
-            f"samples must not meet inside the model when the batch is split, and {mismatch} with "
-            "other rows in the batch (anybatch.check names the module). Give micro_batch >= the "
-            "batch size"
-        )
-    raise NotExactError(
-        f"forward must return the same when it is called again, and {mismatch} from call to call: "
-        "it keeps state in plain attributes, which every micro-batch would move. Register it as a "
-        "buffer, or give micro_batch >= the batch size"
-    )

@@ -30,8 +30,9 @@ from anybatch.core.batch import TensorBatch
 from anybatch.distributed.local_batch import Layout
 from anybatch.engine.engine import Engine
 from anybatch.errors import AnybatchError, BudgetError, NotExactError
-from anybatch.execution.inspection import layout_of
-from anybatch.loss.traced import WEIGHTS, OfModel, TracedModel, TracedOutputs, first_loss
+from anybatch.execution.few_rows import layout_of
+from anybatch.loss.base import first_loss
+from anybatch.loss.traced import WEIGHTS, OfModel, TracedModel, TracedOutputs
 from anybatch.memory.fakes import is_fake
 from anybatch.tools.check import permuted
 

@@ -470,3 +470,26 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Tensor:  # noqa: ARG004
         return torch.zeros_like(dy)
+
+
+def first_loss(outputs: Any) -> Any:
+    """Return the loss that a model returned."""
+    return _of_mapping(outputs) if isinstance(outputs, Mapping) else loss_inside(outputs)
+
+
+def _of_mapping(outputs: Mapping[str, Any]) -> Tensor:
+    loss = outputs.get("loss")
+    if not isinstance(loss, Tensor):
+        raise LossError(
+            "a model that computes its own loss must return it, and it returned "
+            f"{', '.join(map(str, outputs)) or 'nothing'}: does the batch hold labels?"
+        )
+    return loss
+
+
+def rest_of(outputs: Any) -> dict[str, Any]:
+    """Return the outputs of a model without its loss, by name or place."""
+    if isinstance(outputs, Mapping):
+        return {str(key): value for key, value in outputs.items() if key != "loss"}
+    rest = outputs[1:] if isinstance(outputs, tuple | list) else ()
+    return {str(place): value for place, value in enumerate(rest)}

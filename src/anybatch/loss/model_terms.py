@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core import pytree
-from anybatch.core.accelerator import of
+from anybatch.core.accelerator import of, wide
 from anybatch.core.batch import MicroBatch
 from anybatch.core.modules import storage_of
 from anybatch.errors import LossError
@@ -330,3 +330,14 @@ def _mapped(value: Any, inputs: list[Tensor]) -> Any:
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
         return type(value)(_mapped(one, inputs) for one in value)
     return value
+
+
+def by_sample(tensor: Tensor, rows: int) -> Tensor:
+    """Return logits or labels with the samples first, where they are in proportion.
+
+    Integers are converted to the dtype that the inspection compares: labels that belong to another
+    sample are as wrong as such logits (test_labels_of_another_sample_are_refused).
+    """
+    tensor = tensor if tensor.is_floating_point() or tensor.is_complex() else wide(tensor)
+    by_sample = rows > 0 and tensor.dim() > 0 and tensor.shape[0] % rows == 0
+    return tensor.reshape(rows, -1) if by_sample else tensor

@@ -14,7 +14,7 @@ recognised losses, or of means and sums of the model's own, is refused by name.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import partial
 from math import isclose, prod
@@ -31,13 +31,14 @@ from anybatch.core.modules import name_of
 from anybatch.core.norm import NonReducingNorms
 from anybatch.errors import LossError
 from anybatch.loss import functionals
-from anybatch.loss.base import Loss, Part, Scope, Total, loss_inside
+from anybatch.loss.base import Loss, Part, Scope, Total, first_loss, loss_inside, rest_of
 from anybatch.loss.model_terms import (
     SumBySamples,
     Tally,
     TermOfAll,
     TracedTerm,
     agree,
+    by_sample,
     rounding,
     same,
 )
@@ -231,7 +232,7 @@ class Tracer:
             masked = traced.terms is not None and chosen(traced.terms, masks=True)
             arguments = [] if masked else tracing.arguments  # whose rows stand for no samples
             traced["losses of"] = [
-                _by_sample(t, traced.rows) for one in arguments for t in one[some]
+                by_sample(t, traced.rows) for one in arguments for t in one[some]
             ]
             traced[WEIGHTS] = tracing.weights()
         return outputs, traced
@@ -264,7 +265,7 @@ class TracedModel(nn.Module):
         outputs, traced = self.tracer.run(forward, (args, kwargs), first_loss)
         self.lists = isinstance(outputs, list)
         if looks_here():
-            traced.update(_rest(outputs))
+            traced.update(rest_of(outputs))
         return traced
 
 
@@ -487,45 +488,10 @@ def made_by(loss: Any) -> tuple[str, ...]:
     return () if node is None else (name_of(node).removesuffix("0").removesuffix("Backward"),)
 
 
-def first_loss(outputs: Any) -> Any:
-    """Return the loss that a model returned."""
-    return _of_mapping(outputs) if isinstance(outputs, Mapping) else loss_inside(outputs)
-
-
-def _of_mapping(outputs: Mapping[str, Any]) -> Tensor:
-    loss = outputs.get("loss")
-    if not isinstance(loss, Tensor):
-        raise LossError(
-            "a model that computes its own loss must return it, and it returned "
-            f"{', '.join(map(str, outputs)) or 'nothing'}: does the batch hold labels?"
-        )
-    return loss
-
-
-def _rest(outputs: Any) -> dict[str, Any]:
-    if isinstance(outputs, Mapping):
-        return {str(key): value for key, value in outputs.items() if key != "loss"}
-    rest = outputs[1:] if isinstance(outputs, tuple | list) else ()
-    return {str(place): value for place, value in enumerate(rest)}
-
-
 def _gathers() -> bool:
     """Say whether forward has called `anybatch.gather_batch`, where micro-batches are to wait."""
     modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     return any(isinstance(mode, NonReducingNorms) and mode.gathered for mode in modes)
-
-
-def _by_sample(tensor: Tensor, rows: int) -> Tensor:
-    """Return logits or labels with the samples first, where they are in proportion.
-
-    Integers are converted to the dtype that the inspection compares: labels that belong to another
-    sample are as wrong as such logits (test_labels_of_another_sample_are_refused).
-    """
-    tensor = (
-        tensor if tensor.is_floating_point() or tensor.is_complex() else accelerator.wide(tensor)
-    )
-    by_sample = rows > 0 and tensor.dim() > 0 and tensor.shape[0] % rows == 0
-    return tensor.reshape(rows, -1) if by_sample else tensor
 
 
 def _counted(

@@ -24,13 +24,12 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.optimizers import SMALL, inner_step, resident_state_bytes, rounded, state_bound
 from anybatch.core.transaction import Before
 from anybatch.distributed.fsdp import Sharded
-from anybatch.execution.discover import discoverer
+from anybatch.execution.few_rows import quietly
 from anybatch.execution.gradients import Gradients
-from anybatch.execution.inspection import quietly
 from anybatch.execution.prefetch import link_to
 from anybatch.execution.signature import Case, few
 from anybatch.execution.step import Step
-from anybatch.execution.streaming import Parts
+from anybatch.execution.streaming import Parts, discoverer
 from anybatch.memory.fakes import Fakes, interrupted_between_functions, large, paged, uncounted
 from anybatch.memory.ledger import Timeline
 from anybatch.memory.meter import FOREIGN, Meter
@@ -345,10 +344,7 @@ def update(
             other_gradients = [torch.empty_like(p) for p in others]
             for parameter in stepped:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        foreach = accelerator.of(type_of(device)).facts.foreach
-        for group in twin.param_groups:
-            if foreach and group.get("foreach", 0) is None and not group.get("fused"):
-                group["foreach"] = True  # what torch does there, and not for fakes
+        _by_lists(twin, device)
         pairs = [*zip(others, other_gradients, strict=True), *((p, p.grad) for p in stepped)]
         made = [(p, gradient) for p, gradient in pairs if gradient is not None]
         owned = {
@@ -374,6 +370,14 @@ def update(
     meter.claim("optimizer", state_tensors(twin))
     found: Timeline = meter.timeline()
     return found if available is None else _with_parts(found, 0 if paged_ids else available)
+
+
+def _by_lists(twin: torch.optim.Optimizer, device: torch.device) -> None:
+    """Let a fake optimizer step over lists of tensors, as torch does on some devices."""
+    foreach = accelerator.of(type_of(device)).facts.foreach
+    for group in twin.param_groups:
+        if foreach and group.get("foreach", 0) is None and not group.get("fused"):
+            group["foreach"] = True
 
 
 def _paged(

@@ -38,10 +38,7 @@ from anybatch.core.units import show_samples
 from anybatch.distributed.local_batch import AbsentRanks, Layout, Rows
 from anybatch.errors import LossError
 from anybatch.execution.buffers import ForwardBuffers
-from anybatch.execution.discover import discoverer
-from anybatch.execution.full_batch_rng.kernels import Weighing
-from anybatch.execution.gradients import Gradients
-from anybatch.execution.inspection import (
+from anybatch.execution.few_rows import (
     comparable,
     layout_of,
     quietly,
@@ -49,11 +46,13 @@ from anybatch.execution.inspection import (
     two_sizes,
     written,
 )
+from anybatch.execution.full_batch_rng.kernels import Weighing
+from anybatch.execution.gradients import Gradients
 from anybatch.execution.prefetch import DeviceLink
 from anybatch.execution.proof.rows import saving_nothing
 from anybatch.execution.signature import MICRO_BATCHES, Case, Claiming, bytes_of, first_rows
 from anybatch.execution.step import MicroBatchOffloader, Step
-from anybatch.execution.streaming import Lap, Parts, feed, laps, stream, undivided
+from anybatch.execution.streaming import Lap, Parts, discoverer, feed, laps, stream, undivided
 from anybatch.execution.two_pass import COUPLED, loss_of_all, pull, shares, value_of_all
 from anybatch.lockstep.batchnorm import batch_norm
 from anybatch.loss.calls import LossCalls

@@ -35,6 +35,14 @@ from anybatch.core.python_state import PythonState, places
 from anybatch.core.rng import RNGState
 from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, NotExactError
+from anybatch.execution.few_rows import (
+    layout_of,
+    quietly,
+    rough_layout,
+    row_mismatch,
+    turned,
+    two_sizes,
+)
 from anybatch.execution.full_batch_rng.kernels import (
     WAY_OUT,
     Draw,
@@ -45,14 +53,6 @@ from anybatch.execution.full_batch_rng.kernels import (
 )
 from anybatch.execution.full_batch_rng.law import Law, Pattern, RowRange, candidates, fitted
 from anybatch.execution.full_batch_rng.mode import SharedDraws, Site, site
-from anybatch.execution.inspection import (
-    layout_of,
-    quietly,
-    rough_layout,
-    row_mismatch,
-    turned,
-    two_sizes,
-)
 from anybatch.execution.step import NO_GRAPH, Step, copied
 
 FEW = 8

@@ -8,14 +8,11 @@ that each call of batch normalisation holds.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import partial
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +20,46 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-from anybatch.core.barrier import samples_here
-from anybatch.core.modules import DispatchMode, name_of
+from anybatch.core.modules import DispatchMode
 from anybatch.core.norm import counters
 from anybatch.core.rng import torch_state
+from anybatch.execution.proof.kernel_call import (
+    LOSSES,
+    NORMS,
+    READS,
+    REGROUPS,
+    TABLES,
+    VIEWS_IN_PLACE,
+    Call,
+    count_places,
+    fitting,
+    may_cut,
+    remains_cut,
+    take_in,
+    trains,
+    varies,
+    views_of,
+    written_by,
+)
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
 from anybatch.execution.proof.masks import (
     CUT,
-    INTEGERS,
-    SAMPLES,
     Masks,
-    elsewhere,
     fold,
-    geometry,
     on_one_device,
     several,
     shrink,
     union,
 )
+from anybatch.execution.proof.notes import COUNTING, Notes, norm_call, ours, smaller
 from anybatch.execution.proof.places import (
     CONSTANT,
     COPIES,
-    CUTS,
     FILLS,
     FreeCall,
     Lengths,
     Made,
-    Shapes,
     bases,
     firsts,
     in_rows,
@@ -59,140 +68,16 @@ from anybatch.execution.proof.places import (
     scalars,
     shapes,
 )
-from anybatch.execution.proof.rules import (
+from anybatch.execution.proof.rules import REDUCTIONS, has_rule, masks_after, reduced
+from anybatch.execution.proof.rules_places import (
     CHOICES,
     PUTS,
-    REDUCTIONS,
     WRITES,
-    Call,
     at_fixed_places,
     by_position,
     collides,
-    has_rule,
-    masks_after,
-    reduced,
-    sliced,
-    varies,
 )
-
-NORMS = {
-    "native_batch_norm": 5,
-    "_native_batch_norm_legit": 5,
-    "cudnn_batch_norm": 5,
-    "miopen_batch_norm": 5,
-}
-"""Kernels of batch normalisation, and where they take their training flag."""
-
-TABLES = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
-"""Kernels that read rows of a table."""
-
-REGROUPS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_copy", "unflatten"))
-"""Kernels that give a tensor other dimensions."""
-
-READS = frozenset(("_local_scalar_dense", "equal", "allclose"))
-"""Kernels that return a value to Python."""
-
-LOSSES = frozenset(
-    (
-        "nll_loss_forward",
-        "nll_loss2d_forward",
-        "_log_softmax",
-        "mse_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "_ctc_loss",
-    )
-)
-"""Kernels that a loss inside a model ends in: their inputs must be rows."""
-
-
-class NormCall(NamedTuple):
-    """A call of batch normalisation.
-
-    Attributes:
-        path: of the module.
-        rows: set of samples -> how many values of a channel have that set.
-        cut: the batch was cut by position before.
-        values: of a channel.
-    """
-
-    path: str
-    rows: dict[int, Fraction]
-    cut: bool
-    values: int
-
-
-@dataclass
-class Notes:
-    """Findings that are recorded while samples are followed.
-
-    Attributes:
-        read: places where Python reads a number of a sample: (module, sort).
-        values: numbers that Python has read of any tensor, in order.
-        unfollowed: kernels that could not be followed: (module, kernel, error).
-        lost: where samples had met before a loss inside the model; "" where none did.
-        norms: calls of batch normalisation, in order.
-        frequencies: tables whose gradient is scaled by how often a batch has each entry.
-        shuffles: random orders that were drawn: (module, how long).
-        draws: random numbers that were drawn: (module, kernel, shapes).
-        seeded: where a generator was not in the state after the last kernel, or before the first.
-        backward: where samples meet in backward.
-        operators: kernels that are no torch kernels, and higher-order ones.
-        numbers: Python's numbers in arithmetic of kernels: (module, kernel, numbers).
-        made: kernels in which no sample has a part (`anybatch.execution.proof.places`).
-        parts: where some samples are cut off from the others, and their numbers brought together.
-        collisions: where samples choose the places they write to, and two may choose the same.
-        positions: where some rows are read or written by their place in the batch.
-        fixed: where rows are read or written at places that are the same for any number of rows.
-        counted: where numbers that are alike for all rows are others for more rows.
-        regroups: (module, shape, dimensions along which samples lie) of reshaped tensors, in order.
-        saving: where saved tensors are changed.
-        longest: where rows are padded to the longest of the call, and whether lengths differ.
-        counters: where a user's code computes with the counter of a batch normalisation.
-        few: where rows were brought together that are chosen by their values, and too few were.
-        mixes_orders: a kernel computed with rows in an order and with rows in none.
-        cuts: rows are sliced along the samples.
-        made_by_python: Python makes numbers that are as many as the samples.
-        local: some rows were normalised by themselves, as was requested.
-        sizes: Python may know how many samples there are.
-    """
-
-    read: list[tuple[str, str]] = field(default_factory=list)
-    values: list[Any] = field(default_factory=list)
-    unfollowed: list[tuple[str, str, str]] = field(default_factory=list)
-    lost: str = ""
-    norms: list[NormCall] = field(default_factory=list)
-    frequencies: list[str] = field(default_factory=list)
-    backward: list[str] = field(default_factory=list)
-    shuffles: list[tuple[str, int]] = field(default_factory=list)
-    draws: list[tuple[str, str, Shapes]] = field(default_factory=list)
-    seeded: list[str] = field(default_factory=list)
-    operators: list[str] = field(default_factory=list)
-    numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
-    made: dict[int, Made] = field(default_factory=dict)
-    parts: list[str] = field(default_factory=list)
-    collisions: list[str] = field(default_factory=list)
-    positions: list[str] = field(default_factory=list)
-    fixed: list[str] = field(default_factory=list)
-    counted: list[str] = field(default_factory=list)
-    regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
-    saving: list[str] = field(default_factory=list)
-    longest: list[tuple[str, bool]] = field(default_factory=list)
-    counters: list[str] = field(default_factory=list)
-    few: list[str] = field(default_factory=list)
-    mixes_orders: bool = False
-    cuts: bool = False
-    made_by_python: bool = False
-    local: bool = False
-    sizes: bool = False
-
-    @property
-    def may_count(self) -> bool:
-        """Whether the results may depend on the number of samples."""
-        calls = self.operators or self.unfollowed or self.read or any(n.cut for n in self.norms)
-        return self.sizes or bool(calls)
+from anybatch.execution.proof.rules_products import not_linear, sliced
 
 
 class Follow(DispatchMode):
@@ -265,22 +150,7 @@ class Follow(DispatchMode):
     def record_norm(self, x: Tensor) -> None:
         """Take in a call of batch normalisation for training, of [n, C, ...]."""
         with _disable_current_modes():  # or what is done with masks would be followed
-            self._record_norm(x)
-
-    def _record_norm(self, x: Tensor) -> None:
-        mask = self.masks.of(x)
-        channels = max(x.shape[1], 1)
-        if mask is None:
-            self.notes.norms.append(NormCall(self.path, {}, False, x.numel() // channels))
-            return
-        values, counts = torch.unique(mask & SAMPLES, return_counts=True)
-        each = x.numel() // mask.numel()
-        pairs = zip(values.tolist(), counts.tolist(), strict=True)
-        # As fractions: where samples are channels, 8 // 4 and 8 // 3 values are both 2
-        # (test_samples_that_are_channels_are_refused).
-        rows = {value: Fraction(count * each, channels) for value, count in pairs}
-        cut = bool((mask & CUT).any())
-        self.notes.norms.append(NormCall(self.path, rows, cut, x.numel() // channels))
+            self.notes.norms.append(norm_call(self.path, x, self.masks.of(x)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a kernel, and note the masks of its results.
@@ -321,7 +191,7 @@ class Follow(DispatchMode):
             if mask is not None:
                 masks[id(one)] = mask
         masks = on_one_device(masks) if len(masks) > 1 else masks
-        if name in NORMS and _trains(schema, args) and not self.backward:
+        if name in NORMS and trains(schema, args) and not self.backward:
             return self._normalised(func, args, kwargs, masks)
         self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are
         if name == "randperm":
@@ -329,7 +199,7 @@ class Follow(DispatchMode):
         filled = {id(one) for one in operands if self._filled and self._is_filled(one)}
         alike = {id(one) for one in operands if self._fresh and self._is_fresh(one)}
         call = Call(name, func, args, kwargs, [], masks, self.backward, filled=filled, alike=alike)
-        written = _written(schema, args, kwargs)
+        written = written_by(schema, args, kwargs)
         if masks or name == "_local_scalar_dense":
             result = self._followed(call, operands, written)
         else:
@@ -390,9 +260,9 @@ class Follow(DispatchMode):
         views = any(r.alias_info and not r.alias_info.is_write for r in returns)
         before = self._before(call, written, views=views)
         result = self._run(call.func, call.args, call.kwargs)
-        _take_in(call, result, written)
-        self.notes.sizes |= views and _cuts(call)
-        self.notes.cuts |= views and call.name == "slice" and _cuts(call)
+        take_in(call, result, written)
+        self.notes.sizes |= views and may_cut(call)
+        self.notes.cuts |= views and call.name == "slice" and may_cut(call)
         if views and not written:
             self._viewed(call)
         elif call.name not in VIEWS_IN_PLACE:  # the masks of a storage are known
@@ -423,7 +293,7 @@ class Follow(DispatchMode):
         self, call: Call, operands: list[Tensor], written: list[Tensor], result: Any
     ) -> None:
         """Record rows that are chosen by their values, and tensors computed from them."""
-        _take_in(call, result, written)
+        take_in(call, result, written)
         every = (*operands, *call.results)
         if self.backward or any(one.layout != torch.strided for one in every):
             return
@@ -498,7 +368,7 @@ class Follow(DispatchMode):
         now = Made(name, shapes(made), took)
         if name not in CONSTANT and operands:
             with _disable_current_modes():
-                now = now._replace(made=_reduced(made, operands), first=firsts(func, made))
+                now = now._replace(made=smaller(made, operands), first=firsts(func, made))
         self.notes.made[self._calls] = now
         fewer = self._lengths.get(self._calls)
         if fewer is not None and (fewer.name != name or len(fewer.took) != len(took)):
@@ -538,7 +408,7 @@ class Follow(DispatchMode):
     def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
         """Note a kernel without samples that treats rows by their place."""
         self.notes.sizes |= call.cuts
-        none = rows.name in CHOICES | WRITES | PUTS and not _places(rows)
+        none = rows.name in CHOICES | WRITES | PUTS and not count_places(rows)
         if (not none and at_fixed_places(rows, square=True)) or call.writes_some():
             self.notes.fixed.append(f"{self.path}, in {rows.name}")
 
@@ -590,7 +460,7 @@ class Follow(DispatchMode):
         if call.name in REDUCTIONS:
             self._note_part(call)
         if self.backward and call.name not in READS:
-            self._check_linear(call, operands)
+            self.notes.backward += not_linear(call, operands)
         elif not self.backward:
             self._note_places(call)
 
@@ -600,7 +470,9 @@ class Follow(DispatchMode):
             self.notes.collisions.append(f"{self.path}, in {call.name}")
         if self._lengths and by_position(call, len(self.samples)):
             self.notes.positions.append(f"{self.path}, in {call.name}")
-        none = 0 in self._few.sizes and call.name in CHOICES | WRITES | PUTS and not _places(call)
+        none = (
+            0 in self._few.sizes and call.name in CHOICES | WRITES | PUTS and not count_places(call)
+        )
         if at_fixed_places(call) and not none:
             self.notes.fixed.append(f"{self.path}, in {call.name}")
 
@@ -643,16 +515,12 @@ class Follow(DispatchMode):
         every = call.all() if len(found) < len(results) else None
         for one, mask in zip_longest(results, found[: len(results)], fillvalue=every):
             assert one is not None
-            note(one, self._with_cut(call, one, _fitting(mask, one)), place)
+            note(one, self._with_cut(call, one, fitting(mask, one)), place)
             self._note_regroup(call, one, mask)
 
     def _with_cut(self, call: Call, tensor: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the mask of a tensor after a write; rows that a position has chosen remain cut."""
-        old = call.mask(tensor)
-        if self.backward or old is None or not bool((old & CUT).any()):
-            return mask
-        others = (one for at, one in call.masks.items() if at != id(tensor))
-        if any(bool((one & SAMPLES).any()) for one in others):
+        if self.backward or not remains_cut(call, tensor):
             return mask
         self.notes.cuts = True
         cut = torch.full([1] * tensor.dim(), CUT, dtype=torch.uint8, device=tensor.device)
@@ -679,7 +547,7 @@ class Follow(DispatchMode):
         mask = call.mask(x)
         if x is None or mask is None:
             return
-        found = _view(call, mask, x)
+        found = views_of(call, mask, x)
         if found is None:
             return
         masks, chosen = (found, "") if self._packed else sliced(call, found)
@@ -727,206 +595,3 @@ class Follow(DispatchMode):
         dims = reduced(call)
         if any(x.shape[d] == 1 for d in dims):
             self.notes.parts.append(f"{self.path}, in {call.name}")
-
-    def _check_linear(self, call: Call, operands: list[Tensor]) -> None:
-        """Note where a sum over samples is used in a way that is not linear in it.
-
-        In backward the gradients of parameters are sums over samples. A kernel that is not linear
-        in such a sum, or that brings it together with one sample's numbers, gives to the full batch
-        another gradient than to its parts.
-        """
-        mixed = [
-            one
-            for one in operands
-            if (one.is_floating_point() or one.is_complex()) and several(call.mask(one))
-        ]
-        if not mixed:
-            return
-        if call.name in TABLED and any(several(call.mask(one)) for one in _for_places(call)):
-            self.notes.backward.append(f"what comes back to rows, in {call.name}")
-        ids = {id(one) for one in mixed}
-        others = [one for one in operands if id(one) in call.masks and id(one) not in ids]
-        others = [one for one in others if one.is_floating_point()]
-        if call.name in ADDITIVE or (call.name in COUNTS and call.argument("reduction") != MEAN):
-            return
-        twice = len(mixed) > 1
-        divides = call.name.startswith("div") and any(call.args[1] is one for one in mixed)
-        # torch's own backward kernels are linear in the gradient, their first argument
-        # (test_a_function_of_a_parameter_is_shown_next_to_it).
-        own = call.name.endswith(("_backward", "_backward_data")) and mixed[0] is call.args[0]
-        if (call.name in LINEAR or own) and not (others or twice or divides):
-            return
-        node = torch._C._current_autograd_node()
-        where = "a hook of a parameter" if node is None else name_of(node)
-        self.notes.backward.append(f"the backward of {where}, in {call.name}")
-
-
-TABLED = frozenset("embedding_dense_backward index_put index_put_ index_add index_add_".split())
-"""Kernels that add the gradients of rows to those of the entries that they had chosen."""
-
-
-def _for_places(call: Call) -> list[Tensor]:
-    """Return the gradients for places of samples; none where the places belong to no sample."""
-    if call.name.startswith("embedding"):
-        grad, places = call.args[0], [call.args[1]]
-    elif call.name.startswith("index_add"):
-        grad, places = call.args[3], [call.args[2]]
-    else:
-        grad, places = call.args[2], [one for one in call.args[1] if one is not None]
-    return [grad] if any(call.mask(one) is not None for one in places) else []
-
-
-VIEWS_IN_PLACE = frozenset(
-    "set_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_".split()
-)
-"""Kernels that write to no element: they replace the tensor by a view of all of a storage."""
-
-COUNTS, MEAN = frozenset(("nll_loss_backward", "nll_loss2d_backward")), 1
-"""Kernels with the weight of all samples as an input, used only as the divisor of a mean."""
-
-ADDITIVE = frozenset(
-    "add add_ sub sub_ neg sum cat stack copy_ clone detach _to_copy _unsafe_view mean "
-    "select_backward slice_backward expand view t transpose permute unsqueeze squeeze reshape "
-    "index index_select as_strided slice select split unbind alias split_with_sizes "
-    "_foreach_add_ new_zeros zeros_like empty_like ones_like new_empty_strided new_zeros_strided "
-    "is_same_size accumulate_grad_ zero_ constant_pad_nd view_as_real real imag "
-    "index_put_ index_put index_add index_add_ embedding_dense_backward slice_scatter narrow "
-    "_reshape_alias _foreach_add fill_".split()
-)
-"""Kernels that only add up and move numbers."""
-
-LINEAR = ADDITIVE | frozenset(
-    "mul mul_ div div_ mm addmm bmm mv dot linear where masked_fill masked_fill_ "
-    "threshold_backward fft_irfft _fft_c2r _fft_c2c _fft_r2c tril triu convolution_backward "
-    "_weight_norm_interface_backward addmv addr outer ger native_dropout_backward "
-    "cumsum flip".split()
-)
-"""Kernels that are linear in one operand when the others are constants."""
-
-
-def ours(prefixes: tuple[str, ...] = ()) -> bool:
-    """Return whether this library or a listed module does the read, and not a user's code.
-
-    A mode of ours that only passes a call on does not read.
-
-    Args:
-        prefixes: prefixes of the modules of trusted code. Default: `READERS`.
-    """
-    frame, measures = sys._getframe(1), False
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "")
-        passes = name.startswith("anybatch.") and frame.f_code.co_name in PASSES
-        if name.startswith(prefixes or READERS):
-            return True
-        measures |= name.startswith(METRICS)
-        if not passes and not name.startswith(("torch.", "anybatch.execution.proof.", METRICS)):
-            return bool(name.startswith("anybatch.integrations." if measures else "anybatch."))
-        frame = frame.f_back
-    return False
-
-
-METRICS = "torchmetrics."
-"""Modules that read numbers; their values have all samples where an integration calls them."""
-
-PASSES = frozenset(("__torch_function__", "__torch_dispatch__"))
-"""Methods of modes, which call the intercepted function."""
-
-COUNTING = ("torch.nn.modules.batchnorm",)
-"""Modules of batch normalisation, which count their calls."""
-
-READERS = (
-    *("torch.nn.modules.rnn", "torch.nn.utils.rnn", "torch.distributions."),
-    "transformers.masking_utils",
-)
-"""Modules that read numbers of samples, and compute the same for each row for any of them.
-
-Packed sequences: how many samples a step of time has. Distributions: whether their arguments are
-valid. transformers: whether a mask masks anything, which is left out where it does not.
-"""
-
-
-def _trains(schema: Any, args: tuple[Any, ...]) -> bool:
-    at = 3 if schema.overload_name == "no_stats" else NORMS[schema.name.split("::")[1]]
-    return bool(args[at])
-
-
-def _written(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a kernel writes to."""
-    if not schema.is_mutable:
-        return []
-    found = []
-    for at, one in enumerate(schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(one.name)
-            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return found
-
-
-def _places(call: Call) -> int:
-    """Return the number of places that a kernel takes."""
-    places = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
-    return sum(one.numel() for one in places if one.dtype in INTEGERS)
-
-
-def _reduced(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return copies of results with fewer numbers than an operand.
-
-    Functions that have the rows of the full batch may count them; a metric may count what it has.
-    """
-    largest = max(one.numel() for one in operands)
-    if any(one.numel() >= largest for one in made) or samples_here() == -1 or ours():
-        return ()
-    with _disable_current_modes():
-        return tuple(one.detach().clone() for one in made if plain(one))
-
-
-def _take_in(call: Call, result: Any, written: list[Tensor]) -> None:
-    call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-    returned = {id(one) for one in call.results}
-    call.written = [one for one in written if id(one) not in returned]
-
-
-def _fitting(mask: Tensor | None, tensor: Tensor) -> Tensor | None:
-    """Return the mask in a form that broadcasts to a tensor: else all of it for each number."""
-    if mask is None:
-        return None
-    try:
-        torch.broadcast_to(mask, tensor.shape)
-    except RuntimeError:
-        return fold(mask, range(mask.dim())).reshape([1] * tensor.dim())
-    return mask
-
-
-def _cuts(call: Call) -> bool:
-    """Say whether a view may be another where there are more samples."""
-    x = call.args[0]
-    if call.name == "as_strided" or not isinstance(x, Tensor):
-        return True
-    mask, dim = call.mask(x), call.argument("dim") or 0
-    return call.name in CUTS and mask is not None and mask.shape[dim] > 1
-
-
-def _view(call: Call, mask: Tensor, x: Tensor) -> list[Tensor] | None:
-    """Return the same views of the mask of `x`; None where the storage tells."""
-    if call.name == "as_strided":
-        return None
-    full = mask.expand(x.shape)
-    if call.name == "view_as_real":
-        return [full.unsqueeze(-1).expand(*full.shape, 2)]
-    if call.name == "view_as_complex":
-        return [fold(full, [full.dim() - 1], keep=False)]
-    same = _same(call, full)
-    if same is not None:
-        return same
-    found = [elsewhere(mask, geometry(x), geometry(one)) for one in call.results]
-    views = [one for one in found if one is not None]
-    return views if len(views) == len(found) else _same(call, full.contiguous())
-
-
-def _same(call: Call, full: Tensor) -> list[Tensor] | None:
-    """Return the same views of a mask, where they are views of it."""
-    try:
-        found = call.func(full, *call.args[1:], **call.kwargs)
-    except (RuntimeError, TypeError, NotImplementedError):
-        return None
-    return [view for view in tree_leaves(found) if isinstance(view, Tensor)]

@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from anybatch.core.rng import RNGState
+from anybatch.execution.proof.kernel_call import Call, varies
 from anybatch.execution.proof.masks import (
     CUT,
     LOOSE,
@@ -31,7 +32,9 @@ from anybatch.execution.proof.masks import (
     several,
     total,
 )
-from anybatch.execution.proof.rules import PUTS, REDUCTIONS, SLICES, Call, reduced, varies
+from anybatch.execution.proof.rules import REDUCTIONS, reduced
+from anybatch.execution.proof.rules_places import PUTS
+from anybatch.execution.proof.rules_products import SLICES
 
 IN_ORDER = frozenset(("_grouped_mm", "_pad_packed_sequence", "mkldnn_rnn_layer"))
 """Kernels that bring rows which are in an order of their own back to their samples."""

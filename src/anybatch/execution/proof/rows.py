@@ -24,8 +24,9 @@ from anybatch.core import modules, pytree
 from anybatch.core.batch import MicroBatch
 from anybatch.core.modules import keywords
 from anybatch.core.oom import out_of_memory
-from anybatch.execution.proof.follow import Follow, ours
+from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import ROWS, several
+from anybatch.execution.proof.notes import ours
 from anybatch.execution.proof.places import plain
 from anybatch.execution.proof.verdict import UNDIVIDED, strange_row
 
@@ -305,7 +306,7 @@ def _needed(_: None) -> Tensor:
 
 
 def saving_nothing(run: Callable[[], Any]) -> Any:
-    """Return run(), whose graph saves no tensors unless the run itself needs them."""
+    """Return run(), with a graph that saves no tensors unless run needs them."""
     try:
         with _saving_nothing():
             return run()

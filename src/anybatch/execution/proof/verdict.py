@@ -19,7 +19,7 @@ from torch import Tensor
 from anybatch.core import pytree
 from anybatch.core.batch import MicroBatch
 from anybatch.errors import NotExactError
-from anybatch.execution.proof.follow import Follow, Notes
+from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import (
     CUT,
     EARLIER,
@@ -30,6 +30,7 @@ from anybatch.execution.proof.masks import (
     fold,
     samples_of,
 )
+from anybatch.execution.proof.notes import Notes
 from anybatch.loss.traced import WEIGHTS
 
 UNDIVIDED = "give micro_batch >= the batch size"
