@@ -176,6 +176,22 @@ def _loss_by_elements(call: Call) -> Found:
     return [call.all().reshape([1] * call.results[0].dim())]
 
 
+@rule("nll_loss_forward nll_loss2d_forward")
+def _loss_of_classes(call: Call) -> Found | None:
+    """Return the masks of a loss of logarithms of probabilities, and of its sum of weights."""
+    masks = [call.mask(one) for one in call.args[:3]]
+    found = [mask for mask in masks if mask is not None]
+    if any(bool((mask & ~SAMPLES & 0xFF).any()) for mask in found):
+        return None  # places among samples, or an order of theirs
+    totals = [None if m is None else fold(m, range(m.dim()), keep=False) for m in masks]
+    if call.argument("reduction") != 0:
+        return [union(totals), union(totals[1:])]
+    rows, target = masks[:2]
+    classes = 1 if call.args[0].dim() > 1 else 0
+    own = None if rows is None else fold(rows, [classes], keep=False)
+    return [union((own, target, totals[2])), None]
+
+
 LISTED = (
     "abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh div erf "
     "erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow "

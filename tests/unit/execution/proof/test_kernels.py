@@ -71,7 +71,27 @@ def with_a_tanh(h: Tensor) -> Tensor:
     return h - to
 
 
+def loss_of_classes(reduction: str, *, weights: bool = False, pixels: bool = False) -> Body:
+    """Return a body that adds the loss of two classes, which a sample's own numbers choose."""
+
+    def body(h: Tensor) -> Tensor:
+        logits = h.reshape(-1, 2, 2, 2) if pixels else h[:, :2]
+        targets = (h.detach()[:, :4].reshape(-1, 2, 2) > 0).long() if pixels else h[:, 0] > 0
+        weight = h.detach().exp().mean(0)[:2] if weights else None
+        loss = F.nll_loss(logits.log_softmax(1), targets.long(), weight, reduction=reduction)
+        return h + loss.reshape(len(h), -1)[:, :1] if loss.dim() else h * loss
+
+    return body
+
+
 MEETINGS: dict[str, Body] = {
+    "a mean loss": loss_of_classes("mean"),
+    "a sum of losses": loss_of_classes("sum"),
+    "a sum of losses of pixels": loss_of_classes("sum", pixels=True),
+    "losses with weights of the batch": loss_of_classes("none", weights=True),
+    "losses of pixels with weights of the batch": loss_of_classes(
+        "none", weights=True, pixels=True
+    ),
     "a table of the batch": lambda h: F.embedding(h[:, :3].argmax(1), centres(h)),
     "a table of the batch, by a constant": lambda h: (
         h + F.embedding(torch.zeros(1, dtype=torch.long), centres(h))
@@ -133,6 +153,10 @@ def grouped(h: Tensor) -> Tensor:
 HONEST: dict[str, Body] = {
     "a table of parameters": lambda h: h + F.embedding(h.argmax(1), torch.eye(8, dtype=h.dtype)),
     "its own entries": lambda h: F.embedding(torch.arange(len(h)), h),
+    "losses": loss_of_classes("none"),
+    "losses of pixels": loss_of_classes("none", pixels=True),
+    "turned in place": lambda h: h + (h * 2).unsqueeze_(2).transpose_(1, 2).squeeze_(1),
+    "a spectrum": lambda h: torch.fft.irfft(torch.fft.rfft(h, dim=1), n=8, dim=1),
     "renorm of rows": lambda h: h.renorm(2, 0, 0.5),
     "a list": lambda h: torch._foreach_add([h, h], [h, h])[1],
     "a norm of its own": lambda h: h / torch.stack(torch._foreach_norm(list(h)))[:, None],
