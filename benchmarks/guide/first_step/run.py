@@ -7,7 +7,8 @@ powers of two, planned before and counted without its planning, or the one that 
 faster still. The second start is one of the same program in the same process, with what the first
 start has kept. A process that has not ended after ten minutes is ended, and the table says so.
 
-The cells of CLIP and Mixtral are of a later run than the others, which `--only` keeps.
+The cells of CLIP, the diffusion U-Net, Mixtral, the 3D U-Net and the BiLSTM are of a second run,
+which `--only` keeps: beside the first one other work began to run.
 
 before.json has the cells that were measured before every trial was a step that trains, in part
 beside other work.
