@@ -376,6 +376,44 @@ def test_the_first_inspection_of_a_sequence_is_foreseen(name: str) -> None:
         model.zero_grad()
 
 
+class Holds(nn.Module):
+    """Holds values of its last three calls, or gradients of the last two."""
+
+    def __init__(self, sort: str) -> None:
+        super().__init__()
+        self.first, self.last, self.sort = nn.Linear(16, 64), nn.Linear(64, 5), sort
+        self.held = list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 16] -> [n, 5]."""
+        h = self.first(x).tanh()
+        if self.sort == "values":
+            self._hold(h.detach(), 3)
+        elif h.requires_grad:
+            h.register_hook(lambda grad: self._hold(grad.detach(), 2))  # type: ignore[no-untyped-call]
+        return self.last(h)
+
+    def _hold(self, value: Tensor, most: int) -> None:
+        self.held = [*self.held, value][-most:]
+
+
+@pytest.mark.parametrize("sort", ["values", "gradients"])
+@pytest.mark.parametrize("share", [0, 0.2, 0.6])
+def test_values_of_the_last_three_calls_are_foreseen(sort: str, share: float) -> None:
+    model, x, y = Holds(sort), torch.randn(96, 16), torch.randint(5, (96,))
+    it = Draw(model, F.cross_entropy, x, y, torch.optim.SGD(model.parameters()))
+    memory = it.engine(timed=False).foresee(x, y, timed=False).memory
+    assert memory is not None
+    assert memory.floor is not None
+    assert memory.undivided is not None
+    budget = int(memory.floor + share * (memory.undivided - memory.floor))
+    engine = it.engine(budget, timed=False)
+    held = metered_step(it, engine, x, y)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert held <= engine.plan.memory.predicted <= budget
+
+
 def test_a_micro_batch_that_does_not_fit_is_said_with_the_largest_that_does() -> None:
     it = language(64)
     it.x, it.y = tokens(16, 64)

@@ -105,6 +105,10 @@ class Meter(DispatchMode):
         """Kernels counted so far."""
         return len(self._events)
 
+    def held_by(self, owner: str) -> int:
+        """Return the live bytes of an owner."""
+        return sum(span.size for span in self._open.values() if span.owner == owner)
+
     def claim(self, owner: str, tensors: Iterable[Tensor]) -> None:
         """Set the owner of the storages of live tensors, from their allocation on."""
         for tensor in tensors:

@@ -355,7 +355,7 @@ class Forecast:
         found: list[dict[str, int]] = [{}]
         if self.divides(
             n, size
-        ):  # in units of two rows, at most four: `anybatch.execution.inspection.two_sizes`
+        ):  # in units of two rows, at most four: `anybatch.execution.few_rows.two_sizes`
             looked = merged(self.looked.at(min(n, 2)).at_peak(), self._masks(n))
             found.append(merged(looked, self.held(size, divided=True)))
         if self.update is not None:

@@ -60,8 +60,11 @@ from anybatch.loss.holders import Depth, Writes
 from anybatch.loss.tracer import CallableLoss, Rehearsed
 from anybatch.memory.fakes import uncounted
 from anybatch.memory.ledger import NotAffineError, Timeline
-from anybatch.memory.meter import FOREIGN, Meter
+from anybatch.memory.meter import FOREIGN, STEP, Meter
 from anybatch.planner.notes import shapes_of_moments
+
+RETAINED = 256
+"""Bytes that may remain of micro-batches (test_values_of_the_last_three_calls_are_foreseen)."""
 
 WATCHED = 2
 """Samples of the micro-batch at which a loss is watched, of a mini-batch of twice as many."""
@@ -133,11 +136,8 @@ def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Time
 
 def _inspected(case: Case, step: Step, micro: MicroBatch) -> Any:
     """Return the outputs of a forward with a graph that saves nothing."""
-    # Recurrent kernels allocate more for a graph
-    # (test_the_first_inspection_of_a_sequence_is_foreseen).
-    if not case.trains:
-        return step.forward(micro)
-    with torch.enable_grad():
+    # A recurrent kernel allocates more (test_the_first_inspection_of_a_sequence_is_foreseen).
+    with torch.set_grad_enabled(case.trains):
         outputs = saving_nothing(partial(step.forward, micro))
     return pytree.map_tensors(Tensor.detach, outputs)
 
@@ -148,11 +148,12 @@ def _gathered_so_far() -> int:
     return max((mode.gathered for mode in modes if isinstance(mode, NonReducingNorms)), default=0)
 
 
+DRY, REAL = "dry run", "step on few rows"
+
 Sends = Callable[[Meter], MicroBatchOffloader]
 """Returns where the saved tensors of a rehearsal go."""
 
 Around = Callable[[], AbstractContextManager[Any]]
-"""Returns a context."""
 
 
 def divided(
@@ -164,6 +165,7 @@ def divided(
     sends: Sends | None = None,
     around: Around = nullcontext,
     limit: int | None = None,
+    most: int | None = None,
 ) -> Timeline:
     """Rehearse the first micro-batches of a divided step.
 
@@ -175,14 +177,15 @@ def divided(
         sends: returns the offloader of saved tensors; None (default) offloads none.
         around: returns the context of a loss of all outputs. Default none.
         limit: bytes at which it stops. Default None: any.
+        most: how many. Default None: those of the case, or three where something of them remains.
 
     Raises:
         torch.OutOfMemoryError: it holds more than `limit`.
     """
-    STATUS.at(f"{_sort_of_run(case)} in micro-batches of {show_samples(n)}")
+    STATUS.at(f"{DRY if case.fake else REAL} in micro-batches of {show_samples(n)}")
     with metered(case, limit=limit) as (meter, before):
         gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
-        count = case.micro_batches if sends is None else MICRO_BATCHES
+        count = most or (case.micro_batches if sends is None else MICRO_BATCHES)
         step = make_step(case, Claiming(case.device, meter), n, gradients, count)
         step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
@@ -191,11 +194,11 @@ def divided(
             if inspection.coupled or not streams(step):  # as these rows tell, and fewer did not
                 _gathered(step, case, around)
         claim_gradients(meter, gradients)
+        remains = meter.held_by(STEP) > RETAINED
+    if remains and count < MICRO_BATCHES:  # the last three, perhaps: a third holds more
+        again = partial(divided, case, n, inspection, accumulator=accumulator, around=around)
+        return again(limit=limit, most=MICRO_BATCHES)
     return meter.timeline()
-
-
-def _sort_of_run(case: Case) -> str:
-    return "dry run" if case.fake else "step on few rows"
 
 
 def streams(step: Step) -> bool:
@@ -255,8 +258,7 @@ def draws(case: Case, n: int) -> list[int]:
         (micro,) = step.feed()
         with Weighing() as weighing:
             step.forward(micro)
-    found: list[int] = weighing.bytes
-    return found
+    return list[int](weighing.bytes)
 
 
 def full_batch(
@@ -304,7 +306,7 @@ def of_batch(
     Raises:
         torch.OutOfMemoryError: it holds more than `limit`.
     """
-    STATUS.at(f"{_sort_of_run(case)} of {show_samples(size)} undivided")
+    STATUS.at(f"{DRY if case.fake else REAL} of {show_samples(size)} undivided")
     case = case if inspection is None else unharmed(case, size, writes=inspection.copies)
     ungathered = replace(case, size=0, meets=0)  # nothing but these samples is gathered
     with metered(ungathered, undivided=True, limit=limit) as (meter, before):
@@ -345,8 +347,7 @@ def extrapolated(steps: Sequence[Timeline], first: int, n: int) -> Timeline:
 def holds_all_of(line: Timeline, step: Timeline) -> bool:
     """Say whether a line has each number of bytes that a step has, by owner and in order.
 
-    The line may hold more between two changes, as a step on values does that compares its loss
-    with itself.
+    It may hold more between two changes, as a step on values does that compares its loss again.
     """
     if line.owners != step.owners:
         return False

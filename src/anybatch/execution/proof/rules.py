@@ -185,7 +185,7 @@ def _loss_of_classes(call: Call) -> Found | None:
         return None  # places among samples, or an order of theirs
     totals = [None if m is None else fold(m, range(m.dim()), keep=False) for m in masks]
     if call.argument("reduction") != 0:
-        return [union(totals), union(totals[1:])]
+        return [union(totals)] * 2  # the weight counts the rows, whatever their classes are
     rows, target = masks[:2]
     classes = 1 if call.args[0].dim() > 1 else 0
     own = None if rows is None else fold(rows, [classes], keep=False)
@@ -356,7 +356,8 @@ def _along(call: Call) -> Found:
 def _transformed(call: Call) -> Found:
     x = call.args[0]
     mask = call.mask(x)
-    return [None if mask is None else fold(mask, dims_of(call.argument("dim"), x.dim()))]
+    dims = [d % x.dim() for d in call.argument("dim")]  # none of them where it is empty
+    return [None if mask is None else fold(mask, dims)]
 
 
 @rule("renorm renorm_")

@@ -86,6 +86,12 @@ def loss_of_classes(reduction: str, *, weights: bool = False, pixels: bool = Fal
 
 MEETINGS: dict[str, Body] = {
     "a mean loss": loss_of_classes("mean"),
+    "the rows that a loss counts": lambda h: (
+        h
+        * torch.ops.aten.nll_loss_forward(
+            h.detach().log_softmax(1), torch.zeros(len(h), dtype=torch.long), None, 2, -100
+        )[1]
+    ),
     "a sum of losses": loss_of_classes("sum"),
     "a sum of losses of pixels": loss_of_classes("sum", pixels=True),
     "losses with weights of the batch": loss_of_classes("none", weights=True),
@@ -157,6 +163,7 @@ HONEST: dict[str, Body] = {
     "losses of pixels": loss_of_classes("none", pixels=True),
     "turned in place": lambda h: h + (h * 2).unsqueeze_(2).transpose_(1, 2).squeeze_(1),
     "a spectrum": lambda h: torch.fft.irfft(torch.fft.rfft(h, dim=1), n=8, dim=1),
+    "a spectrum along nothing": lambda h: torch.fft.fftn(torch.complex(h, h), dim=()).real,
     "renorm of rows": lambda h: h.renorm(2, 0, 0.5),
     "a list": lambda h: torch._foreach_add([h, h], [h, h])[1],
     "a norm of its own": lambda h: h / torch.stack(torch._foreach_norm(list(h)))[:, None],
