@@ -230,12 +230,12 @@ def _on_few_rows(
         step: of all rows, on fakes; undivided steps of a few must lead to the same bytes.
         spare: bytes for them.
         most: bytes at which a step of them is stopped.
-        single: fakes of a step of one sample each; None for real ones.
+        single: fakes for the inspection and steps of one sample each; None for real ones.
     """
     case, inspected = few(case, MICRO_BATCHES * max(SIZES)), None
     undivided = list[Timeline]()
     try:
-        inspected = _inspected(case, SIZES, FAKE, limit=most)
+        inspected = _inspected(single or case, SIZES, FAKE, limit=most)
         inspection = inspected[1]
         case = unharmed(case, MICRO_BATCHES * max(SIZES), writes=inspection.copies)
         for n in (*SIZES, *([SMALL + 2] if inspection.coupled else [])):
