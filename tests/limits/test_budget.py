@@ -379,9 +379,9 @@ def test_the_first_inspection_of_a_sequence_is_foreseen(name: str) -> None:
 class Holds(nn.Module):
     """Holds values of its last three calls, or gradients of the last two."""
 
-    def __init__(self, sort: str) -> None:
+    def __init__(self, sort: str, width: int) -> None:
         super().__init__()
-        self.first, self.last, self.sort = nn.Linear(16, 64), nn.Linear(64, 5), sort
+        self.first, self.last, self.sort = nn.Linear(16, width), nn.Linear(width, 5), sort
         self.held = list[Tensor]()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -398,9 +398,9 @@ class Holds(nn.Module):
 
 
 @pytest.mark.parametrize("sort", ["values", "gradients"])
-@pytest.mark.parametrize("share", [0, 0.2, 0.6])
-def test_values_of_the_last_three_calls_are_foreseen(sort: str, share: float) -> None:
-    model, x, y = Holds(sort), torch.randn(96, 16), torch.randint(5, (96,))
+@pytest.mark.parametrize(("width", "share"), [(8, 0), (8, 0.6), (64, 0.2), (64, 0.6)])
+def test_values_of_the_last_three_calls_are_foreseen(sort: str, width: int, share: float) -> None:
+    model, x, y = Holds(sort, width), torch.randn(96, 16), torch.randint(5, (96,))
     it = Draw(model, F.cross_entropy, x, y, torch.optim.SGD(model.parameters()))
     memory = it.engine(timed=False).foresee(x, y, timed=False).memory
     assert memory is not None

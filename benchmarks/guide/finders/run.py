@@ -15,37 +15,19 @@ Networks and budgets are those of `benchmarks/guide/first_step`, without the one
 time. Each cell is a process of its own, which runs all of these one after the other.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.progress import track
 
-from benchmarks.environment import environment
-from benchmarks.guide.first_step.cell import SEED
 from benchmarks.guide.first_step.networks import NETWORKS
-from benchmarks.results import console, read, write
+from benchmarks.guide.first_step.run import STEPS, earlier, measure
 
 HERE = Path(__file__).parent
+CELL = "benchmarks.guide.finders.cell"
 SHARES = (0.2, 0.5)
 """Of the bytes between the fewest and those of an undivided step."""
-STEPS = 50
 LEFT_OUT = ("unrolled, T=1000",)
-
-
-def cell(name: str, share: float, steps: int) -> dict[str, Any]:
-    """Return the answer of one process."""
-    words = [sys.executable, "-m", "benchmarks.guide.finders.cell", name, str(share), str(steps)]
-    with tempfile.TemporaryDirectory() as caches:
-        env = {**os.environ, "XDG_CACHE_HOME": caches}
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True, env=env)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def main(
@@ -57,15 +39,7 @@ def main(
     """Measure fifty steps of each and write results.json."""
     names = [name for name in NETWORKS if only in name and name not in LEFT_OUT]
     names, shares = (names[:1], SHARES[1:]) if quick else (names, SHARES)
-    saved = (read(out / "results.json") or {}).get("networks", {}) if only else {}
-    found: dict[str, dict[str, Any]] = {n: saved[n] for n in NETWORKS if n in saved}
-    cells = [(name, share) for name in names for share in shares]
-    for name, share in track(cells, "networks and budgets", len(cells), console=console):
-        found.setdefault(name, {})[str(share)] = cell(name, share, 5 if quick else STEPS)
-        write(
-            out / "results.json",
-            {"seed": SEED, "steps": STEPS, "networks": found, "environment": environment()},
-        )
+    measure(CELL, names, shares, 5 if quick else STEPS, out, earlier(out) if only else {})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ faster still. The second start is one of the same program in the same process, w
 start has kept. A process that has not ended after ten minutes is ended, and the table says so.
 
 The cells of CLIP, the diffusion U-Net, Mixtral, the 3D U-Net and the BiLSTM are of a second run,
-which `--only` keeps: beside the first one other work began to run.
+which `--only` keeps: beside the first one tests ran at low priority, and so they did beside the
+cells of 1,000 steps of time.
 
 before.json has the cells that were measured before every trial was a step that trains, in part
 beside other work.
@@ -19,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +33,7 @@ from benchmarks.guide.first_step.networks import NETWORKS
 from benchmarks.results import console, read, write
 
 HERE = Path(__file__).parent
+CELL = "benchmarks.guide.first_step.cell"
 SHARES = (0.2, 0.5, 1.2)
 """Of the bytes between the fewest and those of an undivided step."""
 STEPS = 50
@@ -38,9 +41,9 @@ ENDED = 600
 """Seconds after which a process is ended."""
 
 
-def cell(name: str, share: float, steps: int) -> dict[str, Any]:
-    """Return what one process found; `ended` where it had to be ended."""
-    words = [sys.executable, "-m", "benchmarks.guide.first_step.cell", name, str(share), str(steps)]
+def cell(module: str, name: str, share: float, steps: int) -> dict[str, Any]:
+    """Return what one process of a module found; `ended` where it had to be ended."""
+    words = [sys.executable, "-m", module, name, str(share), str(steps)]
     with tempfile.TemporaryDirectory() as caches:  # what earlier starts found is not there
         env = {**os.environ, "XDG_CACHE_HOME": caches}
         try:
@@ -50,8 +53,33 @@ def cell(name: str, share: float, steps: int) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"ended": ENDED}
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    del found["seconds"]
+    found.pop("seconds", None)
     return {k: round(v, 5) if isinstance(v, float) else v for k, v in found.items()}
+
+
+def measure(
+    module: str,
+    names: Sequence[str],
+    shares: Sequence[float],
+    steps: int,
+    out: Path,
+    saved: dict[str, dict[str, Any]],
+) -> None:
+    """Run a process for each network and budget, and write results.json after each of them."""
+    found = {name: saved[name] for name in NETWORKS if name in saved}
+    cells = [(name, share) for name in names for share in shares]
+    for name, share in track(cells, "networks and budgets", len(cells), console=console):
+        found.setdefault(name, {})[str(share)] = cell(module, name, share, steps)
+        write(
+            out / "results.json",
+            {"seed": SEED, "steps": STEPS, "networks": found, "environment": environment()},
+        )
+
+
+def earlier(out: Path) -> dict[str, dict[str, Any]]:
+    """Return the networks of the last results."""
+    found: dict[str, dict[str, Any]] = (read(out / "results.json") or {}).get("networks", {})
+    return found
 
 
 def main(
@@ -63,15 +91,8 @@ def main(
     """Measure first steps and write results.json."""
     names = [name for name in NETWORKS if only in name]
     names, shares = (names[:1], SHARES[1:2]) if quick else (names, SHARES)
-    cells = [(name, share) for name in names for share in shares]
-    saved = (read(out / "results.json") or {}).get("networks", {}) if only else {}
-    found: dict[str, dict[str, Any]] = {n: saved[n] for n in NETWORKS if n in saved}
-    for name, share in track(cells, "networks and budgets", len(cells), console=console):
-        found.setdefault(name, {})[str(share)] = cell(name, share, 12 if quick else STEPS)
-    write(
-        out / "results.json",
-        {"seed": SEED, "steps": STEPS, "networks": found, "environment": environment()},
-    )
+    steps = 12 if quick else STEPS
+    measure(CELL, names, shares, steps, out, earlier(out) if only else {})
 
 
 if __name__ == "__main__":

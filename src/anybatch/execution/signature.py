@@ -198,7 +198,7 @@ MICRO_BATCHES = 3
 """Of a rehearsal: the first has no gradients yet, the second has another on its way."""
 
 RESIDENT = 2
-"""Of one whose rows are where they are computed: none is on its way."""
+"""Of a rehearsal on a host that has all rows in memory: no micro-batch is on its way."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +261,7 @@ class Case:
 
     @property
     def micro_batches(self) -> int:
-        """How many micro-batches of a divided step a rehearsal runs at most."""
+        """Micro-batches of a divided step that a rehearsal runs."""
         fetched = self.lazy or self.lanes or bool(self.paged) or self.sharded is not None
         return MICRO_BATCHES if fetched or not accelerator.of(self.device).host else RESIDENT
 

@@ -168,9 +168,9 @@ def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
         are offloaded it has the seconds that they were planned with, if it was run for that.
     """
     n, memory = min(planned.micro_batch, size), planned.memory
-    title = _title(n, size, lanes=planned.lanes, rehearsed=foreseen.micro_batches)
+    shown = foreseen.micro_batches if planned.passes is None else MICRO_BATCHES
+    title = _title(n, size, lanes=planned.lanes, shown=shown)
     if planned.passes is not None:
-        title = _title(n, size, lanes=planned.lanes, rehearsed=MICRO_BATCHES)
         return replace(planned.passes(), title=f"{title}, saved tensors offloaded")
     parts = foreseen.phases(n, size, accumulator=planned.accumulator)
     lane = lane_of(foreseen, n, size, rehearsed=False) if planned.lanes else None
@@ -196,11 +196,11 @@ def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
     )
 
 
-def _title(n: int, size: int, *, lanes: bool, rehearsed: int) -> str:
+def _title(n: int, size: int, *, lanes: bool, shown: int) -> str:
     if n >= size:
         return f"the batch of {size} undivided"
     count = -(-size // n)
     title = f"{size} samples in {count} micro-batches of {n}"
     if lanes:
         return f"{title}, one of them and the bytes of waiting ones"
-    return f"{title}, the first {rehearsed}" if count > rehearsed else title
+    return f"{title}, the first of them" if count > shown else title

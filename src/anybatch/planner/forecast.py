@@ -81,7 +81,7 @@ class Forecast:
         full_batch: only a step of the full batch was forecast.
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
-        micro_batches: how many a rehearsal of a divided step has run.
+        micro_batches: of a rehearsal of a divided step, at least.
         measured: the lines are those of few real rows, and fakes tell whether they hold.
         few: undivided steps of two real rows, of three, ..., where the lines are those of such.
         on_line: sizes that were compared with the lines, and whether they are on these.
@@ -238,7 +238,7 @@ class Forecast:
     def _fakes_agree(self, n: int) -> bool:
         """Say whether fakes of `n` samples, undivided, have the bytes of their line at every event.
 
-        Micro-batches of them run the same kernels two times, and take two times as long. What
+        Two micro-batches of them run the same kernels twice, and take twice as long. What
         agrees at one size is believed for smaller ones, between it and those of the line.
         """
         assert self.case is not None

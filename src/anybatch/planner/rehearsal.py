@@ -63,9 +63,6 @@ from anybatch.memory.ledger import NotAffineError, Timeline
 from anybatch.memory.meter import FOREIGN, STEP, Meter
 from anybatch.planner.notes import shapes_of_moments
 
-RETAINED = 256
-"""Bytes that may remain of micro-batches (test_values_of_the_last_three_calls_are_foreseen)."""
-
 WATCHED = 2
 """Samples of the micro-batch at which a loss is watched, of a mini-batch of twice as many."""
 
@@ -194,8 +191,9 @@ def divided(
             if inspection.coupled or not streams(step):  # as these rows tell, and fewer did not
                 _gathered(step, case, around)
         claim_gradients(meter, gradients)
-        remains = meter.held_by(STEP) > RETAINED
-    if remains and count < MICRO_BATCHES:  # the last three, perhaps: a third holds more
+        remains = meter.held_by(STEP) > 0
+    # The last three values, perhaps (test_values_of_the_last_three_calls_are_foreseen).
+    if remains and count < MICRO_BATCHES:
         again = partial(divided, case, n, inspection, accumulator=accumulator, around=around)
         return again(limit=limit, most=MICRO_BATCHES)
     return meter.timeline()

@@ -41,7 +41,7 @@ def owners(plan: Plan) -> dict[str, int]:
     ("loss", "options", "title"),
     [
         (F.cross_entropy, {"memory": "100KiB"}, "300 samples in 3 micro-batches of "),
-        (F.cross_entropy, {"memory": "40KiB"}, ", the first 2"),
+        (F.cross_entropy, {"memory": "40KiB"}, ", the first of them"),
         (F.cross_entropy, {"memory": "64MiB"}, "the batch of 300 undivided"),
         (F.cross_entropy, {"memory": "64MiB", "micro_batch": 70}, "5 micro-batches of 70"),
         (shifted, {"memory": "100KiB"}, " micro-batches of "),

@@ -52,7 +52,7 @@ from anybatch.execution.proof.masks import (
     shrink,
     union,
 )
-from anybatch.execution.proof.notes import COUNTING, Notes, norm_call, ours, smaller
+from anybatch.execution.proof.notes import COUNTING, Notes, norm_call, ours, smaller_copies
 from anybatch.execution.proof.places import (
     CONSTANT,
     COPIES,
@@ -368,7 +368,7 @@ class Follow(DispatchMode):
         now = Made(name, shapes(made), took)
         if name not in CONSTANT and operands:
             with _disable_current_modes():
-                now = now._replace(made=smaller(made, operands), first=firsts(func, made))
+                now = now._replace(made=smaller_copies(made, operands), first=firsts(func, made))
         self.notes.made[self._calls] = now
         fewer = self._lengths.get(self._calls)
         if fewer is not None and (fewer.name != name or len(fewer.took) != len(took)):

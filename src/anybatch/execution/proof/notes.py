@@ -158,7 +158,7 @@ valid. transformers: whether a mask masks anything, which is left out where it d
 """
 
 
-def smaller(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
+def smaller_copies(made: list[Tensor], operands: list[Tensor]) -> tuple[Tensor, ...]:
     """Return copies of results with fewer numbers than an operand.
 
     Functions that have the rows of the full batch may count them; a metric may count what it has.
