@@ -28,8 +28,7 @@ def _few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a run leave an empty picture and page at its end: other tests look at what is on them."""
-    monkeypatch.setattr("anybatch.cli.run_folder.draw_curves", lambda epochs: b"")
+    """Let a run leave an empty page at its end: other tests look at what is on it."""
     monkeypatch.setattr("anybatch.cli.run_folder.page_of", lambda record: "")
 
 

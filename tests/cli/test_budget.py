@@ -163,10 +163,7 @@ def test_a_micro_batch_in_a_budget_is_respected(command: Command, tmp_path: Path
     ended = command(*words, "--memory", "1GiB")
     assert ended.exit_code == 0, ended.output
     assert plan_of(tmp_path / "run").micro_batch == 77
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary["timeline"] == "timeline.png"
-    assert (tmp_path / "run" / "timeline.png").stat().st_size > 5000
-    assert "timeline.png" in ended.stdout
+    assert (tmp_path / "run" / "timeline.json").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image
 
 from anybatch.cli.faults import RunFolderError
 from anybatch.cli.run_folder import RunFolder
@@ -94,12 +93,9 @@ def test_what_is_written_can_be_read(tmp_path: Path) -> None:
     summary = json.loads((at / "summary.json").read_text())
     assert summary == {
         "best": 0.8,
-        "curves": "curves.png",
         "report": "report.html",
         "tensorboard": "events.out.tfevents.*",
     }
-    with Image.open(at / "curves.png") as picture:
-        assert picture.width > 300
     assert len(list(at.glob("events.out.tfevents.*"))) == 1
     assert not list(at.glob(".*"))
 
@@ -129,7 +125,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         RunFolder(tmp_path / "file" / "run").open({})
 
 
-def test_a_picture_that_fails_costs_neither_the_run_nor_its_summary(
+def test_a_report_that_fails_costs_neither_the_run_nor_its_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def ended() -> dict[str, Any]:
@@ -138,22 +134,21 @@ def test_a_picture_that_fails_costs_neither_the_run_nor_its_summary(
 
     folder = RunFolder(tmp_path)
     folder.open({})
-    folder.close({"best": 0.5})
-    assert ended()["curves"] == "not drawn: no epoch has ended"
     folder.log(EPOCH)
     with largest_file(4_000):
         folder.close({"best": 0.6})
-    assert ended()["curves"].startswith("not drawn: curves.png cannot be written")
+    assert ended()["report"].startswith("not written: report.html cannot be written")
     assert ended()["best"] == 0.6
-    assert not (tmp_path / "curves.png").exists()
+    assert not (tmp_path / "report.html").exists()
     assert not list(tmp_path.glob(".*.part"))
 
-    def broken(*_: object) -> bytes:
+    def broken(*_: object) -> str:
         raise ZeroDivisionError("no ink.")
 
-    monkeypatch.setattr("anybatch.cli.run_folder.draw_curves", broken)
+    monkeypatch.setattr("anybatch.cli.run_folder.page_of", broken)
     folder.close({"best": 0.7})
-    assert (ended()["curves"], ended()["best"]) == ("not drawn: no ink", 0.7)
+    assert ended()["report"].startswith("not written: no ink; anybatch report ")
+    assert ended()["best"] == 0.7
 
     def full() -> None:
         raise OSError(28, "No space left on device")
@@ -179,13 +174,11 @@ def test_missing_extras_are_said_in_the_summary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     folder = RunFolder(tmp_path)
     folder.open({})
     folder.log(EPOCH)
     folder.close({})
     assert json.loads((tmp_path / "summary.json").read_text()) == {
         "tensorboard": "not installed: pip install 'anybatch[tensorboard]'",
-        "curves": "not installed: pip install 'anybatch[report]'",
         "report": "report.html",
     }

@@ -75,7 +75,6 @@ def test_a_run_leaves_everything_behind(tmp_path: Path) -> None:
         "plan.json",
         "checkpoint.pt",
         "summary.json",
-        "curves.png",
         "report.html",
     }
     steps, epochs = lines(tmp_path / "run", "step"), lines(tmp_path / "run", "epoch")

@@ -190,7 +190,7 @@ PLANTED = [
     ("core/plan.py", "from torch import Tensor", "import of torch brings torch into a module"),
     ("execution/step.py", "def f():\n    import math", "import of math is inside a function"),
     ("core/rng.py", "def f():\n    from anybatch.core import units", "units is inside a function"),
-    ("cli/picture.py", "from matplotlib import pyplot", "is an optional extra at the top"),
+    ("cli/report/drawing.py", "from matplotlib import pyplot", "is an optional extra at the top"),
     ("loss/functionals.py", "from .known import TABLE", "is relative"),
     ("loss/__init__.py", "from torch import Tensor", "must be a docstring and nothing else"),
     ("core/rng.py", "import transformers", "is of a library that only an integration knows"),
@@ -213,6 +213,6 @@ def test_a_planted_import_is_found(tmp_path: Path, name: str, line: str, fault: 
 
 def test_an_optional_extra_may_be_imported_where_it_is_used(tmp_path: Path) -> None:
     shutil.copytree(SOURCE / FRONT, tmp_path / FRONT)
-    path = tmp_path / FRONT / "cli" / "picture.py"
+    path = tmp_path / FRONT / "cli" / "timeline.py"
     path.write_text(f"{path.read_text()}\ndef f():\n    import torch.utils.tensorboard\n")
     assert faults(tmp_path) == []

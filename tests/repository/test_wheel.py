@@ -61,18 +61,18 @@ import sys
 for name in sys.argv[1].split():
     sys.modules[name] = None
 import importlib, pathlib, tempfile, torch, anybatch, anybatch.cli.cli
-from anybatch.cli.picture import refuse_without_matplotlib
 from anybatch.cli.run_folder import ABSENT
 from anybatch.cli.progress import RunLog
+from anybatch.cli.report.parts import drawn
 from anybatch.cli.data import digits
 model = torch.nn.Linear(4, 3)
 batch = torch.randn(7, 4), torch.randint(3, (7,))
 assert anybatch.check(model, torch.nn.CrossEntropyLoss(), batch).exact
 assert not RunLog(pathlib.Path(tempfile.mkdtemp())).start_events()
 print(ABSENT.format("tensorboard"))
+print(drawn(lambda: "").missing)
 for call in (
     digits,
-    refuse_without_matplotlib,
     lambda: importlib.import_module("anybatch.integrations.transformers"),
     lambda: importlib.import_module("anybatch.integrations.lightning"),
 ):

@@ -14,8 +14,8 @@ from typing import Any
 
 from anybatch.cli.build import build
 from anybatch.cli.faults import TrainingError
-from anybatch.cli.picture import EpochRow, draw_curves
 from anybatch.cli.progress import Silent
+from anybatch.cli.report.drawing import Line, Titled, draw_lines
 from anybatch.cli.settings import Settings
 from anybatch.cli.train import train
 from benchmarks.mbs.tables.jobs import UNDIVIDED_WAYS, Job, Resolution
@@ -93,10 +93,7 @@ def job_of(record: dict[str, Any]) -> Job:
 
 def warm_up() -> None:
     """Draw a picture, as a run does when it has ended: what that loads is no part of a training."""
-    row = EpochRow(
-        epoch=1, metric="accuracy", train_loss=1, test_loss=1, train_value=0, test_value=0
-    )
-    draw_curves([row])
+    draw_lines(Titled("loss", "loss", "of no run"), [Line([1], [1.0])], "epoch")
 
 
 def main() -> None:

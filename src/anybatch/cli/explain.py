@@ -1,12 +1,11 @@
 """Commands `anybatch plan` and `anybatch check`: forecast of training, and test of exactness.
 
-Both use the first mini-batch of the training data, train nothing and write nothing but the picture
-of `--timeline FILE.png` and the page of `--html FILE.html`.
+Both use the first mini-batch of the training data, train nothing and write nothing but the page of
+`--html FILE.html`.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import typer
@@ -16,7 +15,8 @@ from anybatch import Plan
 from anybatch import check as check_gradients
 from anybatch.cli.build import BatchNormPolicy, RunParts, build, describe, seeded
 from anybatch.cli.devices import absent_device, refuse_measured
-from anybatch.cli.explained import Explained
+from anybatch.cli.faults import SettingsError
+from anybatch.cli.kernels import Explained
 from anybatch.cli.options import PLANNED_DEVICE, settings_of, takes
 from anybatch.cli.outcome import ending
 from anybatch.cli.planned import question_of, refuse_to_plan
@@ -27,7 +27,7 @@ from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.write import page_of, refuse_page, write_page
 from anybatch.cli.settings import Settings, make_optimizer
 from anybatch.cli.team import Team
-from anybatch.cli.timeline import NONE, colored, refuse_picture, write_picture
+from anybatch.cli.timeline import NONE, colored
 from anybatch.cli.views import LoadedBatch, Reading
 from anybatch.cli.wanted import Wanted
 from anybatch.devices import planned_for
@@ -41,7 +41,7 @@ NO_CHOICE = "Nothing was trained, and no size was timed: there is none to choose
 
 
 @takes(
-    "picture data task model batch_size memory micro_batch offload states spill workspace "
+    "data task model batch_size memory micro_batch offload states spill workspace "
     "measure forget gpus speedup deadline network servers timeline convolutions workspace_total "
     "cache json html recipe optimizer momentum loss norm batchnorm max_batch image_size crop "
     "seed threads device malloc skip_corrupt",
@@ -60,18 +60,12 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
             count = forget_plans()
             typer.echo(f"{count} program{'' if count == 1 else 's'} will be planned anew.")
             return
-        refuse_picture(
-            options.picture,
-            timeline=options.timeline,
-            json=options.json,
-            convolutions=options.convolutions,
-        )
+        _refuse_together(options)
         if options.html is not None:
             refuse_page(options.html)
         explained = Explained.of(
             *(options.workspace, options.workspace_total, options.cache, options.memory),
             convolutions=options.convolutions,
-            json=options.json,
         )
         wanted = Wanted.of(
             options.gpus, options.speedup, options.deadline, options.network, options.servers
@@ -103,9 +97,9 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
             _not_done(found, measured=measure, fixed=options.micro_batch is not None),
         ]
         typer.echo(found.to_json() if options.json else "\n".join(lines))
-        explained.show(rows, options.picture)
+        explained.show(rows)
         if options.timeline:
-            _draw(step, options.picture, chart=not options.json)
+            _draw(step)
         if options.html is not None:
             shown = None if step is None else Envelope.of(step)
             write_page(page_of(RunRecord("plan", config, plan=found, step=shown)), options.html)
@@ -133,16 +127,25 @@ def check(_: typer.Context, options: SimpleNamespace) -> None:
         raise typer.Exit(1)
 
 
-def _draw(step: StepTimeline | None, picture: Path | None, *, chart: bool) -> None:
-    """Print a step as a chart, and draw it to a file if one was named."""
-    out = Console(stderr=not chart, highlight=False, soft_wrap=True)
-    if step is None:
-        out.print(NONE)
-        return
-    if chart:
-        out.print(colored(step), markup=False)
-    if picture is not None:
-        out.print(write_picture(step, picture), markup=False)
+def _refuse_together(options: SimpleNamespace) -> None:
+    """Refuse several ways to print a plan.
+
+    Raises:
+        SettingsError: naming the options that were given.
+    """
+    ways = ("timeline", "convolutions", "json")
+    given = [f"--{name}" for name in ways if getattr(options, name)]
+    if len(given) > 1:
+        raise SettingsError(
+            f"a plan is printed in one way at a time; {' and '.join(given)} were given. Leave "
+            f"{'one' if len(given) == 2 else 'two'} of them out, or add --html FILE.html, a page."
+        )
+
+
+def _draw(step: StepTimeline | None) -> None:
+    """Print a step as a chart."""
+    shown = NONE if step is None else colored(step)
+    Console(highlight=False, soft_wrap=True).print(shown, markup=False)
 
 
 def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:

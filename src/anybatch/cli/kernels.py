@@ -1,4 +1,7 @@
-"""Convolution kernels of a model, layer by layer: their seconds, workspace and division.
+"""`anybatch plan --convolutions`: kernels by layer, their seconds, workspace and division.
+
+The plan is made inside `anybatch.convolutions`, so that its measurements are in the file; the table
+reads it from there.
 
 layer   kernel    samples   torch's   chosen       takes   workspace   gain
 0       forward        32    81.2 ms  fft@4 x 8   9.6 ms     9.1 MiB   8.5
@@ -6,9 +9,10 @@ layer   kernel    samples   torch's   chosen       takes   workspace   gain
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from io import BytesIO
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
@@ -16,10 +20,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from anybatch import Plan
+from anybatch import convolutions as divided
+from anybatch.cli.build import RunParts
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.picture import refuse_without_matplotlib
-from anybatch.kernels import MeasuredKernel
-from anybatch.units import show_bytes
+from anybatch.cli.settings import AUTO
+from anybatch.cli.views import LoadedBatch
+from anybatch.kernels import KernelBenchmark, MeasuredKernel, keys_of, record_kernels
+from anybatch.units import parse_bytes, show_bytes
 
 WIDE = 110
 """Columns of a table that are not shown on a terminal."""
@@ -86,75 +94,99 @@ def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-# Picture of a model's convolutions: gain by workspace, and the workspace of each kernel.
-#
-#     ┌ seconds against workspace of the kernel that ┐ ┌ workspace of every kernel that has any, ┐
-#     └ gains most: its front, torch's own, chosen   ┘ └ the largest first                       ┘
-#
-# Source: u-cuDNN, Fig. 8 (the front of a layer) and Fig. 14 (the division of a network's
-# workspace).
-
-MIB = 1 << 20
-MOST = 24
-"""Kernels that are drawn; of more, those with the largest workspace."""
-
-COLORS = {"forward": "#0072b2", "data": "#e69f00", "filter": "#009e73"}
-"""Kernel -> colour, of Okabe and Ito's, distinct for the colour-blind."""
+UNTAKEN = "Convolutions are torch's own: no share of the budget was worth it as their workspace."
 
 
-def draw_fronts(rows: Sequence[MeasuredKernel]) -> bytes:
-    """Return the picture of kernels, a PNG file.
+@dataclass(frozen=True)
+class Explained:
+    """Options of the command on convolutions.
 
-    Raises:
-        MissingExtraError: matplotlib is not installed.
+    Attributes:
+        workspace: that of each, the argument, or "auto"; None: they are torch's.
+        total: bytes for all of them together; None: each has its own.
+        cache: file of measurements; None is the one in the user's cache folder.
+        wanted: there is to be a table.
     """
-    refuse_without_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    ours = sorted((r for r in rows if r.chosen.divided), key=lambda r: -r.chosen.workspace)[:MOST]
-    figure = Figure(figsize=(11, 1.8 + max(3.0, 0.24 * len(ours))), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    if rows:
-        _front(left, max(rows, key=lambda row: row.seconds - row.chosen.seconds))
-    _shares(right, ours)
-    png = BytesIO()
-    figure.savefig(png, format="png", dpi=110)
-    return png.getvalue()
+    workspace: str | int | None
+    total: int | None
+    cache: Path | None
+    wanted: bool
+
+    @classmethod
+    def of(
+        cls,
+        workspace: str | int | None,
+        total: str | None,
+        cache: Path | None,
+        memory: str | None,
+        *,
+        convolutions: bool,
+    ) -> Explained:
+        """Return the convolution request in the options of the command.
+
+        Raises:
+            SettingsError: they do not go together, or mean nothing.
+        """
+        if (total is not None or cache is not None) and not convolutions and workspace is None:
+            raise SettingsError(
+                "workspace-total and cache are for convolutions; neither --convolutions nor "
+                "--workspace was given. Add one."
+            )
+        if workspace == AUTO and (total is not None or cache is not None):
+            raise SettingsError(
+                "workspace-total and cache are for a workspace in bytes; workspace is auto, which "
+                "divides the budget itself and keeps what it measures in your cache folder. Leave "
+                "them out."
+            )
+        try:
+            total_bytes = None if total is None else parse_bytes(total, "workspace-total")
+            if convolutions and workspace is None:
+                workspace = total_bytes or _default(memory)
+            if workspace not in (None, AUTO):
+                parse_bytes(workspace, "workspace", word=AUTO)
+        except ValueError as error:
+            raise SettingsError(f"{error}.") from error
+        return cls(workspace, total_bytes, cache, convolutions)
+
+    @property
+    def share(self) -> str | None:
+        """Workspace setting that the plan has to choose by itself: "auto", or None."""
+        return AUTO if self.workspace == AUTO else None
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        """Divide the convolutions of the body, if any are to be in so many bytes."""
+        if self.workspace is None or self.workspace == AUTO:
+            yield
+            return
+        with divided(self.workspace, cache=self.cache or True):
+            yield
+
+    def rows(self, plan: Plan, parts: RunParts, batch: LoadedBatch) -> list[MeasuredKernel]:
+        """Return the kernels of a plan; none where no table is requested."""
+        if not self.wanted or plan.convolutions is None:
+            return []
+        refuse_without_rows(batch.inputs)
+        parts.model.train()
+        found = plan.convolutions
+        recorder = record_kernels(parts.model, batch.inputs)
+        benchmark = KernelBenchmark(found.workspace, policy=found.policy, cache=self.cache or True)
+        return benchmark.choose(recorder, keys_of(found), self.total)
+
+    def show(self, rows: list[MeasuredKernel]) -> None:
+        """Print the table."""
+        if not self.wanted:
+            return
+        console = console_of()
+        if self.workspace == AUTO and not rows:
+            console.print(UNTAKEN, soft_wrap=True)
+            return
+        console.print(table_of(rows))
+        console.print(summary_of(rows), soft_wrap=True)
 
 
-def _front(axes: Any, row: MeasuredKernel) -> None:
-    """Draw the seconds of a kernel against its workspace."""
-    problem, size = row.key
-    spaces = [c.workspace / MIB for c in row.front]
-    seconds = [1000 * c.seconds for c in row.front]
-    axes.step(spaces, seconds, where="post", color="#909090", linewidth=1.0)
-    axes.plot(spaces, seconds, "o", color=COLORS[problem.kernel], markersize=5)
-    at = row.chosen.workspace / MIB, 1000 * row.chosen.seconds
-    axes.plot(*at, "o", markersize=11, markerfacecolor="none", markeredgecolor="#a00000")
-    axes.annotate(
-        str(row.chosen), at, textcoords="offset points", xytext=(6, 8), fontsize="x-small"
-    )
-    axes.set_title(f"{name_of(row)}: {problem}\n{size} samples", fontsize="x-small", loc="left")
-    axes.set(xlabel="workspace, MiB", ylabel="milliseconds")
-    axes.set_yscale("log")
-    axes.grid(visible=True, alpha=0.3)
-
-
-def _shares(axes: Any, rows: Sequence[MeasuredKernel]) -> None:
-    """Draw the workspace of every kernel."""
-    axes.set_title("workspace of kernels that are not torch's own", fontsize="x-small", loc="left")
-    if not rows:
-        axes.text(0.5, 0.5, "none", transform=axes.transAxes, ha="center")
-        axes.set_axis_off()
-        return
-    places = range(len(rows))
-    sizes = [row.chosen.workspace / MIB for row in rows]
-    colors = [COLORS[row.key[0].kernel] for row in rows]
-    axes.barh(places, sizes, color=colors)
-    labels = [f"{name_of(row)} {row.key[0].kernel}: {row.chosen}" for row in rows]
-    axes.set_yticks(places, labels, fontsize="x-small")
-    axes.invert_yaxis()
-    axes.set_xlabel("MiB")
-    axes.grid(visible=True, axis="x", alpha=0.3)
+def _default(memory: str | None) -> int:
+    """Return the default workspace: no more than a quarter of the budget."""
+    usual = parse_bytes(KernelBenchmark.WORKSPACE)
+    return usual if memory is None else min(usual, max(1, parse_bytes(memory) // 4))

@@ -80,10 +80,7 @@ OPTIONS: dict[str, Any] = {
         "With --convolutions: workspace of all kernels together, divided for the fastest; only "
         "explained.",
     ),
-    "convolutions": (
-        bool,
-        "Explain how each convolution is computed; FILE.png for the effect of a workspace.",
-    ),
+    "convolutions": (bool, "Explain how each convolution is computed."),
     "policy": (PolicyName, "Micro-batches of a convolution: powers of two, all, or undivided."),
     "cache": (Path | None, "File of measurements. Default: one in your cache folder."),
     "seconds": (float, "For measuring, of all kernels together."),
@@ -128,11 +125,7 @@ OPTIONS: dict[str, Any] = {
     "servers": (str | None, 'Parameter servers of --gpus workers: a number, or "auto".'),
     "measure": (bool, "Time the sizes that fit, and choose the fastest."),
     "forget": (bool, "Forget the plans of all earlier starts, and end."),
-    "timeline": (bool, "Draw live bytes by owner against the budget; FILE.png for a picture."),
-    "picture": Annotated[
-        Path | None,
-        typer.Argument(metavar="[FILE.png]", show_default=False, help="A picture of that."),
-    ],
+    "timeline": (bool, "Draw live bytes by owner against the budget."),
     "json": (bool, "Print the plan as JSON, and only that."),
     "html": Annotated[
         Path | None,

@@ -68,7 +68,6 @@ def summary_table(summary: Summary) -> Table:
         "seconds": f"{summary.seconds:.1f}",
         "images/s": f"{summary.images_per_second:,.0f}",
         "run folder": summary.run_folder or "-",
-        **({"timeline": summary.timeline} if summary.timeline else {}),
         **({"report": summary.report} if summary.report else {}),
     }
     for row in rows.items():

@@ -158,7 +158,7 @@ class TrainingRun:
         text = self.planned.text()
         assert text is not None
         self.folder.write_text("plan.json", text)
-        self.folder.draw_step(self.planned.timeline())
+        self.folder.keep_step(self.planned.timeline())
 
     def all_epochs(self) -> None:
         """Train and test every epoch that is left, with a checkpoint after each."""
@@ -324,7 +324,6 @@ class TrainingRun:
             resumed=counts.resumed,
             interrupted=interrupted,
             stopped=stopped,
-            timeline=self.folder.timeline,
         )
 
 

@@ -5,10 +5,8 @@
     plan.json       how the engine divided the batch
     checkpoint.pt   all that the run needs to go on: see `checkpoint`
     summary.json    how it ended
-    timeline.json   the planned step, where one was foreseen, and
-    timeline.png    the same as a picture, where matplotlib is installed
-    curves.png      loss and metric over the epochs, where matplotlib is installed
-    events.out.*    the same for TensorBoard, where it is installed
+    timeline.json   the planned step, where one was foreseen
+    events.out.*    metrics.jsonl for TensorBoard, where it is installed
     report.html     all of this as a page
 
 Each is complete or missing (`files`).
@@ -29,8 +27,7 @@ from typing import IO, Any
 import torch
 
 from anybatch.cli import progress
-from anybatch.cli.faults import MissingExtraError, RunFolderError, unbroken
-from anybatch.cli.picture import EpochRow, draw_curves, draw_step
+from anybatch.cli.faults import RunFolderError, unbroken
 from anybatch.cli.report import record as saved
 from anybatch.cli.report import write
 from anybatch.cli.report.history import Envelope
@@ -104,8 +101,8 @@ def _sync_folder(path: Path) -> None:
 
 
 NAMES = (
-    *("config.json", "metrics.jsonl", "plan.json", CHECKPOINT, "summary.json", "curves.png"),
-    *("timeline.png", saved.STEP, write.NAME),
+    *("config.json", "metrics.jsonl", "plan.json", CHECKPOINT, "summary.json", saved.STEP),
+    write.NAME,
 )
 EVENTS = "events.out.tfevents."
 ABSENT = "not installed: pip install 'anybatch[{}]'"
@@ -124,7 +121,6 @@ class RunFolder:
         self, path: Path | None, *, overwrite: bool = False, resumed: bool = False
     ) -> None:
         self.path = path
-        self.epochs: list[EpochRow] = []
         self.extras: dict[str, str] = {}
         self._opened = False
         if path is None:
@@ -195,9 +191,7 @@ class RunFolder:
         if step:
             self.keep()
         self._start_events(step)
-        rows = [row for row in map(json.loads, lines) if row["kind"] == "epoch"]
-        self.epochs = [EpochRow.of(row) for row in rows]
-        return rows
+        return [row for row in map(json.loads, lines) if row["kind"] == "epoch"]
 
     def has(self, name: str) -> bool:
         """Return whether the file `name` is there."""
@@ -211,41 +205,15 @@ class RunFolder:
         """Write the text file `name`."""
         self._replace(name, lambda file: file.write(text.encode()))
 
-    def draw_step(self, step: StepTimeline | None) -> None:
-        """Keep the planned step, as data and as timeline.png; None, not foreseen, keeps nothing."""
-        if self.path is None or step is None:
-            return
-        self.write_text(saved.STEP, Envelope.of(step).to_json() + "\n")
-        try:
-            picture = draw_step(step)
-        except MissingExtraError:
-            self.extras["timeline"] = ABSENT.format("report")
-            return
-        self._replace("timeline.png", lambda file: file.write(picture))
-
-    @property
-    def timeline(self) -> str | None:
-        """Name of the picture of the planned step, or why there is none; None without a plan."""
-        there = self.has("timeline.png")
-        return "timeline.png" if there else self.extras.get("timeline")
+    def keep_step(self, step: StepTimeline | None) -> None:
+        """Keep the planned step as data; None, not foreseen, keeps nothing."""
+        if step is not None:
+            self.write_text(saved.STEP, Envelope.of(step).to_json() + "\n")
 
     @property
     def report(self) -> str | None:
         """Name of the page about the run, or why there is none; None before the run has ended."""
         return self.extras.get("report")
-
-    def _draw_curves(self) -> str:
-        """Draw the curves; return the picture's name, or why there is none; nothing is raised."""
-        if not self.epochs:
-            return "not drawn: no epoch has ended"
-        try:
-            picture = draw_curves(self.epochs)
-            self._replace("curves.png", lambda file: file.write(picture))
-        except MissingExtraError:
-            return ABSENT.format("report")
-        except Exception as error:
-            return f"not drawn: {_first_line(error)}"
-        return "curves.png"
 
     def _write_report(self, summary: Mapping[str, Any]) -> str:
         """Write the page about the run; return its name, or why there is none.
@@ -291,20 +259,17 @@ class RunFolder:
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Append one line to metrics.jsonl and to the TensorBoard events."""
-        if record["kind"] == "epoch":
-            self.epochs.append(EpochRow.of(record))
         if self.path is not None:
             with self._files.failing(progress.NAME):
                 self._log.write(record)
 
     def close(self, summary: Mapping[str, Any]) -> None:
-        """Write summary.json, then curves and report, and their outcome into summary.json."""
+        """Write summary.json, then the report, and its outcome into summary.json."""
         if self.path is None or not self._opened:
             return
         self.write_json("summary.json", {**summary, **self.extras})  # whatever comes after it
         with self._files.failing(f"{EVENTS}*"):
             self._log.close()
-        self.extras["curves"] = self._draw_curves()
         self.extras["report"] = self._write_report(summary)
         self.write_json("summary.json", {**summary, **self.extras})
 

@@ -98,7 +98,7 @@ class SavedRun:
     def finished(self) -> Summary | None:
         """Return the run's summary if it came to its end, else None.
 
-        One that was killed before its curves were drawn ends once more: its summary is there.
+        One that was killed before its report was written ends once more: its summary is there.
         """
         try:
             found = json.loads((self.path / "summary.json").read_text())
@@ -106,7 +106,7 @@ class SavedRun:
             summary = Summary(**{name: found[name] for name in names if name in found})
         except (OSError, ValueError, TypeError):
             return None
-        complete = summary.epochs == self.config["recipe"]["epochs"] and "curves" in found
+        complete = summary.epochs == self.config["recipe"]["epochs"] and summary.report is not None
         return summary if complete and not summary.interrupted and not summary.stopped else None
 
     def refuse_other(self, now: Mapping[str, Any]) -> None:
@@ -191,10 +191,8 @@ class Summary:
     images over the latter. All three count every part of a run that was `resumed` so many times.
     `stopped` says why a run ended early. `malloc` is the host allocator's mode: see `allocator`.
     `ranks` is how many processes shared each mini-batch; but for `micro_batch`, figures are those
-    of all of them. `timeline` names the picture of the planned step in the run folder, or says why
-    there is none; None where nothing was foreseen. `report` is the same of the page about the run;
-    None where no folder is written. `exact_from` is the epoch from which on an adaptive BatchNorm
-    was exact.
+    of all of them. `report` names the page about the run, or says why there is none; None where no
+    folder is written. `exact_from` is the epoch from which on an adaptive BatchNorm was exact.
     """
 
     metric: str
@@ -227,7 +225,6 @@ class Summary:
     interrupted: bool
     stopped: str | None
     run_folder: str | None
-    timeline: str | None = None
     report: str | None = None
 
 

@@ -23,7 +23,7 @@ from anybatch.units import parse_bandwidth, parse_seconds
 
 ONLY_HERE = {
     *("gpus", "speedup", "deadline", "network", "servers", "measure", "timeline"),
-    *("convolutions", "picture", "workspace_total", "cache", "json", "html"),
+    *("convolutions", "workspace_total", "cache", "json", "html"),
 }
 """Options of `plan` that `train` does not have."""
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.cli.test_timeline import ordered, timed
 
-from anybatch.cli.picture import STYLES
 from anybatch.cli.report.drawing import BANDS, HATCHES
 from anybatch.cli.report.history import Envelope
+from anybatch.cli.timeline import COLORS
 from anybatch.reports import StepTimeline
 
 STEPS = {"order": ordered(40), "one event": ordered(1), "times": timed(), "tight": timed(36)}
@@ -79,7 +79,7 @@ def test_an_owner_has_one_style_in_every_step_and_no_two_share_it() -> None:
         assert len(set(found)) == len(found)
         assert max(found) < BANDS
     assert len(set(HATCHES)) == BANDS
-    assert len({color for color, _ in STYLES.values()}) == BANDS
+    assert len(set(COLORS.values())) == BANDS
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"title": 1}', "half"])

@@ -1,8 +1,9 @@
 """The figures of a page, drawn by matplotlib: values over steps or epochs, and bytes by owner.
 
 They are small, 420 units wide, so that their letters can be read on a telephone, and have no
-legend: that of the page is real text, which wraps. matplotlib is an optional extra and is drawn
-with as in `curves`; a user's matplotlibrc has no effect, so the same data give the same bytes.
+legend: that of the page is real text, which wraps. matplotlib is an optional extra, drawn without
+pyplot, which would keep a figure in global variables; a user's matplotlibrc has no effect, so the
+same data give the same bytes.
 """
 
 from __future__ import annotations

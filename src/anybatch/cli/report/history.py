@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from anybatch.cli.picture import STYLES, EpochRow, stacked, style_of
+from anybatch.cli.timeline import COLORS, stacked
 from anybatch.reports import StepTimeline
 
 
@@ -44,6 +44,18 @@ class LoggedStep:
     speed: float
     peak: int | None
     spent: Spent | None = None
+
+
+@dataclass(frozen=True)
+class EpochRow:
+    """One epoch: losses and figures of the metric called `metric`."""
+
+    epoch: int
+    metric: str
+    train_loss: float
+    test_loss: float
+    train_value: float
+    test_value: float
 
 
 @dataclass(frozen=True)
@@ -157,13 +169,19 @@ def _spent(record: Mapping[str, Any]) -> Spent | None:
 
 
 def _epoch(record: Mapping[str, Any]) -> EpochRow:
-    row = EpochRow.of(record)
-    _integer(row.epoch)
-    for value in (row.train_loss, row.test_loss, row.train_value, row.test_value):
-        _number(value)
-    if not isinstance(row.metric, str):
-        raise TypeError(row.metric)
-    return row
+    metric = record["metric"]
+    if not isinstance(metric, str):
+        raise TypeError(metric)
+    names = ("train_loss", "test_loss", f"train_{metric}", f"test_{metric}")
+    train_loss, test_loss, train_value, test_value = (_number(record[name]) for name in names)
+    return EpochRow(
+        epoch=_integer(record["epoch"]),
+        metric=metric,
+        train_loss=train_loss,
+        test_loss=test_loss,
+        train_value=train_value,
+        test_value=test_value,
+    )
 
 
 def _integer(value: Any) -> int:
@@ -244,8 +262,8 @@ class Envelope:
     @property
     def styles(self) -> tuple[int, ...]:
         """The style of each owner: the same in every step, and one to spare for other names."""
-        colors = list(dict.fromkeys(color for color, _ in STYLES.values()))
-        assigned = {name: colors.index(style_of(name)) for name in self.owners if style_of(name)}
+        colors = list(dict.fromkeys(COLORS.values()))
+        assigned = {name: colors.index(COLORS[name]) for name in self.owners if name in COLORS}
         spare = (i for i in range(len(colors)) if i not in assigned.values())
         return tuple(assigned[name] if name in assigned else next(spare, 0) for name in self.owners)
 
