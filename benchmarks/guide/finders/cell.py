@@ -43,7 +43,8 @@ class Loop:
         outputs = call_model(subject.model, rows(subject.inputs, first))
         if subject.loss_fn is None:
             return loss_inside(outputs)
-        return subject.loss_fn(outputs, rows(subject.targets, first))
+        targets = [] if subject.targets is None else [rows(subject.targets, first)]
+        return subject.loss_fn(outputs, *targets)
 
     def fits(self, n: int) -> bool:
         """Say whether a second micro-batch of n rows holds no more than the budget."""
