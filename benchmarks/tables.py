@@ -13,6 +13,7 @@ from benchmarks.agbn.overlap import rows as overlap_rows
 from benchmarks.concepts.memory import rows as concepts
 from benchmarks.guide.draws import rows as guide_draws
 from benchmarks.guide.figures import rows as guide_figures
+from benchmarks.guide.finders import rows as guide_finders
 from benchmarks.guide.first_step import rows as guide_start
 from benchmarks.guide.gpus import rows as guide_gpus
 from benchmarks.guide.lanes import rows as guide_lanes
@@ -163,6 +164,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_figures_errors": ("guide/figures", guide_figures.guide_figures_errors),
     "guide_pace": ("guide/pace", guide_pace.guide_pace),
     "guide_start": ("guide/first_step", guide_start.first_step),
+    "guide_finders": ("guide/finders", guide_finders.finders),
     "guide_values": ("guide/values", guide_values.guide_values),
     "guide_lengths": ("guide/lengths", guide_lengths.guide_lengths),
     "guide_gpus": ("guide/gpus", guide_gpus.guide_gpus),
@@ -244,6 +246,7 @@ TITLES = {
     "guide_lanes": "Plans: what lanes hold against what was foreseen",
     "guide_draws": "Plans: random trainings and budgets, each under a hard limit",
     "guide_start": "Plans: the first step under a budget, and the first fifty",
+    "guide_finders": "Plans: fifty steps under a budget, beside finders of a size",
     "guide_values": "Plans: memory that depends on the values of a batch",
     "guide_lengths": "Plans: batches of many lengths, beside a loop by hand",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",

@@ -193,10 +193,6 @@ class RunFolder:
         self._start_events(step)
         return [row for row in map(json.loads, lines) if row["kind"] == "epoch"]
 
-    def has(self, name: str) -> bool:
-        """Return whether the file `name` is there."""
-        return self.path is not None and (self.path / name).exists()
-
     def write_json(self, name: str, content: Mapping[str, Any]) -> None:
         """Write `content` as the JSON file `name`."""
         self.write_text(name, json.dumps(content, indent=2) + "\n")
