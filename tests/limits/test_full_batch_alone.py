@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from benchmarks.guide.values.networks import WAYS, Values, batch
@@ -12,8 +13,9 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Engine, Plan
 from anybatch.errors import NotExactError
+from anybatch.memory.ledger import Timeline
 from anybatch.memory.meter import Meter
-from anybatch.planner.full_batch import FULL_BATCH, PEAKS
+from anybatch.planner.full_batch import FULL_BATCH, PEAKS, bound_of
 
 KIB = 1024
 
@@ -196,3 +198,50 @@ def test_samples_that_meet_fit_undivided_or_are_refused() -> None:
         for a, b in zip(before, model.parameters(), strict=True)
         if b.grad is not None
     )
+
+
+class Bags(nn.Module):
+    """Tokens in a sparse table, each through wide layers, with dense gradients of its own."""
+
+    def __init__(self, entries: int, *, wide: int = 0) -> None:
+        super().__init__()
+        self.table = nn.Embedding(entries, 64, sparse=True)
+        self.wide = nn.Sequential(nn.Linear(64, wide), nn.GELU(), nn.Linear(wide, 64))
+        self.head = nn.Linear(64, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = self.table(x)
+        return self.head((self.wide(each) if self.wide[0].out_features else each).mean(1))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("entries", "wide"), [(20_000, 0), (50, 0), (3000, 256)])
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_sparse_gradients_are_in_the_forecast(entries: int, wide: int, share: float) -> None:
+    """Their sums grow with the batch; fakes, and steps of few samples, show nothing of it."""
+    torch.manual_seed(0)
+    model = Bags(entries, wide=wide)
+    x, y = torch.randint(entries, (64, 16)), torch.randint(16, (64,))
+    found = anybatch.plan(model, F.cross_entropy, (x, y), memory="1GiB", timed=False).memory
+    assert found is not None
+    assert found.floor is not None
+    budget = int(found.floor + share * max(0, found.undivided - found.floor))
+    engine = Engine(model, F.cross_entropy, memory=budget, cache=None)
+    for _ in range(3):
+        model.zero_grad()
+        engine.backward(x, y)
+        assert engine.last is not None
+        assert engine.last.predicted_bytes is not None
+        if engine.last.peak_bytes is not None:
+            assert engine.last.peak_bytes <= engine.last.predicted_bytes <= budget
+        x = torch.randint(entries, (64, 16))
+
+
+def test_a_guess_of_one_row_counts_each_event() -> None:
+    """One row holds most where gradients are, and many where activations are."""
+    owners, events = ("gradients", "activations"), ("forward", "backward")
+    row = Timeline(owners, events, np.array([[0, 100], [1000, 10]]))
+    line = bound_of([row], (1,))
+    assert line.at(1).peak == pytest.approx(1011, abs=1)
+    assert line.at(64).peak == pytest.approx(64 * 110, abs=64)
+    assert bound_of([row], (1,), 800).at(64).peak == pytest.approx(200 + 64 * 891, abs=64)

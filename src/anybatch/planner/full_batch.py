@@ -10,7 +10,6 @@ a part of a step.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -28,12 +27,12 @@ from anybatch.planner.forecast import SHARDS, Forecast
 from anybatch.planner.rehearsal import Inspection, unharmed
 
 MARGIN = 1.1
-"""Factor of a line through measured peaks: their events may move."""
+"""Factor of what samples were measured to hold: events may move."""
 
 FIXED = ("parameters", "buffers", "gradients", "rounding")
 """Owners whose bytes do not depend on the samples."""
 
-PEAKS = "a line through measured peaks, and a tenth"
+PEAKS = "measured steps of few samples, in proportion, and a tenth"
 UNDIVIDED = "a dry run of the full batch, since the model takes no fewer samples"
 FULL_BATCH = "a dry run of the full batch, which fits"
 
@@ -61,7 +60,7 @@ def undivided(case: Case, state: State) -> Forecast | None:
     if case.lazy or case.global_samples:
         return None
     try:
-        peak = peak_line([of_all(as_fakes(case), case.size)], (case.size,))
+        peak = bound_of([of_all(as_fakes(case), case.size)], (case.size,))
     except Exception:  # the step raises what there is to say
         return None
     found = _constant(case, state, UNDIVIDED, peak.at(case.size))
@@ -102,12 +101,12 @@ def guess(case: Case, state: State, available: int, suffices: Suffices) -> Forec
     """
     for n in GUESSED:
         try:
-            step = rehearsal.full_batch(unharmed(few(case, n), n, writes=True), n)
+            step, entries = rehearsal.of_batch(unharmed(few(case, n), n, writes=True), n)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:  # the model takes no so few, or the step raises what there is to say
             return None
-        line = peak_line([step], (n,))
+        line = bound_of([step], (n,), entries)
         found = _constant(case, state, PEAKS, line.at(case.size))
         if suffices(found):
             return found
@@ -185,9 +184,27 @@ def gradient_bytes(case: Case) -> int:
     return sum(allocated(p) for p in case.leaves if id(p) not in case.paged)
 
 
-def peak_line(found: list[Timeline], sizes: tuple[int, ...]) -> AffineTimeline:
-    """Return the line through the peaks of steps, and a tenth."""
-    every = [(line.peak, line.at_peak(), n) for line, n in zip(found, sizes, strict=True)]
-    fixed = max(sum(held.get(owner, 0) for owner in FIXED) for _, held, _ in every)
-    slope = max(math.ceil(MARGIN * max(0, peak - fixed) / n) for peak, _, n in every)
-    return AffineTimeline(("all",), ("peak",), np.array([[fixed]]), np.array([[slope]]))
+def bound_of(steps: list[Timeline], sizes: tuple[int, ...], growing: int = 0) -> AffineTimeline:
+    """Return a bound of larger steps: at each event samples hold in proportion, and a tenth more.
+
+    Where few samples hold most is not where many do: gradients weigh less there
+    (test_a_guess_of_one_row_counts_each_event).
+
+    Args:
+        steps: of few samples.
+        sizes: samples in a micro-batch of each.
+        growing: bytes that a sample adds to sparse gradients. Default 0.
+    """
+    base, slope = [], []
+    for step, n in zip(steps, sizes, strict=True):
+        held = {owner: step.live[:, i] for i, owner in enumerate(step.owners)}
+        fixed = sum(
+            (held[owner] for owner in FIXED if owner in held), np.zeros_like(step.live[:, 0])
+        )
+        if "gradients" in held:
+            fixed -= np.minimum(held["gradients"], growing * n)
+        base.append(fixed)
+        slope.append(np.ceil(MARGIN * (step.live.sum(1) - fixed) / n).astype(np.int64))
+    events = tuple(event for step in steps for event in step.events)
+    column = np.concatenate(base)[:, None]
+    return AffineTimeline(("all",), events, column, np.concatenate(slope)[:, None])

@@ -39,13 +39,13 @@ from anybatch.planner.full_batch import (
     PEAKS,
     State,
     Suffices,
+    bound_of,
     buffer_bytes,
     gradient_bytes,
     guess,
     may_suffice,
     of_all,
     of_full_batch,
-    peak_line,
     state_of,
     undivided,
 )
@@ -349,7 +349,7 @@ def _from_one(found: Forecast, one: Forecast, case: Case) -> Forecast:
     if sums is not None:
         case = unharmed(case, MICRO_BATCHES, writes=one.inspection.copies)
         single = rehearsal.divided(case, 1, one.inspection, accumulator=case.trains)
-        sums = bent(_line([single], (1,), PEAKS), sums)
+        sums = bent(_line([single], (1,), PEAKS, one.entries * case.micro_batches), sums)
     return replace(
         found,
         looked=bent(one.looked, found.looked),
@@ -440,13 +440,14 @@ def _rehearsed(
     entries = 0
     if undivided is None:
         steps = [rehearsal.of_batch(case, n, inspection) for n in sizes]
-        undivided = _line([step for step, _ in steps], sizes, how)
-        entries = 0 if case.fake else steps[0][1]
-    run = partial(rehearsal.divided, limit=limit)
+        entries = steps[0][1]
+        undivided = _line([step for step, _ in steps], sizes, how, entries)
+    run = partial(rehearsal.divided, accumulator=False, limit=limit)
+    divided = [run(case, n, inspection) for n in sizes]
     return Forecast(
         how=how,
         looked=looked,
-        divided=_line((run(case, n, inspection, accumulator=False) for n in sizes), sizes, how),
+        divided=_line(divided, sizes, how, entries * case.micro_batches),
         undivided=undivided,
         accumulated=None,
         update=state[0],
@@ -499,7 +500,7 @@ def _row(case: Case) -> int:
 def _farther(found: Forecast, case: Case, far: int) -> Forecast:
     """Return the forecast with lines through larger real steps, in which rounding weighs less."""
 
-    def bent(few_samples: Line, steps: list[Timeline]) -> BentTimeline:
+    def bent(few_samples: Line, steps: list[Timeline], growing: int) -> BentTimeline:
         assert isinstance(few_samples, AffineTimeline)
         low, *_, near, high = steps
         both = near, high
@@ -510,7 +511,7 @@ def _farther(found: Forecast, case: Case, far: int) -> Forecast:
         try:
             return BentTimeline(few_samples, _line(both, (NEAR, far), found.how), NEAR)
         except NotAffineError:
-            return BentTimeline(few_samples, _line(both, (NEAR, far), PEAKS), NEAR)
+            return BentTimeline(few_samples, _line(both, (NEAR, far), PEAKS, growing), NEAR)
 
     def divided(*, accumulator: bool) -> list[Timeline]:
         return [
@@ -518,16 +519,17 @@ def _farther(found: Forecast, case: Case, far: int) -> Forecast:
             for n in (SMALL, SMALL + 1, NEAR, far)
         ]
 
-    summed = divided(accumulator=True)
+    summed, growing = divided(accumulator=True), found.entries * case.micro_batches
     first = _line(summed[:2], (SMALL, SMALL + 1), found.how) if _alike(summed) else None
     return replace(
         found,
-        divided=bent(found.divided, divided(accumulator=False)),
+        divided=bent(found.divided, divided(accumulator=False), growing),
         undivided=bent(
             found.undivided,
             [rehearsal.full_batch(case, n, found.inspection) for n in (SMALL, NEAR, far)],
+            found.entries,
         ),
-        accumulated=None if first is None else bent(first, summed),
+        accumulated=None if first is None else bent(first, summed, growing),
     )
 
 
@@ -535,21 +537,20 @@ def _alike(steps: list[Timeline]) -> bool:
     return all(step.events == steps[0].events for step in steps)
 
 
-def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str) -> Line:
+def _line(steps: Iterable[Timeline], sizes: tuple[int, ...], how: str, growing: int = 0) -> Line:
     """Return the line through two timelines, or through the peaks of one or more.
 
-    Bytes of a dry run at only one sample are counted unchanged.
+    Bytes of a dry run at only one sample are counted unchanged. `growing` is as in `bound_of`.
     """
     found = list(steps)
     if sizes == (1,):
         (step,) = found
         exact = AffineTimeline(step.owners, step.events, step.live, 0 * step.live)
-        return BentTimeline(exact, peak_line(found, sizes), SMALL)
+        return BentTimeline(exact, bound_of(found, sizes, growing), SMALL)
     if how != PEAKS:
-        low, high = found
         margin = FARTHER.get(sizes[1], 1.0)
-        return AffineTimeline.through(low, high, sizes[0], sizes[1], margin=margin)
-    return peak_line(found, sizes)
+        return AffineTimeline.through(found[0], found[1], *sizes[:2], margin=margin)
+    return bound_of(found, sizes, growing)
 
 
 def _missing(found: Forecast, case: Case, available: int) -> int:

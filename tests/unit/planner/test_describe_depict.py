@@ -117,7 +117,7 @@ class Masks(nn.Linear):
     ("model", "options", "how"),
     [
         (nn.Sequential(Reads(8, 3)), {}, "two steps on a few real rows"),
-        (nn.Sequential(Masks(8, 3)), {}, "a line through measured peaks, and a tenth"),
+        (nn.Sequential(Masks(8, 3)), {}, "in proportion, and a tenth"),
         (nn.Sequential(nn.Linear(8, 16), nn.Dropout()), {"rng": "batch"}, "on fake tensors"),
         (nn.Linear(8, 3).double(), {}, "on fake tensors"),
         (nn.Linear(8, 3).bfloat16(), {}, "on fake tensors"),
