@@ -34,12 +34,14 @@ from anybatch.planner.offload_memory import OffloadedSizes
 from anybatch.planner.paged_lockstep import PagedLockstep
 from anybatch.planner.resident_memory import ResidentSizes, in_no_cache
 from anybatch.planner.tuning import (
+    CLOSE,
     MOST,
     OF_SIZES,
     Place,
     Precedent,
     TrialStep,
     Tuning,
+    ends,
     fastest,
     halves,
     larger,
@@ -227,13 +229,17 @@ class Decision:
                     return trial
                 continue
             lost = [s for s in tuning.of("offloaded").values() if s > seconds]
+            lost_for_all = len(lost) > 1 or max(lost, default=0) > CLOSE * seconds
             steps = {} if offloading.full_batch else resident
-            loses = len(lost) > 1 or not may_win(steps, seconds, n, size, offloading.moving)
+            loses = lost_for_all or not may_win(steps, seconds, n, size, offloading.moving)
             if loses or (misfits and n < size):  # undivided it has no sums of gradients
                 continue
+            # The first step of a size warms up, and two are cheaper than a trial
+            # (test_a_cold_size_is_run_again_before_anything_is_offloaded).
+            cold = [k for k in ends(steps) if tuning.counts("resident")[k] == 1] if steps else []
             try:
                 if offloading.fits(n):
-                    return trial
+                    return TrialStep(cold[0], "resident") if cold else trial
                 misfits = True
             except NotExactError:  # what it saves must not leave
                 return None

@@ -40,7 +40,8 @@ CLEAR = 0.9
 """Of the seconds without, below which offloading is chosen."""
 
 CLOSE = 1.25
-"""Times the best, within which a size is run again: the first step of a size warms up, too."""
+"""Times the best, within which a size is run again: the first step of a size warms up, too.
+Where twice the size or half of it is slower than that, none between is tried."""
 
 LADDER = 5
 """Sizes of which a plan without a training tells the seconds, at least."""
@@ -224,15 +225,18 @@ def next_size(
 
 
 def _around(best: int, seconds: Mapping[int, float], cap: int, size: int) -> Iterator[int]:
-    """Yield the sizes around the best one: twice and half of it, then nearer ones."""
+    """Yield the sizes around the best one: twice and half of it, then between, where it is near."""
     up, down = even(size, min(2 * best, cap)), even(size, max(1, best // 2))
     if up > best and not any(best < n <= 2 * best for n in seconds):
         yield up
     if down < best and not any(best // 2 <= n < best for n in seconds):
         yield down
-    for n in (even(size, min(3 * best // 2, cap)), even(size, max(1, 3 * best // 4))):
-        if n != best:
-            yield n
+    near = CLOSE * seconds[best]
+    above = min((s for n, s in seconds.items() if n > best), default=0.0)
+    below = min((s for n, s in seconds.items() if n < best), default=0.0)
+    for n, edge in ((min(3 * best // 2, cap), above), (max(1, 3 * best // 4), below)):
+        if even(size, n) != best and (edge <= near or edge == inf):
+            yield even(size, n)
 
 
 def even(size: int, cap: int) -> int:
@@ -274,6 +278,14 @@ def may_win(
     return least_seconds(seconds, n, size) < worth and moving(n) < worth
 
 
+def ends(seconds: Mapping[int, float]) -> tuple[int, int]:
+    """Return the two sizes of those that were run that `least_seconds` draws its line through."""
+    run = [k for k, s in seconds.items() if s < inf]
+    most = max(run)
+    less = min((k for k in run if 4 * k <= 3 * most), default=most)
+    return max((k for k in run if 2 * k <= most), default=less), most
+
+
 def least_seconds(seconds: Mapping[int, float], n: int, size: int) -> float:
     """Return the fewest seconds of a step in micro-batches of `n`, larger than all that were run.
 
@@ -284,9 +296,7 @@ def least_seconds(seconds: Mapping[int, float], n: int, size: int) -> float:
     run = {k: s * k / size for k, s in seconds.items() if s < inf}
     if not run:
         return 0.0
-    most = max(run)
-    less = min((k for k in run if 4 * k <= 3 * most), default=most)
-    half = max((k for k in run if 2 * k <= most), default=less)
+    half, most = ends(seconds)
     rise = 0.0 if half == most else max(0.0, (run[most] - run[half]) / (most - half))
     return (size / n) * (run[most] + rise * (n - most))
 

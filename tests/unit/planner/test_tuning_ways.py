@@ -171,13 +171,22 @@ def test_larger_micro_batches_are_chosen_where_they_are_faster_with_tensors_offl
     assert replace(engine.plan, loss=plan.loss) == plan  # how it is called undivided
 
 
-@pytest.mark.parametrize("slower", [0.5, 9.0])
-def test_all_stays_where_that_is_faster(clocks: Clocks, slower: float) -> None:
-    clocks.offloaded = lambda n: slower + 1.02 * n
+@pytest.mark.parametrize(
+    ("offloaded", "tried"),
+    [
+        (lambda n: 0.5 + 1.02 * n, [4]),
+        (lambda n: 9.0 + 1.02 * n, [4]),
+        (lambda n: 1.8 if n < SIZE else 9.0, [4, 8]),  # one that is close tells not of others
+    ],
+)
+def test_all_stays_where_that_is_faster(
+    clocks: Clocks, offloaded: Callable[[int], float], tried: list[int]
+) -> None:
+    clocks.offloaded = offloaded
     model, batch = mlp(), rows()
     memory = tight_budget(mlp)
     plan = anybatch.plan(model, F.mse_loss, batch, memory=memory)
-    assert clocks.ways("offloaded") == [4, 8]
+    assert clocks.ways("offloaded") == tried
     assert plan.offload is None
     assert (plan.micro_batch, plan.mechanism) == (3, "streaming")
     text = str(plan)
@@ -310,7 +319,7 @@ def test_where_there_is_no_space_after_all_it_stays(
         assert engine.plan is not None
         assert engine.plan.offload is None
     assert engine.plan is not None
-    assert engine.plan.micro_batch == 3
+    assert engine.plan.micro_batch == 2
     assert clocks.ways("offloaded") == []
 
 
@@ -341,3 +350,22 @@ def test_the_first_time_that_something_leaves_one_line_says_how_much_and_where(
     assert clocks.ways("offloaded") == [4, 8]
     (line,) = said
     assert f" leave for a file in {tmp_path} in a step and return" in line
+
+
+def test_a_cold_size_is_run_again_before_anything_is_offloaded(clocks: Clocks) -> None:
+    """A first step warms up: as the only one of its size it makes larger ones look cheap."""
+    cold = set[int]()
+
+    def here(n: int) -> float:
+        first = n == 1 and n not in cold
+        cold.add(n)
+        return (1.5 if first else 0.36) * (0.1 + n)
+
+    clocks.here = here
+    engine, batch = Engine(mlp(), F.mse_loss, memory=tight_budget(mlp)), rows()
+    for _ in range(10):
+        engine.backward(*batch)
+    assert clocks.run.count((1, "resident")) == 2
+    assert clocks.ways("offloaded") == []
+    assert engine.plan is not None
+    assert engine.plan.micro_batch == 2
