@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
+from contextvars import ContextVar
+from datetime import timedelta
+from fractions import Fraction
 from functools import partial
 from types import MethodType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.oracle import assert_exact, state_of, undivided
@@ -197,7 +202,13 @@ CODE: dict[str, Callable[[Any], Any]] = {
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    for owner, name in ((Net, "begun"), (Net, "forward"), (Net, "switch"), (Of, "begun")):
+    for owner, name in (
+        (Net, "begun"),
+        (Net, "forward"),
+        (Net, "switch"),
+        (Of, "begun"),
+        (Kinds, "switch"),
+    ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setitem(globals(), "BEGUN", False)
     monkeypatch.setitem(HELD["a"], "begun", False)
@@ -227,14 +238,160 @@ def test_code_that_comes_later_is_detected(name: str) -> None:
     later(CODE[name])
 
 
-def later(switch: Callable[[Any], Any]) -> None:
-    net = Net()
+def later(switch: Callable[[Any], Any], net: Net | None = None) -> None:
+    net = net or Net()
     engine = Engine(net, F.cross_entropy, micro_batch=5)
     for seed in range(3):
         step(net, engine, seed)
     switch(net)
     with pytest.raises(NotExactError, match="samples 0 and 1 meet"):
         step(net, engine, 3)
+
+
+VARIABLE, LOCAL = ContextVar("begun", default=False), threading.local()
+
+
+class Kinds(Net):
+    """Centres its inputs by a value of some kind."""
+
+    def __init__(self, value: Any, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.value, self.read = value, read
+        self.rate: Any = torch.optim.SGD(self.parameters(), 0.1)
+        self.form: Tensor
+        self.register_buffer("form", torch.zeros(3, dtype=torch.double))
+
+    def switch(self) -> Any:
+        return self.read(self.value)
+
+
+def closure(value: bool) -> Callable[[], bool]:
+    return lambda: value
+
+
+VALUES: dict[str, tuple[Any, Any, Callable[[Any], Any]]] = {
+    "a number of numpy": (np.bool_(0), np.bool_(1), bool),
+    "an array": (np.zeros(1), np.ones(1), lambda one: one[0] > 0),
+    "bytes": (b"cold", b"warm", lambda one: one == b"warm"),
+    "a range": (range(1), range(2), lambda one: len(one) > 1),
+    "a class": (float, int, lambda one: one is int),
+    "a fraction": (Fraction(1, 4), Fraction(3, 4), lambda one: one > 0.5),
+    "a time": (timedelta(0), timedelta(1), lambda one: one > timedelta(0)),
+    "a closure": (closure(value=False), closure(value=True), lambda one: one()),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_switch_of_any_kind_is_noticed(name: str) -> None:
+    before, after, read = VALUES[name]
+    later(lambda net: setattr(net, "value", after), Kinds(before, read))
+
+
+@pytest.mark.parametrize(
+    ("read", "switch"),
+    [
+        (lambda net: net.form.dim() == 2, lambda net: setattr(net, "form", net.form[None])),
+        (
+            lambda net: net.form.dtype == torch.float32,
+            lambda net: setattr(net, "form", net.form.float()),
+        ),
+        (
+            lambda net: net.rate.param_groups[0]["lr"] < 0.05,
+            lambda net: setting(net.rate.param_groups[0], "lr", 0.01),
+        ),
+        (lambda _: VARIABLE.get(), lambda _: VARIABLE.set(True)),
+        (lambda _: getattr(LOCAL, "begun", False), lambda _: setattr(LOCAL, "begun", True)),
+    ],
+    ids=["shape of a buffer", "dtype of a buffer", "a rate", "a context", "a thread"],
+)
+def test_a_switch_in_any_place_is_noticed(
+    read: Callable[[Any], Any], switch: Callable[[Any], Any]
+) -> None:
+    token, LOCAL.begun = VARIABLE.set(False), False
+    Kinds.switch = read  # type: ignore[method-assign]
+    try:
+        later(switch, Kinds(None, bool))
+    finally:
+        VARIABLE.reset(token)
+        LOCAL.begun = False
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs", "switch"),
+    [
+        (lambda: nn.Softmax(1), torch.randn, lambda layer: setattr(layer, "dim", 0)),
+        (
+            lambda: nn.Embedding(9, 6),
+            lambda n, k, **_: torch.randint(9, (n, k)),
+            lambda layer: setattr(layer, "scale_grad_by_freq", True),
+        ),
+    ],
+    ids=["softmax", "embedding"],
+)
+def test_a_setting_of_a_layer_of_torch_is_noticed(
+    layer: Callable[[], nn.Module], inputs: Callable[..., Tensor], switch: Callable[[Any], None]
+) -> None:
+    first = layer()
+    net = nn.Sequential(first, nn.Flatten(), nn.LazyLinear(3)).double()
+    x, y = inputs(11, 6, dtype=torch.double), torch.randint(3, (11,))
+    net(x)
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    engine.backward(x, y)
+    switch(first)
+    with pytest.raises(NotExactError, match="meet in 0"):
+        engine.backward(x, y)
+
+
+class Clip(torch.autograd.Function):
+    """A view, whose gradient is normalised once a switch is set."""
+
+    norm = False
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> Tensor:
+        return grad / grad.norm() if Clip.norm else grad
+
+
+class Clipped(Net):
+    """Its hidden layer is clipped in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(Clip.apply(self.first(x)))
+
+
+def test_a_switch_of_a_backward_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Clipped()
+    engine = Engine(net, F.cross_entropy, micro_batch=5)
+    step(net, engine, 0)
+    monkeypatch.setattr(Clip, "norm", True)
+    with pytest.raises(NotExactError, match="in the backward of Clip"):
+        step(net, engine, 1)
+
+
+class Damped(Net):
+    """It reads the gradient of the step before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        grad = self.first.weight.grad
+        return self.last(h if grad is None else h / (1 + grad.norm()))
+
+
+def test_a_forward_that_reads_a_gradient_is_a_doubt() -> None:
+    """Its micro-batches are adding to that one."""
+    net = Damped()
+    x, y = torch.randn(12, 6, dtype=torch.double), torch.randint(3, (12,))
+    engine = Engine(net, F.cross_entropy, micro_batch=5)
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert "code of the model reads .grad" in str(engine.plan.exact)
+    net.zero_grad()
+    want = undivided(net, F.cross_entropy, x, y)
+    assert_exact(state_of(net, Engine(net, F.cross_entropy, micro_batch=12).backward(x, y)), want)
 
 
 def test_what_changes_nothing_is_familiar() -> None:

@@ -59,6 +59,7 @@ from anybatch.lockstep.batchnorm import Singles, Tracked, listening, values_of_a
 from anybatch.lockstep.coupled import refuse_looks
 from anybatch.lockstep.lockstep import lockstep
 from anybatch.lockstep.scheduler import LaneInspection
+from anybatch.lockstep.shared_state import refuse_shared_state
 from anybatch.loss.base import Algorithm1
 from anybatch.memory.spill import maker, require_place, require_space
 from anybatch.offload.saved_tensors import Keeping
@@ -378,6 +379,8 @@ class Runner:
             of_two = len(norms.called) * 2 // max(watch.forwards, 2)  # a third is of rows seen
             refuse_looks(norms.called[:of_two])
             slots = watch.slots()
+        with attributes_of(step):
+            refuse_shared_state(step, slots)
         step.buffers.refuse_moved({})
         return (earlier or LaneTraits()).after(slots, watch.way(), singles=norms.singles > 0)
 

@@ -143,6 +143,8 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     step.buffers.restart()
     if lists_rows(full.inputs):
         one.doubt("inputs of forward have rows that are no tensors, which cannot be followed")
+    if step.familiar is not None and step.familiar.reads_grad:
+        one.doubt("code of the model reads .grad, to which micro-batches add")
     if one.guard.own_rng:
         one.doubt("forward draws from a generator of its own")
     if step.calls is not None and step.calls.iterators:

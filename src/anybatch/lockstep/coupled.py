@@ -32,8 +32,8 @@ from anybatch.core.accelerator import home
 from anybatch.core.barrier import as_it_is, in_forward, looks_here, meeting_in, reduce
 from anybatch.core.norm import NonReducingNorms
 from anybatch.errors import LossError
-from anybatch.execution.outside import CapturedSamples, held
 from anybatch.lockstep.batchnorm import BarrierKey
+from anybatch.lockstep.captured import CapturedSamples, held
 from anybatch.lockstep.gathered import Around, around
 from anybatch.loss.base import scalar
 from anybatch.loss.tracing import TracingMode

@@ -55,6 +55,11 @@ class Familiar:
         self._varying: set[Named] = set()
 
     @property
+    def reads_grad(self) -> bool:
+        """Whether code of the model reads `.grad` of something."""
+        return self._outside.reads_grad
+
+    @property
     def full(self) -> bool:
         """Whether no more graphs are inspected."""
         return len(self._graphs) >= MOST

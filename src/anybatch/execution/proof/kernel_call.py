@@ -37,8 +37,12 @@ TABLES = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"
 REGROUPS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_copy", "unflatten"))
 """Kernels that give a tensor other dimensions."""
 
-READS = frozenset(("_local_scalar_dense", "equal", "allclose"))
-"""Kernels that return a value to Python."""
+READS = frozenset(
+    "_local_scalar_dense equal allclose bincount _unique _unique2 unique_dim unique_consecutive "
+    "unique_dim_consecutive".split()
+)
+"""Kernels that return a value to Python, or a tensor as long as there are values: classes, say
+(test_a_number_of_classes_is_a_doubt)."""
 
 LOSSES = frozenset(
     (

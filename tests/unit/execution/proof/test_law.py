@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -83,6 +84,37 @@ PLACES: dict[str, Body] = {
 def test_what_differs_only_for_many_samples_is_not_shown(name: str, micro_batch: int) -> None:
     """Of the 4 rows that are followed it cuts all or nothing."""
     assert not claimed(PLACES[name], micro_batch)
+
+
+class Gated(nn.Module):
+    """A number of samples behind a gate that is 0 at first."""
+
+    def __init__(self, number: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.number = nn.Linear(6, 8), nn.Linear(8, 3), number
+        self.gate, self.scale = (nn.Parameter(torch.zeros(shape)) for shape in ((), (8,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).tanh()
+        return self.last(h + self.number(self, h))
+
+
+GATED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "a length": lambda net, h: net.gate * len(h),
+    "a size": lambda net, h: net.gate * h.numel(),
+    "linspace": lambda net, h: net.scale * torch.linspace(0, len(h), 8, dtype=h.dtype),
+    "arange": lambda net, h: net.scale * torch.arange(0, 8 * len(h), len(h)),
+    "a roll of features": lambda net, h: net.scale * h.roll(len(h), 1),
+    "a norm": lambda net, h: net.scale * h.norm(p=len(h), dim=1, keepdim=True),
+    "a full tensor": lambda net, h: net.scale * torch.full((8,), float(len(h)), dtype=h.dtype),
+}
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+@pytest.mark.parametrize("name", GATED)
+def test_a_count_behind_a_gate_of_zero_is_a_doubt(name: str, micro_batch: int) -> None:
+    net = Gated(GATED[name]).double()
+    assert not is_shown(net, F.cross_entropy, *batch(), micro_batch)
 
 
 BACKWARD: dict[str, Callable[[Tensor], Tensor]] = {

@@ -286,6 +286,35 @@ def test_numbers_that_python_reads_are_a_doubt(read: Body, said: str) -> None:
     assert str(engine.plan.exact).startswith(f"not shown: Python {said} in Net")
 
 
+class Averaged(nn.Module):
+    """Its loss is divided by the number of classes that there are."""
+
+    def __init__(self, count: Callable[[Tensor], int]) -> None:
+        super().__init__()
+        self.first, self.count = nn.Linear(6, 3), count
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.first(x), y, reduction="sum") / self.count(y)
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        lambda y: torch.unique(y).numel(),
+        lambda y: torch.unique(y).shape[0],
+        lambda y: torch.unique_consecutive(y).numel(),
+        lambda y: len(torch.unique(y, dim=0)),
+    ],
+)
+def test_a_number_of_classes_is_a_doubt(count: Callable[[Tensor], int]) -> None:
+    """Each micro-batch may have as many, and all of them together more."""
+    net, y = Averaged(count).double(), torch.arange(12) // 4
+    engine = Engine(net, micro_batch=4)
+    engine.backward((torch.randn(12, 6, dtype=torch.double), y))
+    assert engine.plan is not None
+    assert not engine.plan.exact
+
+
 SIZES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a branch": (lambda h: h.relu() if len(h) > 8 else h, "Net calls relu for 11 samples and not"),
     "a factor": (lambda h: h * (1 / len(h)), "computes mul with 0.0909091 for 11 samples and with"),

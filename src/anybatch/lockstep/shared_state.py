@@ -1,0 +1,182 @@
+"""Comparison of two lanes with the same rows one after the other, in the first step of a model.
+
+Lanes that stop where samples meet share all Python state that no slot names (`LaneInspection`): an
+attribute of a class, an object with `__slots__`, a cache, a ``threading.local``. What forward
+stores there before BatchNorm and reads behind it would be another lane's. No walk finds every such
+place, so a few rows are run both ways, without mixing their statistics, and must give the same.
+
+    one after the other:  A ──────────── B ────────────
+    in two lanes:         A ──┐ ┌─ A     B ──┐ ┌─ B       the token passes where samples meet
+                              └─B┘           └─A┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anybatch.core import pytree
+from anybatch.core.barrier import Meeting, Site, here, looking, meeting_in
+from anybatch.core.batch import MicroBatch
+from anybatch.core.norm import NonReducingNorms
+from anybatch.core.oom import out_of_memory
+from anybatch.core.python_state import difference
+from anybatch.core.rng import RNGState
+from anybatch.errors import AnybatchError, LockstepError, NotExactError
+from anybatch.execution.few_rows import ENOUGH, computed, first_of, quietly, two_sizes
+from anybatch.execution.guard import Guard
+from anybatch.execution.step import Step, copied
+from anybatch.lockstep.lockstep import Surroundings
+from anybatch.lockstep.scheduler import Lanes, LaneTurns
+
+MEETING = "a place where samples meet"
+
+SHARED = (
+    "a micro-batch must find what it has stored itself where micro-batches wait for each other, "
+    "and forward gives {found} in two lanes that take turns at BatchNorm: it stores something of "
+    "its rows before that, and reads it behind, in a place that lanes share or that belongs to a "
+    "thread (an attribute of a class, an object with __slots__, a cache, threading.local). Pass "
+    'it as an argument, or store it in an attribute of a module; or use batchnorm="local", or '
+    "give micro_batch >= the batch size"
+)
+
+UNEQUAL = "no two lanes of a few rows could be compared with the same rows one after the other"
+
+
+class Alternating(NonReducingNorms):
+    """Passes the token to the other lane where samples meet, and mixes none of them.
+
+    Args:
+        step: whose model runs.
+        lanes: those that wait; None for rows one after the other.
+    """
+
+    def __init__(self, step: Step, lanes: Meeting | None) -> None:
+        super().__init__(step.counters, rows=step.global_batch.size)
+        self._lanes = lanes
+
+    def meets(self, site: Site) -> None:
+        """Wait for the other lane."""
+        del site
+        if self._lanes is not None:
+            self._lanes.exchange(MEETING, None, lambda parts: parts)
+
+
+class _Turns(LaneTurns):
+    """Each lane begins with the same random state, and has one of its own from there on."""
+
+    def __init__(self, slots: Iterable[Any], before: RNGState) -> None:
+        super().__init__(2, slots, everything=True)
+        self._before, self._begun = before, set[int]()
+
+    def begin(self, lane: int) -> None:
+        """Make the lane's state the present one."""
+        super().begin(lane)
+        if lane not in self._begun:
+            self._begun.add(lane)
+            self._before.put_back()
+
+
+def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
+    """Refuse a model of which a lane reads what another lane has stored.
+
+    Args:
+        step: whose model has been inspected; its random state and its buffers are left as they are.
+        slots: attributes and containers that each lane has of its own.
+
+    Raises:
+        NotExactError: a few rows give something else in two lanes.
+    """
+    before = RNGState.now()
+    full, part = two_sizes(step, most=ENOUGH)
+    last = part.size - 1 if part.size > 1 else 1
+    turns = _Turns(slots, before)  # which draws from a generator of its own
+    wanted = found = None
+    with quietly(), torch.no_grad(), Guard(step) as guard:
+        for count in dict.fromkeys((last, part.size)):  # of another size, where it takes those
+            pair = part, first_of(full, count)
+            wanted = _in_order(step, pair, before)
+            if wanted is not None:
+                found = _in_lanes(step, pair, turns)
+                break
+    step.buffers.restart()
+    before.put_back()
+    step.forget_casts()
+    if guard.own_rng:  # whose numbers come in another order
+        return
+    if wanted is None or found is None:
+        step.traits.doubts += (UNEQUAL,)
+        return
+    dtypes = computed(step)
+    for path, a, b in _paired(wanted, found):
+        if differ(a, b, dtypes):
+            raise NotExactError(SHARED.format(found=f"other {path} for the same rows"))
+
+
+def _call(step: Step, micro: MicroBatch) -> Any:
+    """Return the outputs of some rows, which nothing writes to."""
+    # Functions of all samples are to gather nothing, as in the inspection.
+    with Alternating(step, here()), meeting_in(None), looking():
+        outputs = step.call(copied(micro), None)
+    return pytree.map_tensors(lambda tensor: tensor.detach().clone(), outputs)
+
+
+def _in_order(step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState) -> Any:
+    """Return the outputs of one after the other; None where the model cannot take them."""
+    found = []
+    for micro in pair:
+        before.put_back()
+        step.buffers.restart()
+        try:
+            found.append(_call(step, micro))
+        except (AnybatchError, RuntimeError, ValueError, IndexError, TypeError) as error:
+            if out_of_memory(error):
+                raise
+            return None
+    return found
+
+
+def _in_lanes(step: Step, pair: tuple[MicroBatch, MicroBatch], turns: _Turns) -> Any:
+    """Return the outputs of two lanes; None where these do not meet equally often.
+
+    Raises:
+        NotExactError: they fail, as the same rows one after the other do not.
+    """
+    step.buffers.restart()
+    found = [None, None]
+
+    def work(lane: int) -> None:
+        found[lane] = _call(step, pair[lane])
+
+    try:
+        Lanes(2, turns, Surroundings.now().entered).run(work)
+    except LockstepError:  # more rows need not go other ways
+        return None
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        text = f"{type(error).__name__} ({str(error)[:80]})"
+        raise NotExactError(SHARED.format(found=text)) from error
+    finally:
+        turns.put_back()
+    return found
+
+
+def _paired(wanted: Any, found: Any) -> Iterable[tuple[str, Tensor, Tensor]]:
+    for a, b in zip(wanted, found, strict=True):
+        named = zip(pytree.tensors(a, "outputs"), pytree.tensors(b), strict=False)
+        yield from ((path, one, other) for (path, one), (_, other) in named)
+
+
+def differ(a: Tensor, b: Tensor, dtypes: Iterable[torch.dtype]) -> bool:
+    """Say whether two tensors differ by more than kernels round."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return True
+    if a.layout != torch.strided or not (a.is_floating_point() or a.is_complex()):
+        return a.layout == torch.strided and not torch.equal(a, b)
+    gap, size = difference(a, b)
+    eps = max(torch.finfo(dtype).eps for dtype in {a.dtype, *dtypes})
+    return bool(gap > eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25) * size)
