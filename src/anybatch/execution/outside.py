@@ -392,7 +392,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
 
 
 def _of_library_class(value: Any) -> Any:
-    """Return what a value of Python's, numpy's or torch's own classes is, for comparison."""
+    """Return a value of a class of Python's, numpy's or torch's in comparable form."""
     cls: type = type(value)
     if (state_of := GENERATORS.get(cls)) is not None:
         return repr(state_of(value))

@@ -81,7 +81,7 @@ class _Turns(LaneTurns):
 
 
 def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
-    """Refuse a model of which a lane reads what another lane has stored.
+    """Refuse a model in which a lane reads the state of another lane.
 
     Args:
         step: whose model has been inspected; its random state and its buffers are left as they are.
