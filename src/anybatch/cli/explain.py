@@ -134,11 +134,11 @@ def _refuse_together(options: SimpleNamespace) -> None:
         SettingsError: naming the options that were given.
     """
     ways = ("timeline", "convolutions", "json")
-    given = [f"--{name}" for name in ways if getattr(options, name)]
-    if len(given) > 1:
+    requested = [f"--{name}" for name in ways if getattr(options, name)]
+    if len(requested) > 1:
         raise SettingsError(
-            f"a plan is printed in one way at a time; {' and '.join(given)} were given. Leave "
-            f"{'one' if len(given) == 2 else 'two'} of them out, or add --html FILE.html, a page."
+            f"a plan is printed in one way at a time; {' and '.join(requested)} were given. Leave "
+            f"{'one' if len(requested) == 2 else 'two'} of them out, or add --html FILE.html, a page."
         )
 
 
