@@ -60,10 +60,10 @@ def test_the_command_prints_a_chart(command: Command) -> None:
 
 def test_a_plan_is_printed_in_one_way(command: Command) -> None:
     for words, message in (
-        (("--timeline", "--json"), "--timeline and --json were given. Leave one of them out"),
+        (("--timeline", "--json"), "--timeline and --json were given. Leave 1 of them out"),
         (
             ("--timeline", "--json", "--convolutions"),
-            "--timeline and --convolutions and --json were given. Leave two of them out",
+            "--timeline and --convolutions and --json were given. Leave 2 of them out",
         ),
     ):
         ended = command(*PLAN, *words)

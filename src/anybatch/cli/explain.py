@@ -138,7 +138,7 @@ def _refuse_together(options: SimpleNamespace) -> None:
     if len(requested) > 1:
         raise SettingsError(
             f"a plan is printed in one way at a time; {' and '.join(requested)} were given. Leave "
-            f"{'one' if len(requested) == 2 else 'two'} of them out, or add --html FILE.html, a page."
+            f"{len(requested) - 1} of them out, or add --html FILE.html, a page."
         )
 
 
