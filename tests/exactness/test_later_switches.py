@@ -372,6 +372,15 @@ def test_a_switch_of_a_backward_is_noticed(monkeypatch: pytest.MonkeyPatch) -> N
         step(net, engine, 1)
 
 
+def test_a_backward_that_is_replaced_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = Clipped()
+    engine = Engine(net, F.cross_entropy, micro_batch=5)
+    step(net, engine, 0)
+    monkeypatch.setattr(Clip, "backward", staticmethod(lambda _, grad: grad / grad.norm()))
+    with pytest.raises(NotExactError, match="in the backward of Clip"):
+        step(net, engine, 1)
+
+
 class Damped(Net):
     """It reads the gradient of the step before."""
 

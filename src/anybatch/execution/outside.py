@@ -40,7 +40,7 @@ ITSELF: frozenset[type] = frozenset(
 
 FIRST, SECOND, THIRD, LAST = HOOKS
 
-CODE = frozenset((FunctionType, MethodType, partial))
+CODE = frozenset((FunctionType, MethodType, partial, staticmethod, classmethod))
 
 TORCH, INSTALLED, OWN = range(3)
 """Whether a class of modules is the user's."""
@@ -225,7 +225,7 @@ class Outside:
         functions: more that are followed. Default: there are none.
 
     Attributes:
-        reads_grad: some code reads an attribute `grad`.
+        reads_grad: a method of a module reads an attribute `grad`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
@@ -275,6 +275,9 @@ class Outside:
         for base in cls.__mro__:
             if not _of_library(base):
                 held = vars(base)
+                if issubclass(base, nn.Module):
+                    methods = (one for one in held.values() if isinstance(one, FunctionType))
+                    self.reads_grad |= any(_reads_grad(one.__code__) for one in methods)
                 for name in [name for name in held if not name.startswith("__")]:
                     self._place(held, base.__name__, name, partial(held.get, name))
 
@@ -311,7 +314,6 @@ class Outside:
         ):
             self._place(cell, path, name, partial(_content, cell))
         names = names_of(function.__code__)
-        self.reads_grad |= "grad" in names and _reads_grad(function.__code__)
         for name in names & of_file.keys():
             value = of_file[name]
             self._place(of_file, function.__module__, name, partial(of_file.get, name))
@@ -415,7 +417,7 @@ def _of_code(value: Any, depth: int) -> Any:
     """Return the code of a function or method, or the parts of a partial, for comparison."""
     if isinstance(value, partial):
         return _few((value.func, *value.args, *value.keywords.values()), depth)
-    if isinstance(value, MethodType):
+    if isinstance(value, MethodType | staticmethod | classmethod):
         return plain(value.__func__, depth)
     if not value.__closure__:
         return value.__code__

@@ -43,6 +43,9 @@ SHARED = (
     "give micro_batch >= the batch size"
 )
 
+ERRORS = (AnybatchError, RuntimeError, ValueError, IndexError, TypeError)
+"""Of a model that takes no so few rows."""
+
 UNEQUAL = "no two lanes of a few rows could be compared with the same rows one after the other"
 
 
@@ -66,18 +69,26 @@ class Alternating(NonReducingNorms):
 
 
 class _Turns(LaneTurns):
-    """Each lane begins with the same random state, and has one of its own from there on."""
+    """Each lane begins with the same random state and counters, and then has its own."""
 
-    def __init__(self, slots: Iterable[Any], before: RNGState) -> None:
+    def __init__(self, slots: Iterable[Any], before: RNGState, counters: list[Tensor]) -> None:
         super().__init__(2, slots, everything=True)
-        self._before, self._begun = before, set[int]()
+        self._before, self._counters = before, counters
+        self._first = [counter.clone() for counter in counters]
+        self._counts: dict[int, list[Tensor]] = {}
 
     def begin(self, lane: int) -> None:
         """Make the lane's state the present one."""
         super().begin(lane)
-        if lane not in self._begun:
-            self._begun.add(lane)
+        if lane not in self._counts:
             self._before.put_back()
+        for counter, count in zip(self._counters, self._counts.get(lane, self._first), strict=True):
+            counter.copy_(count)
+
+    def pass_token(self, lane: int, coming: list[int]) -> None:
+        """Store the lane's state."""
+        super().pass_token(lane, coming)
+        self._counts[lane] = [counter.clone() for counter in self._counters]
 
 
 def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
@@ -92,11 +103,11 @@ def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
     """
     before = RNGState.now()
     full, part = two_sizes(step, most=ENOUGH)
-    last = part.size - 1 if part.size > 1 else 1
-    turns = _Turns(slots, before)  # which draws from a generator of its own
+    # It draws from a generator of its own, which the guard would note.
+    turns = [_Turns(slots, before, step.counters) for _ in range(2)]
     wanted = found = None
     with quietly(), torch.no_grad(), Guard(step) as guard:
-        for count in dict.fromkeys((last, part.size)):  # of another size, where it takes those
+        for count in dict.fromkeys((max(part.size - 1, 1), part.size)):  # of another size, if any
             pair = part, first_of(full, count)
             wanted = _in_order(step, pair, before)
             if wanted is not None:
@@ -118,9 +129,10 @@ def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
 
 def _call(step: Step, micro: MicroBatch) -> Any:
     """Return the outputs of some rows, which nothing writes to."""
+    micro = copied(micro) if step.traits.copies else micro
     # Functions of all samples are to gather nothing, as in the inspection.
     with Alternating(step, here()), meeting_in(None), looking():
-        outputs = step.call(copied(micro), None)
+        outputs = step.call(micro, None)
     return pytree.map_tensors(lambda tensor: tensor.detach().clone(), outputs)
 
 
@@ -132,21 +144,42 @@ def _in_order(step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState)
         step.buffers.restart()
         try:
             found.append(_call(step, micro))
-        except (AnybatchError, RuntimeError, ValueError, IndexError, TypeError) as error:
-            if out_of_memory(error):
+        except ERRORS as error:
+            if out_of_memory(error) or micro.size == pair[0].size:  # so many have been inspected
                 raise
-            return None
+            step.buffers.restart()
+            try:
+                _call(step, micro)
+            except ERRORS:  # it takes no so few
+                return None
+            raise  # it fails once
     return found
 
 
-def _in_lanes(step: Step, pair: tuple[MicroBatch, MicroBatch], turns: _Turns) -> Any:
+def _in_lanes(
+    step: Step, pair: tuple[MicroBatch, MicroBatch], turns: Sequence[_Turns]
+) -> list[Any] | None:
     """Return the outputs of two lanes; None where these do not meet equally often.
 
     Raises:
         NotExactError: they fail, as the same rows one after the other do not.
     """
+    try:
+        return _run_lanes(step, pair, turns[0])
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        try:
+            _run_lanes(step, pair, turns[1])
+        except Exception:
+            text = f"{type(error).__name__} ({str(error)[:80]})"
+            raise NotExactError(SHARED.format(found=text)) from error
+        raise  # it fails once: a fault of another cause
+
+
+def _run_lanes(step: Step, pair: tuple[MicroBatch, MicroBatch], turns: _Turns) -> list[Any] | None:
     step.buffers.restart()
-    found = [None, None]
+    found: list[Any] = [None, None]
 
     def work(lane: int) -> None:
         found[lane] = _call(step, pair[lane])
@@ -155,11 +188,6 @@ def _in_lanes(step: Step, pair: tuple[MicroBatch, MicroBatch], turns: _Turns) ->
         Lanes(2, turns, Surroundings.now().entered).run(work)
     except LockstepError:  # more rows need not go other ways
         return None
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        text = f"{type(error).__name__} ({str(error)[:80]})"
-        raise NotExactError(SHARED.format(found=text)) from error
     finally:
         turns.put_back()
     return found
