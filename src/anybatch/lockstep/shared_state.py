@@ -145,6 +145,8 @@ def _in_order(step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState)
         try:
             found.append(_call(step, micro))
         except ERRORS as error:
+            if isinstance(error, AnybatchError):  # it needs a graph, say: the step tells
+                return None
             if out_of_memory(error) or micro.size == pair[0].size:  # so many have been inspected
                 raise
             step.buffers.restart()
