@@ -251,10 +251,20 @@ def row_mismatch(
     """
     for path, a, b, axis in comparable(outputs, fewer, layout, rows):
         gap, size = difference(a, b, axis if turned else None)
-        eps = max(torch.finfo(dtype).eps for dtype in {a.dtype, *computed})
-        if gap > eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25) * size:
+        if gap > rounding(a.dtype, computed) * size:
             return f"{path} of the same {rows} rows differs by {gap:.2g}"
     return None
+
+
+def rounding(dtype: torch.dtype, computed: Iterable[torch.dtype]) -> float:
+    """Return the relative difference that kernels may make of the same rows.
+
+    Args:
+        dtype: of an output.
+        computed: dtypes of the model.
+    """
+    eps = max(torch.finfo(one).eps for one in {dtype, *computed})
+    return float(eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25))
 
 
 def comparable(

@@ -26,7 +26,7 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import difference
 from anybatch.core.rng import RNGState
 from anybatch.errors import AnybatchError, LockstepError, NotExactError
-from anybatch.execution.few_rows import ENOUGH, computed, first_of, quietly, two_sizes
+from anybatch.execution.few_rows import ENOUGH, computed, first_of, quietly, rounding, two_sizes
 from anybatch.execution.guard import Guard
 from anybatch.execution.step import Step, copied
 from anybatch.lockstep.lockstep import Surroundings
@@ -122,9 +122,13 @@ def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
         step.traits.doubts += (UNEQUAL,)
         return
     dtypes = computed(step)
-    for path, a, b in _paired(wanted, found):
-        if differ(a, b, dtypes):
-            raise NotExactError(SHARED.format(found=f"other {path} for the same rows"))
+    for one, other in zip(wanted, found, strict=True):
+        outputs, others = list(pytree.tensors(one, "outputs")), list(pytree.tensors(other))
+        if len(outputs) != len(others):
+            raise NotExactError(SHARED.format(found="more or fewer tensors for the same rows"))
+        for (path, a), (_, b) in zip(outputs, others, strict=True):
+            if differ(a, b, dtypes):
+                raise NotExactError(SHARED.format(found=f"other {path} for the same rows"))
 
 
 def _call(step: Step, micro: MicroBatch) -> Any:
@@ -144,9 +148,9 @@ def _in_order(step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState)
         step.buffers.restart()
         try:
             found.append(_call(step, micro))
+        except AnybatchError:  # it needs a graph, say: the step tells
+            return None
         except ERRORS as error:
-            if isinstance(error, AnybatchError):  # it needs a graph, say: the step tells
-                return None
             if out_of_memory(error) or micro.size == pair[0].size:  # so many have been inspected
                 raise
             step.buffers.restart()
@@ -195,12 +199,6 @@ def _run_lanes(step: Step, pair: tuple[MicroBatch, MicroBatch], turns: _Turns) -
     return found
 
 
-def _paired(wanted: Any, found: Any) -> Iterable[tuple[str, Tensor, Tensor]]:
-    for a, b in zip(wanted, found, strict=True):
-        named = zip(pytree.tensors(a, "outputs"), pytree.tensors(b), strict=False)
-        yield from ((path, one, other) for (path, one), (_, other) in named)
-
-
 def differ(a: Tensor, b: Tensor, dtypes: Iterable[torch.dtype]) -> bool:
     """Say whether two tensors differ by more than kernels round."""
     if a.shape != b.shape or a.dtype != b.dtype:
@@ -208,5 +206,4 @@ def differ(a: Tensor, b: Tensor, dtypes: Iterable[torch.dtype]) -> bool:
     if a.layout != torch.strided or not (a.is_floating_point() or a.is_complex()):
         return a.layout == torch.strided and not torch.equal(a, b)
     gap, size = difference(a, b)
-    eps = max(torch.finfo(dtype).eps for dtype in {a.dtype, *dtypes})
-    return bool(gap > eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25) * size)
+    return gap > rounding(a.dtype, dtypes) * size

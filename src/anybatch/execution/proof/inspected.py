@@ -56,7 +56,7 @@ class Familiar:
 
     @property
     def reads_grad(self) -> bool:
-        """Whether code of the model reads `.grad` of something."""
+        """Whether a method of a module reads an attribute `grad`."""
         return self._outside.reads_grad
 
     @property

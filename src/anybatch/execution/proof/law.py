@@ -216,7 +216,7 @@ def _steps(full: Called, part: Called, n: int) -> bool:
 
 
 def _rolls(full: Called, part: Called) -> bool:
-    """Say whether rows are rolled, or others by a count: a roll by 12 moves neither 4 nor 3."""
+    """Say whether rows are rolled, or features by a count: a roll by 12 moves neither 4 nor 3."""
     shape, other = full.shapes[full.made], part.shapes[part.made]
     half = len(full.numbers) // 2
     dims = [int(d) for d in full.numbers[half:]] if half else range(len(shape))
