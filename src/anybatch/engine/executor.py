@@ -486,6 +486,7 @@ class Runner:
         if recognised or traits is None or inspected:
             return traits
         step.traits.steps = traits.steps + 1
+        step.attempts.other_model = True
         del self._traits[step.signature]
         return None
 

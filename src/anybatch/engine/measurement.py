@@ -1,12 +1,14 @@
 """Measurement of steps, and lessons of the planner from it.
 
 The first step after a decision runs under the meter, or under the allocator's own statistic where a
-device has one. Later ones do not: the meter costs up to three times the time of small kernels. If
-the bytes of a step may depend on the values of its batch, they are watched: by that statistic, or
-by what the C library has allocated where backward begins. If there is more than a metered step had,
-the next one is metered, and stopped at the budget while it can be tried smaller.
+device has one. Later ones do not: the meter costs up to three times the time of small kernels. The
+next few and some later ones are watched, by that statistic, or by what the C library has allocated
+where backward begins; all are if their bytes may depend on the values of a batch. After one with
+more bytes than a metered step had, and where the model is not the one that was inspected, a step is
+metered again, and stopped at the budget while it can be tried smaller.
 
-    step 1 metered ──> 2, 3, ... watched ──more──> metered ──> planned again by the most it held
+    step 1 metered ──> 2, 3, ... 17, 33 watched ──more──> metered again ──> planned again
+                               └── another model ───────────┘
 """
 
 from __future__ import annotations
@@ -37,6 +39,11 @@ LEAST = 65536
 """Bytes in addition: Python's own objects are in what the C library has allocated."""
 
 
+EVERY = 16
+"""Steps after a metered one that are watched, and of later ones every so many: in a heap in many
+pieces the C library takes a millisecond to tell."""
+
+
 class Measurement:
     """Measurement of the steps of an engine.
 
@@ -47,8 +54,8 @@ class Measurement:
 
     def __init__(self, inputs: StepInputs, runner: Runner) -> None:
         self._inputs, self._runner = inputs, runner
-        self._measured = 0
-        self._held = 0.0
+        self._measured = self._since = 0
+        self._held = self._alarm = 0.0
 
     def run(
         self,
@@ -86,11 +93,13 @@ class Measurement:
             Retry: it has.
         """
         first, trial = planner.decided != self._measured, planner.trial(signature)
-        step.clocked = trial and not first
+        again = self._alarm > 0 or step.attempts.other_model
+        step.clocked = trial and not first and not again
         try:
-            if first:
-                return self._metered(planner, step, signature, modules, before)
-            if planner.varies(signature):
+            if first or again:
+                return self._metered(planner, step, signature, modules, before, again=again)
+            self._since += 1
+            if planner.varies(signature) or self._since <= EVERY or self._since % EVERY == 1:
                 return self._watched(planner, step, signature, modules, before)
             with read_peak(self._inputs.device) as found:
                 return self._runner.run(step, modules, before), found()
@@ -102,38 +111,52 @@ class Measurement:
         raise Retry("size")  # out of the handler, which holds the frames of the error
 
     def _metered(
-        self, planner: Planner, step: Step, signature: Signature, modules: Modules, before: Before
+        self,
+        planner: Planner,
+        step: Step,
+        signature: Signature,
+        modules: Modules,
+        before: Before,
+        *,
+        again: bool,
     ) -> tuple[Tensor, int]:
-        """Run it under the meter, where the device has no statistic."""
+        """Run it under the meter, where the device has no statistic.
+
+        It may be another one than was planned where it is metered again.
+        """
         inputs = self._inputs
-        limit = planner.limit(signature, state_bytes(inputs.optimizer))
+        limit = planner.limit(signature, state_bytes(inputs.optimizer), again=again)
         there = inputs.device, modules, inputs.optimizer, before, inputs.shards
         with measured(*there, limit, step.may_stop) as found:
             step.sample = live = LiveBytes(found.live)
             loss = self._runner.run(step, modules, before)
         self._measured = planner.decided
-        self._held = max(self._held, live.most / _elements(step, signature))
+        # What the C library has in addition, in a step that holds no more, is no alarm again.
+        self._held = max(self._held, self._alarm, live.most / _elements(step, signature))
+        self._alarm, self._since = 0.0, 0
         grain = rounding(inputs.device)
         later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
         peak = found.peak()
-        planner.learn(signature, peak + later, state_bytes(inputs.optimizer), step.limit)
+        states, stopped = state_bytes(inputs.optimizer), step.retries > 0
+        planner.learn(signature, peak + later, states, step.limit, again=again, stopped=stopped)
         return loss, peak
 
     def _watched(
         self, planner: Planner, step: Step, signature: Signature, modules: Modules, before: Before
     ) -> tuple[Tensor, int | None]:
-        """Run it, and have the next one metered if it has held more than a metered one."""
+        """Run it, and have the next one metered again if it has held more than a metered one."""
         step.sample = live = LiveBytes(in_use)
         with read_peak(self._inputs.device) as found:
             loss = self._runner.run(step, modules, before)
         peak = found()
         if accelerator.of(self._inputs.device).peaks:
-            if peak is not None:  # else its statistic shows an earlier one, which was more
+            # None: its statistic shows an earlier one, which was more.
+            if peak is not None and planner.varies(signature):
                 planner.learn(signature, peak, state_bytes(self._inputs.optimizer), step.limit)
             return loss, peak
         expected = self._held * _elements(step, signature)
         if live.most - expected > LEAST + min(MORE * expected, planner.left(signature)):
-            self._measured = -1
+            self._alarm = live.most / _elements(step, signature)
         return loss, peak
 
 

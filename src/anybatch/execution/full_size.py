@@ -47,7 +47,7 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
     samples, record = step.global_batch.size, step.traits.sizes
     if record is None or not record.counts or step.micro_batch >= samples:
         return Verdict()
-    sizes = congruent.sizes_of(samples, step.micro_batch)
+    sizes, shapes = congruent.sizes_of(samples, step.micro_batch), row_shapes(some.inputs)
 
     def run(model: nn.Module, inputs: Any, size: int) -> Any:
         with ForwardOf(size, standalone=False):
@@ -60,9 +60,9 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         trains=step.gradients is not None,
         values=record.values,
         backward=record.backward,
-        traces=record.traces_of(row_shapes(some.inputs)),
+        traces=record.traces_of(shapes),
     )
-    found = _with_followed(compare, sizes, record.followed)
+    found = _with_followed(compare, sizes, record.followed_of(shapes))
     if found.meets or 1 not in _parts(step):
         return found
     single = _compared(compare, [samples, 1])

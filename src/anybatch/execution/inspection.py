@@ -159,7 +159,7 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     rows = rows_of_loss(step, outputs, full.size)
     one.outputs = outputs = None
     fewer = fewer if mismatch else None
-    step.traits.sizes = one.sizes(full.inputs)
+    step.traits.sizes = one.sizes(full.inputs).after(step.traits.sizes)
     with quietly():
         found = compare_sizes(step, full)
     before.put_back()

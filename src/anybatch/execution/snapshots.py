@@ -67,6 +67,7 @@ class Attempts:
         failure: the error then; it holds no tensors.
         coupled: the loss needs all outputs at once.
         traits: findings of an attempt that has inspected the model; None where none has.
+        other_model: the model is not the one that earlier steps have inspected.
         times: how often each reason has come.
     """
 
@@ -78,6 +79,7 @@ class Attempts:
     failure: Exception | None = None
     coupled: bool = False
     traits: Traits | None = None
+    other_model: bool = False
     times: Counter[str] = field(default_factory=Counter)
 
     def learn(self, retry: Retry) -> None:
@@ -87,6 +89,7 @@ class Attempts:
             NotExactError: for a reason that does not end, because the model changes each time.
         """
         self.times[retry.reason] += 1
+        self.other_model |= retry.reason == "inspection"
         if self.times[retry.reason] > MOST.get(retry.reason, sys.maxsize):
             raise NotExactError(
                 "a step that is run again must find the same model, and this one has changed each "

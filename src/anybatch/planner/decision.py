@@ -167,6 +167,10 @@ class Decision:
         tuning = self._precedent.tuning_of(signature)
         offloading, paged = self._offloading(foreseen), self._paged_lockstep(foreseen)
         elsewhere = may and not signature.global_samples  # each rank has a clock of its own
+        # A step may have held more than was foreseen when they were tried.
+        for n in tuning.of("resident"):
+            if not resident.fits(n):
+                tuning.fail(TrialStep(n, "resident"))
         while True:
             trial = self._size_to_try(resident, tuning, OF_SIZES if elsewhere else MOST)
             if trial is None and elsewhere and offloading.pays(tuning.least_seconds):
@@ -181,9 +185,9 @@ class Decision:
                     found = paged.planned(n) if place == "paged" else offloading.planned(n)
                 break
             except (BudgetError, NotExactError, StoreError):
-                if trial is None or place == "resident":
+                if place == "resident":
                     raise
-                tuning.fail(trial)  # it must not leave, or there is no place where it would go
+                tuning.fail(chosen)  # it must not leave, or there is no place where it would go
         tuning.trial = trial
         # The first step of a trial records what leaves, under the meter.
         self._precedent.decided += place != "resident" and chosen not in tuning.recorded

@@ -43,6 +43,12 @@ from anybatch.planner.ladder import REAL
 from anybatch.planner.tuning import Precedent
 from anybatch.planner.workspaces import Workspaces
 
+OTHER_MODEL = "the model is another one than was planned, so the next steps are planned anew"
+BY_VALUES = (
+    "its memory depends on the values of a batch, so the next ones are planned by the most that "
+    "one has held"
+)
+
 
 class Planner:
     """Planner with a budget, and the forecasts and decisions within it.
@@ -188,16 +194,17 @@ class Planner:
         memory = self._planned[self._foreseen.plain(signature)].memory
         return max(0, memory.budget - memory.predicted)
 
-    def limit(self, signature: Signature, states: int) -> int | None:
+    def limit(self, signature: Signature, states: int, *, again: bool = False) -> int | None:
         """Return the most bytes for such a step; None where no smaller one would hold less.
 
         Args:
             signature: of the step.
             states: as in `learn`.
+            again: as in `learn`.
         """
         signature = self._foreseen.plain(signature)
         foreseen, planned = self._foreseen.bound(signature), self._planned[signature]
-        if foreseen is None or not (foreseen.full_batch or _may_vary(planned)):
+        if foreseen is None or not (again or foreseen.full_batch or _may_vary(planned)):
             return None
         size, smaller = signature.size, {1, planned.micro_batch // 2} - {0, planned.micro_batch}
         less = any(foreseen.peak(n, size) < planned.memory.predicted for n in smaller)
@@ -205,7 +212,16 @@ class Planner:
             return None
         return planned.memory.budget - _coming(planned, states)
 
-    def learn(self, signature: Signature, peak: int, states: int, samples: int) -> None:
+    def learn(
+        self,
+        signature: Signature,
+        peak: int,
+        states: int,
+        samples: int,
+        *,
+        again: bool = False,
+        stopped: bool = False,
+    ) -> None:
         """Record the measured peak of a step; bytes above the prediction are added to forecasts.
 
         Args:
@@ -213,22 +229,25 @@ class Planner:
             peak: bytes.
             states: bytes of them that are the optimizer's; the first step has none yet.
             samples: that were computed at once.
+            again: the model may be another one than was planned. Default False.
+            stopped: it was stopped at the limit, and run smaller. Default False.
         """
         signature = self._foreseen.plain(signature)
         planned = self._planned[signature]
         coming = _coming(planned, states)
         missing = peak + coming - planned.memory.predicted
-        if missing <= 0:
+        stopped &= again
+        if missing <= 0 and not stopped:
             return
         varies = _may_vary(planned)
+        if again and not varies and self._forget(signature):
+            held = "was stopped at its budget" if stopped else f"held {show_bytes(peak)}"
+            _say_more(held, planned, OTHER_MODEL)
+            return
         if varies and not self._varied:
             self._varied = True
-            foreseen = show_bytes(planned.memory.predicted)
-            say(
-                f"a step held {show_bytes(peak + coming)}, and {foreseen} were foreseen: its "
-                "memory depends on the values of a batch, so the next ones are planned by the "
-                "most that one has held"
-            )
+            _say_more(f"held {show_bytes(peak + coming)}", planned, BY_VALUES)
+        missing = max(0, missing)
         self._missing += missing if signature.trains else 0
         if self.earlier is not None and self.earlier.next(signature) is not None:
             if self.earlier.most(signature) + missing <= planned.memory.budget:
@@ -250,6 +269,19 @@ class Planner:
             self._settled = replace(
                 planned, memory=replace(planned.memory, predicted=peak + coming)
             )
+
+    def _forget(self, signature: Signature) -> bool:
+        """Drop all forecasts, of a model that has changed; not where a plan is obeyed."""
+        if self._passed_in and not self._foreseen.rehearsed:
+            return False
+        if self.earlier is not None:
+            self.earlier.give_up(signature)
+        self._foreseen.forget()
+        self._planned.clear()
+        # Another start that follows the plans up to here goes on alike
+        # (test_two_starts_of_a_model_that_grows_are_planned_alike).
+        self._precedent.end_search()
+        return True
 
     def writes(self, signature: Signature) -> bool:
         """Return whether forward writes to its inputs, or the loss to its targets."""
@@ -318,7 +350,8 @@ class Planner:
         tuning, signature = self._precedent.tuning, self._foreseen.plain(signature)
         self._ran.add((signature, n))
         if self.earlier is not None and run_plan is not None:
-            settled = tuning is None or tuning.trial is None
+            # A step that has held more than its plan says is no plan for later ones.
+            settled = signature in self._planned and (tuning is None or tuning.trial is None)
             if failed:  # another start may have the memory, and would go another way
                 self.earlier = None
             else:
@@ -419,6 +452,11 @@ class Planner:
 def _may_vary(planned: RunPlan) -> bool:
     """Say whether the bytes of a plan may depend on values: its forecast is of real rows only."""
     return planned.memory.how.startswith((REAL, PEAKS))
+
+
+def _say_more(held: str, planned: RunPlan, why: str) -> None:
+    """Say that a step has held more than its plan says."""
+    say(f"a step {held}, and {show_bytes(planned.memory.predicted)} were foreseen: {why}")
 
 
 def _coming(planned: RunPlan, states: int) -> int:

@@ -365,6 +365,14 @@ class Precedent:
             if self.tuning is not None:
                 self.tuning.dry_runs.clear()
 
+    def end_search(self) -> None:
+        """End the search with the fastest size so far: no clock decides any more."""
+        tuning, self.tuning = self.tuning, None
+        best = None if tuning is None else tuning.best()
+        if tuning is not None and best is not None:
+            self.best = best.micro_batch, tuning.signature.elements
+            self.sends = best.place != "resident"
+
     def keeps_offloading(self, signature: Signature) -> bool:
         """Return whether saved tensors are offloaded as before: not under another plan."""
         return self.sends and not signature.most

@@ -167,6 +167,9 @@ FREE = 8
 LARGER = 24
 """Pairs after which a larger batch is compared only where it is twice as large as any before."""
 
+AGAIN = 3
+"""Pairs of an inspection and after it that are compared though they were before it."""
+
 
 Pair = tuple[int, int, Shapes]
 """Samples of the batch, of a micro-batch, and shapes of one row; () where rows are loaded late."""
@@ -181,8 +184,9 @@ class ComparedSizes:
         values: numbers that Python reads in a forward, in order.
         backward: that is not torch's own, and is compared, too.
         reads: a declared loss has Python read numbers of tensors.
-        followed: rows in which samples were followed.
+        followed: rows in which samples were followed, of the shapes that were compared first.
         pairs: (samples of the batch, of a micro-batch, shapes of one row) that were compared.
+        before: those that were compared before the last inspection.
         step: the step of the signature in which the last of these was.
         declared: compares the calls of a declared loss for numbers of samples; None (default)
             where nothing in it may depend on these.
@@ -197,10 +201,12 @@ class ComparedSizes:
     reads: bool = False
     followed: int = 0
     pairs: set[Pair] = field(default_factory=set)
+    before: frozenset[Pair] = frozenset()
     step: int = 0
     declared: Callable[[Sequence[int]], Verdict] | None = None
     lengths: set[Shapes] = field(default_factory=set)
     traces: dict[int, CallTrace] = field(default_factory=dict, repr=False)
+    _first: Shapes = ()
     _traced: Shapes = ()
 
     @property
@@ -211,18 +217,40 @@ class ComparedSizes:
     def traces_of(self, shapes: Shapes) -> dict[int, CallTrace]:
         """Return the traces of rows of these shapes, which are compared next."""
         self.lengths.add(shapes)
+        self._first = self._first or shapes
         if shapes != self._traced:
             self.traces, self._traced = {}, shapes
         return self.traces
 
+    def followed_of(self, shapes: Shapes) -> int:
+        """Return the rows in which samples of these shapes were followed; 0 where none were.
+
+        Rows of another length have the graph of those that were followed, or are inspected.
+        """
+        return self.followed if self._first in ((), shapes) else 0
+
+    def after(self, earlier: ComparedSizes | None) -> ComparedSizes:
+        """Return this record with the pairs compared before an inspection of the same model."""
+        if earlier is not None and (self.counts, self.backward) == (
+            earlier.counts,
+            earlier.backward,
+        ):
+            self.before = earlier.before | earlier.pairs
+            self.lengths |= earlier.lengths
+        return self
+
     def new(self, samples: int, micro_batch: int, shapes: Shapes = ()) -> bool:
         """Say whether a pair is to be compared."""
-        if not self.matter or (samples, micro_batch, shapes) in self.pairs:
+        pair = samples, micro_batch, shapes
+        if not self.matter or pair in self.pairs:
             return False
-        if len(self.pairs) < FREE:
+        if len(self.pairs) < AGAIN:
             return True
-        factor = 1 if len(self.pairs) < LARGER else 2
-        here = _measures((samples, micro_batch, shapes))
+        every = self.pairs | self.before
+        if pair in every or len(every) < FREE:
+            return pair not in every
+        factor = 1 if len(every) < LARGER else 2
+        here = _measures(pair)
         return any(
             now > most and now >= factor * most
             for now, most in zip(here, self._largest(), strict=True)
@@ -231,7 +259,7 @@ class ComparedSizes:
     def beyond(self, samples: int, micro_batch: int, shapes: Shapes = ()) -> bool:
         """Say whether a pair that is not to be compared is larger than those that were."""
         pair = samples, micro_batch, shapes
-        if not self.matter or pair in self.pairs:
+        if not self.matter or pair in self.pairs | self.before:
             return False
         return any(now > most for now, most in zip(_measures(pair), self._largest(), strict=True))
 
@@ -242,7 +270,8 @@ class ComparedSizes:
 
     def _largest(self) -> list[int]:
         """Return the most samples, the widest micro-batch, and the most elements of one row."""
-        return [max(found) for found in zip(*map(_measures, self.pairs), strict=True)]
+        every = self.pairs | self.before
+        return [max(found) for found in zip(*map(_measures, every), strict=True)]
 
 
 def _measures(pair: Pair) -> tuple[int, int, int]:

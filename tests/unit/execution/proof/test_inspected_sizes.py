@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
 from anybatch.errors import NotExactError
-from anybatch.execution.proof.inspected import FREE, LARGER, ComparedSizes
+from anybatch.execution.proof.inspected import AGAIN, FREE, LARGER, ComparedSizes
 
 
 class Ghosts(nn.Module):
@@ -245,6 +246,51 @@ def test_lengths_that_vary_are_not_compared_in_every_step() -> None:
     assert not recorded.new(16, 4, ((LARGER + 1, 6),))
     assert recorded.beyond(16, 4, ((LARGER + 1, 6),))
     assert recorded.new(16, 4, ((2 * LARGER, 6),))
+
+
+def test_a_few_sizes_are_compared_again_after_an_inspection_of_the_same_model() -> None:
+    earlier = ComparedSizes(counts=True)
+    for n in range(10, 30):
+        earlier.add(n, 4, n)
+    recorded = ComparedSizes(counts=True).after(earlier)
+    for n in range(10, 10 + AGAIN):
+        assert recorded.new(n, 4)
+        recorded.add(n, 4, n)
+    assert not recorded.new(20, 4)
+    assert not recorded.beyond(20, 4)
+    assert recorded.new(30, 4)
+    assert ComparedSizes(counts=True, backward=True).after(earlier).before == frozenset()
+
+
+class Later(nn.Module):
+    """Factor of many samples, which is 1 until nothing that a module holds says otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.file: Path | None = None
+
+    def forward(self, h: Tensor) -> Tensor:
+        assert self.file is not None
+        return h * (2.0 if self.file.exists() and len(h) > 5 else 1.0)
+
+
+@pytest.mark.parametrize("micro_batch", [3, 4])
+@pytest.mark.parametrize("sizes", [(8,), (8, 6, 12), (6, 7, 8, 9, 10, 11, 12)])
+def test_an_inspection_of_a_later_step_finds_a_factor_of_larger_batches(
+    sizes: tuple[int, ...], micro_batch: int, tmp_path: Path
+) -> None:
+    later = Later()
+    later.file = tmp_path / "switch"
+    net = Net(later).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    for step in range(9):
+        x, y = batch(sizes[step % len(sizes)])
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+    later.file.touch()
+    with pytest.raises(NotExactError, match="depends on how many|for .* samples"):
+        engine.backward(*batch(sizes[-1]))
 
 
 def test_loaded_rows_of_another_length_leave_a_doubt() -> None:

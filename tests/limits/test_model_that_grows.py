@@ -1,0 +1,177 @@
+"""A model that holds more from a later step on: the step is stopped, and the next ones planned."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_of, undivided
+from tests.pool import ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from anybatch import Engine
+from anybatch.memory.meter import Meter
+from anybatch.tools.exactness import error_of, tolerance
+
+KIB = 1024
+SWITCH = "ANYBATCH_TEST_OF_A_SWITCH"
+
+
+class Growing(nn.Module):
+    """Blocks that are checkpointed, or few, until a switch is set."""
+
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 3)
+        self.norm = nn.BatchNorm1d(64) if norm else nn.Identity()
+        self.checkpointed, self.depth = True, 4
+
+    def block(self, hidden: Tensor) -> Tensor:
+        for _ in range(4):
+            hidden = self.middle(hidden).tanh()
+        return hidden
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.norm(self.first(x))
+        kept = not self.checkpointed or SWITCH in os.environ
+        for _ in range(self.depth):
+            hidden = (
+                self.block(hidden) if kept else checkpoint(self.block, hidden, use_reentrant=False)
+            )
+        out: Tensor = self.last(hidden)
+        return out
+
+
+def begins(net: Growing, way: str) -> None:
+    if way == "deeper":
+        net.checkpointed, net.depth = False, 1
+
+
+def grows(net: Growing, way: str, patch: pytest.MonkeyPatch) -> None:
+    if way == "deeper":
+        net.depth = 4
+    elif way == "kept":
+        net.checkpointed = False
+    else:  # nothing of the model tells
+        patch.setenv(SWITCH, "1")
+
+
+WAYS = "deeper", "kept", "outside"
+
+
+def peaks(net: Growing, engine: Engine, way: str, steps: int = 6) -> list[int]:
+    """Return the bytes of exact steps; the model grows before the third one."""
+    held = []
+    with pytest.MonkeyPatch.context() as patch:
+        begins(net, way)
+        for number in range(steps):
+            if number == 2:
+                grows(net, way, patch)
+            torch.manual_seed(number)
+            x, y = torch.randn(256, 8, dtype=torch.float64), torch.randint(3, (256,))
+            net.zero_grad()
+            wanted = undivided(net, F.cross_entropy, x, y)
+            with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+                loss = engine.backward(x, y)
+            assert_exact(state_of(net, loss), wanted)
+            held.append(int(meter.peak))
+    return held
+
+
+@pytest.mark.parametrize("budget", [550 * KIB, 900 * KIB])
+@pytest.mark.parametrize(
+    ("way", "norm"),
+    # A step in lockstep shows only afterwards that it is another one where no attribute does.
+    [("deeper", False), ("kept", False), ("outside", False), ("deeper", True), ("kept", True)],
+)
+def test_a_divided_step_that_would_hold_more_is_stopped_at_its_budget(
+    way: str, norm: bool, budget: int
+) -> None:
+    torch.manual_seed(0)
+    net = Growing(norm=norm).double()
+    engine = Engine(net, F.cross_entropy, memory=budget, cache=None)
+    held = peaks(net, engine, way)
+    one = 2 * 128 * KIB  # the result of a kernel, after which a step is stopped, and its gradient
+    assert max(held[:2]) <= budget
+    assert max(held[2:4]) <= budget + one
+    assert max(held[4:]) <= budget
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert held[-1] <= engine.plan.memory.predicted, "it was planned again"
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_undivided_step_that_holds_more_is_noticed_and_the_next_ones_fit(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(0)
+    net = Growing().double()
+    budget = 1400 * KIB
+    engine = Engine(net, F.cross_entropy, memory=budget, cache=None)
+    with caplog.at_level(logging.INFO, logger="anybatch"):
+        held = peaks(net, engine, way)
+    assert held[2] > 1.5 * budget, "else there is nothing to notice"
+    assert held[3] <= budget + 128 * KIB
+    assert max(held[4:]) <= budget
+    assert [r.message for r in caplog.records if "the model is another one" in r.message]
+
+
+def start(path: Path, way: str) -> tuple[list[int], dict[str, Tensor]]:
+    """Return the micro-batches of a start, and the gradient of its last step."""
+    torch.manual_seed(0)
+    net = Growing()
+    engine, sizes = Engine(net, F.cross_entropy, memory=350 * KIB, cache=path), []
+    with pytest.MonkeyPatch.context() as patch:
+        begins(net, way)
+        for number in range(16):
+            if number == 2:
+                grows(net, way, patch)
+            torch.manual_seed(number)
+            net.zero_grad()
+            engine.backward(torch.randn(256, 8), torch.randint(3, (256,)))
+            assert engine.last is not None
+            sizes.append(engine.last.micro_batch)
+    return sizes, {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_starts_of_a_model_that_grows_are_planned_alike(way: str, tmp_path: Path) -> None:
+    sizes, gradients = start(tmp_path / "plans", way)
+    others, same = start(tmp_path / "plans", way)
+    assert sizes == others
+    assert all(torch.equal(gradients[name], same[name]) for name in gradients)
+
+
+def on_rank(rank: int, size: int) -> tuple[list[int], list[float]]:
+    """Return what each step held and its error; the model grows on all ranks."""
+    torch.manual_seed(0)
+    net = Growing().double()
+    net.checkpointed, net.depth = False, 1
+    engine, held, errors = Engine(net, F.cross_entropy, memory=400 * KIB, cache=None), [], []
+    for number in range(6):
+        if number == 2:
+            net.depth = 4
+        torch.manual_seed(number)
+        x, y = torch.randn(256, 8, dtype=torch.float64), torch.randint(3, (256,))
+        wanted = undivided(net, F.cross_entropy, x, y)
+        mine = slice(rank * 256 // size, (rank + 1) * 256 // size)
+        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+            loss = engine.backward(x[mine], y[mine])
+        errors.append(max(error_of(state_of(net, loss), wanted).values()))
+        held.append(int(meter.peak))
+        net.zero_grad()
+    return held, errors
+
+
+def test_ranks_plan_again_for_a_model_that_grows() -> None:
+    with ranks(2) as pool:
+        found = pool.run(on_rank)
+    for held, errors in found:
+        assert max(errors) <= tolerance()
+        assert held[2] > 400 * KIB, "else there is nothing to notice"
+        assert max(held[3:]) <= 400 * KIB
