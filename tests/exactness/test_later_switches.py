@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -314,6 +315,46 @@ def test_a_switch_in_any_place_is_noticed(
     finally:
         VARIABLE.reset(token)
         LOCAL.begun = False
+
+
+SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], Any]]] = {
+    "the environment": (
+        lambda _: os.environ.get("BEGUN"),
+        lambda: os.environ.pop("BEGUN", None),
+        lambda: os.environ.update(BEGUN="1"),
+    ),
+    "the environment, by a function": (
+        lambda _: os.getenv("BEGUN"),
+        lambda: os.environ.pop("BEGUN", None),
+        lambda: os.environ.update(BEGUN="1"),
+    ),
+    "the precision of products": (
+        lambda _: torch.get_float32_matmul_precision() != "highest",
+        lambda: torch.set_float32_matmul_precision("highest"),
+        lambda: torch.set_float32_matmul_precision("high"),
+    ),
+    "the default dtype": (
+        lambda _: torch.get_default_dtype() == torch.float64,
+        lambda: torch.set_default_dtype(torch.float32),
+        lambda: torch.set_default_dtype(torch.float64),
+    ),
+    "deterministic algorithms": (
+        lambda _: torch.are_deterministic_algorithms_enabled(),
+        lambda: torch.use_deterministic_algorithms(mode=False),
+        lambda: torch.use_deterministic_algorithms(mode=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_of_python_or_torch_is_noticed(name: str) -> None:
+    read, before, after = SETTINGS[name]
+    Kinds.switch = read  # type: ignore[method-assign]
+    before()
+    try:
+        later(lambda _: after(), Kinds(None, bool))
+    finally:
+        before()
 
 
 @pytest.mark.parametrize(

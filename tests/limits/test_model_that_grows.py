@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from anybatch.memory.meter import Meter
 from anybatch.tools.exactness import error_of, tolerance
 
 KIB = 1024
-SWITCH = "ANYBATCH_TEST_OF_A_SWITCH"
 
 
 class Growing(nn.Module):
@@ -30,6 +28,7 @@ class Growing(nn.Module):
         self.first, self.middle, self.last = nn.Linear(8, 64), nn.Linear(64, 64), nn.Linear(64, 3)
         self.norm = nn.BatchNorm1d(64) if norm else nn.Identity()
         self.checkpointed, self.depth = True, 4
+        self.switch = Path("no such file")
 
     def block(self, hidden: Tensor) -> Tensor:
         for _ in range(4):
@@ -38,7 +37,7 @@ class Growing(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.norm(self.first(x))
-        kept = not self.checkpointed or SWITCH in os.environ
+        kept = not self.checkpointed or self.switch.exists()
         for _ in range(self.depth):
             hidden = (
                 self.block(hidden) if kept else checkpoint(self.block, hidden, use_reentrant=False)
@@ -52,34 +51,33 @@ def begins(net: Growing, way: str) -> None:
         net.checkpointed, net.depth = False, 1
 
 
-def grows(net: Growing, way: str, patch: pytest.MonkeyPatch) -> None:
+def grows(net: Growing, way: str) -> None:
     if way == "deeper":
         net.depth = 4
     elif way == "kept":
         net.checkpointed = False
     else:  # nothing of the model tells
-        patch.setenv(SWITCH, "1")
+        net.switch.touch()
 
 
 WAYS = "deeper", "kept", "outside"
 
 
-def peaks(net: Growing, engine: Engine, way: str, steps: int = 6) -> list[int]:
+def peaks(net: Growing, engine: Engine, way: str, folder: Path) -> list[int]:
     """Return the bytes of exact steps; the model grows before the third one."""
-    held = []
-    with pytest.MonkeyPatch.context() as patch:
-        begins(net, way)
-        for number in range(steps):
-            if number == 2:
-                grows(net, way, patch)
-            torch.manual_seed(number)
-            x, y = torch.randn(256, 8, dtype=torch.float64), torch.randint(3, (256,))
-            net.zero_grad()
-            wanted = undivided(net, F.cross_entropy, x, y)
-            with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
-                loss = engine.backward(x, y)
-            assert_exact(state_of(net, loss), wanted)
-            held.append(int(meter.peak))
+    held, net.switch = [], folder / "switch"
+    begins(net, way)
+    for number in range(6):
+        if number == 2:
+            grows(net, way)
+        torch.manual_seed(number)
+        x, y = torch.randn(256, 8, dtype=torch.float64), torch.randint(3, (256,))
+        net.zero_grad()
+        wanted = undivided(net, F.cross_entropy, x, y)
+        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+            loss = engine.backward(x, y)
+        assert_exact(state_of(net, loss), wanted)
+        held.append(int(meter.peak))
     return held
 
 
@@ -90,12 +88,12 @@ def peaks(net: Growing, engine: Engine, way: str, steps: int = 6) -> list[int]:
     [("deeper", False), ("kept", False), ("outside", False), ("deeper", True), ("kept", True)],
 )
 def test_a_divided_step_that_would_hold_more_is_stopped_at_its_budget(
-    way: str, norm: bool, budget: int
+    way: str, norm: bool, budget: int, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
     net = Growing(norm=norm).double()
     engine = Engine(net, F.cross_entropy, memory=budget, cache=None)
-    held = peaks(net, engine, way)
+    held = peaks(net, engine, way, tmp_path)
     one = 2 * 128 * KIB  # the result of a kernel, after which a step is stopped, and its gradient
     assert max(held[:2]) <= budget
     assert max(held[2:4]) <= budget + one
@@ -107,42 +105,43 @@ def test_a_divided_step_that_would_hold_more_is_stopped_at_its_budget(
 
 @pytest.mark.parametrize("way", WAYS)
 def test_an_undivided_step_that_holds_more_is_noticed_and_the_next_ones_fit(
-    way: str, caplog: pytest.LogCaptureFixture
+    way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     torch.manual_seed(0)
     net = Growing().double()
     budget = 1400 * KIB
     engine = Engine(net, F.cross_entropy, memory=budget, cache=None)
     with caplog.at_level(logging.INFO, logger="anybatch"):
-        held = peaks(net, engine, way)
+        held = peaks(net, engine, way, tmp_path)
     assert held[2] > 1.5 * budget, "else there is nothing to notice"
     assert held[3] <= budget + 128 * KIB
     assert max(held[4:]) <= budget
     assert [r.message for r in caplog.records if "the model is another one" in r.message]
 
 
-def start(path: Path, way: str) -> tuple[list[int], dict[str, Tensor]]:
+def start(folder: Path, way: str) -> tuple[list[int], dict[str, Tensor]]:
     """Return the micro-batches of a start, and the gradient of its last step."""
     torch.manual_seed(0)
     net = Growing()
-    engine, sizes = Engine(net, F.cross_entropy, memory=350 * KIB, cache=path), []
-    with pytest.MonkeyPatch.context() as patch:
-        begins(net, way)
-        for number in range(16):
-            if number == 2:
-                grows(net, way, patch)
-            torch.manual_seed(number)
-            net.zero_grad()
-            engine.backward(torch.randn(256, 8), torch.randint(3, (256,)))
-            assert engine.last is not None
-            sizes.append(engine.last.micro_batch)
+    net.switch = folder / "switch"
+    net.switch.unlink(missing_ok=True)
+    engine, sizes = Engine(net, F.cross_entropy, memory=350 * KIB, cache=folder / "plans"), []
+    begins(net, way)
+    for number in range(16):
+        if number == 2:
+            grows(net, way)
+        torch.manual_seed(number)
+        net.zero_grad()
+        engine.backward(torch.randn(256, 8), torch.randint(3, (256,)))
+        assert engine.last is not None
+        sizes.append(engine.last.micro_batch)
     return sizes, {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_two_starts_of_a_model_that_grows_are_planned_alike(way: str, tmp_path: Path) -> None:
-    sizes, gradients = start(tmp_path / "plans", way)
-    others, same = start(tmp_path / "plans", way)
+    sizes, gradients = start(tmp_path, way)
+    others, same = start(tmp_path, way)
     assert sizes == others
     assert all(torch.equal(gradients[name], same[name]) for name in gradients)
 

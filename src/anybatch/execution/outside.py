@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dis
 import logging
+import os
 import random
 import sys
 import threading
@@ -53,6 +54,18 @@ Others are not compared, since each takes time in every step."""
 
 VALUES = (Number, np.generic, bytes, range, slice, date, time, timedelta)
 """Classes whose values cannot change (test_a_switch_of_any_kind_is_noticed)."""
+
+READ: dict[str, Callable[[], Any]] = {
+    "environ": lambda: hash(tuple(os.environ.items())),
+    "getenv": lambda: hash(tuple(os.environ.items())),
+    "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
+    "get_default_dtype": torch.get_default_dtype,
+    "get_float32_matmul_precision": torch.get_float32_matmul_precision,
+    "get_num_threads": torch.get_num_threads,
+    "is_anomaly_enabled": torch.is_anomaly_enabled,
+    "is_autocast_enabled": torch.is_autocast_enabled,
+}
+"""Names of settings of Python's and torch's that code may branch on -> their value."""
 
 FEW = 64
 """Entries of a list or a dict above which it holds data."""
@@ -314,6 +327,7 @@ class Outside:
         ):
             self._place(cell, path, name, partial(_content, cell))
         names = names_of(function.__code__)
+        self._read |= {("a setting", name): READ[name] for name in names & READ.keys()}
         for name in names & of_file.keys():
             value = of_file[name]
             self._place(of_file, function.__module__, name, partial(of_file.get, name))
