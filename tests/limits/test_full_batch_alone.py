@@ -237,6 +237,65 @@ def test_sparse_gradients_are_in_the_forecast(entries: int, wide: int, share: fl
         x = torch.randint(entries, (64, 16))
 
 
+class Graph(nn.Module):
+    """Features of nodes, mixed by the edges in a sparse matrix."""
+
+    def __init__(self, layout: torch.layout, *, buffer: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 64), nn.Linear(64, 3)
+        edges = (torch.rand(64, 64) > 0.6).double().to_sparse(layout=layout)
+        self.edges: Tensor
+        if buffer:
+            self.register_buffer("edges", edges)
+        else:
+            self.edges = edges
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last((self.edges @ self.first(x).T).T.tanh())
+
+
+MATRICES = [
+    (torch.sparse_coo, True),
+    (torch.sparse_coo, False),
+    (torch.sparse_csr, True),
+    (torch.sparse_csr, False),
+    (torch.sparse_csc, False),
+    pytest.param(
+        *(torch.sparse_csc, True),
+        marks=pytest.mark.xfail(strict=True, reason="the floor of one by columns is too low"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "buffer"), MATRICES)
+@pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*Sparse invariant checks:UserWarning")
+def test_a_sparse_matrix_of_a_model_is_in_the_forecast(
+    layout: torch.layout, *, buffer: bool
+) -> None:
+    """Fakes have none of its entries, and its transpose is a copy in backward."""
+    torch.manual_seed(0)
+    net = Graph(layout, buffer=buffer).double()
+    x, y = torch.randn(256, 6).double(), torch.randint(3, (256,))
+    loss = F.cross_entropy(net(x), y)  # torch cannot copy such a net
+    loss.backward()  # type: ignore[no-untyped-call]
+    wanted = {name: value.clone() for name, value in state_of(net, loss).items()}
+    net.zero_grad()
+    found = anybatch.plan(net, F.cross_entropy, (x, y), memory="1GiB", timed=False).memory
+    assert found is not None
+    assert found.floor is not None
+    for share in (0.0, 0.3, 1.0):
+        budget = int(found.floor + share * max(0, found.undivided - found.floor))
+        engine = Engine(net, F.cross_entropy, memory=budget, cache=None)
+        for _ in range(3):
+            net.zero_grad()
+            assert_exact(state_of(net, engine.backward(x, y)), wanted)
+            assert engine.last is not None
+            assert engine.last.predicted_bytes is not None
+            if engine.last.peak_bytes is not None:
+                assert engine.last.peak_bytes <= engine.last.predicted_bytes <= budget
+
+
 def test_a_guess_of_one_row_counts_each_event() -> None:
     """One row holds most where gradients are, and many where activations are."""
     owners, events = ("gradients", "activations"), ("forward", "backward")

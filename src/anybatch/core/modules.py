@@ -100,6 +100,18 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 """Tested of every module of a step; ``Embedding | EmbeddingBag`` would be made anew each time."""
 
 
+def parts_of_sparse(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the strided tensors that hold a sparse one; nothing of another."""
+    layout = tensor.layout
+    if layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return ()
+
+
 def renormalised(modules: Modules) -> list[tuple[str, nn.Embedding | nn.EmbeddingBag]]:
     """Return the embeddings with `max_norm`, in which forward itself writes to the weights.
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from anybatch.core import accelerator, pytree
 from anybatch.core.absent import absent
 from anybatch.core.batch import Batch, LazyBatch, MicroBatch, TensorBatch, row_shapes
-from anybatch.core.modules import Modules, local, tensors_of
+from anybatch.core.modules import Modules, local, parts_of_sparse, tensors_of
 from anybatch.core.plan import OffloadPlan
 from anybatch.core.plan_sections import Memory
 from anybatch.core.retry import Retry
@@ -183,9 +183,7 @@ def elements(shapes: Shapes) -> int:
 def bytes_of(tensor: Tensor) -> int:
     """Return the bytes of a tensor that are here; of a sparse one, of the entries that are."""
     tensor = local(tensor)
-    if not tensor.is_sparse:
-        return tensor.numel() * tensor.element_size()
-    parts = tensor._indices(), tensor._values()
+    parts = parts_of_sparse(tensor) or (tensor,)
     return sum(part.numel() * part.element_size() for part in parts)
 
 

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from anybatch.core.modules import DispatchMode, local
+from anybatch.core.modules import DispatchMode, local, parts_of_sparse
 from anybatch.core.optimizers import rounding
 from anybatch.core.status import STATUS
 from anybatch.memory.ledger import Timeline, record
@@ -343,9 +343,9 @@ def storages(tensor: Tensor) -> tuple[Any, ...]:
                 return (tensor.untyped_storage(),)
         except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
             return ()
-    if tensor.is_sparse:
-        return tensor._indices().untyped_storage(), tensor._values().untyped_storage()
-    return ()
+    if isinstance(tensor, FakeTensor):
+        raise NotImplementedError("fakes do not tell how many entries a sparse tensor has")
+    return tuple(part.untyped_storage() for part in parts_of_sparse(tensor))
 
 
 # Memory of a kernel's results that a dry run does not show.

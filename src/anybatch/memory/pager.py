@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from anybatch.core.modules import DispatchMode
+from anybatch.core.modules import DispatchMode, parts_of_sparse
 from anybatch.core.plan_sections import Capacity, LockstepLimits
 from anybatch.memory.lockstep_budget import in_segment
 from anybatch.memory.meter import Meter, tensors_in
@@ -478,15 +478,8 @@ def _inside(tensor: Tensor) -> Iterator[Tensor]:
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:
             yield from _inside(getattr(tensor, name))
-    elif tensor.layout == torch.sparse_coo:
-        yield tensor._indices()
-        yield tensor._values()
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     else:
-        yield tensor
+        yield from parts_of_sparse(tensor) or (tensor,)
 
 
 # Record of the storages that lanes use in their segments, made by the first of them.

@@ -120,10 +120,20 @@ class Decision:
             undivided = bound is not None and bound.indivisible
             if not may or undivided or isinstance(error, ScriptedNormError):
                 raise
-            found = self._offloaded(failed=error)
+            found = self._instead_of(error)
             if found is None:
                 raise
             return found
+
+    def _instead_of(self, failed: Exception) -> RunPlan | None:
+        """Return the plan with saved tensors offloaded; None where that is no way out."""
+        try:
+            return self._offloaded(failed=failed)
+        except NotYetError as error:
+            if not isinstance(failed, BudgetError):
+                raise
+            failed.add_note(str(error))
+        return None
 
     def _in_memory(self, *, may: bool) -> RunPlan:
         """Return how a batch is run with all its saved tensors on the device.

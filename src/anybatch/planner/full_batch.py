@@ -22,6 +22,7 @@ from anybatch.distributed.buckets import copied_bytes
 from anybatch.execution.signature import Case, as_fakes, few
 from anybatch.memory.fakes import OWNER
 from anybatch.memory.ledger import AffineTimeline, Timeline
+from anybatch.memory.meter import storages
 from anybatch.planner import probe, rehearsal
 from anybatch.planner.forecast import SHARDS, Forecast
 from anybatch.planner.rehearsal import Inspection, unharmed
@@ -176,7 +177,8 @@ def _shards(case: Case) -> dict[str, int]:
 def buffer_bytes(case: Case) -> int:
     """Return the bytes of the buffers, which a step copies."""
     buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
-    return sum(rounded(b.untyped_storage().nbytes(), b.device) for b in buffers.values())
+    every = ((part, b.device) for b in buffers.values() for part in storages(b))
+    return sum(rounded(part.nbytes(), device) for part, device in every)
 
 
 def gradient_bytes(case: Case) -> int:

@@ -537,8 +537,8 @@ class Recorder:
         if self._meter.events - begin != watch.events:
             raise NotYetError(
                 "to offload saved tensors, each kernel of a step must run in two dry runs, and "
-                "some run in one only (sparse gradients make others): give more memory, so that "
-                "none is offloaded, or sparse=False"
+                "some run in one only (sparse tensors make others): give more memory, so that none "
+                "is offloaded, or dense tensors (sparse=False)"
             )
         self.tried.update(begin + t for aside in watch.asides for t in aside)
         self.parts.append(

@@ -62,7 +62,7 @@ def _error(got: Tensor | None, want: Tensor | None, largest: float) -> float:
 
 def _wide(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().cpu()
-    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    tensor = tensor if tensor.layout == torch.strided else tensor.to_dense()
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
