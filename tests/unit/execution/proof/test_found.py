@@ -375,6 +375,32 @@ def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(extra: str) 
     )
 
 
+class OfLengths(nn.Module):
+    """Mean over the rows of each sample, in a nested tensor."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.first, self.last, self.layout = nn.Linear(6, 8), nn.Linear(8, 3), layout
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([*x], layout=self.layout)
+        return self.last(torch.stack([one.mean(0) for one in self.first(rows).unbind()]))
+
+
+@pytest.mark.parametrize("budget", [{"micro_batch": 5}, {"memory": "14KiB", "cache": None}])
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_leaves_a_doubt(layout: torch.layout, budget: dict[str, Any]) -> None:
+    """One of strided layout has no sizes, which ended in an internal error of torch."""
+    net = OfLengths(layout).double()
+    x, y = torch.randn(12, 4, 6).double(), torch.randint(3, (12,))
+    engine = Engine(net, F.cross_entropy, **budget)
+    want = undivided(net, F.cross_entropy, x, y)
+    assert_exact(state_of(net, engine.backward(x, y)), want)
+    assert engine.plan is not None
+    assert engine.plan.mechanism == "undivided" or not engine.plan.exact
+
+
 def test_sparse_gradients_are_compared_in_halves() -> None:
     class Words(nn.Module):
         def __init__(self) -> None:
