@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -81,11 +82,13 @@ def peaks(net: Growing, engine: Engine, way: str, folder: Path) -> list[int]:
     return held
 
 
-@pytest.mark.parametrize("budget", [550 * KIB, 900 * KIB])
 @pytest.mark.parametrize(
-    ("way", "norm"),
-    # A step in lockstep shows only afterwards that it is another one where no attribute does.
-    [("deeper", False), ("kept", False), ("outside", False), ("deeper", True), ("kept", True)],
+    ("way", "norm", "budget"),
+    # Where no attribute tells, a step that holds little more, or in lockstep, shows it afterwards.
+    [
+        *product(("deeper", "kept"), (False, True), (550 * KIB, 900 * KIB)),
+        ("outside", False, 900 * KIB),
+    ],
 )
 def test_a_divided_step_that_would_hold_more_is_stopped_at_its_budget(
     way: str, norm: bool, budget: int, tmp_path: Path

@@ -4,8 +4,9 @@ The first step after a decision runs under the meter, or under the allocator's o
 device has one. Later ones do not: the meter costs up to three times the time of small kernels. The
 next few and some later ones are watched, by that statistic, or by what the C library has allocated
 where backward begins; all are if their bytes may depend on the values of a batch. After one with
-more bytes than a metered step had, and where the model is not the one that was inspected, a step is
-metered again, and stopped at the budget while it can be tried smaller.
+more bytes than a metered step had, and where the model is not the one that was inspected, the next
+steps are metered again, and stopped at the budget while they can be tried smaller; so are later
+ones that compute more at once than these did.
 
     step 1 metered ──> 2, 3, ... 17, 33 watched ──more──> metered again ──> planned again
                                └── another model ───────────┘
@@ -14,6 +15,7 @@ metered again, and stopped at the budget while it can be tried smaller.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 from torch import Tensor
 
@@ -35,13 +37,18 @@ from anybatch.planner.probe import LiveBytes, in_use, measured, read_peak, state
 MORE = 0.05
 """Share of a metered step's bytes that a watched one may hold more, if the budget has them."""
 
-LEAST = 65536
-"""Bytes in addition: Python's own objects are in what the C library has allocated."""
+LEAST = 262144
+"""Bytes in addition: Python's own objects, and those of its threads, are in what the C library has
+allocated."""
 
 
 EVERY = 16
 """Steps after a metered one that are watched, and of later ones every so many: in a heap in many
 pieces the C library takes a millisecond to tell."""
+
+
+NEXT = 4
+"""Steps that are metered again: two models may take turns."""
 
 
 class Measurement:
@@ -55,7 +62,8 @@ class Measurement:
     def __init__(self, inputs: StepInputs, runner: Runner) -> None:
         self._inputs, self._runner = inputs, runner
         self._measured = self._since = 0
-        self._held = self._alarm = 0.0
+        self._held: dict[int, int] = {}
+        self._next, self._sure = 0, inf
 
     def run(
         self,
@@ -93,7 +101,9 @@ class Measurement:
             Retry: it has.
         """
         first, trial = planner.decided != self._measured, planner.trial(signature)
-        again = self._alarm > 0 or step.attempts.other_model
+        if step.attempts.other_model:
+            self._next, self._sure = NEXT, 0
+        again = self._next > 0 or _elements(step, signature) > self._sure
         step.clocked = trial and not first and not again
         try:
             if first or again:
@@ -131,14 +141,19 @@ class Measurement:
             step.sample = live = LiveBytes(found.live)
             loss = self._runner.run(step, modules, before)
         self._measured = planner.decided
-        # What the C library has in addition, in a step that holds no more, is no alarm again.
-        self._held = max(self._held, self._alarm, live.most / _elements(step, signature))
-        self._alarm, self._since = 0.0, 0
+        elements = _elements(step, signature)
+        self._held[elements] = max(self._held.get(elements, 0), live.most)
+        self._since, self._next, self._sure = 0, max(0, self._next - 1), max(self._sure, elements)
+        if not self._next and self._sure == max(self._held):  # nothing of what alarmed was found
+            self._sure = inf
         grain = rounding(inputs.device)
         later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
         peak = found.peak()
         states, stopped = state_bytes(inputs.optimizer), step.retries > 0
-        planner.learn(signature, peak + later, states, step.limit, again=again, stopped=stopped)
+        known = not step.attempts.other_model
+        measured_peak = signature, peak + later, states, step.limit
+        if planner.learn(*measured_peak, again=again, stopped=stopped, known=known):
+            self._held, self._next, self._sure = {}, 0, inf  # of another model
         return loss, peak
 
     def _watched(
@@ -154,10 +169,22 @@ class Measurement:
             if peak is not None and planner.varies(signature):
                 planner.learn(signature, peak, state_bytes(self._inputs.optimizer), step.limit)
             return loss, peak
-        expected = self._held * _elements(step, signature)
+        elements = _elements(step, signature)
+        expected = self._expected(elements)
         if live.most - expected > LEAST + min(MORE * expected, planner.left(signature)):
-            self._alarm = live.most / _elements(step, signature)
+            # What the C library has in addition, in steps that hold no more, is no alarm again.
+            self._held[elements] = live.most
+            # A search ends late where steps are metered, which have no seconds.
+            self._next, self._sure = 1 if step.clocked else NEXT, 0
         return loss, peak
+
+    def _expected(self, elements: int) -> float:
+        """Return the bytes that metered steps have had with so many elements at once, or more."""
+        larger = [(one, held) for one, held in self._held.items() if one >= elements]
+        if larger:
+            return min(larger)[1]
+        most, held = max(self._held.items(), default=(1, 0))
+        return held * elements / most
 
 
 def _elements(step: Step, signature: Signature) -> int:

@@ -31,7 +31,7 @@ from anybatch.execution.signature import shapes_of
 from anybatch.execution.step import Step
 
 KEEPS = "forward builds anew what it keeps where the number of samples is another"
-BEYOND = "a batch or a micro-batch is larger than those that were compared"
+BEYOND = "a batch or a micro-batch is larger or smaller than those that were compared"
 CHANGES = "the declared loss changes state of its own"
 
 
@@ -169,7 +169,7 @@ def pair_of(step: Step) -> Pair:
 
 
 def doubt_larger(step: Step) -> None:
-    """Doubt a step that is larger than all that were compared, where it is not compared."""
+    """Doubt a step that is larger or smaller than all that were compared, if it is not compared."""
     record = step.traits.sizes
     if record is not None and record.beyond(*pair_of(step)):
         step.traits.doubts += (BEYOND,) if BEYOND not in step.traits.doubts else ()

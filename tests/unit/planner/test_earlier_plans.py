@@ -218,8 +218,8 @@ def test_what_a_first_step_has_held_more_is_in_its_plan(
     """Else the next start would hold more than its plan says, and go another way."""
     learn = Planner.learn
 
-    def more(self: Planner, signature: Any, peak: int, *how: int, **named: bool) -> None:
-        learn(self, signature, peak + 512, *how, **named)
+    def more(self: Planner, signature: Any, peak: int, *how: int, **named: bool) -> bool:
+        return learn(self, signature, peak + 512, *how, **named)
 
     monkeypatch.setattr(Planner, "learn", more)
     cache = tmp_path / "plans"

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,7 +31,7 @@ from anybatch.execution.outside import (
 )
 from anybatch.execution.proof.congruent import CallTrace
 from anybatch.execution.proof.verdict import Verdict
-from anybatch.execution.signature import Shapes, elements
+from anybatch.execution.signature import Shapes
 
 MOST = 16
 """Graphs, and models, of a signature that are inspected; a coupled loss has a graph, too."""
@@ -165,7 +167,8 @@ FREE = 8
 """Pairs of sizes that are always compared: each costs some forwards without data."""
 
 LARGER = 24
-"""Pairs after which a larger batch is compared only where it is twice as large as any before."""
+"""Pairs after which a larger batch is compared only where it is twice as large as any before, and a
+smaller one where it is half as large."""
 
 AGAIN = 3
 """Pairs of an inspection and after it that are compared though they were before it."""
@@ -249,32 +252,36 @@ class ComparedSizes:
         every = self.pairs | self.before
         if pair in every or len(every) < FREE:
             return pair not in every
-        factor = 1 if len(every) < LARGER else 2
-        here = _measures(pair)
-        return any(
-            now > most and now >= factor * most
-            for now, most in zip(here, self._largest(), strict=True)
-        )
+        return self._outside(pair, 1 if len(every) < LARGER else 2)
 
     def beyond(self, samples: int, micro_batch: int, shapes: Shapes = ()) -> bool:
-        """Say whether a pair that is not to be compared is larger than those that were."""
+        """Say whether a pair that is not compared is larger or smaller than those that were."""
         pair = samples, micro_batch, shapes
         if not self.matter or pair in self.pairs | self.before:
             return False
-        return any(now > most for now, most in zip(_measures(pair), self._largest(), strict=True))
+        return self._outside(pair, 1)
 
     def add(self, samples: int, micro_batch: int, step: int, shapes: Shapes = ()) -> None:
         """Note that a pair was compared in this step."""
         self.pairs.add((samples, micro_batch, shapes))
         self.step = step
 
-    def _largest(self) -> list[int]:
-        """Return the most samples, the widest micro-batch, and the most elements of one row."""
-        every = self.pairs | self.before
-        return [max(found) for found in zip(*map(_measures, every), strict=True)]
+    def _outside(self, pair: Pair, factor: int) -> bool:
+        """Say whether a pair is larger, or smaller, than all that were compared."""
+        every = [_measures(one) for one in self.pairs | self.before]
+        return any(
+            (now > max(were) and now >= factor * max(were))
+            or (now < min(were) and factor * now <= min(were))
+            for now, *were in zip_longest(_measures(pair), *every, fillvalue=0)
+        )
 
 
-def _measures(pair: Pair) -> tuple[int, int, int]:
-    """Return the samples of the batch, of a micro-batch, and the elements of one row."""
+def _measures(pair: Pair) -> list[int]:
+    """Return what code may branch on: samples of the batch and of a micro-batch, and elements.
+
+    Of each input the elements of a row, of the batch and of a micro-batch: many tokens may be many
+    short rows (test_many_elements_are_found_where_neither_rows_nor_their_length_is_new).
+    """
     samples, micro_batch, shapes = pair
-    return samples, micro_batch, elements(shapes)
+    rows = [prod(shape) for shape in shapes]
+    return [samples, micro_batch, *(n * row for row in rows for n in (1, samples, micro_batch))]

@@ -94,7 +94,9 @@ def test_sizes_that_vary_are_not_compared_in_every_step() -> None:
     assert recorded.new(2 * most, 4)
     assert recorded.new(most, 8)
     assert not recorded.new(9, 4)
-    assert not recorded.beyond(9, 4)
+    assert recorded.beyond(9, 4)
+    assert recorded.new(5, 4)
+    assert not recorded.beyond(12, 4)
     assert len(recorded.pairs) > FREE
     assert not ComparedSizes(counts=False).new(5, 4)
 
@@ -235,6 +237,43 @@ def test_what_depends_on_rows_and_on_their_length_is_found_at_another_length(
     with pytest.raises(NotExactError, match="for 16"):
         engine.backward(*tokens(9))
     assert all(p.grad is None for p in net.parameters())
+
+
+FULLER = {
+    "buckets": [(32, 4), (16, 8), (8, 16), (4, 32), (6, 16), (30, 4), (14, 8), (28, 4), (5, 32)],
+    "two shapes": [(40, 4), (20, 8), (10, 16), (5, 32), (38, 4), (18, 8), (9, 16), (36, 4)],
+}
+
+
+@pytest.mark.parametrize("fuller", [(32, 32), (20, 16), (10, 32)])
+@pytest.mark.parametrize("name", FULLER)
+def test_many_elements_are_found_where_neither_rows_nor_their_length_is_new(
+    name: str, fuller: tuple[int, int]
+) -> None:
+    net = Long(lambda h: h * (2.0 if len(h) * h.shape[1] > 200 else 1.0)).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    for n, length in [*FULLER[name], *FULLER[name][:4]]:
+        x, y = torch.randn(n, length, 6).double(), torch.randint(3, (n,))
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+        assert engine.plan is not None
+        assert engine.plan.exact, engine.plan.exact
+    n, length = fuller
+    with pytest.raises(NotExactError, match=f"for {n} samples"):
+        engine.backward(torch.randn(n, length, 6).double(), torch.randint(3, (n,)))
+
+
+@pytest.mark.parametrize("few", [6, 7])
+def test_a_factor_of_few_samples_is_found_after_many_sizes(few: int) -> None:
+    net = Net(lambda h: h * (2.0 if 4 < len(h) < 8 else 1.0)).double()
+    engine = Engine(net, F.cross_entropy, micro_batch=3)
+    for n in range(10, 23):
+        engine.backward(*batch(n))
+        assert engine.plan is not None
+        assert engine.plan.exact, engine.plan.exact
+    with pytest.raises(NotExactError, match=f"for {few} samples"):
+        engine.backward(*batch(few))
 
 
 def test_lengths_that_vary_are_not_compared_in_every_step() -> None:
