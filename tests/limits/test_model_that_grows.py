@@ -177,3 +177,49 @@ def test_ranks_plan_again_for_a_model_that_grows() -> None:
         assert max(errors) <= tolerance()
         assert held[2] > 400 * KIB, "else there is nothing to notice"
         assert max(held[3:]) <= 400 * KIB
+
+
+class Rows(Growing):
+    """The same for rows of tokens [n, T, 8], which mean one output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).mean(1)
+
+
+def held_by(net: Growing, engine: Engine, lengths: list[int], changes: dict[int, int]) -> list[int]:
+    """Return the bytes of exact steps on rows of these lengths; step -> depth from then on."""
+    held = []
+    for number, length in enumerate(lengths):
+        net.depth = changes.get(number, net.depth)
+        torch.manual_seed(number)
+        x, y = torch.randn(64, length, 8, dtype=torch.float64), torch.randint(3, (64,))
+        net.zero_grad()
+        wanted = undivided(net, F.cross_entropy, x, y)
+        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+            loss = engine.backward(x, y)
+        assert_exact(state_of(net, loss), wanted)
+        held.append(int(meter.peak))
+    return held
+
+
+@pytest.mark.parametrize("length", [2, 8, 32])
+def test_a_model_that_grows_in_a_step_of_short_rows_is_measured_with_long_ones(length: int) -> None:
+    torch.manual_seed(0)
+    net = Rows().double()
+    net.checkpointed, net.depth = False, 1
+    engine = Engine(net, F.cross_entropy, memory=4 << 20, micro_batch=16, cache=None)
+    held = held_by(net, engine, [64, 64, length, 64, 64, 64, 64], {2: 4})
+    one = 2 * 512 * KIB  # the result of a kernel, and its gradient
+    assert max(held[:2]) <= 4 << 20
+    assert max(held[2:4]) <= (4 << 20) + one
+    assert max(held[4:]) <= 4 << 20
+
+
+def test_two_models_that_take_turns_are_planned_by_the_larger_one() -> None:
+    torch.manual_seed(0)
+    net = Rows().double()
+    net.checkpointed, net.depth = False, 1
+    engine = Engine(net, F.cross_entropy, memory=4 << 20, cache=None)
+    turns = {number: 1 + 3 * (number % 2) for number in range(24)}
+    held = held_by(net, engine, [32] * 24, turns)
+    assert max(held[12:]) <= 4 << 20
