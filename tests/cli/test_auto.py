@@ -259,10 +259,8 @@ def test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed(
     """The engine that obeys has no forecast to add it to; the one that comes later has it."""
     learn, more = Planner.learn, 60 << 10
 
-    def held_more(
-        self: Planner, signature: Signature, peak: int, states: int, samples: int
-    ) -> None:
-        learn(self, signature, peak + more, states, samples)
+    def held_more(self: Planner, signature: Signature, peak: int, *how: int, **named: bool) -> bool:
+        return learn(self, signature, peak + more, *how, **named)
 
     monkeypatch.setattr(Planner, "learn", held_more)
     # No clock says which size is the fastest: the largest is.

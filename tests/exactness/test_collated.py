@@ -20,7 +20,7 @@ from anybatch import Engine, LazyBatch
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 from anybatch.execution.collated import FEW, doubts_of_collate
-from anybatch.execution.proof.inspected import FREE, MOST
+from anybatch.execution.proof.inspected import LARGER, MOST
 
 N, LONG = 7, 6
 Items = list[tuple[Tensor, Tensor]]
@@ -310,7 +310,7 @@ def test_a_batch_that_is_too_large_to_be_collated_at_once_is_not_shown(
     engine, _ = backward(stacked, ragged=False)
     assert engine.plan is not None
     assert engine.plan.exact.state == "not shown"
-    assert "has more items than collate_fn was compared on" in engine.plan.exact.by
+    assert "has another number of items than collate_fn was compared on" in engine.plan.exact.by
 
 
 def test_functions_of_one_code_are_called_once() -> None:
@@ -329,7 +329,7 @@ def test_functions_of_one_code_are_called_once() -> None:
 def test_sizes_and_functions_without_end_are_not_all_called() -> None:
     """A size that is new in each step had each item loaded twice; a function was kept for ever."""
     engine, rows = Engine(model(), F.mse_loss, micro_batch=2), Rows()
-    for size in range(4 + FREE, 4, -1):
+    for size in range(4 + LARGER, 4, -1):
         engine.backward(LazyBatch(rows, [at % N for at in range(size)], collate_fn=stacked))
     rows.loads = 0
     engine.backward(LazyBatch(rows, range(3), collate_fn=stacked))

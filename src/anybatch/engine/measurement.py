@@ -62,7 +62,7 @@ class Measurement:
     def __init__(self, inputs: StepInputs, runner: Runner) -> None:
         self._inputs, self._runner = inputs, runner
         self._measured = self._since = 0
-        self._held: dict[int, int] = {}
+        self._held: dict[bool, dict[int, int]] = {}
         self._next, self._sure = 0, inf
 
     def run(
@@ -141,18 +141,18 @@ class Measurement:
             step.sample = live = LiveBytes(found.live)
             loss = self._runner.run(step, modules, before)
         self._measured = planner.decided
-        elements = _elements(step, signature)
-        self._held[elements] = max(self._held.get(elements, 0), live.most)
+        elements, held = _elements(step, signature), self._held.setdefault(signature.trains, {})
+        held[elements] = max(held.get(elements, 0), live.most)
         self._since, self._next, self._sure = 0, max(0, self._next - 1), max(self._sure, elements)
-        if not self._next and self._sure == max(self._held):  # nothing of what alarmed was found
+        if not self._next and self._sure >= max(held):  # nothing of what alarmed was found
             self._sure = inf
         grain = rounding(inputs.device)
         later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
         peak = found.peak()
         states, stopped = state_bytes(inputs.optimizer), step.retries > 0
-        known = not step.attempts.other_model
+        inspected = not step.attempts.other_model
         measured_peak = signature, peak + later, states, step.limit
-        if planner.learn(*measured_peak, again=again, stopped=stopped, known=known):
+        if planner.learn(*measured_peak, again=again, stopped=stopped, inspected=inspected):
             self._held, self._next, self._sure = {}, 0, inf  # of another model
         return loss, peak
 
@@ -169,22 +169,23 @@ class Measurement:
             if peak is not None and planner.varies(signature):
                 planner.learn(signature, peak, state_bytes(self._inputs.optimizer), step.limit)
             return loss, peak
-        elements = _elements(step, signature)
-        expected = self._expected(elements)
+        elements, held = _elements(step, signature), self._held.setdefault(signature.trains, {})
+        expected = _expected(held, elements)
         if live.most - expected > LEAST + min(MORE * expected, planner.left(signature)):
             # What the C library has in addition, in steps that hold no more, is no alarm again.
-            self._held[elements] = live.most
+            held[elements] = live.most
             # A search ends late where steps are metered, which have no seconds.
             self._next, self._sure = 1 if step.clocked else NEXT, 0
         return loss, peak
 
-    def _expected(self, elements: int) -> float:
-        """Return the bytes that metered steps have had with so many elements at once, or more."""
-        larger = [(one, held) for one, held in self._held.items() if one >= elements]
-        if larger:
-            return min(larger)[1]
-        most, held = max(self._held.items(), default=(1, 0))
-        return held * elements / most
+
+def _expected(metered: dict[int, int], elements: int) -> float:
+    """Return the bytes that metered steps have held with so many elements at once, or more."""
+    larger = [(one, held) for one, held in metered.items() if one >= elements]
+    if larger:
+        return min(larger)[1]
+    most, held = max(metered.items(), default=(1, 0))
+    return held * elements / most
 
 
 def _elements(step: Step, signature: Signature) -> int:

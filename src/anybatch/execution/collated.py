@@ -48,7 +48,7 @@ MEETING = (
     "samples in the model or the loss, or give micro_batch >= the batch size"
 )
 ANOTHER = "collate_fn was replaced in too many steps to compare each"
-LARGER = "the batch has more items than collate_fn was compared on"
+LARGER = "the batch has another number of items than collate_fn was compared on"
 DOUBTS = {
     FINE: (),
     DRAWS: ("collate_fn makes other rows of the same items each time",),

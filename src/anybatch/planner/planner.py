@@ -224,7 +224,7 @@ class Planner:
         *,
         again: bool = False,
         stopped: bool = False,
-        known: bool = True,
+        inspected: bool = True,
     ) -> bool:
         """Record the measured peak of a step; bytes above the prediction are added to forecasts.
 
@@ -235,7 +235,7 @@ class Planner:
             samples: that were computed at once.
             again: the model may be another one than was planned. Default False.
             stopped: it was stopped at the limit, and run smaller. Default False.
-            known: the model was inspected in an earlier step. Default True.
+            inspected: the model was, in an earlier step. Default True.
 
         Returns:
             Whether forecasts were dropped, of a model that is another one now.
@@ -253,8 +253,8 @@ class Planner:
         if (missing <= 0 or no_news) and not stopped:
             return False
         varies = _may_vary(planned)
-        # A known model that needs more than it did when it was planned takes turns with another.
-        renews = again and not varies and not (known and self._forgot)
+        # An inspected model that needs more than when it was planned takes turns with another.
+        renews = again and not varies and not (inspected and self._forgot)
         if renews and self._forget(signature):
             held = "was stopped at its budget" if stopped else f"held {show_bytes(peak)}"
             _say_more(held, planned, OTHER_MODEL)
@@ -262,11 +262,17 @@ class Planner:
         if varies and not self._varied:
             self._varied = True
             _say_more(f"held {show_bytes(peak + coming)}", planned, BY_VALUES)
-        missing = max(0, missing)
+        self._hold_more(signature, max(0, missing), samples, peak + coming)
+        return False
+
+    def _hold_more(self, signature: Signature, missing: int, samples: int, held: int) -> None:
+        """Add bytes to forecasts, because a planned step has held so many in all."""
+        planned = self._planned[signature]
+        varies = _may_vary(planned)
         self._missing += missing if signature.trains else 0
-        if self.earlier is not None and follows:
+        if self.earlier is not None and self.earlier.next(signature) is not None:
             if self.earlier.most(signature) + missing <= planned.memory.budget:
-                return False
+                return
             self.earlier.give_up(signature)
             self._precedent.best, self._precedent.sends = None, False
         del self._planned[signature]
@@ -278,13 +284,10 @@ class Planner:
         if self._precedent.tuning is not None:
             self._precedent.tuning.dry_runs.clear()
         obeyed = self._precedent.best is not None and not self._foreseen.rehearsed
-        if obeyed and fits:
+        if obeyed and held <= planned.memory.budget:
             # A caller's plan is obeyed for as long as it keeps to its own budget
             # (test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed).
-            self._settled = replace(
-                planned, memory=replace(planned.memory, predicted=peak + coming)
-            )
-        return False
+            self._settled = replace(planned, memory=replace(planned.memory, predicted=held))
 
     def _forget(self, signature: Signature) -> bool:
         """Drop all forecasts, of a model that has changed; not where a plan is obeyed."""

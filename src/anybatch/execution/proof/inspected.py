@@ -277,7 +277,7 @@ class ComparedSizes:
 
 
 def _measures(pair: Pair) -> list[int]:
-    """Return what code may branch on: samples of the batch and of a micro-batch, and elements.
+    """Return the sizes that code may branch on: samples of batch and micro-batch, and elements.
 
     Of each input the elements of a row, of the batch and of a micro-batch: many tokens may be many
     short rows (test_many_elements_are_found_where_neither_rows_nor_their_length_is_new).
