@@ -338,6 +338,21 @@ SETTINGS: dict[str, tuple[Callable[[Any], Any], Callable[[], Any], Callable[[], 
         lambda: torch.set_default_dtype(torch.float32),
         lambda: torch.set_default_dtype(torch.float64),
     ),
+    "autocast": (
+        lambda _: torch.is_autocast_enabled("cpu"),
+        lambda: torch.set_autocast_enabled("cpu", enabled=False),
+        lambda: torch.set_autocast_enabled("cpu", enabled=True),
+    ),
+    "threads": (
+        lambda _: torch.get_num_threads() > 1,
+        lambda: torch.set_num_threads(1),
+        lambda: torch.set_num_threads(2),
+    ),
+    "anomalies": (
+        lambda _: torch.is_anomaly_enabled(),
+        lambda: torch.autograd.set_detect_anomaly(mode=False),
+        lambda: torch.autograd.set_detect_anomaly(mode=True),
+    ),
     "deterministic algorithms": (
         lambda _: torch.are_deterministic_algorithms_enabled(),
         lambda: torch.use_deterministic_algorithms(mode=False),

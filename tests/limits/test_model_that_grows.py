@@ -215,6 +215,19 @@ def test_a_model_that_grows_in_a_step_of_short_rows_is_measured_with_long_ones(l
     assert max(held[4:]) <= 4 << 20
 
 
+def test_evaluation_says_nothing_of_a_model_that_has_grown() -> None:
+    torch.manual_seed(0)
+    net = Rows().double()
+    net.checkpointed, net.depth = False, 1
+    engine = Engine(net, F.cross_entropy, memory=4 << 20, micro_batch=16, cache=None)
+    held_by(net, engine, [64, 64, 4], {2: 4})
+    for _ in range(6):
+        engine.evaluate(torch.randn(64, 64, 8).double(), torch.randint(3, (64,)))
+    held = held_by(net, engine, [64] * 3, {})
+    assert held[0] <= (4 << 20) + 2 * 512 * KIB
+    assert max(held[1:]) <= 4 << 20
+
+
 def test_two_models_that_take_turns_are_planned_by_the_larger_one() -> None:
     torch.manual_seed(0)
     net = Rows().double()

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 
 from anybatch.core import accelerator
 from anybatch.core.absent import type_of
-from anybatch.core.modules import is_spread, local
+from anybatch.core.modules import is_spread, local, parts_of_sparse
 from anybatch.errors import NotExactError, NotYetError
 
 COPIES: dict[type[optim.Optimizer], int] = {
@@ -255,5 +255,5 @@ def allocated(tensor: Tensor) -> int:
     A tensor that is spread over ranks counts with the part that is here.
     """
     tensor = local(tensor)
-    parts = (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+    parts = parts_of_sparse(tensor) or (tensor,)
     return sum(rounded(part.numel() * part.element_size(), part.device) for part in parts)

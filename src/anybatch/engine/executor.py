@@ -44,7 +44,7 @@ from anybatch.execution.few_rows import quietly
 from anybatch.execution.full_batch_rng.draw_layout import attributes_of, learn
 from anybatch.execution.full_batch_rng.kernels import refuse_scripted
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG, Laws, SharedDraws
-from anybatch.execution.full_size import compare_new_sizes, doubt_larger, pair_of
+from anybatch.execution.full_size import compare_new_sizes, doubt_beyond, pair_of
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.inspection import AGAIN, inspect_model
 from anybatch.execution.prefetch import DeviceLink, link_to
@@ -428,7 +428,7 @@ class Runner:
         if compared is None or not compared.matter:
             return
         if not compared.new(*pair_of(step)):
-            doubt_larger(step)
+            doubt_beyond(step)
             return
         with self._inputs.detecting(), attributes_of(step), quietly():
             compare_new_sizes(step)

@@ -14,7 +14,7 @@ ones that compute more at once than these did.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from torch import Tensor
@@ -41,14 +41,42 @@ LEAST = 262144
 """Bytes in addition: Python's own objects, and those of its threads, are in what the C library has
 allocated."""
 
-
 EVERY = 16
-"""Steps after a metered one that are watched, and of later ones every so many: in a heap in many
-pieces the C library takes a millisecond to tell."""
-
+"""Steps after a metered one that are watched, and of later ones every so many: the C library takes
+long to tell in a heap in many pieces."""
 
 NEXT = 4
 """Steps that are metered again: two models may take turns."""
+
+
+@dataclass
+class _Metered:
+    """Steps that were metered, and those that will be.
+
+    Attributes:
+        held: elements that are computed at once -> the most bytes where backward begins.
+        next: steps that are metered again.
+        sure: elements up to which a step need not be.
+    """
+
+    held: dict[int, int] = field(default_factory=dict)
+    next: int = 0
+    sure: float = inf
+
+    def add(self, elements: int, held: int) -> None:
+        """Record a metered step."""
+        self.held[elements] = max(self.held.get(elements, 0), held)
+        self.next, self.sure = max(0, self.next - 1), max(self.sure, elements)
+        if not self.next and self.sure >= max(self.held):  # the alarm was about nothing
+            self.sure = inf
+
+    def expected(self, elements: int) -> float:
+        """Return the bytes of metered steps with so many elements at once, or more."""
+        larger = [(one, held) for one, held in self.held.items() if one >= elements]
+        if larger:
+            return min(larger)[1]
+        most, held = max(self.held.items(), default=(1, 0))
+        return held * elements / most
 
 
 class Measurement:
@@ -62,8 +90,9 @@ class Measurement:
     def __init__(self, inputs: StepInputs, runner: Runner) -> None:
         self._inputs, self._runner = inputs, runner
         self._measured = self._since = 0
-        self._held: dict[bool, dict[int, int]] = {}
-        self._next, self._sure = 0, inf
+        # Of training and of evaluation, which holds less and says nothing of the other
+        # (test_evaluation_says_nothing_of_a_model_that_has_grown).
+        self._metered_steps = {True: _Metered(), False: _Metered()}
 
     def run(
         self,
@@ -101,9 +130,10 @@ class Measurement:
             Retry: it has.
         """
         first, trial = planner.decided != self._measured, planner.trial(signature)
+        earlier = self._metered_steps[signature.trains]
         if step.attempts.other_model:
-            self._next, self._sure = NEXT, 0
-        again = self._next > 0 or _elements(step, signature) > self._sure
+            earlier.next, earlier.sure = NEXT, 0
+        again = earlier.next > 0 or _elements(step, signature) > earlier.sure
         step.clocked = trial and not first and not again
         try:
             if first or again:
@@ -141,11 +171,8 @@ class Measurement:
             step.sample = live = LiveBytes(found.live)
             loss = self._runner.run(step, modules, before)
         self._measured = planner.decided
-        elements, held = _elements(step, signature), self._held.setdefault(signature.trains, {})
-        held[elements] = max(held.get(elements, 0), live.most)
-        self._since, self._next, self._sure = 0, max(0, self._next - 1), max(self._sure, elements)
-        if not self._next and self._sure >= max(held):  # nothing of what alarmed was found
-            self._sure = inf
+        self._since = 0
+        self._metered_steps[signature.trains].add(_elements(step, signature), live.most)
         grain = rounding(inputs.device)
         later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
         peak = found.peak()
@@ -153,7 +180,7 @@ class Measurement:
         inspected = not step.attempts.other_model
         measured_peak = signature, peak + later, states, step.limit
         if planner.learn(*measured_peak, again=again, stopped=stopped, inspected=inspected):
-            self._held, self._next, self._sure = {}, 0, inf  # of another model
+            self._metered_steps = {True: _Metered(), False: _Metered()}  # of another model
         return loss, peak
 
     def _watched(
@@ -169,23 +196,14 @@ class Measurement:
             if peak is not None and planner.varies(signature):
                 planner.learn(signature, peak, state_bytes(self._inputs.optimizer), step.limit)
             return loss, peak
-        elements, held = _elements(step, signature), self._held.setdefault(signature.trains, {})
-        expected = _expected(held, elements)
+        elements, earlier = _elements(step, signature), self._metered_steps[signature.trains]
+        expected = earlier.expected(elements)
         if live.most - expected > LEAST + min(MORE * expected, planner.left(signature)):
             # What the C library has in addition, in steps that hold no more, is no alarm again.
-            held[elements] = live.most
+            earlier.held[elements] = live.most
             # A search ends late where steps are metered, which have no seconds.
-            self._next, self._sure = 1 if step.clocked else NEXT, 0
+            earlier.next, earlier.sure = 1 if step.clocked else NEXT, 0
         return loss, peak
-
-
-def _expected(metered: dict[int, int], elements: int) -> float:
-    """Return the bytes that metered steps have held with so many elements at once, or more."""
-    larger = [(one, held) for one, held in metered.items() if one >= elements]
-    if larger:
-        return min(larger)[1]
-    most, held = max(metered.items(), default=(1, 0))
-    return held * elements / most
 
 
 def _elements(step: Step, signature: Signature) -> int:

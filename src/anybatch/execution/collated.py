@@ -48,7 +48,7 @@ MEETING = (
     "samples in the model or the loss, or give micro_batch >= the batch size"
 )
 ANOTHER = "collate_fn was replaced in too many steps to compare each"
-LARGER = "the batch has another number of items than collate_fn was compared on"
+OTHER_SIZE = "the batch has another number of items than collate_fn was compared on"
 DOUBTS = {
     FINE: (),
     DRAWS: ("collate_fn makes other rows of the same items each time",),
@@ -104,7 +104,7 @@ class Collates:
             doubts |= dict.fromkeys(doubts_of_collate(batch, micro_batch, samples))
             compared.add(samples, micro_batch, step.traits.steps)
         elif compared.beyond(samples, micro_batch):
-            doubts[LARGER] = None
+            doubts[OTHER_SIZE] = None
         if record not in self._recorded:
             self._recorded.append(record)
         step.traits.doubts += tuple(why for why in doubts if why not in step.traits.doubts)
@@ -142,12 +142,12 @@ def doubts_of_collate(batch: LazyBatch, micro_batch: int = 0, samples: int = 0) 
     samples = max(samples, batch.size)
     fitting = COMPARED_BYTES // few.bytes // micro_batch * micro_batch
     if fitting < min(2 * micro_batch, samples):
-        return (*DOUBTS[few.what], LARGER)
+        return (*DOUBTS[few.what], OTHER_SIZE)
     starts = (*range(0, batch.size, micro_batch), *range(batch.size, samples, micro_batch))
     most = min(fitting, samples)
     cuts = (*(begin for begin in starts if begin < most), most)
     found = _compared(batch, min(batch.size, most), cuts)
-    return (*DOUBTS[found.what], *([LARGER] if most < samples else []))
+    return (*DOUBTS[found.what], *([OTHER_SIZE] if most < samples else []))
 
 
 def _per_item(collate_fn: Any) -> bool:

@@ -251,12 +251,12 @@ def row_mismatch(
     """
     for path, a, b, axis in comparable(outputs, fewer, layout, rows):
         gap, size = difference(a, b, axis if turned else None)
-        if gap > rounding(a.dtype, computed) * size:
+        if gap > kernel_tolerance(a.dtype, computed) * size:
             return f"{path} of the same {rows} rows differs by {gap:.2g}"
     return None
 
 
-def rounding(dtype: torch.dtype, computed: Iterable[torch.dtype]) -> float:
+def kernel_tolerance(dtype: torch.dtype, computed: Iterable[torch.dtype]) -> float:
     """Return the relative difference that kernels may make of the same rows.
 
     Args:

@@ -168,7 +168,7 @@ def pair_of(step: Step) -> Pair:
     return step.global_batch.size, step.micro_batch, shapes
 
 
-def doubt_larger(step: Step) -> None:
+def doubt_beyond(step: Step) -> None:
     """Doubt a step that is larger or smaller than all that were compared, if it is not compared."""
     record = step.traits.sizes
     if record is not None and record.beyond(*pair_of(step)):

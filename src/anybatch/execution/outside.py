@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all
 
 from anybatch.core import pytree
+from anybatch.core.accelerators import autocast_types
 from anybatch.core.python_state import HOOKS, LIBRARIES, Attributes, names_of
 from anybatch.execution.proof.places import in_rows
 
@@ -55,15 +56,20 @@ Others are not compared, since each takes time in every step."""
 VALUES = (Number, np.generic, bytes, range, slice, date, time, timedelta)
 """Classes whose values cannot change (test_a_switch_of_any_kind_is_noticed)."""
 
+
+def _environment() -> int:
+    return hash(tuple(os.environ.items()))  # not the values: they would be kept
+
+
 READ: dict[str, Callable[[], Any]] = {
-    "environ": lambda: hash(tuple(os.environ.items())),
-    "getenv": lambda: hash(tuple(os.environ.items())),
+    "environ": _environment,
+    "getenv": _environment,
     "are_deterministic_algorithms_enabled": torch.are_deterministic_algorithms_enabled,
     "get_default_dtype": torch.get_default_dtype,
     "get_float32_matmul_precision": torch.get_float32_matmul_precision,
     "get_num_threads": torch.get_num_threads,
     "is_anomaly_enabled": torch.is_anomaly_enabled,
-    "is_autocast_enabled": torch.is_autocast_enabled,
+    "is_autocast_enabled": lambda: tuple(map(torch.is_autocast_enabled, autocast_types())),
 }
 """Names of settings of Python's and torch's that code may branch on -> their value."""
 

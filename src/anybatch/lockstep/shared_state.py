@@ -26,7 +26,14 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import difference
 from anybatch.core.rng import RNGState
 from anybatch.errors import AnybatchError, LockstepError, NotExactError
-from anybatch.execution.few_rows import ENOUGH, computed, first_of, quietly, rounding, two_sizes
+from anybatch.execution.few_rows import (
+    ENOUGH,
+    computed,
+    first_of,
+    kernel_tolerance,
+    quietly,
+    two_sizes,
+)
 from anybatch.execution.guard import Guard
 from anybatch.execution.step import Step, copied
 from anybatch.lockstep.lockstep import Surroundings
@@ -44,7 +51,7 @@ SHARED = (
 )
 
 ERRORS = (AnybatchError, RuntimeError, ValueError, IndexError, TypeError)
-"""Of a model that takes no so few rows."""
+"""Errors of a model that does not take so few rows."""
 
 UNEQUAL = "no two lanes of a few rows could be compared with the same rows one after the other"
 
@@ -103,7 +110,7 @@ def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
     """
     before = RNGState.now()
     full, part = two_sizes(step, most=ENOUGH)
-    # It draws from a generator of its own, which the guard would note.
+    # They draw from a generator of their own, which the guard would note.
     turns = [_Turns(slots, before, step.counters) for _ in range(2)]
     wanted = found = None
     with quietly(), torch.no_grad(), Guard(step) as guard:
@@ -206,4 +213,4 @@ def differ(a: Tensor, b: Tensor, dtypes: Iterable[torch.dtype]) -> bool:
     if a.layout != torch.strided or not (a.is_floating_point() or a.is_complex()):
         return a.layout == torch.strided and not torch.equal(a, b)
     gap, size = difference(a, b)
-    return gap > rounding(a.dtype, dtypes) * size
+    return gap > kernel_tolerance(a.dtype, dtypes) * size

@@ -254,7 +254,7 @@ def measured(
 
 
 # The bytes that the C library has handed out: a meter costs up to three times the time of small
-# kernels, and this about 13 microseconds, in a heap in many pieces a millisecond. It counts all of
+# kernels, and this little, more in a heap in many pieces. It counts all of
 # the process, so it shows that something has changed, and a meter how much.
 
 FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

@@ -493,8 +493,8 @@ class Follow(DispatchMode):
 
     def _made(self, call: Call, operands: list[Tensor], written: list[Tensor], before: Any) -> None:
         """Record the masks of the tensors that a kernel has returned or written to."""
-        dense = (*call.results, *operands)
-        if any(one.layout != torch.strided or one.is_nested for one in dense):
+        tensors = (*call.results, *operands)
+        if any(one.layout != torch.strided or one.is_nested for one in tensors):
             self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
             return
         found = masks_after(call)

@@ -12,7 +12,7 @@ in the steps that inspect samples again anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from math import prod
 from typing import Any
@@ -170,7 +170,7 @@ LARGER = 24
 """Pairs after which a larger batch is compared only where it is twice as large as any before, and a
 smaller one where it is half as large."""
 
-AGAIN = 3
+REPEATED = 3
 """Pairs of an inspection and after it that are compared though they were before it."""
 
 
@@ -228,26 +228,25 @@ class ComparedSizes:
     def followed_of(self, shapes: Shapes) -> int:
         """Return the rows in which samples of these shapes were followed; 0 where none were.
 
-        Rows of another length have the graph of those that were followed, or are inspected.
+        Rows of another length with another graph are inspected. With the same one, following fewer
+        of them without data would show nothing more: a branch on the length is in every number of
+        rows (test_a_dimension_that_depends_on_the_length_of_rows_is_found).
         """
         return self.followed if self._first in ((), shapes) else 0
 
     def after(self, earlier: ComparedSizes | None) -> ComparedSizes:
         """Return this record with the pairs compared before an inspection of the same model."""
-        if earlier is not None and (self.counts, self.backward) == (
-            earlier.counts,
-            earlier.backward,
-        ):
-            self.before = earlier.before | earlier.pairs
-            self.lengths |= earlier.lengths
-        return self
+        if earlier is None or earlier.counts != self.counts or earlier.backward != self.backward:
+            return self
+        before, lengths = earlier.before | earlier.pairs, earlier.lengths | self.lengths
+        return replace(self, before=before, lengths=lengths)
 
     def new(self, samples: int, micro_batch: int, shapes: Shapes = ()) -> bool:
         """Say whether a pair is to be compared."""
         pair = samples, micro_batch, shapes
         if not self.matter or pair in self.pairs:
             return False
-        if len(self.pairs) < AGAIN:
+        if len(self.pairs) < REPEATED:
             return True
         every = self.pairs | self.before
         if pair in every or len(every) < FREE:
