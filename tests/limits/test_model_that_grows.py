@@ -64,6 +64,16 @@ def grows(net: Growing, way: str) -> None:
 WAYS = "deeper", "kept", "outside"
 
 
+def step_bytes(net: Growing, engine: Engine, x: Tensor, y: Tensor) -> int:
+    """Return the bytes of a step, which is exact."""
+    net.zero_grad()
+    wanted = undivided(net, F.cross_entropy, x, y)
+    with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+        loss = engine.backward(x, y)
+    assert_exact(state_of(net, loss), wanted)
+    return int(meter.peak)
+
+
 def peaks(net: Growing, engine: Engine, way: str, folder: Path) -> list[int]:
     """Return the bytes of exact steps; the model grows before the third one."""
     held, net.switch = [], folder / "switch"
@@ -73,12 +83,7 @@ def peaks(net: Growing, engine: Engine, way: str, folder: Path) -> list[int]:
             grows(net, way)
         torch.manual_seed(number)
         x, y = torch.randn(256, 8, dtype=torch.float64), torch.randint(3, (256,))
-        net.zero_grad()
-        wanted = undivided(net, F.cross_entropy, x, y)
-        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
-            loss = engine.backward(x, y)
-        assert_exact(state_of(net, loss), wanted)
-        held.append(int(meter.peak))
+        held.append(step_bytes(net, engine, x, y))
     return held
 
 
@@ -193,12 +198,7 @@ def held_by(net: Growing, engine: Engine, lengths: list[int], changes: dict[int,
         net.depth = changes.get(number, net.depth)
         torch.manual_seed(number)
         x, y = torch.randn(64, length, 8, dtype=torch.float64), torch.randint(3, (64,))
-        net.zero_grad()
-        wanted = undivided(net, F.cross_entropy, x, y)
-        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
-            loss = engine.backward(x, y)
-        assert_exact(state_of(net, loss), wanted)
-        held.append(int(meter.peak))
+        held.append(step_bytes(net, engine, x, y))
     return held
 
 
