@@ -198,26 +198,32 @@ def _nodes(ahead: list[Any]) -> Iterator[Any]:
 
 
 def outline(roots: Iterable[Tensor]) -> int:
-    """Return a hash of the names and edges of a graph's nodes."""
+    """Return a hash of the names, the dimensions and the edges of a graph's nodes.
+
+    A mean over samples and one over tokens are nodes of one name.
+    """
     ahead: list[Any] = [root.grad_fn for root in roots]
     places: dict[Any, int] = {None: -1}
-    found: list[str | int] = []
+    found: list[Any] = []
     while ahead:
         node = ahead.pop()
         if node in places:
             found.append(places[node])
             continue
         places[node] = len(places)
-        found.append(_class_name(type(node)))  # type: ignore[arg-type]
+        name, dimensions = _described(type(node))  # type: ignore[arg-type]
+        found.append(name)
+        for one in dimensions:
+            found.append(getattr(node, one))
         for before, _ in node.next_functions:
             ahead.append(before)
     return hash(tuple(found))
 
 
 @lru_cache(maxsize=1000)
-def _class_name(cls: type) -> str:
-    """Return the name of a class; that of a node's is made anew each time it is read."""
-    return cls.__name__
+def _described(cls: type) -> tuple[str, tuple[str, ...]]:
+    """Return the name of a class of nodes, and the attributes that number dimensions."""
+    return cls.__name__, tuple(one for one in dir(cls) if one.startswith("_saved_dim"))
 
 
 SPARK = "_anybatch_spark"

@@ -94,7 +94,7 @@ class Collates:
         traits = batch.paired, traits_of(batch.collate_fn)
         record = next((one for one in self._recorded if one[0] == traits), None)
         if record is None and len(self._recorded) >= MOST:
-            step.traits.doubts += (ANOTHER,)
+            step.traits.doubt(ANOTHER)
             return
         if record is None:
             record = traits, ComparedSizes(counts=True), {}
@@ -107,7 +107,7 @@ class Collates:
             doubts[OTHER_SIZE] = None
         if record not in self._recorded:
             self._recorded.append(record)
-        step.traits.doubts += tuple(why for why in doubts if why not in step.traits.doubts)
+        step.traits.doubt(*doubts)
 
 
 def traits_of(collate_fn: Any) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from anybatch.core.modules import call_model, walk
 from anybatch.core.rng import RNGState
 from anybatch.execution.few_rows import turned
 from anybatch.execution.proof import congruent
+from anybatch.execution.proof.congruent import Kernel
 from anybatch.execution.proof.declared import (
     DECLARED,
     Declared,
@@ -43,8 +44,11 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
     Args:
         step: a step whose `sizes` are set.
         some: rows of it.
+
+    Raises:
+        Retry: rows of these shapes call other kernels than those that were inspected.
     """
-    samples, record = step.global_batch.size, step.traits.sizes
+    samples, record, kernels = step.global_batch.size, step.traits.sizes, set[Kernel]()
     if record is None or not record.counts or step.micro_batch >= samples:
         return Verdict()
     sizes, shapes = congruent.sizes_of(samples, step.micro_batch), row_shapes(some.inputs)
@@ -61,9 +65,14 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         values=record.values,
         backward=record.backward,
         traces=record.traces_of(shapes),
+        kernels=kernels,
     )
     found = _with_followed(compare, sizes, record.followed_of(shapes))
-    if found.meets or 1 not in _parts(step):
+    if found.meets:
+        return found
+    if step.familiar is not None:
+        step.recognise(found=step.familiar.has_kernels(kernels, looked=step.just_inspected))
+    if 1 not in _parts(step):
         return found
     single = _compared(compare, [samples, 1])
     _, _, why = single.meets.partition(" split, and ")
@@ -119,6 +128,7 @@ def compare_new_sizes(step: Step) -> None:
 
     Raises:
         NotExactError: forward or a declared loss depends on how many samples there are.
+        Retry: rows of these shapes call other kernels than those that were inspected.
     """
     before = RNGState.now()
     found = compare_sizes(step, next(iter(step.feed())))
@@ -128,8 +138,7 @@ def compare_new_sizes(step: Step) -> None:
     declared = _compare_declared(step)
     before.put_back()
     declared.refuse()
-    new = (*found.doubts, *declared.doubts)
-    step.traits.doubts += tuple(why for why in new if why not in step.traits.doubts)
+    step.traits.doubt(*found.doubts, *declared.doubts)
     assert step.traits.sizes is not None
     note_compared(step)
 
@@ -172,7 +181,7 @@ def doubt_beyond(step: Step) -> None:
     """Doubt a step that is larger or smaller than all that were compared, if it is not compared."""
     record = step.traits.sizes
     if record is not None and record.beyond(*pair_of(step)):
-        step.traits.doubts += (BEYOND,) if BEYOND not in step.traits.doubts else ()
+        step.traits.doubt(BEYOND)
 
 
 def _parts(step: Step) -> set[int]:
@@ -198,9 +207,7 @@ def rows_of_loss(step: Step, outputs: Any, size: int) -> LossRows | None:
     few = [] if step.budgeted else list(islice(step.feed(), count))
     each = size // count
     if len(few) < count or min(micro.size for micro in few) < each or each * count < size:
-        step.traits.doubts += (
-            DECLARED,
-        )  # what it holds was not foreseen, or there are too few rows
+        step.traits.doubt(DECLARED)  # what it holds was not foreseen, or there are too few rows
         return None
     some = [pytree.rows(micro.targets, 0, each, micro.size) for micro in few]
     targets = some[0] if count == 1 else pytree.join(some, sizes=[each] * count, name="targets")

@@ -59,9 +59,7 @@ from anybatch.execution.proof import rows as longest
 from anybatch.execution.proof import rows as proof_rows
 from anybatch.execution.proof import stored_samples
 from anybatch.execution.proof import verdict as halves
-from anybatch.execution.proof.declared import (
-    mixed_outputs,
-)
+from anybatch.execution.proof.declared import mixed_outputs
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.inspected import ComparedSizes
 from anybatch.execution.proof.masks import Masks
@@ -164,13 +162,13 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
         found = compare_sizes(step, full)
     before.put_back()
     found.refuse()
-    step.traits.doubts += found.doubts
+    step.traits.doubt(*found.doubts)
     note_compared(step)
     if mismatch is not None:
         refuse_meeting(step, part, fewer, layout, mismatch)
     if rows is not None:
         with quietly():
-            step.traits.doubts += refuse_declared(step, rows, part.size, lanes=norms is not None)
+            step.traits.doubt(*refuse_declared(step, rows, part.size, lanes=norms is not None))
         before.put_back()
 
 

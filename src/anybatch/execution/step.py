@@ -209,7 +209,7 @@ class Step(Repeatable):
             self.compare(outputs, micro)
             return self.calls.watched(partial(self.loss.totals, scope))
         except OtherFormError as error:
-            if self.traits.looked == self.traits.steps or self.familiar is None:
+            if self.just_inspected or self.familiar is None:
                 raise LossError(str(error)) from error
             raise Retry("inspection") from error
 
@@ -406,8 +406,9 @@ class Step(Repeatable):
             raise NotExactError(WITHOUT_DATA)
         if self.discover is not None:
             self.discover(roots)
-        if self._collected <= self.coupled and self.familiar is not None:
-            self._recognise(self.familiar, roots)
+        new = self._collected <= self.coupled  # the first of the step, and of a coupled loss
+        if new and self.familiar is not None and self.divided and self.batch.size:
+            self.recognise(found=self.familiar.has_graph(roots, looked=self.just_inspected))
         self.phase = "backward"
         self.sample()
         try:
@@ -419,20 +420,22 @@ class Step(Repeatable):
             raise LossError(IN_CHECKPOINT) from error
         return len(roots)
 
-    def _recognise(self, familiar: Familiar, roots: list[Tensor]) -> None:
-        """Compare the first graph of the step, and that of a coupled loss, with those inspected.
+    def recognise(self, *, found: bool) -> None:
+        """Have the model inspected again where a graph or a kernel was not `found` among others.
 
         Raises:
-            Retry: it is another one.
+            Retry: it is to be inspected; it is doubted where that was done often.
         """
-        if not (self.divided and self.batch.size):
+        if found or self.familiar is None:
             return
-        if familiar.has_graph(roots, looked=self.traits.looked == self.traits.steps):
-            return
-        if not familiar.full:
+        if not self.familiar.full:
             raise Retry("inspection")
-        if CHANGES not in self.traits.doubts:
-            self.traits.doubts += (CHANGES,)
+        self.traits.doubt(CHANGES)
+
+    @property
+    def just_inspected(self) -> bool:
+        """Whether this step has traced samples."""
+        return self.traits.looked == self.traits.steps
 
     @property
     def hung(self) -> set[Hung]:
@@ -448,7 +451,7 @@ class Step(Repeatable):
             found = (*self.batch.doubts, *found)
             if sizes is not None and sizes.counts and self.batch.shapes - sizes.lengths:
                 found = (*found, LENGTHS)
-        self.traits.doubts += tuple(doubt for doubt in found if doubt not in self.traits.doubts)
+        self.traits.doubt(*found)
 
     def collect(self) -> None:
         """Add the gradients of a micro-batch to the sum."""

@@ -71,3 +71,7 @@ class Traits:
     def axes(self) -> Layout:
         """The dimension of each output that holds the samples; empty before an inspection."""
         return self.layout or ()
+
+    def doubt(self, *doubts: str) -> None:
+        """Add why it is not shown that samples are separate, each once."""
+        self.doubts += tuple(one for one in dict.fromkeys(doubts) if one not in self.doubts)

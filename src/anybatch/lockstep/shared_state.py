@@ -126,7 +126,7 @@ def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
     if guard.own_rng:  # whose numbers come in another order
         return
     if wanted is None or found is None:
-        step.traits.doubts += (UNEQUAL,)
+        step.traits.doubt(UNEQUAL)
         return
     dtypes = computed(step)
     for one, other in zip(wanted, found, strict=True):

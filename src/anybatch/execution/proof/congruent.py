@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -53,6 +53,13 @@ CASTS = frozenset("to type type_as float double half bfloat16".split())
 """Functions that compute something where they give another type: they round, or cut off."""
 
 
+PLACED = frozenset("view reshape _unsafe_view clone copy_ detach alias expand empty_like".split())
+"""Kernels that compute nothing, and are called or not by how a tensor lies in memory."""
+
+Kernel = tuple[str, str, tuple[Any, ...], tuple[int, ...]]
+"""Module, kernel, the dimensions among its arguments, and how many its tensors have."""
+
+
 @dataclass
 class CallTrace:
     """Record of the calls of a forward.
@@ -61,6 +68,7 @@ class CallTrace:
         functions: (module, function), in order.
         lists: (module, lists of places that rows or features are read or written at), in order.
         numbers: (module, kernel, numbers) of pointwise kernels, in order.
+        kernels: (module, kernel, dimensions among its arguments, dimensions of its tensors).
         norms: (module, values of a channel) of calls of batch normalisation, in order.
         by_row: of each call of batch normalisation: it normalises rows by themselves, or a weight.
         calls: of functions that compute something, in order.
@@ -73,6 +81,7 @@ class CallTrace:
     functions: list[tuple[str, str]] = field(default_factory=list)
     lists: list[tuple[str, str]] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
+    kernels: set[Kernel] = field(default_factory=set)
     norms: list[tuple[str, int]] = field(default_factory=list)
     by_row: list[bool] = field(default_factory=list)
     calls: list[Called] = field(default_factory=list)
@@ -223,10 +232,35 @@ class _Numbers(DispatchMode):
         # (test_what_is_honest_is_exact_and_shown).
         real = isinstance(result, Tensor) and result.is_floating_point()
         real = real and (result.dim() > 0 or self._singles)
-        if schema is not None and real and not (self.backward or _of_all()):
+        if schema is None or self.backward or _of_all():
+            return result
+        if real:
             numbers = scalars(func, args, kwargs or {})
             self._trace.numbers.append((self._path(), name, numbers))
+        if name not in PLACED:
+            ndims = tuple(one.dim() for one in args if isinstance(one, Tensor))
+            self._trace.kernels.add((self._path(), str(func), _dimensions(func, args), ndims))
         return result
+
+
+def _dimensions(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the dimensions among the arguments of a kernel; of an index its places."""
+    found: list[Any] = []
+    for at in _places_of_dimensions(func):
+        for one in args[at : at + 1]:
+            listed = isinstance(one, list | tuple)
+            found += [isinstance(x, Tensor) or x for x in one] if listed else [one]
+    return tuple(found)
+
+
+@lru_cache(maxsize=1000)
+def _places_of_dimensions(func: Any) -> tuple[int, ...]:
+    """Return the places of a kernel's arguments that number dimensions."""
+    return tuple(
+        at
+        for at, one in enumerate(func._schema.arguments)
+        if one.name.startswith("dim") or one.name == "indices"
+    )
 
 
 class _Norms(NonReducingNorms):
@@ -294,6 +328,7 @@ def compare(
     backward: bool = False,
     earlier: int | None = None,
     traces: Traces | None = None,
+    kernels: set[Kernel] | None = None,
 ) -> Verdict:
     """Compare the forwards of several numbers of samples, the first of which is the full batch.
 
@@ -313,6 +348,7 @@ def compare(
             only others are traced, and all of them where these differ. The first and the last size
             are added, or the first one if it cannot be traced, and is not tried again. Default
             None: all are traced.
+        kernels: receives those of the full batch. Default None: nobody asks.
     """
     failed = None if traces is None else traces.get(sizes[0])
     if failed is not None and failed.error:
@@ -324,6 +360,8 @@ def compare(
     if stored:
         record, said = traced(sizes, stored)
         if not said and _differs(record, sizes) == Verdict():
+            if kernels is not None:
+                kernels |= record[0].kernels
             return Verdict()
         stored.clear()
     record, said = traced(sizes, {})
@@ -331,6 +369,8 @@ def compare(
         if traces is not None and earlier is None and record[0].error:
             traces[sizes[0]] = CallTrace(error=said)
         return _untraced(sizes[0], said)
+    if kernels is not None:
+        kernels |= record[0].kernels
     found = _differs(record, sizes)
     if found.doubts and any(call.free and call.places for call in record[0].calls):
         found = _without_chance(record, sizes, *traced([UNLIKE], {}))

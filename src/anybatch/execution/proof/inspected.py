@@ -29,7 +29,7 @@ from anybatch.execution.outside import (
     read_held,
     single_numbers,
 )
-from anybatch.execution.proof.congruent import CallTrace
+from anybatch.execution.proof.congruent import CallTrace, Kernel
 from anybatch.execution.proof.verdict import Verdict
 from anybatch.execution.signature import Shapes
 
@@ -53,6 +53,8 @@ class Familiar:
         self._left: dict[Named, Any] = {}
         self._reads = True
         self._graphs: set[int] = set()
+        self._kernels: set[Kernel] = set()
+        self._kernels_added = 0
         self._models: set[Any] = set()
         self._varying: set[Named] = set()
 
@@ -63,8 +65,8 @@ class Familiar:
 
     @property
     def full(self) -> bool:
-        """Whether no more graphs are inspected."""
-        return len(self._graphs) >= MOST
+        """Whether no more graphs and kernels are inspected."""
+        return max(len(self._graphs), self._kernels_added) >= MOST
 
     def has_model(
         self,
@@ -149,6 +151,21 @@ class Familiar:
             self._graphs.add(outline)
         return outline in self._graphs
 
+    def has_kernels(self, kernels: set[Kernel], *, looked: bool) -> bool:
+        """Say whether all kernels of a forward are familiar.
+
+        Rows of another length may meet in a kernel that no graph shows
+        (test_samples_that_meet_at_some_lengths_are_found).
+
+        Args:
+            kernels: of a forward without data.
+            looked: the model is being inspected, so they are from now on.
+        """
+        if looked and not kernels <= self._kernels:
+            self._kernels |= kernels
+            self._kernels_added += 1
+        return kernels <= self._kernels
+
 
 def _outside(modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any]) -> Outside:
     return Outside((module for _, module in modules), functions)
@@ -228,9 +245,9 @@ class ComparedSizes:
     def followed_of(self, shapes: Shapes) -> int:
         """Return the rows in which samples of these shapes were followed; 0 where none were.
 
-        Rows of another length with another graph are inspected. With the same one, following fewer
-        of them without data would show nothing more: a branch on the length is in every number of
-        rows (test_a_dimension_that_depends_on_the_length_of_rows_is_found).
+        Rows of another length with another graph, or other kernels, are inspected. With the same
+        ones, following fewer of them without data would show nothing more: a branch on the length
+        is in every number of rows.
         """
         return self.followed if self._first in ((), shapes) else 0
 
