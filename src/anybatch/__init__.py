@@ -10,6 +10,7 @@ from anybatch.lockstep.coupled import coupled
 from anybatch.lockstep.gathered import gather_batch
 from anybatch.lockstep.sync_batchnorm import Adaptive, Plateau, global_batchnorm
 from anybatch.loss.base import Loss
+from anybatch.loss.chunked import chunked_losses
 from anybatch.loss.contrastive import contrastive
 from anybatch.offload.offload import offload
 from anybatch.offload.optimizer_states import offload_states
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "Plateau",
     "check",
+    "chunked_losses",
     "contrastive",
     "convolutions",
     "coupled",
