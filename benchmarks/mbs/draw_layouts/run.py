@@ -37,6 +37,7 @@ from rich.progress import track
 from torch import Tensor, nn
 
 from anybatch import Engine
+from anybatch.core.batch import copied
 from anybatch.core.modules import call_model
 from anybatch.core.rng import RNGState
 from anybatch.engine import executor
@@ -47,7 +48,6 @@ from anybatch.execution.full_batch_rng import draw_layout
 from anybatch.execution.full_batch_rng.kernels import Draw, fault_of
 from anybatch.execution.full_batch_rng.law import Law, Pattern, fitted
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG, SharedDraws
-from anybatch.execution.step import copied
 from benchmarks.environment import environment
 from benchmarks.mbs.draw_layouts.networks import FOUND, register, swapped
 from benchmarks.mbs.honest.run import SEED, Row, Step, bound_of, made, states, undivided, worst

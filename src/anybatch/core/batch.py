@@ -433,3 +433,20 @@ def _attributes(one: Any) -> list[str]:
     else:
         return []
     return [name for name in held if name not in retained and not name.startswith("_dynamo")]
+
+
+def copied(micro: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with its own copies of its inputs."""
+    inputs = pytree.map_tensors(
+        lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs
+    )
+    return replace(micro, inputs=inputs)
+
+
+def first_rows(outputs: Any, micro: MicroBatch) -> tuple[Any, MicroBatch]:
+    """Return the first two rows of outputs and targets, where each output holds rows first."""
+    few, n = 2, micro.size
+    if not all(one.dim() and len(one) == n for _, one in pytree.tensors(outputs)):
+        return outputs, micro
+    targets = pytree.rows(micro.targets, 0, few, n)
+    return pytree.rows(outputs, 0, few, n), MicroBatch(micro.inputs, targets, min(few, n))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Modules = list[tuple[str, nn.Module]]
@@ -314,3 +315,12 @@ def keywords(func: Callable[..., Any], kwargs: dict[str, Any] | None) -> dict[st
             return kwargs if weight is None else {**kwargs, "weight": weight}
         frame = None if frame is None else frame.f_back
     return kwargs
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """Suspend all function modes in the body, which is not a part of forward."""
+    with ExitStack() as stack:
+        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+            stack.enter_context(_pop_mode_temporarily())
+        yield

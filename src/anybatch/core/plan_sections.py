@@ -67,6 +67,7 @@ class Memory:
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
         waiting_capacity: bytes for waiting micro-batches on the device, in lockstep.
+        chunked: of the chunks in which wide linear maps and losses are computed; 0 is none.
     """
 
     budget: int
@@ -78,6 +79,7 @@ class Memory:
     how: str
     candidates: tuple[Candidate, ...] = ()
     waiting_capacity: Capacity = 0
+    chunked: int = 0
 
 
 def check_count(name: str, value: Any) -> None:
@@ -130,10 +132,8 @@ def explain(memory: Memory, chosen: int, *, offloaded: bool = False) -> list[str
 
 def show_floor(memory: Memory) -> str:
     """Return the fewest bytes of a step, and those of an undivided one; "" where unknown."""
-    least = (
-        "" if memory.floor is None else f"{show_bytes(memory.floor)} at one sample a micro-batch"
-    )
-    return least and f"{least}; {show_bytes(memory.undivided)} undivided"
+    least = memory.floor and f"{show_bytes(memory.floor)} at one sample a micro-batch"
+    return f"{least}; {show_bytes(memory.undivided)} undivided" if least else ""
 
 
 def verdicts(
@@ -147,9 +147,8 @@ def verdicts(
         offloaded: its saved tensors are offloaded. Default False.
     """
     every = memory.candidates
-    best = next(
-        (one for one in every if (one.micro_batch, one.offloaded) == (chosen, offloaded)), None
-    )
+    same = [one for one in every if (one.micro_batch, one.offloaded) == (chosen, offloaded)]
+    best = same[0] if same else None
     next_best = runners_up(every, best)
     fastest = min((one.seconds for one in every if one.seconds is not None), default=None)
     return [

@@ -50,6 +50,7 @@ from anybatch.execution.step import Scaler, Step
 from anybatch.execution.two_pass import COUPLED
 from anybatch.lockstep.scheduler import NoThreadError
 from anybatch.lockstep.sync_batchnorm import Adaptive
+from anybatch.loss.chunked_rows import chunks_of
 from anybatch.memory.fakes import paged
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.limits import segments_of
@@ -155,6 +156,7 @@ class Arranger:
             offload=run_plan.offload if trains else None,
         )
         step.budgeted, step.spill = True, step.spill or planner.spill.where(step.device)
+        step.chunked = chunks_of(run_plan.memory.chunked)
         if isinstance(batch, LazyBatch):
             step.watch = self._inputs.reach.watch
         return Arranged(step, plan_signature, run_plan)
@@ -384,7 +386,8 @@ def seconds_of_step(
                     leaf.grad = None
                 gradients = Gradients(case.leaves, wide=False)
                 step = make(batch, modules, before, gradients, n, attempts=attempts)
-                step.budgeted, step.coupled = True, step.coupled or attempts.coupled
+                step.budgeted, step.chunked = True, chunks_of(run_plan.memory.chunked)
+                step.coupled |= attempts.coupled
                 finish(case.device)
                 start = perf_counter()
                 try:

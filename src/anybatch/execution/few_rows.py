@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from anybatch.core import pytree
-from anybatch.core.batch import MicroBatch
+from anybatch.core.batch import MicroBatch, copied
 from anybatch.core.modules import eager
 from anybatch.core.python_state import difference
 from anybatch.core.rng import RNGState
 from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.guard import Guard
-from anybatch.execution.step import Step, copied
+from anybatch.execution.step import Step
 from anybatch.loss.base import Loss
 
 ENOUGH = 4
@@ -290,7 +290,7 @@ def refuse_meeting(step: Step, part: MicroBatch, fewer: Any, layout: Layout, mis
     """Refuse the difference, and name its cause: other rows, or another call."""
     rng = RNGState.now()
     with quietly(), torch.no_grad(), Guard(step):
-        again = step.forward(part)
+        again = step.inspected(part)
     rng.put_back()
     last = row_mismatch(fewer, again, layout, part.size, computed(step), turned=False)
     if last is None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 
 from anybatch.core import pytree
 from anybatch.core.barrier import ForwardOf
 from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch, row_shapes
-from anybatch.core.modules import call_model, walk
+from anybatch.core.modules import call_model, unheard, walk
 from anybatch.core.rng import RNGState
 from anybatch.execution.few_rows import turned
 from anybatch.execution.proof import congruent
@@ -188,15 +186,6 @@ def _parts(step: Step) -> set[int]:
     """Return the sizes of the micro-batches of a step."""
     size = step.micro_batch
     return {size, step.batch.size % size, step.global_batch.size % size}
-
-
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Suspend all function modes in the body, which is not a part of forward."""
-    with ExitStack() as stack:
-        for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
-            stack.enter_context(_pop_mode_temporarily())
-        yield
 
 
 def rows_of_loss(step: Step, outputs: Any, size: int) -> LossRows | None:

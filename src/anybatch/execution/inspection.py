@@ -321,7 +321,7 @@ class _Inspection:
 
         def call() -> Any:
             with torch.no_grad():
-                return step.forward(part)
+                return step.inspected(part)
 
         before = self.holds()
         call()
@@ -354,7 +354,7 @@ class _Inspection:
             rng.put_back()
             step.buffers.restart()
             with torch.no_grad():
-                return step.forward(full)
+                return step.inspected(full)
 
         draws |= step.draws is not None
         found = longest.matters(call, self.outputs, draws=draws)
@@ -491,7 +491,7 @@ class _Inspection:
             self._norms.follow = follow
         try:
             outputs, hooked = proof_rows.forward(
-                follow, micro, samples, self._step.forward, graph=self._trains, saved=saved
+                follow, micro, samples, self._step.inspected, graph=self._trains, saved=saved
             )
         finally:
             if self._norms is not None:
@@ -547,7 +547,7 @@ class _Inspection:
             drawn |= not RNGState.now().same_as(before)
             before.put_back()
             step.buffers.restart()
-            return step.forward(micro)
+            return step.inspected(micro)
 
         leaves = [p for p in step.model.parameters() if p.requires_grad]
         numbers = every_number(step.model.named_modules())

@@ -224,6 +224,7 @@ class Case:
         spare: bytes that may be tried with real tensors while fakes are rehearsed.
         meets: samples that meet inside the model, where `size` is more; 0 (default): they are not.
         state: the places where the loss can have state; None (default) if not needed.
+        chunked: bytes of the chunks of wide linear maps and losses; 0 (default) computes none so.
     """
 
     model: nn.Module
@@ -246,6 +247,7 @@ class Case:
     spare: int = 0
     meets: int = 0
     state: LossState | None = None
+    chunked: int = 0
 
     @property
     def together(self) -> int:
@@ -348,6 +350,7 @@ def as_fakes(case: Case) -> Case:
         page_bytes=case.page_bytes,
         meets=case.size,
         state=LossState(loss.functions(), model),
+        chunked=case.chunked,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from typing import Any, Protocol
@@ -25,8 +25,10 @@ from anybatch.core.batch import (
     LazyBatch,
     MicroBatch,
     TensorBatch,
+    copied,
     count_micro_batches,
     doubts_of,
+    first_rows,
     hanging,
     hangs,
 )
@@ -47,6 +49,8 @@ from anybatch.execution.snapshots import Repeatable
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Part, Scope, Total
 from anybatch.loss.calls import LossCalls
+from anybatch.loss.chunked import Deferring, narrowly, stand_ins
+from anybatch.loss.chunked_rows import ChunkedLosses
 from anybatch.loss.traced import OtherFormError
 from anybatch.memory.fakes import is_fake
 
@@ -143,6 +147,8 @@ class Step(Repeatable):
         sample: called where each backward begins. Default: nothing.
         calls: compares the state of the loss around its calls; None (default) where it has none.
         hanging: attributes and classes of outputs that their rows would not have.
+        chunked: reports losses of wide linear maps that are computed in chunks; None (default)
+            where none is.
     """
 
     link: DeviceLink
@@ -178,6 +184,7 @@ class Step(Repeatable):
     sample: Callable[[], None] = lambda: None
     calls: LossCalls | None = None
     hanging: set[Hung] = field(default_factory=set)
+    chunked: ChunkedLosses | None = None
     _collected: int = 0
 
     @property
@@ -238,7 +245,7 @@ class Step(Repeatable):
         if self.calls is not None and self.loss.takes_outputs:
             trains = self.gradients is not None
             if self.budgeted:  # two calls more of all rows were not foreseen
-                outputs, micro = _few(outputs, micro)
+                outputs, micro = first_rows(outputs, micro)
             self.calls.compare(self.loss.full_batch, outputs, micro, trains=trains, single=once)
 
     def nothing(self) -> Tensor:
@@ -337,12 +344,18 @@ class Step(Repeatable):
             self.buffers.after()
         return outputs
 
+    def inspected(self, micro: MicroBatch, **how: Any) -> Any:
+        """Run `forward` for an inspection, which needs few columns of wide linear maps."""
+        forward = partial(self.forward, micro, **how)
+        return forward() if self.chunked is None else narrowly(forward)
+
     def call(self, micro: MicroBatch, draws: FullBatchRNG | None) -> Any:
         """Call the model, with full-batch draws where `draws` is not None."""
         divided = self.divided
         if micro.size == 1:
             one_row()
         forward = partial(call_model, self.model, micro.inputs)
+        forward = forward if self.chunked is None else partial(stand_ins, forward)
         if divided:
             forward = partial(self.loss.run, forward, micro.inputs)
         with ForwardOf(micro.size, standalone=divided):
@@ -363,6 +376,10 @@ class Step(Repeatable):
         if divided and self.loss.takes_outputs and hangs(outputs):
             self.hanging |= hanging(outputs, "outputs", classes=True)
         return outputs
+
+    def in_chunks(self) -> AbstractContextManager[Any]:
+        """Return the context in which wide linear maps and their losses are computed in chunks."""
+        return nullcontext() if self.chunked is None else Deferring(self.chunked, planned=True)
 
     def under(self, work: Callable[[MicroBatch], None]) -> Callable[[MicroBatch], None]:
         """Return forward and backward of a micro-batch; offload saved tensors where planned."""
@@ -551,23 +568,6 @@ class Step(Repeatable):
         """See that all ranks have drawn alike, where they draw for each other."""
         if self.draws is not None and self.global_batch.several:
             self.global_batch.agree(devices_of(self.model))
-
-
-def copied(micro: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with its own copies of its inputs."""
-    inputs = pytree.map_tensors(
-        lambda t: t if t.requires_grad else t.detach().clone(), micro.inputs
-    )
-    return replace(micro, inputs=inputs)
-
-
-def _few(outputs: Any, micro: MicroBatch) -> tuple[Any, MicroBatch]:
-    """Return the first two rows of outputs and targets, where each output holds rows first."""
-    few, n = 2, micro.size
-    if not all(one.dim() and len(one) == n for _, one in pytree.tensors(outputs)):
-        return outputs, micro
-    targets = pytree.rows(micro.targets, 0, few, n)
-    return pytree.rows(outputs, 0, few, n), MicroBatch(micro.inputs, targets, min(few, n))
 
 
 def _check_single(outputs: Any, layout: Layout) -> None:

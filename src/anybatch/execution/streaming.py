@@ -78,6 +78,10 @@ class Streaming:
         Raises:
             Retry: the loss couples samples.
         """
+        with self.step.in_chunks():
+            self._train(micro)
+
+    def _train(self, micro: MicroBatch) -> None:
         step = self.step
         if self.normalize is None and step.discover is not None:
             self._refuse_coupled(micro)
@@ -310,10 +314,11 @@ def undivided(step: Step) -> Tensor:
         step.compare(outputs, micro, once=True)  # when the step's graph has gone
         found.append((outputs, loss.detach()))
 
-    step.under(train)(micro)
-    step.finish()
-    ((outputs, loss),) = found
-    step.show(outputs, micro)
+    with step.in_chunks():
+        step.under(train)(micro)
+        step.finish()
+        ((outputs, loss),) = found
+        step.show(outputs, micro)
     return loss
 
 

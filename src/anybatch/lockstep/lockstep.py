@@ -34,9 +34,9 @@ from torch.utils._python_dispatch import _push_mode as _push_dispatch_mode
 from anybatch.core import accelerators, pytree
 from anybatch.core.accelerator import Accelerator
 from anybatch.core.barrier import Route, exchange
-from anybatch.core.batch import MicroBatch, made_up
+from anybatch.core.batch import MicroBatch, copied, made_up
 from anybatch.core.transaction import HeldBack, uninterrupted
-from anybatch.execution.step import Step, check_trains, copied
+from anybatch.execution.step import Step, check_trains
 from anybatch.execution.streaming import Normalization, normalization
 from anybatch.execution.two_pass import loss_of_all, shares, value_of_all
 from anybatch.lockstep.batchnorm import MeetingNorms, Tracked

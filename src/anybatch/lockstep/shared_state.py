@@ -20,7 +20,7 @@ from torch import Tensor
 
 from anybatch.core import pytree
 from anybatch.core.barrier import Meeting, Site, here, looking, meeting_in
-from anybatch.core.batch import MicroBatch
+from anybatch.core.batch import MicroBatch, copied
 from anybatch.core.norm import NonReducingNorms
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import difference
@@ -35,7 +35,7 @@ from anybatch.execution.few_rows import (
     two_sizes,
 )
 from anybatch.execution.guard import Guard
-from anybatch.execution.step import Step, copied
+from anybatch.execution.step import Step
 from anybatch.lockstep.lockstep import Surroundings
 from anybatch.lockstep.scheduler import Lanes, LaneTurns
 

@@ -23,13 +23,14 @@ from torch.overrides import TorchFunctionMode
 from anybatch.core import pytree
 from anybatch.core.barrier import as_it_is
 from anybatch.core.batch import MicroBatch
-from anybatch.core.modules import keywords
+from anybatch.core.modules import keywords, unheard
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import places
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import same_values
 from anybatch.errors import LossError
 from anybatch.loss.holders import Change, Depth
+from anybatch.loss.logits import Logits
 from anybatch.loss.replay import suspended
 from anybatch.loss.state import LossState
 from anybatch.loss.tracer import silent
@@ -354,7 +355,7 @@ def refuse_hidden(
         try:
             # The call must reach no barrier of other lanes, and not record its batch normalisation
             # (test_a_declared_loss_outside_may_call_it).
-            with around(), as_it_is(), torch._C.DisableTorchFunction():
+            with around(), as_it_is(), _unheard_by_others(outputs):
                 found.append(_called(loss_fn, outputs, micro, trains=trains))
         except LossError:
             raise
@@ -378,6 +379,12 @@ def refuse_hidden(
     )
 
 
+def _unheard_by_others(outputs: Any) -> AbstractContextManager[Any]:
+    """Return a context without function modes; logits in chunks have functions of their own."""
+    chunked = any(isinstance(one, Logits) for _, one in pytree.tensors(outputs))
+    return unheard() if chunked else torch._C.DisableTorchFunction()
+
+
 def _called(
     loss_fn: FullBatchLoss, outputs: Any, micro: MicroBatch, *, trains: bool
 ) -> list[Tensor]:
@@ -385,6 +392,10 @@ def _called(
     leaves: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Logits):
+            logits, own = tensor.of_leaves()
+            leaves.extend(own if trains and tensor.requires_grad else [])
+            return logits
         copied = tensor.detach().clone()
         if trains and tensor.requires_grad:
             leaves.append(copied.requires_grad_())

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,12 +16,13 @@ from torch import Tensor
 from torch.compiler import is_compiling as compiling
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils import checkpoint
 
 from anybatch.core.barrier import in_forward
 from anybatch.core.modules import keywords
+from anybatch.core.pytree import map_tensors
 from anybatch.loss.chunked_rows import ChunkedLosses, LogitsSource, WideMap
-from anybatch.loss.logits import PLAIN, logits_of
+from anybatch.loss.logits import Logits, in_checkpoint, logits_of, transformed
+from anybatch.loss.row_functions import PLAIN
 
 WIDE = 4
 """Columns for each feature of a row, above which a linear map is wide. An MLP's first map has 4."""
@@ -42,10 +42,12 @@ def chunked_losses(
 
     The model needs no change: scaling, soft caps, casts, shifts, reshapes, biases, tied weights and
     LoRA are computed in chunks, too. Any other function of logits (topk, a mask that is written to
-    them) gets a tensor of all. Enter the context around forward and backward.
+    them) gets a tensor of all. Enter the context around forward and backward. Between the call of
+    the model and the loss write to no weight through ``.data``, numpy or a fused optimizer, which
+    nothing notices; other writes are refused. There are no second derivatives.
 
     Args:
-        rows: of a chunk. Default None: as many as take 4 MiB.
+        rows: of a chunk. Default None: as many as take 16 MiB.
         columns: least number of columns of a wide map. Default None: more than four times its
             features.
 
@@ -54,8 +56,8 @@ def chunked_losses(
 
     Raises:
         ValueError: `rows` or `columns` is less than 1.
-        LossError: code writes to logits of which it has made a view before, or to the input or the
-            weight of a wide map before the loss has been computed.
+        LossError: code writes to the input or the weight of a wide map before the loss has been
+            computed, asks for a gradient of logits after their loss, or for second derivatives.
 
     Example:
         >>> with anybatch.chunked_losses():
@@ -66,48 +68,69 @@ def chunked_losses(
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a number of {name}, 1 at least, and it is {value!r}")
     report = ChunkedLosses()
-    with _Defer(report, rows, columns):
+    with Deferring(report, rows, columns):
         yield report
 
 
-class _Defer(TorchFunctionMode):
-    def __init__(self, report: ChunkedLosses, rows: int | None, columns: int | None) -> None:
+class Deferring(TorchFunctionMode):
+    """Mode in which wide linear maps are not computed.
+
+    Args:
+        report: receives the functions of their results.
+        rows: as in `chunked_losses`.
+        columns: as in `chunked_losses`.
+        planned: by an engine; else its steps are left alone.
+        few: for an inspection, which computes few columns.
+    """
+
+    def __init__(
+        self,
+        report: ChunkedLosses,
+        rows: int | None = None,
+        columns: int | None = None,
+        *,
+        planned: bool = False,
+        few: bool = False,
+    ) -> None:
         super().__init__()
         self._report, self._rows, self._columns = report, rows, columns
+        self._planned, self._few = planned, few
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Defer a product, and pass everything else on."""
         kwargs = keywords(func, kwargs)
-        if func in _PRODUCTS and not (compiling() or in_forward() or _in_checkpoint()):
+        mine = func in _PRODUCTS and (self._planned or not in_forward())
+        if mine and not (compiling() or in_checkpoint()):
             found = _PRODUCTS[func](*args, **kwargs)
             if found is not None and self._wide(found):
-                source = LogitsSource((_cast(found),), self._report, self._rows)
-                source = replace(source, versions=tuple(one._version for one in source.tensors))
+                fixed = tuple((one, one._version) for one in found.tensors)
+                called = _cast(found.as_called())
+                source = LogitsSource(
+                    maps=(called,),
+                    report=self._report,
+                    rows=self._rows or self._report.rows(called),
+                    fixed=fixed,
+                    few=self._few,
+                )
                 return logits_of(source if torch.is_grad_enabled() else source.detached())
         return func(*args, **kwargs)
 
     def _wide(self, found: WideMap) -> bool:
         """Say whether a map is wide, and made of plain tensors."""
-        tensors = [one for one in (found.h, found.w, found.b) if one is not None]
+        tensors, h, w, device = found.tensors, found.h, found.w, found.h.device.type
         plain = all(
             type(one) in PLAIN and one.layout == torch.strided and not one.is_inference()
             for one in tensors
         )
-        if not plain or found.w.dim() != 2 or found.h.dim() < 2 or not found.h.numel():
+        if not plain or w.dim() != 2 or h.dim() < 2 or not h.numel() or h.shape[-1] != w.shape[1]:
             return False
-        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+        if device == "meta" or transformed():
             return False
-        columns, features = found.w.shape
-        one_type = len({one.dtype for one in tensors}) == 1 or torch.is_autocast_enabled(
-            found.h.device.type
-        )
+        columns, features = w.shape
+        one_type = len({one.dtype for one in tensors}) == 1 or torch.is_autocast_enabled(device)
         wide = columns > WIDE * features if self._columns is None else columns >= self._columns
-        return wide and one_type and found.h.is_floating_point() and found.h.shape[-1] == features
-
-
-def _in_checkpoint() -> bool:
-    """Say whether saved tensors are dropped here, and computed again without this mode."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return bool(hooks) and getattr(hooks[0], "__module__", "") == checkpoint.__name__
+        flat = found.b is None or found.b.shape == (columns,)
+        return wide and one_type and flat and h.is_floating_point()
 
 
 def _cast(one: WideMap) -> WideMap:
@@ -116,25 +139,46 @@ def _cast(one: WideMap) -> WideMap:
     if not torch.is_autocast_enabled(device) or one.h.dtype == torch.float64:
         return one
     dtype = torch.get_autocast_dtype(device)
-    return replace(
-        one, h=one.h.to(dtype), w=one.w.to(dtype), b=None if one.b is None else one.b.to(dtype)
-    )
+    return one.each(lambda tensor: tensor.to(dtype))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> WideMap | None:  # noqa: A002
     return WideMap(input, weight, bias)
 
 
-def _product(input: Tensor, other: Any, **more: Any) -> WideMap | None:  # noqa: A002
-    two = isinstance(input, Tensor) and isinstance(other, Tensor) and not more
-    return WideMap(input, other.t()) if two and other.dim() == 2 else None
+def _product(*args: Any, **more: Any) -> WideMap | None:
+    if len(args) != 2 or more or not all(isinstance(one, Tensor) for one in args):
+        return None
+    h, w = args
+    return WideMap(h, w.t()) if w.dim() == 2 else None
+
+
+def _matrices(*args: Any, **more: Any) -> WideMap | None:
+    found = _product(*args, **more)
+    return found if found is not None and found.h.dim() == 2 else None
 
 
 _PRODUCTS: dict[Any, Callable[..., WideMap | None]] = {
     F.linear: _linear,
     torch.matmul: _product,
-    torch.mm: _product,
+    torch.mm: _matrices,
     Tensor.matmul: _product,
-    Tensor.mm: _product,
+    Tensor.mm: _matrices,
     Tensor.__matmul__: _product,
 }
+
+
+def narrowly(forward: Callable[[], Any]) -> Any:
+    """Run forward for an inspection: few columns of wide linear maps are computed."""
+    with Deferring(ChunkedLosses(), planned=True, few=True):
+        return forward()
+
+
+def stand_ins(forward: Callable[[], Any]) -> Any:
+    """Return the outputs of a model, in an inspection with one column in the place of logits."""
+    return map_tensors(_stand_in, forward())
+
+
+def _stand_in(one: Tensor) -> Tensor:
+    source = one.few_source if isinstance(one, Logits) else None
+    return one if source is None else source.stand_in()

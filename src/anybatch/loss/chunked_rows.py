@@ -3,10 +3,12 @@
 Logits of a vocabulary are the largest tensor of many models, and three of them are there at once:
 the logits, their logarithms and their gradient. A loss needs a few numbers of each row. So forward
 computes the logits of a chunk of rows, takes these numbers, and drops the logits; backward computes
-them again, and adds their part of the gradients.
+them again, and adds their part of the gradients. A sum over rows has the same gradient for each of
+them, but for a factor: forward computes it at once, and backward multiplies.
 
     at once    h ──linear──> [rows, V] ──loss──> [rows]       3 x rows x V numbers
     chunked    h[0:c] ──> [c, V] ──> [c] │ h[c:2c] ──> ...    3 x c x V numbers, one product more
+    a sum      h[0:c] ──> [c, V] ──> 1, gradients │ ...       3 x c x V numbers, no product more
 
 Source: u-cuDNN's conclusion, which asks for other layers than convolutions; Liger and torch's own
 `linear_cross_entropy` compute one loss so.
@@ -16,18 +18,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from anybatch.errors import LossError
+from anybatch.memory.fakes import is_fake
 
-BYTES = 4 * 2**20
+BYTES = 16 * 2**20
 """Bytes of the logits of a chunk, where no number of rows is given."""
+
+FEW = 2
+"""Columns that an inspection computes: rows meet in all of them or in none."""
 
 LEAST = 16
 """Rows of a chunk, where that many take more bytes."""
@@ -49,6 +55,20 @@ class WideMap:
     b: Tensor | None = None
     scale: float = 1.0
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Rows, weight and bias."""
+        return [one for one in (self.h, self.w, self.b) if one is not None]
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> WideMap:
+        """Return the map of changed tensors."""
+        h, w = change(self.h), change(self.w)
+        return replace(self, h=h, w=w, b=None if self.b is None else change(self.b))
+
+    def as_called(self) -> WideMap:
+        """Return the map with the graph of this moment, for any `requires_grad` later."""
+        return self.each(lambda one: one.view_as(one) if one.requires_grad else one.detach())
+
 
 Step = Callable[[Tensor], Tensor]
 """Computes with logits of some rows, each row by itself."""
@@ -63,20 +83,27 @@ class RowsFunction:
         steps: one after the other, from logits [c, V] to logits [c, V].
         last: from logits [c, V] and c rows of other tensors to c rows of results.
         chunk: c, rows that are computed at once.
+        total: the result is the sum of all rows.
+        count: the sum is divided by it; None divides it by nothing.
+        trains: backward follows, so of a sum the gradients are computed in forward.
     """
 
     scales: tuple[float, ...]
     steps: tuple[Step, ...]
     last: Callable[..., Tensor]
     chunk: int
+    total: bool = False
+    count: Tensor | None = None
+    trains: bool = False
 
     def logits(self, maps: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Return the sum of some rows of linear maps."""
         found: Tensor | None = None
-        for scale, (h, w, b) in zip(self.scales, maps, strict=True):
-            one = F.linear(h, w, b)
-            one = one if scale == 1.0 else one * scale
-            found = one if found is None else found + one
+        with autocast_as(maps[0][0].device.type, False, maps[0][0].dtype):
+            for scale, (h, w, b) in zip(self.scales, maps, strict=True):
+                one = F.linear(h, w, b)
+                one = one if scale == 1.0 else one * scale
+                found = one if found is None else found + one
         assert found is not None
         return found
 
@@ -92,7 +119,11 @@ def rows_of(
     steps: tuple[Step, ...],
     last: Callable[..., Tensor],
     others: list[Tensor],
-    rows: int | None,
+    rows: int,
+    *,
+    total: bool = False,
+    count: Tensor | None = None,
+    twice: bool = False,
 ) -> Tensor:
     """Return ``last(steps(sum of maps), *others)`` of all rows, computed in chunks of them.
 
@@ -101,18 +132,22 @@ def rows_of(
         steps: computations with logits, each row by itself.
         last: the results of rows of logits and of the other tensors.
         others: tensors with a row for each row of logits, without gradients.
-        rows: of a chunk; None is as many as take `BYTES`, and `LEAST` at least.
+        rows: of a chunk.
+        total: return the sum of the results of all rows. Default False.
+        count: divide the sum by it. Default None: by nothing.
+        twice: compute logits in forward and again in backward, of a sum, too. Default False.
 
     Returns:
         The results, the rows first, in one dimension.
     """
-    wide, each = maps[0].w.shape[0], maps[0].h.element_size()
-    chunk = rows or max(LEAST, BYTES // max(1, wide * each))
     last = as_now(maps[0].h, last)
-    function = RowsFunction(tuple(one.scale for one in maps), steps, last, chunk)
     tensors: list[Tensor | None] = []
     for one in maps:
         tensors += [one.h.reshape(-1, one.h.shape[-1]), one.w, one.b]
+    graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    graph &= not twice
+    scales = tuple(one.scale for one in maps)
+    function = RowsFunction(scales, steps, last, rows, total, count, trains=total and graph)
     found: Tensor = ChunkedRows.apply(function, *tensors, *others)  # type: ignore[no-untyped-call]
     return found
 
@@ -122,44 +157,112 @@ class ChunkedRows(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, function: RowsFunction, *tensors: Tensor | None) -> Tensor:
-        """Return the results of all rows."""
-        ctx.function = function
+        """Return the results of all rows, or their sum."""
+        ctx.function, ctx.sums = function, None
         ctx.save_for_backward(*tensors)
-        found = [
+        if function.trains:
+            ctx.sums = _places(function, tensors, ctx.needs_input_grad[1:])
+            result = _differentiated(function, tensors, ctx.sums, None)
+            assert result is not None
+            return result
+        parts = (
             function.result(function.logits(maps), others)
             for _, maps, others in _chunks(function, tensors)
-        ]
-        result = found[0] if len(found) == 1 else torch.cat(found)
+        )
+        if function.total:
+            total, dtype = None, torch.float32
+            for part in parts:
+                total, dtype = _added(total, part.sum()), part.dtype
+            assert total is not None
+            return _over(total, function).to(dtype)
+        found = list(parts)
+        if is_fake(found[0]):  # one chunk stands for all of them
+            result = found[0].new_empty((len(tensors[0]), *found[0].shape[1:]))  # type: ignore[arg-type]
+        else:
+            result = found[0] if len(found) == 1 else torch.cat(found)
         if not result.is_floating_point():
             ctx.mark_non_differentiable(result)
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the gradients of the rows, weights and biases of the maps."""
+        refuse_second_derivatives()
         function, (gradient,) = ctx.function, gradients
         tensors: tuple[Tensor | None, ...] = ctx.saved_tensors
-        count = 3 * len(function.scales)
-        sums = [
-            _zeros(one, wide=place % 3 > 0) if one is not None and needed else None
-            for place, (one, needed) in enumerate(
-                zip(tensors[:count], ctx.needs_input_grad[1:], strict=False)
-            )
-        ]
-        with torch._C.DisableTorchFunction():  # no mode around backward is to hear of it
-            for rows, maps, others in _chunks(function, tensors):
-                with torch.enable_grad():
-                    leaf = function.logits(maps).detach().requires_grad_()
-                    result = function.result(leaf, others)
-                (dz,) = torch.autograd.grad(result, leaf, gradient[rows])
-                del leaf, result
-                _add(sums, function, maps, dz, rows)
+        sums, ctx.sums = ctx.sums, None  # a second backward computes them again
+        if sums is not None:
+            for one in sums:
+                if one is not None:
+                    one.mul_(gradient)
+        else:
+            sums = _places(function, tensors, ctx.needs_input_grad[1:])
+            _differentiated(function, tensors, sums, gradient)
         found = [
             None if sum_ is None or one is None else sum_.to(one.dtype)
             for sum_, one in zip(sums, tensors, strict=False)
         ]
-        return None, *found, *(None for _ in tensors[count:])
+        return None, *found, *(None for _ in tensors[len(sums) :])
+
+
+def _places(
+    function: RowsFunction, tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """Return zeros for the gradients of the maps; None for one that needs none."""
+    count = 3 * len(function.scales)
+    pairs = enumerate(zip(tensors[:count], needed, strict=False))
+    return [
+        _zeros(one, wide=place % 3 > 0) if one is not None and wanted else None
+        for place, (one, wanted) in pairs
+    ]
+
+
+def _differentiated(
+    function: RowsFunction,
+    tensors: tuple[Tensor | None, ...],
+    sums: list[Tensor | None],
+    gradient: Tensor | None,
+) -> Tensor | None:
+    """Add the gradients of all rows to `sums`; return the sum of the results.
+
+    Args:
+        function: of the rows.
+        tensors: of the maps, and others.
+        sums: receive the gradients of the maps.
+        gradient: of the results, one for each row, or one for their sum; None is 1, in forward.
+    """
+    found, dtype = None, torch.float32
+    with plain(tensors[0]):  # type: ignore[arg-type] # no mode around backward is to hear of it
+        for rows, maps, others in _chunks(function, tensors):
+            with torch.enable_grad():
+                leaf = function.logits(maps).detach().requires_grad_()
+                result = function.result(leaf, others)
+                result = result.sum() if function.total else result
+            some = torch.ones_like(result) if gradient is None else gradient
+            some = some if function.total else some[rows]
+            # Divided before backward rounds (test_losses_in_chunks_are_those_of_whole_logits).
+            some = some if function.count is None else some / function.count.to(some)
+            (dz,) = torch.autograd.grad(result, leaf, some)
+            if gradient is None:
+                found, dtype = _added(found, result.detach()), result.dtype
+            del leaf, result
+            _add(sums, function, maps, dz, rows)
+            del dz  # before the next chunk (test_no_step_holds_more_than_its_forecast)
+    return None if found is None else _over(found, function).to(dtype)
+
+
+def _added(total: Tensor | None, part: Tensor) -> Tensor:
+    """Return a running total in float32 at least, which holds one number for any chunks."""
+    part = part.float() if part.dtype in HALF else part
+    return part.clone() if total is None else total.add_(part)
+
+
+def _over(total: Tensor, function: RowsFunction) -> Tensor:
+    """Return a total over the count of a function."""
+    return total if function.count is None else total / function.count.to(total)
+
+
+HALF = (torch.float16, torch.bfloat16)
 
 
 def _add(
@@ -188,18 +291,22 @@ def _zeros(one: Tensor, *, wide: bool) -> Tensor:
 
     (test_gradients_of_chunks_are_summed_in_float32)
     """
-    half = wide and one.dtype in (torch.float16, torch.bfloat16)
+    half = wide and one.dtype in HALF
     return torch.zeros_like(one, dtype=torch.float32 if half else one.dtype)
 
 
 def _chunks(
     function: RowsFunction, tensors: tuple[Tensor | None, ...]
 ) -> Iterator[tuple[slice, list[tuple[Tensor, Tensor, Tensor | None]], list[Tensor]]]:
-    """Yield the places of some rows, the maps of these, and these rows of other tensors."""
+    """Yield the places of some rows, the maps of these, and these rows of other tensors.
+
+    Of tensors without data one chunk only: a dry run counts bytes, in as many kernels for any rows.
+    """
     count, every = len(function.scales), tensors
     first = every[0]
     assert first is not None
-    for begin in range(0, max(1, len(first)), function.chunk):
+    ends = function.chunk if is_fake(first) else len(first)
+    for begin in range(0, max(1, ends), function.chunk):
         rows = slice(begin, min(begin + function.chunk, len(first)))
         maps = []
         for place in range(count):
@@ -213,15 +320,41 @@ def _chunks(
 def as_now(one: Tensor, compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a function that computes under the autocast of this moment, in backward, too."""
     device = one.device.type
-    if not torch.is_autocast_enabled(device):
-        return compute
-    dtype = torch.get_autocast_dtype(device)
+    setting = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
     def computed(*args: Any) -> Tensor:
-        with torch.autocast(device, dtype=dtype, cache_enabled=False):
+        with autocast_as(device, *setting):
             return compute(*args)
 
     return computed
+
+
+def autocast_as(device: str, enabled: bool, dtype: torch.dtype) -> AbstractContextManager[Any]:  # noqa: FBT001
+    """Return a context with this autocast; none where it is so already."""
+    if not enabled and not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def plain(one: Tensor) -> AbstractContextManager[Any]:
+    """Return a context without autocast, and without any mode or function of a subclass."""
+    stack = ExitStack()
+    stack.enter_context(torch._C.DisableTorchFunction())
+    stack.enter_context(autocast_as(one.device.type, False, one.dtype))
+    return stack
+
+
+def refuse_second_derivatives() -> None:
+    """Refuse a backward for a second derivative.
+
+    Raises:
+        LossError: it is one.
+    """
+    if torch.is_grad_enabled():
+        raise LossError(
+            "a loss that is computed in chunks has no second derivatives, and backward was called "
+            "with create_graph=True: leave out chunked_losses"
+        )
 
 
 @dataclass
@@ -231,10 +364,16 @@ class ChunkedLosses:
     Attributes:
         chunked: calls that were computed in chunks, by the name of the function.
         materialised: calls that got all logits at once, by the name of the function.
+        nbytes: of the logits of a chunk, where no number of rows is given.
     """
 
     chunked: Counter[str] = field(default_factory=Counter)
     materialised: Counter[str] = field(default_factory=Counter)
+    nbytes: int = BYTES
+
+    def rows(self, one: WideMap) -> int:
+        """Return the rows of a chunk of a map: as many as take `nbytes`, and `LEAST` at least."""
+        return max(LEAST, self.nbytes // (one.w.shape[0] * one.h.element_size()))
 
     def __str__(self) -> str:
         """Return one line for each of both."""
@@ -245,6 +384,11 @@ class ChunkedLosses:
         )
 
 
+def chunks_of(nbytes: int) -> ChunkedLosses | None:
+    """Return a report for chunks of so many bytes; None for 0, which is no chunks."""
+    return ChunkedLosses(nbytes=nbytes) if nbytes else None
+
+
 @dataclass(frozen=True)
 class LogitsSource:
     """Computation of logits that has not been run.
@@ -252,25 +396,29 @@ class LogitsSource:
     Attributes:
         maps: linear maps, which are added up: a layer, and its adapters.
         report: of the context.
-        rows: of a chunk; None follows from the number of columns.
+        rows: of a chunk.
         steps: computations with logits, each row by itself.
         dtype: of the logits; None is that of the maps.
         place: the dimension of the columns; -1 is the last one.
-        versions: of the tensors of the maps, when the map was called.
+        fixed: tensors of the maps, and their versions when the map was called.
+        few: compute `FEW` columns only, for an inspection of the rows.
+        rounds: a step computes in a lower precision than the maps.
     """
 
     maps: tuple[WideMap, ...]
     report: ChunkedLosses
-    rows: int | None
+    rows: int
     steps: tuple[Step, ...] = ()
     dtype: torch.dtype | None = None
     place: int = -1
-    versions: tuple[int, ...] = ()
+    fixed: tuple[tuple[Tensor, int], ...] = ()
+    few: bool = False
+    rounds: bool = False
 
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors of the maps."""
-        return [t for one in self.maps for t in (one.h, one.w, one.b) if t is not None]
+        return [tensor for one in self.maps for tensor in one.tensors]
 
     def refuse_written(self) -> None:
         """Refuse maps of which a tensor has been written to since they were called.
@@ -278,7 +426,7 @@ class LogitsSource:
         Raises:
             LossError: one has been.
         """
-        if self.versions and self.versions != tuple(one._version for one in self.tensors):
+        if any(one._version != version for one, version in self.fixed):
             raise LossError(
                 "a wide linear map that is computed in chunks must find its input and weight as "
                 "they were when it was called, and one of them has been written to in place since: "
@@ -305,16 +453,12 @@ class LogitsSource:
     def materialise(self) -> Tensor:
         """Return the logits."""
         self.refuse_written()
-        with torch._C.DisableTorchFunction():
+        with plain(self.maps[0].h):
             return self._computed()
 
     def _computed(self) -> Tensor:
-        found: Tensor | None = None
-        for one in self.maps:
-            each = F.linear(one.h, one.w, one.b)
-            each = each if one.scale == 1.0 else each * one.scale
-            found = each if found is None else found + each
-        assert found is not None
+        function = RowsFunction(tuple(one.scale for one in self.maps), self.steps, torch.clone, 0)
+        found = function.logits([(one.h, one.w, one.b) for one in self.maps])
         for step in self.steps:
             found = step(found)
         return found if self.place < 0 else found.movedim(-1, self.place)
@@ -324,15 +468,19 @@ class LogitsSource:
         like = self.maps[0].h
         step = as_now(like, step)
         empty = torch.empty((0, self.columns), dtype=self.dtype_now, device=like.device)
-        return replace(self, steps=(*self.steps, step), dtype=step(empty).dtype)
+        dtype = step(empty).dtype
+        rounds = self.rounds or dtype.itemsize < like.dtype.itemsize
+        return replace(self, steps=(*self.steps, step), dtype=dtype, rounds=rounds)
+
+    def stand_in(self) -> Tensor:
+        """Return a tensor of their shape with the values of one column, which takes no memory."""
+        one = replace(self, few=True).reduced(lambda z: z[:, :1])
+        found = one.reshape(*self.lead, 1).expand(*self.lead, self.columns)
+        return found if self.place < 0 else found.movedim(-1, self.place)
 
     def detached(self) -> LogitsSource:
         """Return the source of the same logits without a gradient."""
-        maps = [
-            replace(m, h=m.h.detach(), w=m.w.detach(), b=None if m.b is None else m.b.detach())
-            for m in self.maps
-        ]
-        return replace(self, maps=tuple(maps))
+        return replace(self, maps=tuple(one.each(Tensor.detach) for one in self.maps))
 
     def times(self, scale: float) -> LogitsSource:
         """Return the source of these logits times a number."""
@@ -347,7 +495,24 @@ class LogitsSource:
         """Return the source of the same columns of other rows."""
         return replace(self, maps=tuple(replace(one, h=move(one.h)) for one in self.maps))
 
-    def reduced(self, last: Callable[..., Tensor], *others: Tensor) -> Tensor:
+    def reduced(
+        self,
+        last: Callable[..., Tensor],
+        *others: Tensor,
+        total: bool = False,
+        count: Tensor | None = None,
+    ) -> Tensor:
         """Return a function of each row by itself, in chunks; all rows are one dimension."""
         self.refuse_written()
-        return rows_of(self.maps, self.steps, last, list(others), self.rows)
+        if self.few:
+            maps = [
+                (m.h.reshape(-1, m.h.shape[-1]), m.w[:FEW], None if m.b is None else m.b[:FEW])
+                for m in self.maps
+            ]
+            function = RowsFunction(tuple(m.scale for m in self.maps), self.steps, last, 0)
+            found = function.result(function.logits(maps), list(others))
+            found = found.sum() if total else found
+            return found if count is None else found / count.to(found)
+        rows = self.maps, self.steps, last, list(others), self.rows
+        # A gradient that is rounded and then weighed is another one than the other way round.
+        return rows_of(*rows, total=total, count=count, twice=self.rounds)

@@ -26,6 +26,7 @@ from anybatch.core.norm import ScriptedNormError
 from anybatch.core.plan_sections import Candidate
 from anybatch.errors import BudgetError, NotExactError, NotYetError, StoreError
 from anybatch.execution.signature import Case, RunPlan, Signature
+from anybatch.loss.chunked import WIDE
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen
 from anybatch.planner.forecast import ASIDE, WORKSPACE, Forecast
@@ -104,7 +105,9 @@ class Decision:
         may = way != "off" and signature.trains and not (divides and request.undivided)
         if may and way in ("host", "file"):
             request.refuse_spread()
-        may = may and not request.spread
+        # A kernel that computes chunks is one event of a step, so what leaves beside it is not
+        # foreseen (test_a_step_in_chunks_offloads_nothing).
+        may = may and not (request.spread or request.chunked)
         if may and way != "auto" and (found := self._offloaded()) is not None:
             return found
         if (
@@ -497,6 +500,7 @@ class PlanningRequest:
         optimizer: its state counts, as it will be.
         refuse_division: raises where the batch must not be divided.
         follows: a step of it follows, so what it does not need is not foreseen.
+        chunked: bytes of the chunks of its wide linear maps and losses; 0 (default) is none.
     """
 
     signature: Signature
@@ -504,11 +508,25 @@ class PlanningRequest:
     optimizer: torch.optim.Optimizer | None
     refuse_division: Callable[[], object]
     follows: bool = False
+    chunked: int = 0
 
     @cached_property
     def full_batch(self) -> bool:
         """Whether micro-batches that know nothing of each other would be another training."""
         return self.signature.lanes or self.undivided
+
+    @property
+    def may_be_chunked(self) -> bool:
+        """Whether wide linear maps and losses can be computed in chunks of rows.
+
+        Not in lockstep, over ranks, or with draws of the full batch, which a mode would not hear.
+        Where no weight is wide, nothing would be.
+        """
+        case = self.case()
+        if self.signature.lanes or self.signature.global_samples or case.draws:
+            return False
+        weights = (one for one in case.leaves if one.dim() == 2)
+        return any(max(one.shape) > WIDE * min(one.shape) for one in weights)
 
     @property
     def spread(self) -> bool:

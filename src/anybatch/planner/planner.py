@@ -28,7 +28,7 @@ from anybatch.core.oom import release
 from anybatch.core.plan import Plan
 from anybatch.core.status import say
 from anybatch.core.units import parse_bytes, show_bytes, show_samples
-from anybatch.errors import NotExactError
+from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.execution.step import SINGLE_SAMPLE
 from anybatch.memory.ledger import StepTimeline
@@ -45,6 +45,12 @@ from anybatch.planner.workspaces import Workspaces
 
 SLACK = 0.05
 """Share of its forecast that a step which is measured again may hold more, within the budget."""
+
+FREE = ("auto", "off")
+"""Ways of offloading that require none."""
+
+CHUNKS = (16 << 20, 4 << 20, 1 << 20)
+"""Bytes of the chunks of a wide linear map that are tried: larger ones are faster."""
 
 OTHER_MODEL = "the model is another one than was planned, so the next steps are planned anew"
 BY_VALUES = (
@@ -85,6 +91,7 @@ class Planner:
         self.two_pass = settled is not None and settled.coupled
         self.earlier: EarlierPlans | None = None
         self._missing = 0
+        self._chunked: dict[bool, int] = {}
         self._varied = self._renewed = self._forgot = False
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
@@ -147,8 +154,9 @@ class Planner:
         found = self._earlier(signature) or self._planned.get(signature)
         if found is None or not (follow or found.memory.floor):
             self._say_stopped(signature)
-            case = cache(make_case)
-            request = PlanningRequest(signature, case, optimizer, refuse_division, follow)
+            chunked = self._chunked.get(signature.trains, 0)
+            case = cache(lambda: replace(make_case(), chunked=chunked))
+            request = PlanningRequest(signature, case, optimizer, refuse_division, follow, chunked)
             found = self.workspaces.within(self._fixed_budget, partial(self._decide, request))
             found = self._settled_in(found, signature)
             # Another plan was wrong, so the engine measures this one
@@ -172,6 +180,7 @@ class Planner:
             self._precedent.sends = fastest.offload is not None
         found = _with_more(found, self._missing)
         self._planned[signature] = found
+        self._chunked |= {signature.trains: found.memory.chunked}
         return found
 
     def timeline(self, signature: Signature) -> StepTimeline | None:
@@ -423,9 +432,34 @@ class Planner:
         return self.budget
 
     def _decide(self, request: PlanningRequest) -> RunPlan:
-        settled = self._of_plan(request)
+        """Return how a batch is run; in chunks where not even one sample fits otherwise."""
+        settled, outside = self._of_plan(request), sys.exception()
         if settled is not None:
             return settled
+        try:
+            return self._decided(request)
+        except BudgetError as error:
+            if request.chunked or not request.may_be_chunked or self.spill.way not in FREE:
+                raise
+            release(error, outside=outside)
+            failed = error
+        for nbytes in CHUNKS:
+            try:
+                return self._in_chunks(request, nbytes)
+            except BudgetError as error:
+                failed = min(failed, error, key=lambda one: one.needed)
+        self._foreseen.forget()
+        raise failed from None
+
+    def _in_chunks(self, request: PlanningRequest, nbytes: int) -> RunPlan:
+        """Return how a batch is run with losses in chunks of so many bytes."""
+        case = cache(lambda: replace(request.case(), chunked=nbytes))
+        self._foreseen.forget()
+        found = self._decided(replace(request, case=case, chunked=nbytes))
+        self._chunked[request.signature.trains] = nbytes
+        return found
+
+    def _decided(self, request: PlanningRequest) -> RunPlan:
         if self.budget is None:
             self.budget, self.source = default_budget(request.case(), request.optimizer)
         timed = self.timed and not torch.are_deterministic_algorithms_enabled()
@@ -433,7 +467,8 @@ class Planner:
         decision = Decision(request, terms, self._precedent, self._foreseen, self.workspaces)
         outside = sys.exception()
         try:
-            return decision.made()
+            found = decision.made()
+            return replace(found, memory=replace(found.memory, chunked=request.chunked))
         except torch.OutOfMemoryError as error:
             if accelerator.of(request.case().device).host:
                 raise
@@ -454,6 +489,7 @@ class Planner:
             return None
         if settled.offload is not None:
             request.refuse_spread()
+        self._chunked |= {signature.trains: settled.memory.chunked}
         self._settled = None
         self._precedent.decided += 1
         return settled

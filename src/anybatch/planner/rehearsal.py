@@ -56,6 +56,7 @@ from anybatch.execution.streaming import Lap, Parts, discoverer, feed, laps, str
 from anybatch.execution.two_pass import COUPLED, loss_of_all, pull, shares, value_of_all
 from anybatch.lockstep.batchnorm import batch_norm
 from anybatch.loss.calls import LossCalls
+from anybatch.loss.chunked_rows import chunks_of
 from anybatch.loss.holders import Depth, Writes
 from anybatch.loss.tracer import CallableLoss, Rehearsed
 from anybatch.memory.fakes import uncounted
@@ -122,7 +123,7 @@ def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Time
             rehearse_difference(one)
         if case.draws:  # what learning them compares is there while forward runs again
             compared = pytree.map_tensors(torch.empty_like, fewer)
-            step.forward(full)
+            step.inspected(full)
             del compared
     copies = written(full) or written(part)
     shows = -(-sum(bytes_of(t) for _, t in pytree.tensors(outputs)) // full.size)
@@ -135,7 +136,7 @@ def _inspected(case: Case, step: Step, micro: MicroBatch) -> Any:
     """Return the outputs of a forward with a graph that saves nothing."""
     # A recurrent kernel allocates more (test_the_first_inspection_of_a_sequence_is_foreseen).
     with torch.set_grad_enabled(case.trains):
-        outputs = saving_nothing(partial(step.forward, micro))
+        outputs = saving_nothing(partial(step.inspected, micro))
     return pytree.map_tensors(Tensor.detach, outputs)
 
 
@@ -575,6 +576,7 @@ def make_step(
         batchnorm=case.batchnorm,
         calls=_calls(case),
         budgeted=True,
+        chunked=chunks_of(case.chunked),
     )
 
 

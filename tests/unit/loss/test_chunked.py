@@ -177,17 +177,254 @@ def test_other_functions_get_the_whole_logits_and_the_report_says_so(name: str, 
     assert "materialised: none" not in str(report)
 
 
-def test_a_view_of_logits_that_are_written_to_is_refused() -> None:
+def through_a_view(z: Tensor) -> Tensor:
+    view = z.view(-1, V)
+    view[..., 3] = -2.0
+    return z
+
+
+def before_a_view(z: Tensor) -> Tensor:
+    view = z.view(-1, V)
+    z[..., 3] = -2.0
+    return view
+
+
+def by_data(z: Tensor) -> Tensor:
+    view = z.view(-1, V)
+    z.data[..., 3] = -2.0
+    return view
+
+
+def unfolded(z: Tensor) -> Tensor:
+    view = z.view(-1, V)
+    z.unfold(-1, 5, 5).mul_(2)
+    return view
+
+
+def through_no_copy(z: Tensor) -> Tensor:
+    z.double().mul_(2)
+    return z
+
+
+def through_a_copy(z: Tensor) -> Tensor:
+    z.clone().mul_(2)
+    z.transpose(0, 1).contiguous().mul_(2)
+    return z
+
+
+def of_detached(z: Tensor) -> Tensor:
+    with torch.no_grad():
+        z.detach().mul_(2)
+    return z
+
+
+def rectified(z: Tensor) -> Tensor:
+    nn.ReLU(inplace=True)(z)
+    return z
+
+
+def rectified_by_place(z: Tensor) -> Tensor:
+    view = z.view(-1, V)
+    F.relu(z, True)
+    return view
+
+
+def clamped(z: Tensor) -> Tensor:
+    z.clamp_(max=0.1)
+    return torch.zeros(V).double() + z
+
+
+WRITES: dict[str, Callable[[Tensor], Tensor]] = {
+    "through a view": through_a_view,
+    "before a view is used": before_a_view,
+    "by data": by_data,
+    "to windows": unfolded,
+    "to a cast that is none": through_no_copy,
+    "to copies": through_a_copy,
+    "to a detached view": of_detached,
+    "by a module": rectified,
+    "by a function, by place": rectified_by_place,
+    "before a sum": clamped,
+    "and is itself": lambda z: z if z.div_(2) is z else z * 0,
+}
+
+
+@pytest.mark.parametrize("head", ["plain", "adapted"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_write_to_logits_is_seen_wherever_torch_shows_it(name: str, head: str) -> None:
+    compared(Net(head).double(), lambda z, y: flat(WRITES[name](z), y))
+
+
+def reverse_sum(z: Tensor, y: Tensor) -> Tensor:
+    return flat(torch.add(WEIGHT, z, alpha=3.0), y) + flat(WEIGHT.add(z, alpha=2), y)
+
+
+def metrics_in_inference_mode(z: Tensor, y: Tensor) -> Tensor:
+    with torch.inference_mode():
+        z.topk(2)
+    return flat(z, y)
+
+
+def added_without_gradient(z: Tensor, y: Tensor) -> Tensor:
+    with torch.no_grad():
+        total = z + z * 2
+        same = z.double()
+    return flat(same, y) + flat(total, y)
+
+
+def checkpointed(z: Tensor, y: Tensor) -> Tensor:
+    of = checkpoint(F.gelu, z, use_reentrant=False)
+    assert isinstance(of, Tensor)
+    return flat(z, y) + of.square().mean()
+
+
+ODD: dict[str, Use] = {
+    "a sum with a factor, the other way round": reverse_sum,
+    "a metric in inference mode": metrics_in_inference_mode,
+    "a sum without a gradient": added_without_gradient,
+    "a checkpoint of logits": checkpointed,
+    "a sum with a plain tensor first": lambda z, y: flat(WEIGHT + z, y),
+    "one number with a dimension": lambda z, y: flat(z * torch.tensor([1.3]).double(), y),
+    "another precision": lambda z, y: flat(z.float() * torch.tensor([1.3]).double(), y),
+    "the same bits": lambda z, y: flat(z, y) + z.detach().view(torch.int64).double().mean() * 1e-19,
+    "keepdims": lambda z, y: flat(z - z.mean(-1, keepdims=True), y),  # type: ignore[call-overload]
+    "a mask of numpy": lambda z, y: F.cross_entropy(z[MASK.numpy()], y[MASK]),
+    "a mask of numpy over all": lambda z, _: (
+        z[(WEIGHT > 1).expand(N, L, V).numpy()].square().mean()
+    ),
+    "no columns": lambda z, y: flat(z, y) + z.gather(-1, y[..., None][..., :0]).sum(),
+    "a tiny number": lambda z, y: flat(z / 1e-310 * 1e-310, y),
+    "whole numbers": lambda z, y: flat(z, y) + z.mul(10).to(torch.int64).double().sum(-1).mean(),
+    "the name of the type": lambda z, y: flat(z, y) * len(str(z.type())),
+    "large and small numbers": lambda z, y: flat(z * 1e30 / 1e30, y),
+    "a loss of log-probabilities of columns second": lambda z, y: F.nll_loss(
+        z.log_softmax(-1).mT, y, weight=WEIGHT
+    ),
+    "two stages": lambda z, y: two_stages(z, y),
+    "a gradient of logits": lambda z, y: gradient_of(z, y),
+}
+
+
+def two_stages(z: Tensor, y: Tensor) -> Tensor:
+    leaf = z.detach().requires_grad_()
+    flat(leaf, y).backward()
+    assert leaf.grad is not None
+    return (z * leaf.grad).sum()
+
+
+def gradient_of(z: Tensor, y: Tensor) -> Tensor:
+    z.retain_grad()
+    loss = flat(z, y)
+    loss.backward(retain_graph=True)
+    assert z.grad is not None
+    return loss + z.grad.square().sum()
+
+
+@pytest.mark.parametrize("head", ["plain", "adapted", "a product"])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_functions_of_logits_are_as_torch_has_them(name: str, head: str) -> None:
+    compared(Net(head).double(), ODD[name])
+
+
+@pytest.mark.parametrize("ask", ["grad", "hook", "retain", "inputs"])
+def test_a_gradient_of_logits_after_their_loss_is_refused(ask: str) -> None:
+    x, y = batch()
+    with chunked_losses():
+        z = Net().double()(x)
+        loss = flat(z.float(), y)
+        with pytest.raises(LossError, match="must come before their loss"):
+            if ask == "grad":
+                torch.autograd.grad(loss, z)
+            elif ask == "hook":
+                z.register_hook(lambda dz: dz)
+            elif ask == "retain":
+                z.retain_grad()
+            else:
+                loss.backward(inputs=[z])
+
+
+@pytest.mark.parametrize("use", [flat, WHOLE["topk"]])
+def test_second_derivatives_are_refused_or_right(use: Use) -> None:
     x, y = batch()
     net = Net().double()
     with chunked_losses():
+        loss = use(net(x), y)
+        with (
+            pytest.raises(LossError, match="no second derivatives")
+            if use is flat
+            else (torch.enable_grad())
+        ):
+            torch.autograd.grad(loss, net.head.weight, create_graph=True)
+
+
+def test_requires_grad_counts_as_it_was_when_the_map_was_called() -> None:
+    x, y = batch()
+    net = Net().double()
+    with chunked_losses(4):
+        net.head.requires_grad_(requires_grad=False)
         z = net(x)
-        view = z.view(-1, V)
-        with pytest.raises(LossError, match="must not be written to once there is a view"):
-            z.div_(2)
-        with pytest.raises(LossError, match="must not be written to once there is a view"):
-            view.div_(2)
-        F.cross_entropy(view, y.view(-1)).backward()
+        net.head.requires_grad_()
+        flat(z, y).backward()
+    assert net.head.weight.grad is None
+    assert net.body.weight.grad is not None
+
+
+def test_an_input_that_was_written_to_before_the_map_is_no_obstacle() -> None:
+    class Rectified(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.relu_(self.body(self.embedding(x)))
+            z: Tensor = self.head(h)
+            return z
+
+    compared(Rectified().double(), lambda z, y: F.cross_entropy(z[MASK], y[MASK]))
+    compared(Rectified().double(), CHUNKED["tokens first"])
+
+
+@pytest.mark.parametrize("loss_under", [True, False])
+@pytest.mark.parametrize("map_under", [True, False])
+def test_autocast_of_a_map_is_that_of_its_call(map_under: bool, loss_under: bool) -> None:
+    x, y = batch()
+    found = []
+    for rows in (None, 4):
+        torch.manual_seed(1)
+        net = Net()
+        with chunked_losses(rows) if rows else torch.enable_grad():
+            h = torch.tanh(net.body(net.embedding(x)))
+            with torch.autocast("cpu", torch.bfloat16, enabled=map_under):
+                z = net.head(h)
+            with torch.autocast("cpu", torch.bfloat16, enabled=loss_under):
+                loss = flat(z, y)
+                top = z.topk(2)[0]
+            loss.backward()
+        found.append((loss.detach(), top.detach(), net.head.weight.grad))
+    for mine, its in zip(*found, strict=True):
+        assert mine is not None
+        assert its is not None
+        assert mine.dtype == its.dtype
+        close = {"rtol": 0.02, "atol": 1e-3} if map_under else {}
+        torch.testing.assert_close(mine, its, **close)  # type: ignore[arg-type]
+
+
+def test_backward_under_autocast_and_sums_of_two_precisions_are_computed() -> None:
+    x, y = batch()
+    net = Net()
+    up = nn.Linear(D, V, dtype=torch.bfloat16)
+    with chunked_losses(4), torch.autocast("cpu", torch.bfloat16):
+        h = torch.tanh(net.body(net.embedding(x)))
+        with torch.autocast("cpu", enabled=False):
+            loss = flat(net.head(h.float()) + up(h.bfloat16()), y) + flat(net.head(h.float()), y)
+        loss.backward()
+    assert up.weight.grad is not None
+
+
+def test_transforms_and_tensors_without_memory_get_torch_s_own_map() -> None:
+    net = Net().double()
+    h = torch.randn(2, D).double()
+    with chunked_losses(4) as report:
+        torch.func.jacrev(lambda h: net.head(h).logsumexp(-1))(h)
+        torch.func.vmap(lambda h: net.head(h[None]).logsumexp(-1))(h)
+        assert type(nn.Linear(D, V, device="meta")(h.float().to("meta"))) is Tensor
+    assert not report.chunked
 
 
 @pytest.mark.parametrize("what", ["input", "weight"])

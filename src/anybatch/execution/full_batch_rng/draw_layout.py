@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core import accelerators, modules, pytree
-from anybatch.core.batch import MicroBatch, made_up
+from anybatch.core.batch import MicroBatch, copied, made_up
 from anybatch.core.modules import DispatchMode, call_model
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import PythonState, places
@@ -53,7 +53,7 @@ from anybatch.execution.full_batch_rng.kernels import (
 )
 from anybatch.execution.full_batch_rng.law import Law, Pattern, RowRange, candidates, fitted
 from anybatch.execution.full_batch_rng.mode import SharedDraws, Site, site
-from anybatch.execution.step import NO_GRAPH, Step, copied
+from anybatch.execution.step import NO_GRAPH, Step
 
 FEW = 8
 """Rows from which layouts are learnt, or fewer if there are fewer; more if the model needs them."""

@@ -360,22 +360,25 @@ def compare(
     if stored:
         record, said = traced(sizes, stored)
         if not said and _differs(record, sizes) == Verdict():
-            if kernels is not None:
-                kernels |= record[0].kernels
-            return Verdict()
+            return _with_kernels(Verdict(), record, kernels)
         stored.clear()
     record, said = traced(sizes, {})
     if said:
         if traces is not None and earlier is None and record[0].error:
             traces[sizes[0]] = CallTrace(error=said)
         return _untraced(sizes[0], said)
-    if kernels is not None:
-        kernels |= record[0].kernels
-    found = _differs(record, sizes)
+    found = _with_kernels(_differs(record, sizes), record, kernels)
     if found.doubts and any(call.free and call.places for call in record[0].calls):
         found = _without_chance(record, sizes, *traced([UNLIKE], {}))
     if traces is not None and earlier is None and found == Verdict():
         traces |= {sizes[at]: replace(record[at], made=[], outside={}) for at in (0, -1)}
+    return found
+
+
+def _with_kernels(found: Verdict, record: list[CallTrace], kernels: set[Kernel] | None) -> Verdict:
+    """Return a verdict, and add the kernels of the full batch to `kernels`."""
+    if kernels is not None:
+        kernels |= record[0].kernels
     return found
 
 
