@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, Plan
-from anybatch.errors import BudgetError
+from anybatch.errors import BudgetError, NotExactError
+from anybatch.loss import chunked_rows
+from anybatch.memory.meter import Meter
 from anybatch.planner import planner
 
 V, L, D, N = 3000, 24, 16, 12
@@ -174,3 +176,130 @@ def test_what_fits_or_cannot_be_is_not_in_chunks(options: dict[str, Any]) -> Non
         return
     with pytest.raises(BudgetError):
         step(engine, batch, inside=False)
+
+
+# Samples that meet where an inspection of few columns might not look.
+
+
+def beyond_two_columns(net: Net, h: Tensor) -> Tensor:
+    mean = h.detach().mean().reshape(1)
+    factor = 1 + torch.cat([mean.new_zeros(2), mean.expand(V - 2)])
+    return net.head(h) * factor  # type: ignore[no-any-return]
+
+
+def in_a_weight(net: Net, h: Tensor) -> Tensor:
+    weight = net.head.weight
+    weight = torch.cat([weight[:2], weight[2:] * (1 + h.mean())])
+    return F.linear(h, weight, net.head.bias)
+
+
+def in_a_bias(net: Net, h: Tensor) -> Tensor:
+    bias = net.head.bias.clone()
+    bias[5] = h.mean()
+    return F.linear(h, net.head.weight, bias)
+
+
+def by_classes(net: Net, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        chosen = net.head(h).argmax(-1)
+    some = h[chosen > 1]
+    return net.head(h + 0.1 * some.mean(0) if some.shape[0] else h)  # type: ignore[no-any-return]
+
+
+def by_a_place(net: Net, h: Tensor) -> Tensor:
+    try:
+        torch.zeros(2)[net.head(h).argmax(-1).flatten()]
+    except IndexError:
+        h = h - h.mean(0)
+    return net.head(h)  # type: ignore[no-any-return]
+
+
+def by_a_value(net: Net, h: Tensor) -> Tensor:
+    most = float(net.head(h).logsumexp(-1).max())
+    return net.head(h - h.mean(0) if most > 5 else h)  # type: ignore[no-any-return]
+
+
+def by_a_loss(net: Net, h: Tensor) -> Tensor:
+    z = net.head(h).flatten(0, 1)
+    most = float(F.cross_entropy(z, torch.zeros(len(z), dtype=torch.long)))
+    return net.head(h - h.mean(0) if most > 3 else h)  # type: ignore[no-any-return]
+
+
+MEETS = [beyond_two_columns, in_a_weight, in_a_bias, by_classes, by_a_place, by_a_value, by_a_loss]
+
+
+class Meeting(Net):
+    """A network whose samples meet at the head."""
+
+    def __init__(self, meet: Any, *, inside: bool) -> None:
+        super().__init__(inside=inside)
+        self.meet = meet
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        z: Tensor = self.meet(self, self.body(self.embedding(x)))
+        return loss_fn(z, y) if self.inside and y is not None else z
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("meet", MEETS, ids=lambda one: one.__name__)
+def test_samples_that_meet_in_later_columns_are_found(meet: Any, *, inside: bool) -> None:
+    """Values in an inspection are those of all columns, and samples those of all, too."""
+    torch.manual_seed(0)
+    net = Meeting(meet, inside=inside).double()
+    batch = torch.randint(V, (8, 100)), torch.randint(V, (8, 100))
+    engine = engine_of(net, inside=inside, memory="1GiB", micro_batch=2)
+    with pytest.raises(NotExactError):
+        step(engine, batch, inside=inside)
+    plain, x = Net(inside=inside).double(), batch
+    engine = engine_of(plain, inside=inside, memory="5MiB", micro_batch=2)
+    step(engine, x, inside=inside)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked
+    assert engine.plan.exact
+    with pytest.raises((NotExactError, BudgetError)):
+        step(engine_of(net, inside=inside, plan=engine.plan), batch, inside=inside)
+
+
+def test_longer_rows_in_chunks_keep_to_the_budget() -> None:
+    """The second length is divided, so it is inspected first."""
+    torch.manual_seed(0)
+    net = Net(inside=True).double()
+    engine = engine_of(net, inside=True, memory="4MiB")
+    for length in (200, 230, 150):
+        batch = torch.randint(V, (8, length)), torch.randint(V, (8, length))
+        want = truth(net, batch, inside=True)
+        net.zero_grad()
+        with Meter(torch.device("cpu"), {"there": [*net.parameters()]}) as meter:
+            loss = step(engine, batch, inside=True)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        assert engine.plan.memory.chunked
+        assert meter.peak <= 4 << 20
+        assert_exact(state_of(net, loss), want)
+
+
+def test_a_step_in_chunks_that_is_interrupted_leaves_no_trace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    net, batch = made(inside=False)
+    engine = engine_of(net, inside=False, memory="3800KiB")
+    step(engine, batch, inside=False)
+    net.zero_grad()
+    calls = 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 5:
+            raise KeyboardInterrupt
+        add(*args)
+
+    add = chunked_rows._add
+    monkeypatch.setattr(chunked_rows, "_add", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(engine, batch, inside=False)
+    monkeypatch.undo()
+    assert all(p.grad is None for p in net.parameters())
+    want = truth(net, batch, inside=False)
+    assert_exact(state_of(net, step(engine, batch, inside=False)), want)

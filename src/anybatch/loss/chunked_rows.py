@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from anybatch.errors import LossError
 from anybatch.memory.fakes import is_fake
@@ -384,6 +385,15 @@ class ChunkedLosses:
         )
 
 
+def few_of(one: Tensor, columns: int = FEW) -> Tensor:
+    """Return the first columns, or rows, of a tensor, in which the samples of all have a part.
+
+    A weight or a target may be computed from other samples from the third column on
+    (test_samples_that_meet_in_later_columns_are_found).
+    """
+    return one[:columns] + one.sum(0, keepdim=True) * 0
+
+
 def chunks_of(nbytes: int) -> ChunkedLosses | None:
     """Return a report for chunks of so many bytes; None for 0, which is no chunks."""
     return ChunkedLosses(nbytes=nbytes) if nbytes else None
@@ -472,10 +482,13 @@ class LogitsSource:
         rounds = self.rounds or dtype.itemsize < like.dtype.itemsize
         return replace(self, steps=(*self.steps, step), dtype=dtype, rounds=rounds)
 
+    def column(self) -> Tensor:
+        """Return one column of their shape, in which the samples of all have a part."""
+        return self._of_few_columns(lambda z: z[:, :1], ()).reshape(*self.lead, 1)
+
     def stand_in(self) -> Tensor:
         """Return a tensor of their shape with the values of one column, which takes no memory."""
-        one = replace(self, few=True).reduced(lambda z: z[:, :1])
-        found = one.reshape(*self.lead, 1).expand(*self.lead, self.columns)
+        found = self.column().expand(*self.lead, self.columns)
         return found if self.place < 0 else found.movedim(-1, self.place)
 
     def detached(self) -> LogitsSource:
@@ -499,20 +512,40 @@ class LogitsSource:
         self,
         last: Callable[..., Tensor],
         *others: Tensor,
+        few: tuple[Callable[..., Tensor], tuple[Tensor, ...]] | None = None,
         total: bool = False,
         count: Tensor | None = None,
     ) -> Tensor:
-        """Return a function of each row by itself, in chunks; all rows are one dimension."""
+        """Return a function of each row by itself, in chunks; all rows are one dimension.
+
+        Args:
+            last: the results of rows of logits and of the other tensors.
+            others: tensors with a row for each row of logits, without gradients.
+            few: both for `FEW` columns; None (default) where they are the same.
+            total: return the sum of all rows. Default False.
+            count: divide the sum by it. Default None: by nothing.
+        """
         self.refuse_written()
-        if self.few:
-            maps = [
-                (m.h.reshape(-1, m.h.shape[-1]), m.w[:FEW], None if m.b is None else m.b[:FEW])
-                for m in self.maps
-            ]
-            function = RowsFunction(tuple(m.scale for m in self.maps), self.steps, last, 0)
-            found = function.result(function.logits(maps), list(others))
-            found = found.sum() if total else found
-            return found if count is None else found / count.to(found)
         rows = self.maps, self.steps, last, list(others), self.rows
-        # A gradient that is rounded and then weighed is another one than the other way round.
-        return rows_of(*rows, total=total, count=count, twice=self.rounds)
+        if not self.few:
+            # A gradient that is rounded and then weighed is another one than the other way round.
+            return rows_of(*rows, total=total, count=count, twice=self.rounds)
+        found = self._of_few_columns(*(few or (last, others)))
+        found = found.sum() if total else found
+        found = found if count is None else found / count.to(found)
+        fake = is_fake(found)
+        # Code may branch by them (test_samples_that_meet_in_later_columns_are_found).
+        with torch.no_grad(), nullcontext() if fake else _disable_current_modes():
+            values = rows_of(*rows, total=total, count=count)
+            if not fake:
+                found.data.copy_(values)
+        return found
+
+    def _of_few_columns(self, last: Callable[..., Tensor], others: tuple[Tensor, ...]) -> Tensor:
+        """Return a function of rows with few columns, in which the samples of all have a part."""
+        maps = [
+            (m.h.reshape(-1, m.h.shape[-1]), few_of(m.w), None if m.b is None else few_of(m.b))
+            for m in self.maps
+        ]
+        function = RowsFunction(tuple(m.scale for m in self.maps), self.steps, last, 0)
+        return function.result(function.logits(maps), list(others))

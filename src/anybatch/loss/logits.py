@@ -149,6 +149,11 @@ class Logits(Tensor):
         """Their computation in an inspection, where nothing has computed them; else None."""
         return self._source if self._source.few and self.stored is None else None
 
+    def column(self) -> Tensor:
+        """Return their first column, for a comparison of samples."""
+        stored = self.stored
+        return self._source.column() if stored is None else stored[..., :1]
+
     def materialise(self, reader: str) -> Tensor:
         """Return the logits, computed once for the function `reader`.
 

@@ -22,6 +22,7 @@ from anybatch.core.batch import MicroBatch
 from anybatch.core.modules import storage_of
 from anybatch.errors import LossError
 from anybatch.loss import functionals
+from anybatch.loss.logits import Logits
 from anybatch.loss.trace import Term, name_of
 from anybatch.memory.fakes import is_fake
 
@@ -338,6 +339,7 @@ def by_sample(tensor: Tensor, rows: int) -> Tensor:
     Integers are converted to the dtype that the inspection compares: labels that belong to another
     sample are as wrong as such logits (test_labels_of_another_sample_are_refused).
     """
+    tensor = tensor.column() if isinstance(tensor, Logits) else tensor
     tensor = tensor if tensor.is_floating_point() or tensor.is_complex() else wide(tensor)
     by_sample = rows > 0 and tensor.dim() > 0 and tensor.shape[0] % rows == 0
     return tensor.reshape(rows, -1) if by_sample else tensor

@@ -7,6 +7,7 @@ chunks; None where it needs all logits at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -16,10 +17,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.parameter import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.loss import functionals
-from anybatch.loss.chunked_rows import FEW, LogitsSource
+from anybatch.loss.chunked_rows import FEW, LogitsSource, few_of
 
 PLAIN = (Tensor, Parameter, FakeTensor)
 
@@ -98,8 +100,9 @@ def pointwise(
 
 def _columns_of(z: Tensor, one: Any) -> Any:
     """Return as many columns of an argument as some logits have."""
-    several = isinstance(one, Tensor) and one.numel() > 1
-    return one[: z.shape[-1]] if several else one
+    if not isinstance(one, Tensor) or one.numel() in (1, z.shape[-1]):
+        return one
+    return few_of(one, z.shape[-1])
 
 
 def _scale(name: str, source: LogitsSource, rest: Any, kwargs: Any) -> float | None:
@@ -196,7 +199,7 @@ def moved(
     if source.place >= 0:
         return None
     if name in ("view", "reshape", "flatten", "unflatten"):
-        shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
+        shape = _shape(func, source.shape, args[1:], kwargs)
         if (
             not shape
             or shape[-1] != source.columns
@@ -211,6 +214,13 @@ def moved(
         return None
     moved = source.of_rows(lambda h: func(h, *args[1:], **kwargs))
     return moved if moved.columns == columns else None
+
+
+def _shape(func: Any, shape: Sequence[int], args: Any, kwargs: Any) -> torch.Size:
+    """Return the shape of a result, of which no mode hears."""
+    with _disable_current_modes():
+        found: Tensor = func(torch.empty(tuple(shape), device="meta"), *args, **kwargs)
+    return found.shape
 
 
 def _of_rows(name: str, args: Any, kwargs: Any, ndim: int) -> bool:
@@ -243,7 +253,7 @@ def _permuted(func: Any, source: LogitsSource, args: Any, kwargs: Any) -> Logits
     ndim = len(source.shape)
     if ndim > len(PRIMES):
         return None
-    shape = func(torch.empty(PRIMES[:ndim], device="meta"), *args, **kwargs).shape
+    shape = _shape(func, PRIMES[:ndim], args, kwargs)
     order = [PRIMES.index(size) for size in shape]
     at = _column_place(source)
     place = order.index(at)
@@ -273,24 +283,33 @@ def loss(func: Any, name: str, source: LogitsSource, args: Any, kwargs: Any) -> 
     else:
         others = target.reshape(-1)
     weight = None if weight is None else weight.detach().clone()
-    if source.few:
-        weight = None if weight is None else weight[:FEW]
-        others = others[:, :FEW] if target.is_floating_point() else _few(others, a["ignore_index"])
-    more = {"weight": weight, "ignore_index": a["ignore_index"], "reduction": "none"}
-    if name == "cross_entropy":
-        more["label_smoothing"] = a["label_smoothing"]
-    total, count = a["reduction"] != "none", None
+    smooth = {"label_smoothing": a["label_smoothing"]} if name == "cross_entropy" else {}
+    more = {"ignore_index": a["ignore_index"], "reduction": "none", **smooth}
+
+    def rows(z: Tensor, t: Tensor) -> Tensor:
+        return func(z, t, weight=weight, **more)  # type: ignore[no-any-return]
+
+    def rows_of_few(z: Tensor, t: Tensor) -> Tensor:
+        some = None if weight is None else few_of(weight)
+        return func(z, t, weight=some, **more)  # type: ignore[no-any-return]
+
+    total, count, few = a["reduction"] != "none", None, None
     if a["reduction"] == "mean":
-        like = torch.empty(source.shape, device="meta")
+        with _disable_current_modes():
+            like = torch.empty(source.shape, device="meta")
         counted = functionals.TABLE[func].count({**a, "input": like})
         count = torch.as_tensor(counted, device=source.maps[0].h.device).detach()
-    found = source.reduced(lambda z, t: func(z, t, **more), others, total=total, count=count)
+    if source.few:
+        few = rows_of_few, (_few_classes(others, a["ignore_index"]),)
+    found = source.reduced(rows, others, few=few, total=total, count=count)
     source.report.chunked[name] += 1
     return found if total else found.reshape(lead)
 
 
-def _few(targets: Tensor, ignored: int) -> Tensor:
-    """Return other classes, of few; ignored ones remain."""
+def _few_classes(targets: Tensor, ignored: int) -> Tensor:
+    """Return targets of few classes; ignored ones remain."""
+    if targets.is_floating_point():
+        return few_of(targets.t()).t()
     return torch.where(targets == ignored, targets, targets % FEW)
 
 
@@ -315,8 +334,12 @@ def along(func: Any, name: str, source: LogitsSource, args: Any, kwargs: Any) ->
         ):
             return None
         rows = index.reshape(-1, index.shape[-1])
-        rows = rows % FEW if source.few else rows
-        found = source.reduced(lambda z, t: z.gather(-1, t), rows).reshape(index.shape)
+
+        def gathered(z: Tensor, t: Tensor) -> Tensor:
+            return z.gather(-1, t)
+
+        few = (gathered, (rows % FEW,)) if source.few else None
+        found = source.reduced(gathered, rows, few=few).reshape(index.shape)
     else:
         keeps = kwargs.get("keepdim", args[2] if len(args) > 2 else False)
         dtype = {"dtype": kwargs["dtype"]} if "dtype" in kwargs else {}

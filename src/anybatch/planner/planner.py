@@ -92,7 +92,7 @@ class Planner:
         self.earlier: EarlierPlans | None = None
         self._missing = 0
         self._chunked: dict[bool, int] = {}
-        self._varied = self._renewed = self._forgot = False
+        self._varied = self._renewed = self._forgot = self._corrected = False
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
         )
@@ -278,6 +278,7 @@ class Planner:
         """Add bytes to forecasts, because a planned step has held so many in all."""
         planned = self._planned[signature]
         varies = _may_vary(planned)
+        self._corrected = True
         self._missing += missing if signature.trains else 0
         if self.earlier is not None and self.earlier.next(signature) is not None:
             if self.earlier.most(signature) + missing <= planned.memory.budget:
@@ -439,7 +440,10 @@ class Planner:
         try:
             return self._decided(request)
         except BudgetError as error:
-            if request.chunked or not request.may_be_chunked or self.spill.way not in FREE:
+            # Forecasts of chunks are made anew, and would lack the bytes that a step has shown
+            # (test_more_than_was_foreseen_makes_another_plan_at_once).
+            bound = request.chunked or self._corrected or self.spill.way not in FREE
+            if bound or not request.may_be_chunked:
                 raise
             release(error, outside=outside)
             failed = error

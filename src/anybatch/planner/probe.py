@@ -104,7 +104,8 @@ def _run(step: Step, micro: MicroBatch) -> None:
         if step.coupled:  # such a loss is never called with a part of the batch
             _train_in_parts(step, parts, micro)
             return
-        loss = step.loss.full_batch(step.forward(micro), micro)
+        with step.in_chunks():
+            loss = step.loss.full_batch(step.forward(micro), micro)
         step.pull([loss], step.scaled([torch.ones_like(loss)]))
 
     step.under(train)(micro)

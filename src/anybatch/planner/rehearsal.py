@@ -241,7 +241,7 @@ def watch_loss(case: Case, inspection: Inspection) -> Inspection:
         coupled = not streams(step)
         (micro,) = step.feed()
         targets = [t for _, t in pytree.tensors(rows.targets)]
-        with Writes(targets) as observed:
+        with Writes(targets) as observed, step.in_chunks():
             step.loss.full_batch(step.forward(micro), micro)
     writes = bool(observed) or any(t._version > 0 for t in targets)
     loss = COUPLED if coupled else step.found
