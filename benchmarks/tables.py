@@ -69,6 +69,7 @@ from benchmarks.platforms.forecasts.rows import forecasts
 from benchmarks.platforms.gpu.rows import gpu
 from benchmarks.platforms.matrix import rows as platforms
 from benchmarks.results import HERE, read
+from benchmarks.ucudnn.heads import rows as conv_heads
 from benchmarks.ucudnn.kernels import rows as conv_rows
 from benchmarks.ucudnn.networks import rows as conv_networks
 from benchmarks.ucudnn.paper import rows as conv_paper
@@ -152,6 +153,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "conv_solver": ("ucudnn/solver", conv_solver.conv_solver),
     "conv_training": ("ucudnn/training", conv_training.conv_training),
     "conv_training_same": ("ucudnn/training", conv_training.conv_training_same),
+    "vocabularies": ("ucudnn/heads", conv_heads.heads),
+    "vocabularies_floors": ("ucudnn/heads", conv_heads.heads_floors),
     "concepts_memory": ("concepts/memory", concepts.concepts_memory),
     "guide_plans": ("guide/plans", guide_plans.guide_plans),
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
@@ -241,6 +244,7 @@ TITLES = {
     "conv_parallel": "u-cuDNN: several processes that measure at a time",
     "conv_solver": "u-cuDNN: dividing a network's workspace, beside HiGHS",
     "conv_training": "u-cuDNN: whole trainings with large and long windows",
+    "vocabularies": "u-cuDNN: heads of a vocabulary and their losses, in chunks of rows",
     "concepts_memory": "Concepts: live bytes over one step, in every way",
     "guide_plans": "Plans: what they foresee and choose, beside every candidate that was run",
     "guide_lanes": "Plans: what lanes hold against what was foreseen",
@@ -265,6 +269,7 @@ TITLES = {
     "membrane": "Membrane images: a training with its curves",
 }
 MORE = {
+    "vocabularies": ("vocabularies_floors",),
     "adversary": ("adversary_hidings", "adversary_ways"),
     "honest": ("honest_skipped",),
     "zoos": ("zoos_skipped",),

@@ -1,0 +1,35 @@
+"""The tables of heads in chunks, and a small run."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.ucudnn.heads import run
+from benchmarks.ucudnn.heads.rows import heads, heads_floors
+
+from anybatch.planner import planner
+
+
+def test_a_head_is_measured_in_every_way_and_a_block_at_its_floor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planner, "CHUNKS", (64 << 10,))
+    found = run.measured((400, 4, 32), 1)
+    assert {"at once", "chosen", "16", "32"} <= set(found["seconds"])
+    assert found["peaks"]["16"] < found["peaks"]["at once"]
+    floors = [run.least(128, 4, 2000, allowed=allowed, steps=1) for allowed in (False, True)]
+    assert floors[0]["chunk"] == 0 < floors[1]["chunk"]
+    assert floors[1]["budget"] < floors[0]["budget"]
+    assert floors[1]["peak"] <= floors[1]["budget"]
+
+
+def test_the_tables_show_ratios_and_mebibytes() -> None:
+    seconds = {"at once": 2.0, "chosen": 1.0, "16": 3.0}
+    peaks = {"at once": 4 << 20, "chosen": 1 << 20, "16": 1 << 20}
+    row = {"shape": (1000, 8, 64), "seconds": seconds, "peaks": peaks}
+    assert "| 1,000 x 8, 64 | 2.000 | 4 | 0.50 | 1 | 1.50 | - | - |" in heads({"heads": [row]})
+    one = {"budget": 3 << 20, "peak": 2 << 20, "seconds": 1.0, "micro_batch": 1, "chunk": 1 << 20}
+    one["offloads"] = False
+    floor = {"tokens": 8, "features": 4, "at once": {**one, "chunk": 0}, "chunks": one}
+    table = heads_floors({"floors": [floor]})
+    assert "| 8, 4 | at once | 3.0 | 2.0 | 1 | 1.00 |" in table
+    assert "| 8, 4 | chunks, 1 MiB | 3.0 | 2.0 | 1 | 1.00 |" in table

@@ -1,0 +1,1 @@
+"""Vocabulary heads and their losses, at once and in chunks of rows."""

@@ -1,0 +1,44 @@
+"""Heads and their losses in chunks, as tables in markdown."""
+
+from benchmarks.mbs.rows import Results, markdown
+
+MIB = 1 << 20
+
+
+def heads(results: Results) -> str:
+    """A line for each head: seconds and peaks, relative to all logits at once."""
+    every = results["heads"]
+    sizes = [name for name in max((row["seconds"] for row in every), key=len) if name.isdigit()]
+    head = ["vocabulary x features, rows", "at once, s", "MiB", "chosen", "MiB"]
+    head += [f"{n} rows" for n in sizes] + ["torch's own", "MiB"]
+    lines = []
+    for row in every:
+        seconds, peaks = row["seconds"], row["peaks"]
+        vocabulary, features, rows = row["shape"]
+        ratio = {name: f"{value / seconds['at once']:.2f}" for name, value in seconds.items()}
+        mib = {name: f"{value / MIB:.0f}" for name, value in peaks.items()}
+        lines.append(
+            [f"{vocabulary:,} x {features}, {rows:,}", f"{seconds['at once']:.3f}"]
+            + [mib["at once"], ratio["chosen"], mib["chosen"]]
+            + [ratio.get(n, "-") for n in sizes]
+            + [ratio.get("torch", "-"), mib.get("torch", "-")]
+        )
+    return markdown(head, lines)
+
+
+def heads_floors(results: Results) -> str:
+    """A line for each block: the least budget, with all logits at once and in chunks."""
+    head = ["tokens, features", "", "least budget, MiB", "most held, MiB", "micro-batch"]
+    head += ["seconds a step"]
+    lines = []
+    for row in results["floors"]:
+        for way in ("at once", "chunks"):
+            one = row[way]
+            size = f", {one['chunk'] / MIB:.0f} MiB" if one["chunk"] else ""
+            size += ", offloaded" if one["offloads"] else ""
+            mib = [f"{one[name] / MIB:.1f}" for name in ("budget", "peak")]
+            block = f"{row['tokens']:,}, {row['features']}"
+            lines.append(
+                [block, way + size, *mib, f"{one['micro_batch']}", f"{one['seconds']:.2f}"]
+            )
+    return markdown(head, lines)
