@@ -8,7 +8,8 @@ MIB = 1 << 20
 def heads(results: Results) -> str:
     """A line for each head: seconds and peaks, relative to all logits at once."""
     every = results["heads"]
-    sizes = [name for name in max((row["seconds"] for row in every), key=len) if name.isdigit()]
+    names = {name for row in every for name in row["seconds"] if name.isdigit()}
+    sizes = sorted(names, key=int)
     head = ["vocabulary x features, rows", "at once, s", "MiB", "chosen", "MiB"]
     head += [f"{n} rows" for n in sizes] + ["torch's own", "MiB"]
     lines = []
