@@ -49,7 +49,7 @@ from anybatch.execution.snapshots import Repeatable
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Part, Scope, Total
 from anybatch.loss.calls import LossCalls
-from anybatch.loss.chunked import Deferring, narrowly, stand_ins
+from anybatch.loss.chunked import Deferring, stand_ins, with_few_columns
 from anybatch.loss.chunked_rows import ChunkedLosses
 from anybatch.loss.traced import OtherFormError
 from anybatch.memory.fakes import is_fake
@@ -347,7 +347,7 @@ class Step(Repeatable):
     def inspected(self, micro: MicroBatch, **how: Any) -> Any:
         """Run `forward` for an inspection, which needs few columns of wide linear maps."""
         forward = partial(self.forward, micro, **how)
-        return forward() if self.chunked is None else narrowly(forward)
+        return forward() if self.chunked is None else with_few_columns(forward)
 
     def call(self, micro: MicroBatch, draws: FullBatchRNG | None) -> Any:
         """Call the model, with full-batch draws where `draws` is not None."""

@@ -36,9 +36,9 @@ def chunked_losses(
 
     Logits of a vocabulary are often the largest tensors of a step. In this context a linear map
     with many more columns than features is computed where `torch.nn.functional.cross_entropy`, or
-    another loss of each row by itself, asks for it: a chunk of rows at a time, in forward and again
-    in backward. Loss and gradients are those of all logits at once up to rounding, and memory is
-    that of one chunk.
+    another loss of each row by itself, asks for it: a chunk of rows at a time. Of a sum or a mean
+    the gradient is computed there, too; of other functions backward computes logits again. Loss and
+    gradients are those of all logits at once up to rounding, and memory is that of one chunk.
 
     The model needs no change: scaling, soft caps, casts, shifts, reshapes, biases, tied weights and
     LoRA are computed in chunks, too. Any other function of logits (topk, a mask that is written to
@@ -168,7 +168,7 @@ _PRODUCTS: dict[Any, Callable[..., WideMap | None]] = {
 }
 
 
-def narrowly(forward: Callable[[], Any]) -> Any:
+def with_few_columns(forward: Callable[[], Any]) -> Any:
     """Run forward for an inspection: few columns of wide linear maps are computed."""
     with Deferring(ChunkedLosses(), planned=True, few=True):
         return forward()

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from anybatch.core.moments import HALF
 from anybatch.errors import LossError
 from anybatch.memory.fakes import is_fake
 
@@ -71,7 +72,7 @@ class WideMap:
         return self.each(lambda one: one.view_as(one) if one.requires_grad else one.detach())
 
 
-Step = Callable[[Tensor], Tensor]
+Recorded = Callable[[Tensor], Tensor]
 """Computes with logits of some rows, each row by itself."""
 
 
@@ -81,7 +82,7 @@ class RowsFunction:
 
     Attributes:
         scales: of the maps, which are added up.
-        steps: one after the other, from logits [c, V] to logits [c, V].
+        recorded: functions, one after the other, from logits [c, V] to logits [c, V].
         last: from logits [c, V] and c rows of other tensors to c rows of results.
         chunk: c, rows that are computed at once.
         total: the result is the sum of all rows.
@@ -90,7 +91,7 @@ class RowsFunction:
     """
 
     scales: tuple[float, ...]
-    steps: tuple[Step, ...]
+    recorded: tuple[Recorded, ...]
     last: Callable[..., Tensor]
     chunk: int
     total: bool = False
@@ -110,14 +111,14 @@ class RowsFunction:
 
     def result(self, logits: Tensor, others: list[Tensor]) -> Tensor:
         """Return the results of some rows."""
-        for step in self.steps:
-            logits = step(logits)
+        for compute in self.recorded:
+            logits = compute(logits)
         return self.last(logits, *others)
 
 
 def rows_of(
     maps: tuple[WideMap, ...],
-    steps: tuple[Step, ...],
+    recorded: tuple[Recorded, ...],
     last: Callable[..., Tensor],
     others: list[Tensor],
     rows: int,
@@ -126,11 +127,11 @@ def rows_of(
     count: Tensor | None = None,
     twice: bool = False,
 ) -> Tensor:
-    """Return ``last(steps(sum of maps), *others)`` of all rows, computed in chunks of them.
+    """Return ``last(recorded(sum of maps), *others)`` of all rows, computed in chunks of them.
 
     Args:
         maps: linear maps of as many rows, to as many columns; all but the last dimension are rows.
-        steps: computations with logits, each row by itself.
+        recorded: computations with logits, each row by itself.
         last: the results of rows of logits and of the other tensors.
         others: tensors with a row for each row of logits, without gradients.
         rows: of a chunk.
@@ -148,13 +149,13 @@ def rows_of(
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     graph &= not twice
     scales = tuple(one.scale for one in maps)
-    function = RowsFunction(scales, steps, last, rows, total, count, trains=total and graph)
+    function = RowsFunction(scales, recorded, last, rows, total, count, trains=total and graph)
     found: Tensor = ChunkedRows.apply(function, *tensors, *others)  # type: ignore[no-untyped-call]
     return found
 
 
 class ChunkedRows(torch.autograd.Function):
-    """`rows_of`, with a backward that computes the logits of each chunk again."""
+    """`rows_of`, with a backward that computes logits again, unless the rows are added up."""
 
     @staticmethod
     def forward(ctx: Any, function: RowsFunction, *tensors: Tensor | None) -> Tensor:
@@ -261,9 +262,6 @@ def _added(total: Tensor | None, part: Tensor) -> Tensor:
 def _over(total: Tensor, function: RowsFunction) -> Tensor:
     """Return a total over the count of a function."""
     return total if function.count is None else total / function.count.to(total)
-
-
-HALF = (torch.float16, torch.bfloat16)
 
 
 def _add(
@@ -407,18 +405,18 @@ class LogitsSource:
         maps: linear maps, which are added up: a layer, and its adapters.
         report: of the context.
         rows: of a chunk.
-        steps: computations with logits, each row by itself.
+        recorded: computations with logits, each row by itself.
         dtype: of the logits; None is that of the maps.
         place: the dimension of the columns; -1 is the last one.
         fixed: tensors of the maps, and their versions when the map was called.
         few: compute `FEW` columns only, for an inspection of the rows.
-        rounds: a step computes in a lower precision than the maps.
+        rounds: a recorded function computes in a lower precision than the maps.
     """
 
     maps: tuple[WideMap, ...]
     report: ChunkedLosses
     rows: int
-    steps: tuple[Step, ...] = ()
+    recorded: tuple[Recorded, ...] = ()
     dtype: torch.dtype | None = None
     place: int = -1
     fixed: tuple[tuple[Tensor, int], ...] = ()
@@ -467,20 +465,22 @@ class LogitsSource:
             return self._computed()
 
     def _computed(self) -> Tensor:
-        function = RowsFunction(tuple(one.scale for one in self.maps), self.steps, torch.clone, 0)
+        function = RowsFunction(
+            tuple(one.scale for one in self.maps), self.recorded, torch.clone, 0
+        )
         found = function.logits([(one.h, one.w, one.b) for one in self.maps])
-        for step in self.steps:
-            found = step(found)
+        for compute in self.recorded:
+            found = compute(found)
         return found if self.place < 0 else found.movedim(-1, self.place)
 
-    def then(self, step: Step) -> LogitsSource:
+    def then(self, function: Recorded) -> LogitsSource:
         """Return the source of a function of these logits, each row by itself."""
         like = self.maps[0].h
-        step = as_now(like, step)
+        function = as_now(like, function)
         empty = torch.empty((0, self.columns), dtype=self.dtype_now, device=like.device)
-        dtype = step(empty).dtype
+        dtype = function(empty).dtype
         rounds = self.rounds or dtype.itemsize < like.dtype.itemsize
-        return replace(self, steps=(*self.steps, step), dtype=dtype, rounds=rounds)
+        return replace(self, recorded=(*self.recorded, function), dtype=dtype, rounds=rounds)
 
     def column(self) -> Tensor:
         """Return one column of their shape, in which the samples of all have a part."""
@@ -526,7 +526,7 @@ class LogitsSource:
             count: divide the sum by it. Default None: by nothing.
         """
         self.refuse_written()
-        rows = self.maps, self.steps, last, list(others), self.rows
+        rows = self.maps, self.recorded, last, list(others), self.rows
         if not self.few:
             # A gradient that is rounded and then weighed is another one than the other way round.
             return rows_of(*rows, total=total, count=count, twice=self.rounds)
@@ -547,5 +547,5 @@ class LogitsSource:
             (m.h.reshape(-1, m.h.shape[-1]), few_of(m.w), None if m.b is None else few_of(m.b))
             for m in self.maps
         ]
-        function = RowsFunction(tuple(m.scale for m in self.maps), self.steps, last, 0)
+        function = RowsFunction(tuple(m.scale for m in self.maps), self.recorded, last, 0)
         return function.result(function.logits(maps), list(others))

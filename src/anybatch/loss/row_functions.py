@@ -53,9 +53,11 @@ ALONG = frozenset("logsumexp argmax sum mean amax amin gather".split())
 REDUCES = frozenset(["input", "dim", "index", "keepdim", "dtype"])
 """Keywords of these."""
 
-MOVES = frozenset(
-    "view reshape flatten unflatten __getitem__ narrow select index_select unsqueeze squeeze "
-    "transpose swapaxes swapdims permute movedim moveaxis mT t T".split()
+PERMUTES = frozenset("transpose swapaxes swapdims permute movedim moveaxis mT t T".split())
+
+MOVES = PERMUTES | frozenset(
+    "view reshape flatten unflatten __getitem__ narrow select index_select unsqueeze "
+    "squeeze".split()
 )
 
 ARGUMENTS = (Real, str, Tensor, torch.dtype, torch.device, torch.memory_format, type(None))
@@ -87,11 +89,11 @@ def pointwise(
     if not all(isinstance(one, ARGUMENTS) for one in tree_leaves((rest, kwargs))):
         return None
 
-    def step(z: Tensor) -> Tensor:
+    def recorded(z: Tensor) -> Tensor:
         some, more = tree_map(partial(_columns_of, z), (rest, kwargs))
         return func(z, *some, **more)  # type: ignore[no-any-return]
 
-    found = source.then(step)
+    found = source.then(recorded)
     if found.dtype is None or not found.dtype.is_floating_point:
         return None
     same = name in CASTS and found.dtype == source.dtype_now and not kwargs.get("copy")
@@ -107,7 +109,7 @@ def _columns_of(z: Tensor, one: Any) -> Any:
 
 def _scale(name: str, source: LogitsSource, rest: Any, kwargs: Any) -> float | None:
     """Return the number by which a function multiplies linear maps; None for other functions."""
-    linear = not source.steps and source.dtype is None and not kwargs
+    linear = not source.recorded and source.dtype is None and not kwargs
     if name not in SCALES or not linear or len(rest) != 1 or type(rest[0]) not in (int, float):
         return None
     number = float(rest[0])
@@ -150,7 +152,7 @@ def _only_types(source: LogitsSource, rest: Any, kwargs: Any) -> bool:
 
 def added(a: LogitsSource, b: LogitsSource) -> LogitsSource | None:
     """Return the source of a sum of logits; None where one of them is not a linear map."""
-    linear = not (a.steps or b.steps) and a.dtype is b.dtype is None and a.place == b.place
+    linear = not (a.recorded or b.recorded) and a.dtype is b.dtype is None and a.place == b.place
     if not linear or a.shape != b.shape or a.dtype_now != b.dtype_now:
         return None
     return replace(a, maps=(*a.maps, *b.maps), fixed=(*a.fixed, *b.fixed))
@@ -184,17 +186,7 @@ def moved(
         return None
     if any(isinstance(one, torch.dtype) for one in (*args, *kwargs.values())):
         return None  # a view of the same bits
-    if name in (
-        "transpose",
-        "swapaxes",
-        "swapdims",
-        "permute",
-        "movedim",
-        "moveaxis",
-        "mT",
-        "t",
-        "T",
-    ):
+    if name in PERMUTES:
         return _permuted(func, source, args[1:], kwargs)
     if source.place >= 0:
         return None
@@ -316,13 +308,7 @@ def _few_classes(targets: Tensor, ignored: int) -> Tensor:
 def along(func: Any, name: str, source: LogitsSource, args: Any, kwargs: Any) -> Tensor | None:
     """Return a function that reduces the columns of each row; None for other dimensions."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    if not _is_columns(source, dim) or not set(kwargs) <= {
-        "input",
-        "dim",
-        "index",
-        "keepdim",
-        "dtype",
-    }:
+    if not _is_columns(source, dim) or not set(kwargs) <= REDUCES:
         return None
     if name == "gather":
         index = kwargs.get("index", args[2] if len(args) > 2 else None)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from math import inf
 from typing import Any
 
 import torch
@@ -442,12 +443,13 @@ class Planner:
         except BudgetError as error:
             # Forecasts of chunks are made anew, and would lack the bytes that a step has shown
             # (test_more_than_was_foreseen_makes_another_plan_at_once).
-            bound = request.chunked or self._corrected or self.spill.way not in FREE
+            smaller = [n for n in CHUNKS if n < (request.chunked or inf)]
+            bound = not smaller or self._corrected or self.spill.way not in FREE
             if bound or not request.may_be_chunked:
                 raise
             release(error, outside=outside)
             failed = error
-        for nbytes in CHUNKS:
+        for nbytes in smaller:
             try:
                 return self._in_chunks(request, nbytes)
             except BudgetError as error:
