@@ -13,10 +13,12 @@ def test_a_head_is_measured_in_every_way_and_a_block_at_its_floor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planner, "CHUNKS", (64 << 10,))
-    found = run.measured((400, 4, 32), 1)
+    found = run.measured((400, 4, 32), 1, "cpu", "float32")
     assert {"at once", "chosen", "16", "32"} <= set(found["seconds"])
     assert found["peaks"]["16"] < found["peaks"]["at once"]
-    floors = [run.least(128, 4, 2000, allowed=allowed, steps=1) for allowed in (False, True)]
+    floors = [
+        run.least((128, 4), 2000, "cpu", allowed=allowed, steps=1) for allowed in (False, True)
+    ]
     assert floors[0]["chunk"] == 0 < floors[1]["chunk"]
     assert floors[1]["budget"] < floors[0]["budget"]
     assert floors[1]["peak"] <= floors[1]["budget"]

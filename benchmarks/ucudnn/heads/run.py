@@ -6,16 +6,22 @@ forward and backward, in turn at once, in chunks of several sizes, in those that
 chooses, and by torch's own `linear_cross_entropy` with its default chunks. Seconds are the median
 of a few rounds, relative to all logits at once; bytes are those at the peak, as a meter counts.
 
+On a GPU heads are those of language models, with parameters in bfloat16, or in float32 under
+autocast. Beside them run the kernels of Liger and of cut cross-entropy, where they are installed.
+Errors are those of the weight's gradient, relative to float64; bytes are the allocator's.
+
 Then a block of a transformer with a head, one sample of a batch of four: the least budget with
 which an engine runs it, and the peak and the seconds of its steps there.
 """
 
+import copy
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from time import perf_counter
 from typing import Annotated, Any
 
 import torch
@@ -30,68 +36,124 @@ from anybatch.memory.meter import Meter
 from anybatch.planner import planner
 from benchmarks.environment import environment
 from benchmarks.results import console, write
+from benchmarks.ucudnn.device import finish, seconds
 
 HERE = Path(__file__).parent
 Found = dict[str, Any]
 Shape = tuple[int, int, int]
 
-SHAPES: list[Shape] = [
-    (32_000, 64, 2048),
-    (32_000, 512, 1024),
-    (50_257, 768, 512),
-    (128_256, 256, 512),
-]
+SHAPES: dict[str, list[Shape]] = {
+    "cpu": [(32_000, 64, 2048), (32_000, 512, 1024), (50_257, 768, 512), (128_256, 256, 512)],
+    "cuda": [
+        (32_000, 4096, 16_384),
+        (50_257, 768, 16_384),
+        (128_256, 4096, 8192),
+        (151_936, 1024, 16_384),
+    ],
+}
 """Vocabulary, features, rows."""
 QUICK: list[Shape] = [(1000, 8, 64)]
-ROWS = (16, 32, 64, 128, 256, 512)
+ROWS = {"cpu": (16, 32, 64, 128, 256, 512), "cuda": (64, 256, 512, 1024, 2048, 4096, 8192)}
+PRECISIONS = {"cpu": ("float32",), "cuda": ("bfloat16", "autocast")}
 ROUNDS = 7
-BLOCKS = [(512, 64), (2048, 64), (512, 512)]
+BLOCKS = {"cpu": [(512, 64), (2048, 64), (512, 512)], "cuda": [(2048, 512), (16_384, 512)]}
 """Tokens of a sample, features."""
 VOCABULARY, SAMPLES = 32_000, 4
-CPU = torch.device("cpu")
 
 Ways = dict[str, Callable[[], None]]
 
 
-def ways(vocabulary: int, features: int, rows: int) -> tuple[nn.Linear, Tensor, Ways]:
-    """Return a head, its rows, and a forward and backward in each way."""
-    torch.manual_seed(0)
-    head = nn.Linear(features, vocabulary, bias=False)
-    h = torch.randn(rows, features, requires_grad=True)
-    y = torch.randint(vocabulary, (rows,))
-
-    def ours(context: Callable[[], AbstractContextManager[Any]]) -> None:
-        with context():
-            F.cross_entropy(head(h), y).backward()  # type: ignore[no-untyped-call]
-
-    found: Ways = {"at once": partial(ours, nullcontext), "chosen": partial(ours, chunked_losses)}
-    found |= {str(n): partial(ours, partial(chunked_losses, n)) for n in ROWS if n <= rows}
+def peers(h: Tensor, w: Tensor, y: Tensor) -> dict[str, Callable[[], Tensor]]:
+    """Return the losses of other packages that are installed, of rows, a weight and labels."""
+    found: dict[str, Callable[[], Tensor]] = {}
     if hasattr(F, "linear_cross_entropy"):
-        found["torch"] = lambda: F.linear_cross_entropy(h, head.weight, y).backward()  # type: ignore[no-untyped-call]
-    return head, h, found
+        found["torch"] = lambda: F.linear_cross_entropy(h, w, y)
+    if not h.is_cuda:
+        return found
+    if find_spec("liger_kernel"):
+        liger = import_module("liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+        found["Liger"] = lambda: liger(w, h, y)
+    if find_spec("cut_cross_entropy"):
+        cut = import_module("cut_cross_entropy").linear_cross_entropy
+        found["cut"] = lambda: cut(h, w, y)
+    return found
 
 
-def measured(shape: Shape, rounds: int) -> Found:
-    """Return the seconds and the peak of each way."""
-    head, h, every = ways(*shape)
-    seconds: dict[str, list[float]] = {name: [] for name in every}
-    peaks = {}
-    for name, run in every.items():
+def ways(shape: Shape, device: str, precision: str) -> tuple[nn.Linear, Tensor, Tensor, Ways]:
+    """Return a head, its rows, their labels, and a forward and backward in each way."""
+    torch.manual_seed(0)
+    vocabulary, features, rows = shape
+    made: Found = {"device": device}
+    made["dtype"] = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    head = nn.Linear(features, vocabulary, bias=False, **made)
+    h = torch.randn(rows, features, requires_grad=True, **made)
+    y = torch.randint(vocabulary, (rows,), device=device)
+
+    def run(context: Callable[[], AbstractContextManager[Any]], loss: Callable[[], Tensor]) -> None:
+        with context(), torch.autocast(device, torch.bfloat16, enabled=precision == "autocast"):
+            found = loss()
+        found.backward()  # type: ignore[no-untyped-call]
+
+    def whole() -> Tensor:
+        return F.cross_entropy(head(h), y)
+
+    found: Ways = {"at once": partial(run, nullcontext, whole)}
+    found["chosen"] = partial(run, chunked_losses, whole)
+    found |= {
+        str(n): partial(run, partial(chunked_losses, n), whole) for n in ROWS[device] if n <= rows
+    }
+    found |= {
+        name: partial(run, nullcontext, loss) for name, loss in peers(h, head.weight, y).items()
+    }
+    return head, h, y, found
+
+
+def measured(shape: Shape, rounds: int, device: str, precision: str) -> Found:
+    """Return seconds, peaks and errors by way, and the messages of those that fail."""
+    head, h, y, every = ways(shape, device, precision)
+    found: Found = {"shape": shape, "precision": precision, "peaks": {}, "errors": {}, "failed": {}}
+    for name, run in [*every.items()]:
         head.weight.grad = h.grad = None
-        with Meter(CPU, {"there": [head.weight, h]}) as meter:
-            run()
-        peaks[name] = int(meter.peak)
+        try:
+            run()  # kernels are compiled
+            head.weight.grad = h.grad = None
+            found["peaks"][name] = peak(device, [head.weight, h], run)
+        except Exception as error:  # another package's, which the table says
+            found["failed"][name] = f"{type(error).__name__}: {error}"[:300]
+            del every[name]
+    taken: dict[str, list[float]] = {name: [] for name in every}
     for _ in range(rounds):
         for name, run in every.items():
             head.weight.grad = h.grad = None
-            start = perf_counter()
+            taken[name].append(seconds(run, device))
+    found["seconds"] = {name: statistics.median(each) for name, each in taken.items()}
+    exact = copy.deepcopy(head).double()
+    F.cross_entropy(exact(h.detach().double()), y).backward()  # type: ignore[no-untyped-call]
+    want = gradient_of(exact)
+    for name, run in every.items():
+        head.weight.grad = h.grad = None
+        run()
+        found["errors"][name] = float((gradient_of(head) - want).norm() / want.norm())
+    return found
+
+
+def gradient_of(head: nn.Linear) -> Tensor:
+    """Return the gradient of the weight."""
+    assert head.weight.grad is not None
+    return head.weight.grad
+
+
+def peak(device: str, there: list[Tensor], run: Callable[[], Any]) -> int:
+    """Return the most bytes that a run holds, those of tensors that are there among them."""
+    if device == "cpu":
+        with Meter(torch.device(device), {"there": there}) as meter:
             run()
-            seconds[name].append(perf_counter() - start)
-    return {
-        "shape": shape,
-        "seconds": {name: statistics.median(found) for name, found in seconds.items()},
-        "peaks": peaks,
-    }
+        return int(meter.peak)
+    finish(device)
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    finish(device)
+    return torch.cuda.max_memory_allocated()
 
 
 class Block(nn.Module):
@@ -123,21 +185,24 @@ def chunks(*, allowed: bool) -> Iterator[None]:
         planner.CHUNKS = before
 
 
-def least(tokens: int, features: int, vocabulary: int, *, allowed: bool, steps: int) -> Found:
+def least(
+    block: tuple[int, int], vocabulary: int, device: str, *, allowed: bool, steps: int
+) -> Found:
     """Return the least budget of a block, and the peak and the seconds of steps with it."""
     torch.manual_seed(0)
+    tokens, features = block
     shape = SAMPLES, tokens
-    batch = torch.randint(vocabulary, shape), torch.randint(vocabulary, shape)
+    batch = tuple(torch.randint(vocabulary, shape, device=device) for _ in range(2))
     budget = 1 << 10
     while True:
         try:
             with chunks(allowed=allowed):
-                return at(budget, Block(features, vocabulary), batch, steps)
+                return at(budget, Block(features, vocabulary).to(device), batch, steps)
         except BudgetError as error:
             budget = max(budget + 1024, -(-error.needed // 1024) * 1024)
 
 
-def at(budget: int, model: Block, batch: tuple[Tensor, Tensor], steps: int) -> Found:
+def at(budget: int, model: Block, batch: tuple[Tensor, ...], steps: int) -> Found:
     """Return the peak and the seconds of steps with a budget.
 
     Raises:
@@ -145,22 +210,19 @@ def at(budget: int, model: Block, batch: tuple[Tensor, Tensor], steps: int) -> F
     """
     engine = Engine(model, memory=budget, cache=None, tune="off")
     engine.backward(batch)
-    peaks, seconds = [], []
+    peaks, taken, run = [], [], partial(engine.backward, batch)
+    device = batch[0].device.type
     for _ in range(steps):
         model.zero_grad()
-        with Meter(CPU, {"there": [*model.parameters()]}) as meter:
-            engine.backward(batch)
-        peaks.append(int(meter.peak))
+        peaks.append(peak(device, [*model.parameters()], run))
         model.zero_grad()
-        start = perf_counter()
-        engine.backward(batch)
-        seconds.append(perf_counter() - start)
+        taken.append(seconds(run, device))
     assert engine.plan is not None
     assert engine.plan.memory is not None
     return {
         "budget": budget,
         "peak": max(peaks),
-        "seconds": statistics.median(seconds),
+        "seconds": statistics.median(taken),
         "micro_batch": engine.plan.micro_batch,
         "chunk": engine.plan.memory.chunked,
         "offloads": engine.plan.offload is not None,
@@ -168,22 +230,29 @@ def at(budget: int, model: Block, batch: tuple[Tensor, Tensor], steps: int) -> F
 
 
 def main(
-    *, quick: bool = False, out: Annotated[Path, typer.Option(help="folder of results")] = HERE
+    *,
+    quick: bool = False,
+    device: str = "cpu",
+    out: Annotated[Path, typer.Option(help="folder of results")] = HERE,
 ) -> None:
     """Run all of them, and write results.json."""
-    shapes, blocks = (QUICK, [(8, 4)]) if quick else (SHAPES, BLOCKS)
+    if device == "cuda" and not torch.cuda.is_available():
+        console.print("no CUDA device here: nothing was run")
+        return
+    shapes, blocks = (QUICK, [(8, 4)]) if quick else (SHAPES[device], BLOCKS[device])
     vocabulary, steps = (500, 1) if quick else (VOCABULARY, 3)
+    cells = [(shape, precision) for precision in PRECISIONS[device] for shape in shapes]
     heads = [
-        measured(shape, 1 if quick else ROUNDS) for shape in track(shapes, "heads", console=console)
+        measured(shape, 1 if quick else ROUNDS, device, precision)
+        for shape, precision in track(cells, "heads", console=console)
     ]
     floors = [
-        {
-            "tokens": tokens,
-            "features": features,
-            "at once": least(tokens, features, vocabulary, allowed=False, steps=steps),
-            "chunks": least(tokens, features, vocabulary, allowed=True, steps=steps),
+        {"tokens": block[0], "features": block[1]}
+        | {
+            way: least(block, vocabulary, device, allowed=way == "chunks", steps=steps)
+            for way in ("at once", "chunks")
         }
-        for tokens, features in track(blocks, "blocks", console=console)
+        for block in track(blocks, "blocks", console=console)
     ]
     found = {"environment": environment(), "vocabulary": vocabulary, "samples": SAMPLES}
     write(out / "results.json", {**found, "heads": heads, "floors": floors})

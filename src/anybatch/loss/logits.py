@@ -223,6 +223,8 @@ class Logits(Tensor):
         if name in ("backward", "grad"):  # its first argument may be logits: backward begins there
             roots = _materialised(args[:1], "a backward from them")
             return func(*roots, *_materialised(args[1:], name), **_materialised(kwargs, name))
+        if name in NEW if isinstance(first, Logits) else name in ("to", "type_as"):
+            return func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
         writes = _writes(func, name, args, kwargs)
         if isinstance(first, Logits) and first.usable() and not writes:
             found = first.answer(func, name, args, kwargs)
@@ -340,6 +342,9 @@ QUERIES = frozenset(
 )
 """Functions that need no values."""
 
+NEW = frozenset("new_tensor new_zeros new_ones new_full new_empty".split())
+"""Functions that return a tensor of the type and on the device of logits."""
+
 SHAPES = frozenset(
     "shape ndim dtype device layout requires_grad is_sparse is_cuda is_quantized is_nested is_meta "
     "names itemsize is_cpu is_mps is_xpu grad_fn is_leaf".split()
@@ -363,6 +368,11 @@ def _numbers(one: Any) -> Any:
     one._source.report.materialised["a kernel"] += 1
     with torch.no_grad():
         return one._source.materialise()
+
+
+def _empty(one: Any) -> Any:
+    """Return a tensor without elements, of the type and on the device of logits."""
+    return torch.empty(0, dtype=one.dtype, device=one.device) if isinstance(one, Logits) else one
 
 
 def _materialised(tree: Any, name: str) -> Any:

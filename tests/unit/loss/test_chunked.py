@@ -78,6 +78,9 @@ CHUNKED: dict[str, Use] = {
         z.detach().softmax(-1).gather(-1, y[..., None])[..., 0]
         * flat(z, y, reduction="none").view(N, L)
     ).mean(),
+    "weights of the logits' type": lambda z, y: (
+        flat(z, y, weight=WEIGHT.float().to(z)) * z.new_ones(1).type_as(z)[0]
+    ),
     "sums of columns": lambda z, y: flat(z, y) + z.sum(-1, keepdim=True).square().mean(),
 }
 
