@@ -277,7 +277,7 @@ MOST_CACHED = 1 << 15
 
 TO_TORCH = {
     *(torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape),
-    *(torch.Tag.inplace_view, torch.Tag.maybe_aliasing_or_mutating, torch.Tag.out),
+    *(torch.Tag.inplace_view, torch.Tag.maybe_aliasing_or_mutating),
 }
 """Tags of kernels whose results depend on values, or whose arguments change their shapes."""
 
@@ -408,6 +408,8 @@ def _way(func: Any) -> str:
         return "torch's"
     name, returns = str(func.name()), func._schema.returns  # type: ignore[no-untyped-call]
     if not returns or name.startswith(BY_NAME) or not TO_TORCH.isdisjoint(func.tags):
+        return "torch's"
+    if any(one.is_out for one in func._schema.arguments):
         return "torch's"
     if func.is_view or func is torch.ops.aten._unsafe_view.default:
         implicit = torch._C.DispatchKey.CompositeImplicitAutograd
