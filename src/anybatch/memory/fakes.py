@@ -343,7 +343,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 # Not where it begins: no result that is memory of its own depends on it, and each
                 # step of time is a part of the same rows.
                 key += (value.shape, value.stride(), value.dtype)
-                key += (value._fake_device, value.requires_grad)
+                key += (value.fake_device, value.requires_grad)
             elif cls in OTHERS:
                 key += (cls, value)  # as 1, 1.0 and True are equal
             elif cls is list or cls is tuple:
@@ -355,7 +355,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return True
 
     def _view(self, func: Any, args: Any, kwargs: Any) -> Any:
-        device = args[0]._fake_device
+        device = args[0].fake_device
         with in_kernel_invocation_manager(self):
             found = func(*args, **kwargs)
         if isinstance(found, Tensor):

@@ -89,6 +89,9 @@ BANNED = "binary_cross_entropy"
 LIBRARIES = ("cudnn", "miopen")
 """Parts of names of operators that the host never asks for."""
 
+NAMED = ("Dimname", ".dimname", ".names_")
+"""Parts of names of operators on dimensions with names, which torch had until 2.12."""
+
 SWITCHED_OFF = (
     "torch.autocast of CUDA around the plan: torch has no CUDA here and switches it off; "
     'torch.set_autocast_enabled("cuda", True) and torch.set_autocast_dtype switch it on'
@@ -154,7 +157,7 @@ def unknown() -> list[str]:
     return [
         name
         for name in _operators(THERE)
-        if _policy(name) is None and not any(part in name for part in LIBRARIES)
+        if _policy(name) is None and not any(part in name for part in (*LIBRARIES, *NAMED))
     ]
 
 

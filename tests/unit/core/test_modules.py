@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from tests.oracle import assert_exact, copy_of, state_of
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine
+from anybatch.core import modules
 from anybatch.core.batch import TensorBatch
 from anybatch.core.modules import (
+    call_model,
     first_parameter,
     in_training,
     storage_of,
@@ -152,3 +157,33 @@ def test_a_step_finds_what_was_changed_after_several(
     expected.backward()
     found = engine.backward(x, y)
     assert_exact(state_of(model, found), state_of(full, expected))
+
+
+@pytest.mark.parametrize("torch_s", [True, False])
+def test_a_checkpoint_that_an_error_has_left_is_ended(
+    torch_s: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch, or by one that ends it once its frame is forgotten, as torch 2.11 does."""
+
+    def fail(_: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+    def saving() -> Iterator[None]:
+        with saved_tensors_hooks(lambda x: x, lambda x: x):
+            yield
+
+    def late(run: Callable[[Tensor], Tensor], x: Tensor, **_: bool) -> None:
+        gen = saving()
+        next(gen)
+        run(x)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return (checkpoint if torch_s else late)(fail, x, use_reentrant=False)
+
+    if not torch_s:
+        monkeypatch.setattr(modules, "CHECKPOINT", late.__code__)
+    with pytest.raises(ZeroDivisionError) as raised:
+        call_model(Model(), torch.ones(1, requires_grad=True))
+    assert raised.value.__traceback__ is not None  # the frames are there yet
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
