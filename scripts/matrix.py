@@ -32,13 +32,17 @@ TESTS = (
     "tests/exactness/test_contrastive.py",
     "tests/exactness/test_coupled.py",
     "tests/exactness/test_encoders.py",
+    "tests/exactness/test_dice_attacked.py",
     "tests/exactness/test_lanes.py",
     "tests/exactness/test_late_batch_norm.py",
     "tests/exactness/test_algorithm1.py",
+    "tests/integrations/test_chunked_families.py",
+    "tests/limits/test_chunked_budget.py",
     "tests/limits/test_platforms.py",
     "tests/exactness/test_ranks.py",
     "tests/repository/test_tiers.py",
     "tests/cli/test_cli.py",
+    "tests/unit/loss/test_chunked.py",
     "tests/unit/loss/test_functionals.py",
     "tests/unit/loss/test_trace.py",
     "tests/unit/lockstep/test_batchnorm_statistics.py",
@@ -46,6 +50,7 @@ TESTS = (
     "tests/unit/offload/test_sharing_storage.py",
     "tests/unit/engine/test_engine.py",
     "tests/unit/execution/test_inspection.py",
+    "tests/unit/core/test_modules.py",
     "tests/unit/memory/test_stores_nameless.py",
     "tests/unit/offload/test_offload.py",
     "tests/unit/core/test_rng.py",
@@ -54,7 +59,7 @@ TESTS = (
     "tests/unit/execution/proof/test_declared.py",
     "tests/unit/execution/proof/test_meeting.py",
 )
-TEST_PACKAGES = ("hypothesis", "pytest", "pytest-xdist", "scipy")
+TEST_PACKAGES = ("hypothesis", "pytest", "pytest-xdist", "scipy", "transformers")
 ASK = """
 import json, platform, torch
 print(json.dumps({
