@@ -12,6 +12,7 @@ from tests.oracle import assert_exact, state_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import anybatch
 from anybatch import Engine, Plan
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.loss import chunked_rows
@@ -323,3 +324,139 @@ def test_a_step_in_chunks_that_is_interrupted_leaves_no_trace(
     assert all(p.grad is None for p in net.parameters())
     want = truth(net, batch, inside=False)
     assert_exact(state_of(net, step(engine, batch, inside=False)), want)
+
+
+# A batch that fits in parts without chunks.
+
+
+@pytest.fixture
+def fast_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows are as fast as all at once."""
+    monkeypatch.setattr(chunked_rows, "BYTES", 128 * KIB)
+
+
+@pytest.mark.usefixtures("fast_chunks")
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("tune", ["steps", "off"])
+def test_a_batch_is_in_chunks_where_twice_as_many_samples_fit(tune: str, *, inside: bool) -> None:
+    net, batch = made(inside=inside)
+    want = truth(net, batch, inside=inside)
+    engine = engine_of(net, inside=inside, memory="7MiB", tune=tune)
+    for _ in range(3):
+        net.zero_grad()
+        loss = step(engine, batch, inside=inside)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        assert engine.last is not None
+        assert engine.plan.memory.chunked == 16 * V * 8
+        assert engine.plan.micro_batch == N
+        assert engine.plan.exact
+        assert engine.last.peak_bytes is None or engine.last.peak_bytes <= 7 << 20
+        assert_exact(state_of(net, loss), want)
+    rows = (batch, None) if inside else batch
+    found = anybatch.plan(net, None if inside else loss_fn, rows, memory="7MiB", timed=False)
+    assert found.memory is not None
+    assert found.memory.chunked == 16 * V * 8
+
+
+@pytest.mark.usefixtures("fast_chunks")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": "60MiB"},
+        {"memory": "7MiB", "micro_batch": 2},
+        {"memory": "7MiB", "rng": "batch"},
+        {"memory": "7MiB", "rungs": ["offload"]},
+    ],
+)
+def test_a_batch_that_fits_is_not_in_chunks(options: dict[str, Any]) -> None:
+    net, batch = made(inside=True)
+    engine = engine_of(net, inside=True, **options)
+    for _ in range(2):
+        net.zero_grad()
+        step(engine, batch, inside=True)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        assert engine.plan.memory.chunked == 0
+
+
+def test_chunks_that_save_too_little_are_not_computed() -> None:
+    """Those that are as fast take 16 MiB, and all logits 7."""
+    net, batch = made(inside=True)
+    engine = engine_of(net, inside=True, memory="7MiB")
+    step(engine, batch, inside=True)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked == 0
+    assert engine.plan.micro_batch < N
+
+
+@pytest.mark.usefixtures("fast_chunks")
+def test_a_batch_that_fits_no_longer_is_compared_then() -> None:
+    net, _ = made(inside=True)
+    engine, used = engine_of(net, inside=True, memory="7MiB"), []
+    for length in (4, 30, 30, 50):
+        torch.manual_seed(length)
+        batch = torch.randint(V, (N, length)), torch.randint(V, (N, length))
+        want = truth(net, batch, inside=True)
+        net.zero_grad()
+        loss = step(engine, batch, inside=True)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        used.append(engine.plan.memory.chunked > 0)
+        assert_exact(state_of(net, loss), want)
+    assert used == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("rungs", "chunked", "offloads"),
+    [(("chunks", "offload"), True, False), (["chunks"], True, False), (["offload"], False, True)],
+)
+def test_a_rung_that_is_left_out_is_not_planned(rungs: Any, chunked: bool, offloads: bool) -> None:
+    """A body whose saved tensors are most of the bytes."""
+    torch.manual_seed(0)
+    body = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    net = nn.Sequential(nn.Embedding(400, 64), *body, nn.Linear(64, 400)).double()
+    batch = torch.randint(400, (2, 300)), torch.randint(400, (2, 300))
+    memory = "7MiB"
+    engine = engine_of(net, inside=False, memory=memory, rungs=rungs)
+    engine.backward(*batch)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    net.zero_grad()
+    found = anybatch.plan(net, loss_fn, batch, memory=memory, timed=False, rungs=rungs)
+    for plan in (engine.plan, found):
+        assert plan.memory is not None
+        assert ((plan.memory.chunked > 0), plan.offload is not None) == (chunked, offloads)
+
+
+def test_no_rungs_are_micro_batches_alone() -> None:
+    net, batch = made(inside=True)
+    with pytest.raises(BudgetError):
+        step(engine_of(net, inside=True, memory="3000KiB", rungs=()), batch, inside=True)
+    for wrong in ("chunks", ["chunk"]):
+        with pytest.raises(ValueError, match="rungs must be a collection of some of"):
+            engine_of(net, inside=True, rungs=wrong)
+    with pytest.raises(ValueError, match="offloads always"):
+        anybatch.plan(net, loss_fn, batch, memory="9MiB", offload="file", rungs=["chunks"])
+
+
+def test_gradients_that_are_there_may_take_the_place_of_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With them a step fits offloaded only: it is in chunks before, and not with them."""
+    monkeypatch.setattr(planner, "CHUNKS", ())
+    torch.manual_seed(0)
+    body = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    net = nn.Sequential(nn.Embedding(400, 64), *body, nn.Linear(64, 400)).double()
+    batch = torch.randint(400, (2, 300)), torch.randint(400, (2, 300))
+    want = truth(net, batch, inside=False)
+    engine, used = engine_of(net, inside=False, memory="7MiB"), []
+    for times in (1, 2):
+        loss = engine.backward(*batch)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        used.append((engine.plan.memory.chunked > 0, engine.plan.offload is not None))
+        expected = {k: v if k == "loss" else v * times for k, v in want.items()}
+        assert_exact(state_of(net, loss), expected)
+    assert used == [(True, False), (False, True)]

@@ -7,7 +7,7 @@ gradient of the full batch. Everything around them remains the user's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -34,6 +34,7 @@ from anybatch.engine.executor import Runner
 from anybatch.engine.inputs import (
     StepInputs,
     as_function,
+    planner_of,
     refuse_nested,
     refuse_now,
     refuse_place,
@@ -56,7 +57,7 @@ from anybatch.memory.spill import Spill, file_folder, spill_of
 from anybatch.offload.optimizer_states import OffloadedStates
 from anybatch.offload.planned_states import start_offload
 from anybatch.planner.earlier_plans import EarlierPlans, PlanFile, program, surroundings
-from anybatch.planner.planner import Planner, planner_of
+from anybatch.planner.planner import RUNGS, Planner
 
 BatchNormMode = Literal["exact", "local", "adaptive"]
 RngMode = Literal["micro_batch", "batch"]
@@ -110,10 +111,13 @@ class Engine:
             kept there, and the next start of the same program on this machine follows them: it
             plans nothing, and ends in the same bits. "auto" (default): a file in your folder for
             caches; None: nothing is kept or followed.
+        rungs: what may be done beside micro-batches, so that a step holds less: "chunks" computes
+            wide linear maps and their losses in chunks of rows, "offload" offloads saved tensors.
+            Default: both, where they are needed or faster.
 
     Raises:
-        ValueError: `memory`, `micro_batch`, `batchnorm`, `rng`, `workspace` or `tune` is none of
-            the values above, or is passed with a `plan` that sets it.
+        ValueError: `memory`, `micro_batch`, `batchnorm`, `rng`, `workspace`, `tune` or `rungs` is
+            none of the values above, or is passed with a `plan` that sets it.
         NotYetError: `workspace` for a model that is neither on the CPU nor on CUDA.
 
     Example:
@@ -140,15 +144,16 @@ class Engine:
         workspace: int | str | None = None,
         tune: TuneMode = "steps",
         cache: str | PathLike[str] | None = "auto",
+        rungs: Collection[str] = RUNGS,
     ) -> None:
-        refuse_now(model, micro_batch, batchnorm, rng, tune)
+        refuse_now(model, micro_batch, batchnorm, rng, tune, rungs)
         self._prepared = Prepared(model, optimizer)
         model, group = unwrapped(model)
         sharded = sharded_of(model)
         if loss_fn is not None and not isinstance(loss_fn, Loss):
             loss_fn = CallableLoss(as_function(loss_fn))
         loss = loss_of(model, loss_fn)
-        self._planner = planner_of(memory, micro_batch, plan, workspace, tune)
+        self._planner = planner_of(memory, micro_batch, plan, workspace, tune, rungs)
         if batchnorm == "adaptive":
             batchnorm = Adaptive()
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
@@ -163,7 +168,7 @@ class Engine:
         path = plan_file() if cache == "auto" else cache and Path(cache)
         planned = plan is None and memory is not None and not self._rank_session.several
         if self._planner is not None and planned and path:
-            settings = memory, micro_batch, workspace, batchnorm, rng, tune
+            settings = memory, micro_batch, workspace, batchnorm, rng, tune, sorted(rungs)
             program_of = partial(self._program, settings)
             self._planner.earlier = EarlierPlans(PlanFile(Path(path)), program_of)
         self._runner = Runner(self._inputs)

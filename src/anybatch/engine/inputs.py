@@ -7,7 +7,7 @@ This module has the functions of these that need no state of the engine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
@@ -29,7 +29,9 @@ from anybatch.core.modules import (
     walk,
 )
 from anybatch.core.norm import BatchStatisticsError, GatherError, training_batchnorms
+from anybatch.core.plan import Plan
 from anybatch.core.retry import Retry
+from anybatch.core.units import parse_bytes
 from anybatch.distributed.fsdp import Sharded
 from anybatch.engine.rank_session import several
 from anybatch.errors import AnybatchError, NotExactError, NotYetError
@@ -47,6 +49,8 @@ from anybatch.loss.base import Algorithm1, Loss
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.state import LossState
 from anybatch.memory.fakes import paged
+from anybatch.planner.earlier_plans import run_plan_of
+from anybatch.planner.planner import RUNGS, Planner
 
 LOSS = "loss_fn: "
 """Prefix of the paths of the modules of the loss."""
@@ -275,7 +279,9 @@ class Detecting:
 # Refusals of invalid arguments and steps: each error names the rule, the value and the fix.
 
 
-def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str, tune: str) -> None:
+def refuse_now(
+    model: Any, micro_batch: Any, batchnorm: Any, rng: str, tune: str, rungs: Any
+) -> None:
     """Refuse arguments that mean nothing."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
@@ -291,6 +297,8 @@ def refuse_now(model: Any, micro_batch: Any, batchnorm: Any, rng: str, tune: str
         raise ValueError(f'rng must be "micro_batch" or "batch", and it is {rng!r}')
     if tune not in ("steps", "off"):
         raise ValueError(f'tune must be "steps" or "off", and it is {tune!r}')
+    if isinstance(rungs, str) or not {*rungs} <= {*RUNGS}:
+        raise ValueError(f"rungs must be a collection of some of {RUNGS}, and it is {rungs!r}")
 
 
 def as_function(loss_fn: Any) -> Callable[..., Tensor]:
@@ -371,3 +379,37 @@ def refuse_place(device: torch.device, *, outside: bool) -> None:
             "optimizer's state (offload_states without model=), or shard the parameters over the "
             "ranks (FSDP2)"
         )
+
+
+def planner_of(
+    memory: Any,
+    micro_batch: int | None,
+    plan: Plan | None,
+    workspace: Any = None,
+    tune: str = "steps",
+    rungs: Collection[str] = RUNGS,
+) -> Planner | None:
+    """Return the planner for the arguments of an engine; None where nothing is to be planned.
+
+    Raises:
+        TypeError: `plan` is no plan.
+        ValueError: a plan and something that it decides.
+    """
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise TypeError(
+                f"plan must be an anybatch.Plan, and it is {type(plan).__name__}: "
+                "Plan.from_json(text) makes one of a file's text"
+            )
+        if memory is not None or micro_batch is not None or workspace is not None:
+            raise ValueError(
+                "a plan decides memory, micro_batch and workspace, and one of them was given with "
+                "it: leave them out, or leave plan out"
+            )
+        if plan.memory is None:
+            return None
+        return Planner(plan.memory.budget, settled=run_plan_of(plan), rungs=rungs)
+    if memory is None and micro_batch is not None:
+        return None
+    budget = None if memory is None else parse_bytes(memory)
+    return Planner(budget, fixed=micro_batch, timed=tune == "steps", rungs=rungs)

@@ -132,6 +132,14 @@ class RunPlan:
     passes: Callable[[], StepTimeline] | None = field(default=None, compare=False, repr=False)
     trying: str = ""
 
+    def states_to_add(self, states: int) -> int:
+        """Return the bytes of the optimizer's state that a step with so many does not have yet."""
+        return max(0, dict(self.memory.owners).get("optimizer", 0) - states)
+
+    def with_more(self, nbytes: int) -> RunPlan:
+        """Return a plan that predicts so many bytes more."""
+        return replace(self, memory=replace(self.memory, predicted=self.memory.predicted + nbytes))
+
 
 def tensor_signature(rows: HasRows) -> tuple[Any, ...]:
     """Return path, dimensions and dtype of every tensor."""

@@ -47,7 +47,8 @@ def chunked_losses(
     nothing notices; other writes are refused. There are no second derivatives.
 
     Args:
-        rows: of a chunk. Default None: as many as take 16 MiB.
+        rows: of a chunk. Default None: as many as take 16 MiB; if more, as many as there are
+            features, but at most 256 on a CPU, and 2,048 on a GPU.
         columns: least number of columns of a wide map. Default None: more than four times its
             features.
 

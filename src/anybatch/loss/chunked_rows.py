@@ -32,7 +32,12 @@ from anybatch.errors import LossError
 from anybatch.memory.fakes import is_fake
 
 BYTES = 16 * 2**20
-"""Bytes of the logits of a chunk, where no number of rows is given."""
+"""Bytes of the logits of a chunk, where no number of rows is given, unless more rows are faster."""
+
+MOST = {"cpu": 256}
+"""Rows of a chunk that are always as fast as all at once, by device; elsewhere `MOST_THERE`."""
+
+MOST_THERE = 2048
 
 FEW = 2
 """Columns that an inspection computes: rows meet in all of them or in none."""
@@ -363,16 +368,19 @@ class ChunkedLosses:
     Attributes:
         chunked: calls that were computed in chunks, by the name of the function.
         materialised: calls that got all logits at once, by the name of the function.
-        nbytes: of the logits of a chunk, where no number of rows is given.
+        nbytes: of the logits of a chunk, where no number of rows is given; 0 (default) is as many
+            as are about as fast as all logits at once.
     """
 
     chunked: Counter[str] = field(default_factory=Counter)
     materialised: Counter[str] = field(default_factory=Counter)
-    nbytes: int = BYTES
+    nbytes: int = 0
 
     def rows(self, one: WideMap) -> int:
         """Return the rows of a chunk of a map: as many as take `nbytes`, and `LEAST` at least."""
-        return max(LEAST, self.nbytes // (one.w.shape[0] * one.h.element_size()))
+        columns, features = one.w.shape
+        nbytes = self.nbytes or fast_chunk(columns, features, one.h)
+        return max(LEAST, nbytes // (columns * one.h.element_size()))
 
     def __str__(self) -> str:
         """Return one line for each of both."""
@@ -390,6 +398,21 @@ def few_of(one: Tensor, columns: int = FEW) -> Tensor:
     (test_samples_that_meet_in_later_columns_are_found).
     """
     return one[:columns] + one.sum(0, keepdim=True) * 0
+
+
+def fast_chunk(columns: int, features: int, rows: Tensor) -> int:
+    """Return the bytes of a chunk of logits that is about as fast as all at once.
+
+    A chunk reads the weight twice and its gradient is added to, so it has about as many rows as
+    there are features; above 256 rows, a processor gains nothing more (`benchmarks/ucudnn/heads`).
+
+    Args:
+        columns: of the logits.
+        features: of a row.
+        rows: their type and device.
+    """
+    most = min(features, MOST.get(rows.device.type, MOST_THERE))
+    return max(BYTES, most * columns * rows.element_size())
 
 
 def chunks_of(nbytes: int) -> ChunkedLosses | None:

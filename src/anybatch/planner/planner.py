@@ -15,20 +15,18 @@ handful of rehearsals, and every one of them keeps within the budget.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
-from typing import Any
 
 import torch
 
 from anybatch.core import accelerator
 from anybatch.core.oom import release
-from anybatch.core.plan import Plan
 from anybatch.core.status import say
-from anybatch.core.units import parse_bytes, show_bytes, show_samples
+from anybatch.core.units import show_bytes, show_samples
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.execution.step import SINGLE_SAMPLE
@@ -47,11 +45,17 @@ from anybatch.planner.workspaces import Workspaces
 SLACK = 0.05
 """Share of its forecast that a step which is measured again may hold more, within the budget."""
 
+RUNGS = ("chunks", "offload")
+"""Ways to hold less than a step in micro-batches does."""
+
 FREE = ("auto", "off")
 """Ways of offloading that require none."""
 
-CHUNKS = (16 << 20, 4 << 20, 1 << 20)
-"""Bytes of the chunks of a wide linear map that are tried: larger ones are faster."""
+CHUNKS = (4 << 20, 1 << 20)
+"""Bytes of the chunks of a wide linear map that are tried where its fast ones do not fit."""
+
+MANY = 2
+"""Times as many samples that must fit in chunks, for a batch that would fit in parts without."""
 
 OTHER_MODEL = "the model is another one than was planned, so the next steps are planned anew"
 BY_VALUES = (
@@ -68,6 +72,7 @@ class Planner:
         fixed: required samples in a micro-batch; None (default) chooses.
         timed: steps in different sizes may show the fastest. Default True.
         settled: decisions of an earlier plan; no forecast for the first batch.
+        rungs: those of `RUNGS` that may be planned. Default: all.
 
     Attributes:
         spill: store of offloaded tensors.
@@ -83,8 +88,9 @@ class Planner:
         fixed: int | None = None,
         timed: bool = True,
         settled: RunPlan | None = None,
+        rungs: Collection[str] = RUNGS,
     ) -> None:
-        self.spill = Spill()
+        self.spill, self._rungs = Spill("auto" if "offload" in rungs else "off"), rungs
         self.workspaces = Workspaces()
         self.budget, self.source = budget, "as given"
         self.timed, self.thorough = timed, False
@@ -93,6 +99,7 @@ class Planner:
         self.earlier: EarlierPlans | None = None
         self._missing = 0
         self._chunked: dict[bool, int] = {}
+        self._compared = False
         self._varied = self._renewed = self._forgot = self._corrected = False
         self._precedent = Precedent(
             fixed, sends=settled is not None and settled.offload is not None
@@ -179,7 +186,7 @@ class Planner:
             fastest = found if last is None else run_plan_of(last)
             self._precedent.best = fastest.micro_batch, signature.elements
             self._precedent.sends = fastest.offload is not None
-        found = _with_more(found, self._missing)
+        found = found.with_more(self._missing)
         self._planned[signature] = found
         self._chunked |= {signature.trains: found.memory.chunked}
         return found
@@ -223,7 +230,7 @@ class Planner:
         less = any(foreseen.peak(n, size) < planned.memory.predicted for n in smaller)
         if not (less or (smaller and foreseen.full_batch)):
             return None
-        return planned.memory.budget - _coming(planned, states)
+        return planned.memory.budget - planned.states_to_add(states)
 
     def learn(
         self,
@@ -252,7 +259,7 @@ class Planner:
         """
         signature = self._foreseen.plain(signature)
         planned = self._planned[signature]
-        coming = _coming(planned, states)
+        coming = planned.states_to_add(states)
         missing = peak + coming - planned.memory.predicted
         stopped &= again
         fits = peak + coming <= planned.memory.budget
@@ -387,7 +394,7 @@ class Planner:
                 self.earlier = None
             else:
                 if self.earlier.next(signature) is None:
-                    run_plan = _with_more(run_plan, self._missing)
+                    run_plan = run_plan.with_more(self._missing)
                     self._missing = 0  # forecasts of later steps have it
                 self.earlier.done(signature, run_plan, settled=settled)
         if tuning is None or tuning.trial is None:
@@ -434,21 +441,21 @@ class Planner:
         return self.budget
 
     def _decide(self, request: PlanningRequest) -> RunPlan:
-        """Return how a batch is run; in chunks where not even one sample fits otherwise."""
+        """Return how a batch is run; in chunks where no sample, or fewer, fit otherwise."""
         settled, outside = self._of_plan(request), sys.exception()
         if settled is not None:
             return settled
         try:
-            return self._decided(request)
+            found = self._decided(request)
         except BudgetError as error:
-            # Forecasts of chunks are made anew, and would lack the bytes that a step has shown
-            # (test_more_than_was_foreseen_makes_another_plan_at_once).
-            smaller = [n for n in CHUNKS if n < (request.chunked or inf)]
-            bound = not smaller or self._corrected or self.spill.way not in FREE
-            if bound or not request.may_be_chunked:
+            smaller = self._chunks(request)
+            if not smaller:
                 raise
             release(error, outside=outside)
             failed = error
+        else:
+            alone = self._compared or request.signature.lanes or not request.signature.trains
+            return found if alone else self._compared_with_chunks(request, found)
         for nbytes in smaller:
             try:
                 return self._in_chunks(request, nbytes)
@@ -457,10 +464,53 @@ class Planner:
         self._foreseen.forget()
         raise failed from None
 
+    def _chunks(self, request: PlanningRequest) -> list[int]:
+        """Return the bytes of the chunks to try instead of those of the plan."""
+        # Forecasts of chunks are made anew, and would lack the bytes that a step has shown
+        # (test_more_than_was_foreseen_makes_another_plan_at_once).
+        barred = "chunks" not in self._rungs or self.spill.way not in FREE
+        if barred or self._corrected or not request.may_be_chunked:
+            return []
+        every = [request.fast_chunk, *(n for n in CHUNKS if n < request.fast_chunk)]
+        smaller = [n for n in every if n < (request.chunked or inf)]
+        return [*smaller, 0] if request.chunked else smaller  # without, tensors may be offloaded
+
+    def _compared_with_chunks(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
+        """Return how a batch is run: in chunks where it fits in parts, and many more samples so.
+
+        Chunks cost a few percent, and more samples at once gain more. Compared once, by no clock.
+        """
+        if self._precedent.fixed is not None or request.chunked:
+            return found
+        fits, size = self._most_that_fit(request), request.signature.size
+        if fits == size:
+            return found
+        self._compared, before = True, (self._foreseen, self._precedent)
+        for nbytes in self._chunks(request)[:1]:
+            self._precedent = Precedent(decided=self._precedent.decided)
+            try:
+                in_chunks = self._in_chunks(request, nbytes)
+            except BudgetError:
+                continue
+            if self._most_that_fit(request) >= min(size, max(1, MANY * fits)):
+                return in_chunks
+        self._foreseen, self._precedent = before
+        self._chunked.pop(True, None)
+        return found
+
+    def _most_that_fit(self, request: PlanningRequest) -> int:
+        """Return the samples that fit in memory without offloading, by the present forecasts."""
+        assert self.budget is not None
+        bound = self._foreseen.bound(request.signature)
+        if bound is None:
+            return 0
+        every = completed(bound, request.signature, self.workspaces.most(bound))
+        return every.largest(self.budget, request.signature.size)
+
     def _in_chunks(self, request: PlanningRequest, nbytes: int) -> RunPlan:
         """Return how a batch is run with losses in chunks of so many bytes."""
         case = cache(lambda: replace(request.case(), chunked=nbytes))
-        self._foreseen.forget()
+        self._foreseen = Foreseen()
         found = self._decided(replace(request, case=case, chunked=nbytes))
         self._chunked[request.signature.trains] = nbytes
         return found
@@ -519,47 +569,3 @@ def _may_vary(planned: RunPlan) -> bool:
 def _say_more(held: str, planned: RunPlan, why: str) -> None:
     """Say that a step has held more than its plan says."""
     say(f"a step {held}, and {show_bytes(planned.memory.predicted)} were foreseen: {why}")
-
-
-def _coming(planned: RunPlan, states: int) -> int:
-    """Return the bytes of the optimizer's state that a step does not have yet."""
-    return max(0, dict(planned.memory.owners).get("optimizer", 0) - states)
-
-
-def _with_more(run_plan: RunPlan, nbytes: int) -> RunPlan:
-    """Return a plan that predicts so many bytes more."""
-    memory = replace(run_plan.memory, predicted=run_plan.memory.predicted + nbytes)
-    return replace(run_plan, memory=memory)
-
-
-def planner_of(
-    memory: Any,
-    micro_batch: int | None,
-    plan: Plan | None,
-    workspace: Any = None,
-    tune: str = "steps",
-) -> Planner | None:
-    """Return the planner for the arguments of an engine; None where nothing is to be planned.
-
-    Raises:
-        TypeError: `plan` is no plan.
-        ValueError: a plan and something that it decides.
-    """
-    if plan is not None:
-        if not isinstance(plan, Plan):
-            raise TypeError(
-                f"plan must be an anybatch.Plan, and it is {type(plan).__name__}: "
-                "Plan.from_json(text) makes one of a file's text"
-            )
-        if memory is not None or micro_batch is not None or workspace is not None:
-            raise ValueError(
-                "a plan decides memory, micro_batch and workspace, and one of them was given with "
-                "it: leave them out, or leave plan out"
-            )
-        if plan.memory is None:
-            return None
-        return Planner(plan.memory.budget, settled=run_plan_of(plan))
-    if memory is None and micro_batch is not None:
-        return None
-    budget = None if memory is None else parse_bytes(memory)
-    return Planner(budget, fixed=micro_batch, timed=tune == "steps")

@@ -6,7 +6,7 @@ not take and why. Nothing is left behind: gradients, buffers and RNG states are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,6 +31,7 @@ from anybatch.loss.base import Loss
 from anybatch.memory.spill import takes
 from anybatch.offload.planned_states import plan_offloaded, states_of
 from anybatch.planner.autocast import autocast_of_absent
+from anybatch.planner.planner import RUNGS
 from anybatch.planner.workspaces import shared
 from anybatch.tools.profile import pace_of, profile, step_seconds
 from anybatch.tools.profiled import Profile
@@ -64,6 +65,7 @@ def plan(
     network: str | None = None,
     servers: int | Literal["auto"] | None = None,
     device: str | None = None,
+    rungs: Collection[str] = RUNGS,
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
@@ -118,6 +120,7 @@ def plan(
             batch are on the host; the dry run counts as that device would, under CUDA's autocast
             where it is on. Nothing is timed, and the plan lists its assumptions and the figures
             that are not measured. Default None: the device of the model.
+        rungs: as in `Engine`; without "offload" in it, `offload` may be "auto" or "off".
 
     Returns:
         The plan; pass it to ``Engine(plan=...)`` to execute it.
@@ -155,13 +158,17 @@ def plan(
         )
 
     target = None if device is None else _absent_device(device, loader)
+    if "offload" not in rungs and offload in ("host", "file"):
+        raise ValueError(f'offload="{offload}" offloads always, and rungs={rungs!r} forbids it')
     _refuse(batch, shares=workspace == AUTO, foresees=wanted != Goal() or network is not None)
+    options: dict[str, Any] = {"optimizer": optimizer, "batchnorm": batchnorm, "rng": rng}
+    options["rungs"] = rungs
     question = Question(
         *(model, bare(optimizer), (inputs, targets)),
-        make=partial(Engine, model, loss_fn, optimizer=optimizer, batchnorm=batchnorm, rng=rng),
+        make=partial(Engine, model, loss_fn, **options),
         memory=memory,
         micro_batch=micro_batch,
-        offload=offload,
+        offload=offload if "offload" in rungs or offload != "auto" else "off",
         spill=spill,
         device=target,
     )
