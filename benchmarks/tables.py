@@ -155,6 +155,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "conv_training_same": ("ucudnn/training", conv_training.conv_training_same),
     "vocabularies": ("ucudnn/heads", conv_heads.heads),
     "vocabularies_floors": ("ucudnn/heads", conv_heads.heads_floors),
+    "vocabularies_divided": ("ucudnn/heads", conv_heads.heads_divided),
     "concepts_memory": ("concepts/memory", concepts.concepts_memory),
     "guide_plans": ("guide/plans", guide_plans.guide_plans),
     "guide_plans_summary": ("guide/plans", guide_plans.guide_plans_summary),
@@ -269,7 +270,7 @@ TITLES = {
     "membrane": "Membrane images: a training with its curves",
 }
 MORE = {
-    "vocabularies": ("vocabularies_floors",),
+    "vocabularies": ("vocabularies_floors", "vocabularies_divided"),
     "adversary": ("adversary_hidings", "adversary_ways"),
     "honest": ("honest_skipped",),
     "zoos": ("zoos_skipped",),

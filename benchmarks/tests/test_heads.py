@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.ucudnn.heads import run
-from benchmarks.ucudnn.heads.rows import heads, heads_floors
+from benchmarks.ucudnn.heads.rows import heads, heads_divided, heads_floors
 
 from anybatch.planner import planner
 
@@ -16,9 +16,7 @@ def test_a_head_is_measured_in_every_way_and_a_block_at_its_floor(
     found = run.measured((400, 4, 32), 1, "cpu", "float32")
     assert {"at once", "chosen", "16", "32"} <= set(found["seconds"])
     assert found["peaks"]["16"] < found["peaks"]["at once"]
-    floors = [
-        run.least((128, 4), 2000, "cpu", allowed=allowed, steps=1) for allowed in (False, True)
-    ]
+    floors = [run.least((128, 4), 2000, "cpu", way, steps=1) for way in run.RUNGS]
     assert floors[0]["chunk"] == 0 < floors[1]["chunk"]
     assert floors[1]["budget"] < floors[0]["budget"]
     assert floors[1]["peak"] <= floors[1]["budget"]
@@ -32,6 +30,11 @@ def test_the_tables_show_ratios_and_mebibytes() -> None:
     one = {"budget": 3 << 20, "peak": 2 << 20, "seconds": 1.0, "micro_batch": 1, "chunk": 1 << 20}
     one["offloads"] = False
     floor = {"tokens": 8, "features": 4, "at once": {**one, "chunk": 0}, "chunks": one}
+    each = {"micro_batch": 1, "seconds": 2.0, "first": 3.0, "budget": 4 << 20, "offloads": False}
+    ways = {"at once": {**each, "chunk": 0}, "chunks": {**each, "chunk": 1 << 20}}
+    both = {"tokens": 8, "features": 4, "ratio": 0.5, **ways}
+    wanted = "| 8, 4 | 4 | 1 | 2.00 | 3.0 | 1, 1 MiB | 2.00 | 3.0 | 0.50 |"
+    assert wanted in heads_divided({"divided": [both]})
     table = heads_floors({"floors": [floor]})
     assert "| 8, 4 | at once | 3.0 | 2.0 | 1 | 1.00 |" in table
     assert "| 8, 4 | chunks, 1 MiB | 3.0 | 2.0 | 1 | 1.00 |" in table

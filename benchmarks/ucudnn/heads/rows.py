@@ -27,6 +27,22 @@ def heads(results: Results) -> str:
     return markdown(head, lines)
 
 
+def heads_divided(results: Results) -> str:
+    """A line for each block and budget: how two engines run it, one of them in chunks."""
+    head = ["tokens, features", "budget, MiB", "at once: micro-batch", "s", "first step, s"]
+    head += ["chunks: micro-batch", "s", "first step, s", "chunks / at once"]
+    lines = []
+    for row in results.get("divided", []):
+        line = [f"{row['tokens']:,}, {row['features']}", f"{row['at once']['budget'] / MIB:.0f}"]
+        for way in ("at once", "chunks"):
+            one = row[way]
+            size = f"{one['micro_batch']}" + (", offloaded" if one["offloads"] else "")
+            size += f", {one['chunk'] / MIB:.0f} MiB" if one["chunk"] else ""
+            line += [size, f"{one['seconds']:.2f}", f"{one['first']:.1f}"]
+        lines.append([*line, f"{row['ratio']:.2f}"])
+    return markdown(head, lines)
+
+
 def heads_floors(results: Results) -> str:
     """A line for each block: the least budget, with all logits at once and in chunks."""
     head = ["tokens, features", "", "least budget, MiB", "most held, MiB", "micro-batch"]

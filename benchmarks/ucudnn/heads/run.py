@@ -12,15 +12,19 @@ Errors are those of the weight's gradient, relative to float64; bytes are the al
 
 Then a block of a transformer with a head, one sample of a batch of four: the least budget with
 which an engine runs it, and the peak and the seconds of its steps there.
+
+Last, blocks and batches that must be divided: steps of two engines in turn, of which one may
+compute in chunks, once both have settled.
 """
 
 import copy
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +34,9 @@ from rich.progress import track
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, chunked_losses
+from anybatch import Engine, chunked_losses, plan
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
-from anybatch.planner import planner
 from benchmarks.environment import environment
 from benchmarks.results import console, write
 from benchmarks.ucudnn.device import finish, seconds
@@ -59,6 +62,9 @@ ROUNDS = 7
 BLOCKS = {"cpu": [(512, 64), (2048, 64), (512, 512)], "cuda": [(2048, 512), (16_384, 512)]}
 """Tokens of a sample, features."""
 VOCABULARY, SAMPLES = 32_000, 4
+DIVIDED, SHARES = [(128, 128), (128, 512), (512, 256)], (0.15, 0.3, 0.6)
+"""Tokens of a sample, features; shares of the undivided bytes that are budgets."""
+BATCH, SETTLED = 16, 10
 
 Ways = dict[str, Callable[[], None]]
 
@@ -174,20 +180,10 @@ class Block(nn.Module):
         return F.cross_entropy(z.flatten(0, 1), y.flatten())
 
 
-@contextmanager
-def chunks(*, allowed: bool) -> Iterator[None]:
-    """Let engines compute in chunks, or not."""
-    before = planner.CHUNKS
-    setattr(planner, "CHUNKS", before if allowed else ())  # noqa: B010
-    try:
-        yield
-    finally:
-        planner.CHUNKS = before
+RUNGS = {"at once": ["offload"], "chunks": ["chunks", "offload"]}
 
 
-def least(
-    block: tuple[int, int], vocabulary: int, device: str, *, allowed: bool, steps: int
-) -> Found:
+def least(block: tuple[int, int], vocabulary: int, device: str, way: str, *, steps: int) -> Found:
     """Return the least budget of a block, and the peak and the seconds of steps with it."""
     torch.manual_seed(0)
     tokens, features = block
@@ -196,19 +192,18 @@ def least(
     budget = 1 << 10
     while True:
         try:
-            with chunks(allowed=allowed):
-                return at(budget, Block(features, vocabulary).to(device), batch, steps)
+            return at(budget, Block(features, vocabulary).to(device), batch, way, steps)
         except BudgetError as error:
             budget = max(budget + 1024, -(-error.needed // 1024) * 1024)
 
 
-def at(budget: int, model: Block, batch: tuple[Tensor, ...], steps: int) -> Found:
+def at(budget: int, model: Block, batch: tuple[Tensor, ...], way: str, steps: int) -> Found:
     """Return the peak and the seconds of steps with a budget.
 
     Raises:
         BudgetError: it is too small.
     """
-    engine = Engine(model, memory=budget, cache=None, tune="off")
+    engine = Engine(model, memory=budget, cache=None, tune="off", rungs=RUNGS[way])
     engine.backward(batch)
     peaks, taken, run = [], [], partial(engine.backward, batch)
     device = batch[0].device.type
@@ -229,6 +224,54 @@ def at(budget: int, model: Block, batch: tuple[Tensor, ...], steps: int) -> Foun
     }
 
 
+def divided(
+    block: tuple[int, int], share: float, vocabulary: int, device: str, *, steps: int
+) -> Found:
+    """Return the settled plans of two engines, and the seconds of their steps, in turn.
+
+    Args:
+        block: tokens of a sample, features.
+        share: of the bytes of the undivided batch, which are the budget.
+        vocabulary: of the head.
+        device: of the blocks.
+        steps: of each engine.
+    """
+    tokens, features = block
+    torch.manual_seed(0)
+    shape = BATCH, tokens
+    batch = tuple(torch.randint(vocabulary, shape, device=device) for _ in range(2))
+    whole = plan(Block(features, vocabulary).to(device), None, (batch, None), timed=False).memory
+    assert whole is not None
+    assert whole.undivided is not None
+    every, found = {}, {}
+    for way, rungs in RUNGS.items():
+        model = Block(features, vocabulary).to(device)
+        engine = Engine(model, memory=int(share * whole.undivided), cache=None, rungs=rungs)
+        every[way] = model, engine
+        first = seconds(partial(engine.backward, batch), device)
+        for _ in range(SETTLED):
+            model.zero_grad()
+            engine.backward(batch)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        found[way] = {
+            "first": first,
+            "budget": engine.plan.memory.budget,
+            "micro_batch": engine.plan.micro_batch,
+            "chunk": engine.plan.memory.chunked,
+            "offloads": engine.plan.offload is not None,
+        }
+    taken: dict[str, list[float]] = {way: [] for way in RUNGS}
+    for _ in range(2 * steps):
+        for way, (model, engine) in every.items():
+            model.zero_grad()
+            taken[way].append(seconds(partial(engine.backward, batch), device))
+    for way, each in taken.items():
+        found[way] |= {"seconds": statistics.median(each)}
+    ratios = [a / b for a, b in zip(taken["chunks"], taken["at once"], strict=True)]
+    return {**found, "ratio": statistics.median(ratios)}
+
+
 def main(
     *,
     quick: bool = False,
@@ -240,6 +283,7 @@ def main(
         console.print("no CUDA device here: nothing was run")
         return
     shapes, blocks = (QUICK, [(8, 4)]) if quick else (SHAPES[device], BLOCKS[device])
+    divide = [(8, 4)] if quick else DIVIDED
     vocabulary, steps = (500, 1) if quick else (VOCABULARY, 3)
     cells = [(shape, precision) for precision in PRECISIONS[device] for shape in shapes]
     heads = [
@@ -248,13 +292,18 @@ def main(
     ]
     floors = [
         {"tokens": block[0], "features": block[1]}
-        | {
-            way: least(block, vocabulary, device, allowed=way == "chunks", steps=steps)
-            for way in ("at once", "chunks")
-        }
+        | {way: least(block, vocabulary, device, way, steps=steps) for way in RUNGS}
         for block in track(blocks, "blocks", console=console)
     ]
     found = {"environment": environment(), "vocabulary": vocabulary, "samples": SAMPLES}
+    budgets = [
+        (block, share, divided(block, share, vocabulary, device, steps=steps))
+        for block, share in track([*product(divide, SHARES)], "budgets", console=console)
+    ]
+    found["divided"] = [
+        {"tokens": tokens, "features": features, "share": share, **each}
+        for (tokens, features), share, each in budgets
+    ]
     write(out / "results.json", {**found, "heads": heads, "floors": floors})
 
 
