@@ -454,8 +454,8 @@ class Planner:
             release(error, outside=outside)
             failed = error
         else:
-            alone = self._compared or request.signature.lanes or not request.signature.trains
-            return found if alone else self._compared_with_chunks(request, found)
+            done = self._compared or request.signature.lanes or not request.signature.trains
+            return found if done else self._compared_with_chunks(request, found)
         for nbytes in smaller:
             try:
                 return self._in_chunks(request, nbytes)
