@@ -115,9 +115,9 @@ def test_a_step_in_chunks_offloads_nothing() -> None:
     step(engine, batch, inside=True)
     assert engine.plan is not None
     assert engine.plan.memory is not None
-    assert engine.plan.memory.chunked == planner.CHUNKS[0]
+    assert engine.plan.memory.chunked == 16 * V * 8
     assert engine.plan.offload is None
-    assert "chunks       wide linear maps and their losses, 256 KiB of results" in str(engine.plan)
+    assert "chunks       wide linear maps and their losses, 375 KiB of results" in str(engine.plan)
 
 
 def test_micro_batches_in_chunks_are_exact() -> None:
@@ -380,8 +380,9 @@ def test_a_batch_that_fits_is_not_in_chunks(options: dict[str, Any]) -> None:
         assert engine.plan.memory.chunked == 0
 
 
-def test_chunks_that_save_too_little_are_not_computed() -> None:
-    """Those that are as fast take 16 MiB, and all logits 7."""
+def test_chunks_that_save_too_little_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are as fast take 16 and 6 MiB, and all logits 7."""
+    monkeypatch.setattr(chunked_rows, "LEAST", 256)
     net, batch = made(inside=True)
     engine = engine_of(net, inside=True, memory="7MiB")
     step(engine, batch, inside=True)
@@ -446,6 +447,7 @@ def test_gradients_that_are_there_may_take_the_place_of_chunks(
 ) -> None:
     """With them a step fits offloaded only: it is in chunks before, and not with them."""
     monkeypatch.setattr(planner, "CHUNKS", ())
+    monkeypatch.setattr(chunked_rows, "LEAST", 4096)
     torch.manual_seed(0)
     body = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
     net = nn.Sequential(nn.Embedding(400, 64), *body, nn.Linear(64, 400)).double()
@@ -460,3 +462,24 @@ def test_gradients_that_are_there_may_take_the_place_of_chunks(
         expected = {k: v if k == "loss" else v * times for k, v in want.items()}
         assert_exact(state_of(net, loss), expected)
     assert used == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen(length: int) -> None:
+    """A classifier of many classes: 16 rows are those of 5 samples, or of 16."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(D, 64), nn.Tanh(), nn.Linear(64, D))
+    net = nn.Sequential(nn.Embedding(V, D), body, nn.Linear(D, V)).double()
+    batch = torch.randint(V, (300, length)), torch.randint(V, (300, length))
+    want = truth(net, batch, inside=False)
+    engine = engine_of(net, inside=False, memory="4MiB")
+    for _ in range(2):
+        net.zero_grad()
+        with Meter(torch.device("cpu"), {"there": [*net.parameters()]}) as meter:
+            loss = engine.backward(*batch)
+        assert meter.peak <= 4 << 20
+        assert_exact(state_of(net, loss), want)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked == 16 * V * 8
+    assert engine.plan.micro_batch > 100

@@ -336,7 +336,8 @@ def as_fakes(case: Case) -> Case:
     """
     fakes = Fakes()
     model, loss = fakes.copy((case.model, case.loss), [module for _, module in case.modules])
-    rows = max(case.size, 4 * MICRO_BATCHES)
+    # Chunks are foreseen by micro-batches of nearly all samples.
+    rows = max(case.size * (MICRO_BATCHES if case.chunked else 1), 4 * MICRO_BATCHES)
     pair = (case.rows.inputs, case.rows.targets)
     inputs, targets = fakes.rows(pair, case.rows.size, rows)
     return Case(

@@ -347,7 +347,8 @@ class Step(Repeatable):
     def inspected(self, micro: MicroBatch, **how: Any) -> Any:
         """Run `forward` for an inspection, which needs few columns of wide linear maps."""
         forward = partial(self.forward, micro, **how)
-        return forward() if self.chunked is None else with_few_columns(forward)
+        chunked = self.chunked
+        return forward() if chunked is None else with_few_columns(forward, chunked.nbytes)
 
     def call(self, micro: MicroBatch, draws: FullBatchRNG | None) -> Any:
         """Call the model, with full-batch draws where `draws` is not None."""

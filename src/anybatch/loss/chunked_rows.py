@@ -379,7 +379,7 @@ class ChunkedLosses:
     def rows(self, one: WideMap) -> int:
         """Return the rows of a chunk of a map: as many as take `nbytes`, and `LEAST` at least."""
         columns, features = one.w.shape
-        nbytes = self.nbytes or fast_chunk(columns, features, one.h)
+        nbytes = self.nbytes or fast_chunks(columns, features, one.h)[0]
         return max(LEAST, nbytes // (columns * one.h.element_size()))
 
     def __str__(self) -> str:
@@ -400,11 +400,12 @@ def few_of(one: Tensor, columns: int = FEW) -> Tensor:
     return one[:columns] + one.sum(0, keepdim=True) * 0
 
 
-def fast_chunk(columns: int, features: int, rows: Tensor) -> int:
-    """Return the bytes of a chunk of logits that is about as fast as all at once.
+def fast_chunks(columns: int, features: int, rows: Tensor) -> tuple[int, int]:
+    """Return the bytes of two chunks of logits that are about as fast as all at once, or faster.
 
     A chunk reads the weight twice and its gradient is added to, so it has about as many rows as
     there are features; above 256 rows, a processor gains nothing more (`benchmarks/ucudnn/heads`).
+    The second one is the least that is so.
 
     Args:
         columns: of the logits.
@@ -412,7 +413,8 @@ def fast_chunk(columns: int, features: int, rows: Tensor) -> int:
         rows: their type and device.
     """
     most = min(features, MOST.get(rows.device.type, MOST_THERE))
-    return max(BYTES, most * columns * rows.element_size())
+    least = max(LEAST, most) * columns * rows.element_size()
+    return max(BYTES, least), least
 
 
 def chunks_of(nbytes: int) -> ChunkedLosses | None:

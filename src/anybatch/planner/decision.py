@@ -27,7 +27,7 @@ from anybatch.core.plan_sections import Candidate
 from anybatch.errors import BudgetError, NotExactError, NotYetError, StoreError
 from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.loss.chunked import WIDE
-from anybatch.loss.chunked_rows import fast_chunk
+from anybatch.loss.chunked_rows import fast_chunks
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen
 from anybatch.planner.forecast import ASIDE, WORKSPACE, Forecast
@@ -532,10 +532,11 @@ class PlanningRequest:
         return any(max(one.shape) > WIDE * min(one.shape) for one in weights)
 
     @property
-    def fast_chunk(self) -> int:
-        """Bytes of the chunks of the widest linear map that are about as fast as all at once."""
+    def fast_chunks(self) -> tuple[int, int]:
+        """Bytes of the chunks of the widest linear map: two that are as fast as all at once."""
         wide = [one for one in self.case().leaves if one.dim() == 2]
-        return max((fast_chunk(max(one.shape), min(one.shape), one) for one in wide), default=0)
+        every = (fast_chunks(max(one.shape), min(one.shape), one) for one in wide)
+        return max(every, default=(0, 0))
 
     @property
     def spread(self) -> bool:

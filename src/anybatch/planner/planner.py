@@ -471,7 +471,8 @@ class Planner:
         barred = "chunks" not in self._rungs or self.spill.way not in FREE
         if barred or self._corrected or not request.may_be_chunked:
             return []
-        every = [request.fast_chunk, *(n for n in CHUNKS if n < request.fast_chunk)]
+        fast = request.fast_chunks
+        every = sorted({*fast, *(n for n in CHUNKS if n < fast[0])}, reverse=True)
         smaller = [n for n in every if n < (request.chunked or inf)]
         return [*smaller, 0] if request.chunked else smaller  # without, tensors may be offloaded
 
@@ -486,7 +487,7 @@ class Planner:
         if fits == size:
             return found
         self._compared, before = True, (self._foreseen, self._precedent)
-        for nbytes in self._chunks(request)[:1]:
+        for nbytes in [n for n in self._chunks(request) if n in request.fast_chunks]:
             self._precedent = Precedent(decided=self._precedent.decided)
             try:
                 in_chunks = self._in_chunks(request, nbytes)
