@@ -326,6 +326,37 @@ def test_a_step_in_chunks_that_is_interrupted_leaves_no_trace(
     assert_exact(state_of(net, step(engine, batch, inside=False)), want)
 
 
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("call", [1, 5, 17])
+def test_memory_that_runs_out_in_a_chunk_makes_smaller_micro_batches(
+    call: int, monkeypatch: pytest.MonkeyPatch, *, inside: bool
+) -> None:
+    net, batch = made(inside=inside)
+    engine = engine_of(net, inside=inside, memory="4500KiB")
+    step(engine, batch, inside=inside)
+    assert engine.plan is not None
+    before = engine.plan
+    assert before.memory is not None
+    assert before.memory.chunked > 0
+    net.zero_grad()
+    calls = 0
+
+    def full(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise torch.OutOfMemoryError("full")
+        add(*args)
+
+    add = chunked_rows._add
+    monkeypatch.setattr(chunked_rows, "_add", full)
+    want = truth(net, batch, inside=inside)
+    assert_exact(state_of(net, step(engine, batch, inside=inside)), want)
+    assert engine.plan.micro_batch < before.micro_batch
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked > 0
+
+
 # A batch that fits in parts without chunks.
 
 

@@ -38,7 +38,7 @@ from anybatch import Engine, chunked_losses, plan
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
 from benchmarks.environment import environment
-from benchmarks.results import console, write
+from benchmarks.results import console, read, write
 from benchmarks.ucudnn.device import finish, seconds
 
 HERE = Path(__file__).parent
@@ -62,7 +62,7 @@ ROUNDS = 7
 BLOCKS = {"cpu": [(512, 64), (2048, 64), (512, 512)], "cuda": [(2048, 512), (16_384, 512)]}
 """Tokens of a sample, features."""
 VOCABULARY, SAMPLES = 32_000, 4
-DIVIDED, SHARES = [(128, 128), (128, 512), (512, 256)], (0.15, 0.3, 0.6)
+DIVIDED, SHARES = [(128, 128), (128, 512), (512, 256)], (0.3, 0.45, 0.7)
 """Tokens of a sample, features; shares of the undivided bytes that are budgets."""
 BATCH, SETTLED = 16, 10
 
@@ -276,6 +276,7 @@ def main(
     *,
     quick: bool = False,
     device: str = "cpu",
+    part: Annotated[str, typer.Option(help="heads, floors or divided; the others stay")] = "",
     out: Annotated[Path, typer.Option(help="folder of results")] = HERE,
 ) -> None:
     """Run all of them, and write results.json."""
@@ -285,26 +286,29 @@ def main(
     shapes, blocks = (QUICK, [(8, 4)]) if quick else (SHAPES[device], BLOCKS[device])
     divide = [(8, 4)] if quick else DIVIDED
     vocabulary, steps = (500, 1) if quick else (VOCABULARY, 3)
+    found = (read(out / "results.json") or {}) if part else {}
+    found |= {"environment": environment(), "vocabulary": vocabulary, "samples": SAMPLES}
     cells = [(shape, precision) for precision in PRECISIONS[device] for shape in shapes]
-    heads = [
-        measured(shape, 1 if quick else ROUNDS, device, precision)
-        for shape, precision in track(cells, "heads", console=console)
-    ]
-    floors = [
-        {"tokens": block[0], "features": block[1]}
-        | {way: least(block, vocabulary, device, way, steps=steps) for way in RUNGS}
-        for block in track(blocks, "blocks", console=console)
-    ]
-    found = {"environment": environment(), "vocabulary": vocabulary, "samples": SAMPLES}
-    budgets = [
-        (block, share, divided(block, share, vocabulary, device, steps=steps))
-        for block, share in track([*product(divide, SHARES)], "budgets", console=console)
-    ]
-    found["divided"] = [
-        {"tokens": tokens, "features": features, "share": share, **each}
-        for (tokens, features), share, each in budgets
-    ]
-    write(out / "results.json", {**found, "heads": heads, "floors": floors})
+    if part in ("", "heads"):
+        found["heads"] = [
+            measured(shape, 1 if quick else ROUNDS, device, precision)
+            for shape, precision in track(cells, "heads", console=console)
+        ]
+        write(out / "results.json", found)
+    if part in ("", "floors"):
+        found["floors"] = [
+            {"tokens": block[0], "features": block[1]}
+            | {way: least(block, vocabulary, device, way, steps=steps) for way in RUNGS}
+            for block in track(blocks, "blocks", console=console)
+        ]
+        write(out / "results.json", found)
+    if part in ("", "divided"):
+        found["divided"] = [
+            {"tokens": block[0], "features": block[1], "share": share}
+            | divided(block, share, vocabulary, device, steps=steps)
+            for block, share in track([*product(divide, SHARES)], "budgets", console=console)
+        ]
+        write(out / "results.json", found)
 
 
 if __name__ == "__main__":
