@@ -28,6 +28,7 @@ from tests.integrations.trainings import train  # noqa: E402
 
 from anybatch.integrations.lightning import FullBatch  # noqa: E402
 from anybatch.integrations.transformers import Trainer  # noqa: E402
+from anybatch.planner.planner import RUNGS  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -71,7 +72,12 @@ def person_s(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
 
 
 def trained(
-    make: Callable[[], nn.Module], folder: Path, memory: str, loss: Any = None, **options: Any
+    make: Callable[[], nn.Module],
+    folder: Path,
+    memory: str,
+    loss: Any = None,
+    rungs: Any = RUNGS,
+    **options: Any,
 ) -> tuple[nn.Module, Plan]:
     """Return a model after two steps of a Trainer, and the last plan."""
     model = make()
@@ -80,7 +86,7 @@ def trained(
         model,
         rows(),
         folder,
-        {"memory": memory, "compute_loss_func": loss},
+        {"memory": memory, "compute_loss_func": loss, "rungs": rungs},
         per_device_train_batch_size=N,
         optim="sgd",
         **options,
@@ -123,6 +129,12 @@ class Module(pl.LightningModule):  # type: ignore[name-defined, misc]
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_a_trainer_may_be_forbidden_chunks(tmp_path: Path) -> None:
+    _, plan = trained(gpt, tmp_path, BUDGET, rungs=["offload"])
+    assert plan.memory is not None
+    assert plan.memory.chunked == 0
 
 
 def test_a_trainer_of_lightning() -> None:

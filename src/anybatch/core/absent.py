@@ -75,7 +75,7 @@ class AbsentDevice:
         """Bytes of the device left for a step and for the workspaces of libraries."""
         return max(0, self.nbytes - self.context)
 
-    def budget(self, memory: int | str | None) -> tuple[int, str]:
+    def budget(self, memory: float | str | None) -> tuple[int, str]:
         """Return the bytes that a step may hold, and their source in words.
 
         Args:

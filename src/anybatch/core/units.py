@@ -24,7 +24,7 @@ def parse_bytes(value: Any, name: str = "memory", *, word: str | None = None) ->
     """Return the bytes that a size argument means.
 
     Args:
-        value: an integer of bytes, or a text such as "6GiB", "512 MiB", "1.5GB".
+        value: a whole number of bytes, such as 6e9, or a text such as "6GiB", "512 MiB", "1.5GB".
         name: its name in errors.
         word: other valid values, for the error; None (default) is nothing.
 
@@ -35,8 +35,8 @@ def parse_bytes(value: Any, name: str = "memory", *, word: str | None = None) ->
         ValueError: it is no such number or text, or less than one byte.
     """
     found = None
-    if isinstance(value, int) and not isinstance(value, bool):
-        found = value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        found = int(value) if value % 1 == 0 else None
     elif isinstance(value, str) and (match := _WRITTEN.fullmatch(value)):
         unit = UNITS.get(match[2].upper())
         found = None if unit is None else int(float(match[1]) * unit)

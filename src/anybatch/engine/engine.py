@@ -136,7 +136,7 @@ class Engine:
         loss_fn: Callable[..., Tensor] | Loss | None = None,
         *,
         optimizer: torch.optim.Optimizer | None = None,
-        memory: int | str | None = None,
+        memory: float | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode | Adaptive = "exact",
         rng: RngMode = "micro_batch",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +31,7 @@ from anybatch.errors import NotExactError, NotYetError
 from anybatch.integrations.install import require
 from anybatch.lockstep.sync_batchnorm import Adaptive
 from anybatch.loss.traced import OfModel
+from anybatch.planner.planner import RUNGS
 
 require("lightning", "lightning")
 
@@ -107,6 +108,7 @@ class FullBatch(Callback):  # type: ignore[misc]
         batchnorm: as for `Engine`.
         rng: as for `Engine`; "batch" draws dropout as the undivided batch would.
         plan: obey it; a checkpoint brings its own.
+        rungs: as for `Engine`.
 
     Attributes:
         engine: the `Engine` of the last step, with ``engine.plan`` and ``engine.last``; None
@@ -126,11 +128,12 @@ class FullBatch(Callback):  # type: ignore[misc]
 
     def __init__(
         self,
-        memory: int | str | None = None,
+        memory: float | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode | Adaptive = "exact",
         rng: RngMode = "micro_batch",
         plan: Plan | None = None,
+        rungs: Collection[str] = RUNGS,
     ) -> None:
         self.engine: Engine | None = None
         self._requested: dict[str, Any] = {
@@ -138,7 +141,7 @@ class FullBatch(Callback):  # type: ignore[misc]
             "micro_batch": micro_batch,
             "plan": plan,
         }
-        self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
+        self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng, "rungs": rungs}
         self._plans: dict[str, Plan] = {}
         self._parts: dict[str, StepEngine] = {}
         self._present = Present(None, Log())

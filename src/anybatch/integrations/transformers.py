@@ -17,7 +17,7 @@ forward. Source: transformers 5.23, ``Trainer.training_step`` and ``Trainer.comp
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +40,7 @@ from anybatch.integrations.transformers_padding import (
     may_divide,
 )
 from anybatch.lockstep.sync_batchnorm import Adaptive
+from anybatch.planner.planner import RUNGS
 
 require("transformers", "transformers", "accelerate")
 
@@ -93,6 +94,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         batchnorm: as for `Engine`.
         rng: as for `Engine`; "batch" draws dropout as the undivided batch would.
         plan: obey it; a checkpoint brings its own.
+        rungs: as for `Engine`.
         cut_padding: cut the columns that are padding in all rows of a micro-batch, and sort rows by
             length. It is less to compute, and the plan says "not shown": the gradient is that of
             the batch if the model uses its attention mask. Default False.
@@ -121,11 +123,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         model: nn.Module | None = None,
         args: Any = None,
         *others: Any,
-        memory: int | str | None = None,
+        memory: float | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode | Adaptive = "exact",
         rng: RngMode = "micro_batch",
         plan: Plan | None = None,
+        rungs: Collection[str] = RUNGS,
         cut_padding: bool = False,
         **named: Any,
     ) -> None:
@@ -144,7 +147,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             "micro_batch": micro_batch,
             "plan": plan,
         }
-        self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng}
+        self._how: dict[str, Any] = {"batchnorm": batchnorm, "rng": rng, "rungs": rungs}
         self._cuts = cut_padding
         self._traced: Trimmed | None = None
         self._user_loss: UserLoss | None = None

@@ -199,7 +199,7 @@ class Offload:
 
 def offload(
     *,
-    memory: int | str,
+    memory: float | str,
     store: str | PathLike[str] | None = None,
     device: torch.device | str | None = None,
     check: bool = False,

@@ -221,7 +221,7 @@ def offload_states(
     optimizer: optim.Optimizer,
     *,
     model: nn.Module | None = None,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     store: str | PathLike[str] | None = None,
 ) -> OffloadedStates:
     """Keep the state of an optimizer offloaded, except for the part that its step is using.

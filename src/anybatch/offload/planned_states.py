@@ -31,7 +31,7 @@ def states_of(
     store: str,
     folder: str | PathLike[str] | None,
     optimizer: optim.Optimizer | None,
-    memory: int | str | None,
+    memory: float | str | None,
 ) -> States:
     """Return where an optimizer's state will wait, as a plan has it.
 

@@ -46,7 +46,7 @@ def plan(
     loss_fn: Callable[..., Tensor] | Loss | None,
     batch: Any,
     *,
-    memory: int | str | None = None,
+    memory: float | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     micro_batch: int | None = None,
     batchnorm: BatchNormMode | Adaptive = "exact",
@@ -255,7 +255,7 @@ def _without_onednn() -> Iterator[None]:
 
 
 def refuse_absent(
-    device: AbsentDevice, model: nn.Module, memory: int | str | None, workspace: int | str | None
+    device: AbsentDevice, model: nn.Module, memory: float | str | None, workspace: int | str | None
 ) -> None:
     """Refuse requests that a dry run for an absent device cannot serve.
 
@@ -297,7 +297,7 @@ class Question:
     optimizer: torch.optim.Optimizer | None
     batch: tuple[Any, Any]
     make: Callable[..., Engine]
-    memory: int | str | None = None
+    memory: float | str | None = None
     micro_batch: int | None = None
     offload: str = AUTO
     spill: str | PathLike[str] | None = None

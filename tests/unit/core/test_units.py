@@ -13,6 +13,7 @@ from anybatch.core.units import parse_bytes, show_bytes
     ("text", "count"),
     [
         (1, 1),
+        (6e9, 6_000_000_000),
         ("4096", 4096),
         ("64MiB", 64 * 2**20),
         ("6 GiB", 6 * 2**30),
@@ -22,11 +23,14 @@ from anybatch.core.units import parse_bytes, show_bytes
         ("2TB", 2 * 10**12),
     ],
 )
-def test_what_people_write(text: int | str, count: int) -> None:
+def test_what_people_write(text: float | str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("wrong", [0, -1, "0", "6 XiB", "GiB", "", None, 1.5, True, "six GiB"])
+@pytest.mark.parametrize(
+    "wrong",
+    [0, -1, "0", "6 XiB", "GiB", "", None, 1.5, True, "six GiB", float("inf"), float("nan")],
+)
 def test_anything_else_is_refused_with_what_came(wrong: object) -> None:
     with pytest.raises(ValueError, match=r"memory must be a number of bytes .* and it is"):
         parse_bytes(wrong)
