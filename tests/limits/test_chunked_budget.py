@@ -18,6 +18,7 @@ from anybatch.errors import BudgetError, NotExactError
 from anybatch.loss import chunked_rows
 from anybatch.memory.meter import Meter
 from anybatch.planner import planner
+from anybatch.planner.decision import Decision
 
 V, L, D, N = 3000, 24, 16, 12
 KIB = 1 << 10
@@ -514,3 +515,32 @@ def test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen(length: int) -
     assert engine.plan.memory is not None
     assert engine.plan.memory.chunked == 16 * V * 8
     assert engine.plan.micro_batch > 100
+
+
+@pytest.mark.usefixtures("fast_chunks")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, NotExactError])
+def test_a_forecast_in_chunks_that_ends_early_is_none_of_other_steps(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, batch = made(inside=True)
+    engine = engine_of(net, inside=True, memory="7MiB")
+    made_so = Decision.made
+
+    def ended(self: Decision) -> Any:
+        found = made_so(self)
+        if self._request.chunked:
+            raise error("ended")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decision, "made", ended)
+        with pytest.raises(error, match="ended"):
+            step(engine, batch, inside=True)
+    want = truth(net, batch, inside=True)
+    with Meter(torch.device("cpu"), {"there": [*net.parameters()]}) as meter:
+        loss = step(engine, batch, inside=True)
+    assert meter.peak <= 7 << 20
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked == 0
+    assert_exact(state_of(net, loss), want)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
@@ -461,7 +461,6 @@ class Planner:
                 return self._in_chunks(request, nbytes)
             except BudgetError as error:
                 failed = min(failed, error, key=lambda one: one.needed)
-        self._foreseen.forget()
         raise failed from None
 
     def _chunks(self, request: PlanningRequest) -> list[int]:
@@ -486,18 +485,21 @@ class Planner:
         fits, size = self._most_that_fit(request), request.signature.size
         if fits == size:
             return found
-        self._compared, before = True, (self._foreseen, self._precedent)
-        for nbytes in [n for n in self._chunks(request) if n in request.fast_chunks]:
-            self._precedent = Precedent(decided=self._precedent.decided)
-            try:
-                in_chunks = self._in_chunks(request, nbytes)
-            except BudgetError:
-                continue
-            if self._most_that_fit(request) >= min(size, max(1, MANY * fits)):
-                return in_chunks
-        self._foreseen, self._precedent = before
-        self._chunked.pop(True, None)
-        return found
+        self._compared, before, in_chunks = True, (self._foreseen, self._precedent), None
+        wanted = min(size, max(1, MANY * fits))
+        try:
+            for nbytes in [n for n in self._chunks(request) if n in request.fast_chunks]:
+                self._precedent = replace(before[1], best=None, tuning=None, sends=False)
+                with suppress(BudgetError):
+                    run_plan = self._in_chunks(request, nbytes)
+                    if self._most_that_fit(request) >= wanted:
+                        in_chunks = run_plan
+                        break
+        finally:
+            if in_chunks is None:
+                self._foreseen, self._precedent = before
+                self._chunked.pop(True, None)
+        return in_chunks or found
 
     def _most_that_fit(self, request: PlanningRequest) -> int:
         """Return the samples that fit in memory without offloading, by the present forecasts."""
@@ -511,8 +513,12 @@ class Planner:
     def _in_chunks(self, request: PlanningRequest, nbytes: int) -> RunPlan:
         """Return how a batch is run with losses in chunks of so many bytes."""
         case = cache(lambda: replace(request.case(), chunked=nbytes))
-        self._foreseen = Foreseen()
-        found = self._decided(replace(request, case=case, chunked=nbytes))
+        before, self._foreseen = self._foreseen, Foreseen()
+        try:
+            found = self._decided(replace(request, case=case, chunked=nbytes))
+        except BaseException:
+            self._foreseen = before  # forecasts of chunks are none of other steps
+            raise
         self._chunked[request.signature.trains] = nbytes
         return found
 
