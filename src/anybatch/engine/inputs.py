@@ -297,7 +297,13 @@ def refuse_now(
         raise ValueError(f'rng must be "micro_batch" or "batch", and it is {rng!r}')
     if tune not in ("steps", "off"):
         raise ValueError(f'tune must be "steps" or "off", and it is {tune!r}')
-    if isinstance(rungs, str) or not {*rungs} <= {*RUNGS}:
+    refuse_rungs(rungs)
+
+
+def refuse_rungs(rungs: Any) -> None:
+    """Refuse anything but some of `RUNGS`."""
+    every = isinstance(rungs, Collection) and not isinstance(rungs, str | bytes)
+    if not every or any(one not in RUNGS for one in rungs):
         raise ValueError(f"rungs must be a collection of some of {RUNGS}, and it is {rungs!r}")
 
 
@@ -405,6 +411,13 @@ def planner_of(
             raise ValueError(
                 "a plan decides memory, micro_batch and workspace, and one of them was given with "
                 "it: leave them out, or leave plan out"
+            )
+        used = {"chunks": plan.memory and plan.memory.chunked, "offload": plan.offload}
+        barred = [name for name, planned in used.items() if planned and name not in rungs]
+        if barred:
+            raise ValueError(
+                f"a plan decides about chunks and offloading: it uses {barred[0]}, and "
+                f"rungs={rungs!r} forbids that: leave rungs out, or make another plan"
             )
         if plan.memory is None:
             return None

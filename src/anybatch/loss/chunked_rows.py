@@ -42,6 +42,8 @@ MOST_THERE = 2048
 FEW = 2
 """Columns that an inspection computes: rows meet in all of them or in none."""
 
+REMEDY = 'leave out chunked_losses, or give an Engine rungs=["offload"]'
+
 LEAST = 16
 """Rows of a chunk, where that many take more bytes."""
 
@@ -357,7 +359,7 @@ def refuse_second_derivatives() -> None:
     if torch.is_grad_enabled():
         raise LossError(
             "a loss that is computed in chunks has no second derivatives, and backward was called "
-            "with create_graph=True: leave out chunked_losses"
+            f"with create_graph=True: {REMEDY}"
         )
 
 
@@ -463,7 +465,7 @@ class LogitsSource:
             raise LossError(
                 "a wide linear map that is computed in chunks must find its input and weight as "
                 "they were when it was called, and one of them has been written to in place since: "
-                "write to a copy, or leave out chunked_losses"
+                f"write to a copy, or {REMEDY}"
             )
 
     @property

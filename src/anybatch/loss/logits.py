@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from anybatch.core.modules import name_of
 from anybatch.errors import LossError
 from anybatch.loss import functionals
-from anybatch.loss.chunked_rows import LogitsSource, refuse_second_derivatives
+from anybatch.loss.chunked_rows import REMEDY, LogitsSource, refuse_second_derivatives
 from anybatch.loss.row_functions import (
     ADDS,
     ALONG,
@@ -163,8 +163,8 @@ class Logits(Tensor):
         if reader in OF_GRAPH and self._used:
             raise LossError(
                 f"{reader} of logits must come before their loss where they are computed in "
-                "chunks, for the loss has no part in them: call it before the loss, or leave out "
-                "chunked_losses"
+                "chunks, for the loss has no part in them: call it before the loss, or "
+                f"{REMEDY}"
             )
         found = self.stored
         if found is not None:
@@ -223,7 +223,11 @@ class Logits(Tensor):
         if name in ("backward", "grad"):  # its first argument may be logits: backward begins there
             roots = _materialised(args[:1], "a backward from them")
             return func(*roots, *_materialised(args[1:], name), **_materialised(kwargs, name))
-        if name in NEW if isinstance(first, Logits) else name in ("to", "type_as"):
+        if name in NEW and isinstance(first, Logits):
+            return func(
+                _empty(first), *_materialised(args[1:], name), **_materialised(kwargs, name)
+            )
+        if name in ("to", "type_as") and not isinstance(first, Logits):
             return func(*tree_map(_empty, args), **tree_map(_empty, kwargs))
         writes = _writes(func, name, args, kwargs)
         if isinstance(first, Logits) and first.usable() and not writes:
@@ -246,7 +250,7 @@ class Logits(Tensor):
         if func._schema.is_mutable:
             raise LossError(
                 f"logits that are computed in chunks must not be written to, and {func} may do so: "
-                "use a function that returns a new tensor, or leave out chunked_losses"
+                f"use a function that returns a new tensor, or {REMEDY}"
             )
         return func(*tree_map(_numbers, args), **tree_map(_numbers, kwargs))
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
@@ -448,20 +448,17 @@ class Planner:
         try:
             found = self._decided(request)
         except BudgetError as error:
-            smaller = self._chunks(request)
-            if not smaller:
+            sizes = self._chunks(request)
+            if not sizes:
                 raise
             release(error, outside=outside)
             failed = error
         else:
             done = self._compared or request.signature.lanes or not request.signature.trains
             return found if done else self._compared_with_chunks(request, found)
-        for nbytes in smaller:
-            try:
-                return self._in_chunks(request, nbytes)
-            except BudgetError as error:
-                failed = min(failed, error, key=lambda one: one.needed)
-        raise failed from None
+        in_chunks = self._best_in_chunks(request, sizes, 0, failed)
+        assert in_chunks is not None
+        return in_chunks
 
     def _chunks(self, request: PlanningRequest) -> list[int]:
         """Return the bytes of the chunks to try instead of those of the plan."""
@@ -482,24 +479,49 @@ class Planner:
         """
         if self._precedent.fixed is not None or request.chunked:
             return found
-        fits, size = self._most_that_fit(request), request.signature.size
-        if fits == size:
+        fits = self._most_that_fit(request)
+        if fits == request.signature.size:
             return found
-        self._compared, before, in_chunks = True, (self._foreseen, self._precedent), None
-        wanted = min(size, max(1, MANY * fits))
+        self._compared = True
+        sizes = [n for n in self._chunks(request) if n in request.fast_chunks]
+        return self._best_in_chunks(request, sizes, fits, None) or found
+
+    def _best_in_chunks(
+        self, request: PlanningRequest, sizes: list[int], fits: int, failed: BudgetError | None
+    ) -> RunPlan | None:
+        """Return how a batch is run in the largest chunks in which many more samples fit.
+
+        None where no more fit, or the model cannot be run in chunks.
+
+        Args:
+            request: the batch.
+            sizes: bytes of chunks, the largest first; 0 is none.
+            fits: the samples that fit without.
+            failed: the error without, of which the least one is raised; None where there is a plan.
+        """
+        size, found, before = request.signature.size, None, (self._foreseen, self._precedent)
+        best = *before, request.chunked
         try:
-            for nbytes in [n for n in self._chunks(request) if n in request.fast_chunks]:
-                self._precedent = replace(before[1], best=None, tuning=None, sends=False)
-                with suppress(BudgetError):
+            for nbytes in sizes:
+                if failed is None:
+                    self._precedent = replace(before[1], best=None, tuning=None, sends=False)
+                try:
                     run_plan = self._in_chunks(request, nbytes)
-                    if self._most_that_fit(request) >= wanted:
-                        in_chunks = run_plan
-                        break
+                except Exception as error:  # the model's own: without chunks it may be none
+                    if failed is not None and isinstance(error, BudgetError):
+                        failed = min(failed, error, key=lambda one: one.needed)
+                    continue
+                most = self._most_that_fit(request)
+                if (failed and found is None) or most >= min(size, max(1, MANY * fits)):
+                    found, fits = run_plan, most
+                    best = self._foreseen, self._precedent, nbytes
+                if fits == size:
+                    break
         finally:
-            if in_chunks is None:
-                self._foreseen, self._precedent = before
-                self._chunked.pop(True, None)
-        return in_chunks or found
+            self._foreseen, self._precedent, self._chunked[request.signature.trains] = best
+        if found is None and failed is not None:
+            raise failed from None
+        return found
 
     def _most_that_fit(self, request: PlanningRequest) -> int:
         """Return the samples that fit in memory without offloading, by the present forecasts."""

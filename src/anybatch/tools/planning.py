@@ -24,6 +24,7 @@ from anybatch.core.optimizers import bare, device_of
 from anybatch.core.plan import Plan
 from anybatch.core.units import parse_bytes
 from anybatch.engine.engine import BatchNormMode, Engine, RngMode
+from anybatch.engine.inputs import refuse_rungs
 from anybatch.engine.rank_session import several
 from anybatch.errors import BudgetError, NotYetError
 from anybatch.lockstep.sync_batchnorm import Adaptive
@@ -158,6 +159,7 @@ def plan(
         )
 
     target = None if device is None else _absent_device(device, loader)
+    refuse_rungs(rungs)
     if "offload" not in rungs and offload in ("host", "file"):
         raise ValueError(f'offload="{offload}" offloads always, and rungs={rungs!r} forbids it')
     _refuse(batch, shares=workspace == AUTO, foresees=wanted != Goal() or network is not None)

@@ -1,0 +1,304 @@
+"""A vocabulary whose batch fits in parts: in chunks of rows where many more samples fit so."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from tests.limits.test_chunked_budget import (
+    KIB,
+    D,
+    L,
+    N,
+    Net,
+    V,
+    engine_of,
+    loss_fn,
+    made,
+    small_chunks,
+    step,
+    truth,
+)
+from tests.oracle import assert_exact, state_of
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch import Engine
+from anybatch.errors import BudgetError, NotExactError
+from anybatch.loss import chunked_rows
+from anybatch.memory.meter import Meter
+from anybatch.planner import planner
+from anybatch.planner.decision import Decision
+from anybatch.tools.exactness import error_of
+
+__all__ = ["small_chunks"]
+
+
+@pytest.fixture
+def fast_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows are as fast as all at once."""
+    monkeypatch.setattr(chunked_rows, "BYTES", 128 * KIB)
+
+
+@pytest.mark.usefixtures("fast_chunks")
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("tune", ["steps", "off"])
+def test_a_batch_is_in_chunks_where_twice_as_many_samples_fit(tune: str, *, inside: bool) -> None:
+    net, batch = made(inside=inside)
+    want = truth(net, batch, inside=inside)
+    engine = engine_of(net, inside=inside, memory="7MiB", tune=tune)
+    for _ in range(3):
+        net.zero_grad()
+        loss = step(engine, batch, inside=inside)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        assert engine.last is not None
+        assert engine.plan.memory.chunked == 16 * V * 8
+        assert engine.plan.micro_batch == N
+        assert engine.plan.exact
+        assert engine.last.peak_bytes is None or engine.last.peak_bytes <= 7 << 20
+        assert_exact(state_of(net, loss), want)
+    rows = (batch, None) if inside else batch
+    found = anybatch.plan(net, None if inside else loss_fn, rows, memory="7MiB", timed=False)
+    assert found.memory is not None
+    assert found.memory.chunked == 16 * V * 8
+
+
+@pytest.mark.usefixtures("fast_chunks")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": "60MiB"},
+        {"memory": "7MiB", "micro_batch": 2},
+        {"memory": "7MiB", "rng": "batch"},
+        {"memory": "7MiB", "rungs": ["offload"]},
+    ],
+)
+def test_a_batch_that_fits_is_not_in_chunks(options: dict[str, Any]) -> None:
+    net, batch = made(inside=True)
+    engine = engine_of(net, inside=True, **options)
+    for _ in range(2):
+        net.zero_grad()
+        step(engine, batch, inside=True)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        assert engine.plan.memory.chunked == 0
+
+
+def test_chunks_that_save_too_little_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are as fast take 16 and 6 MiB, and all logits 7."""
+    monkeypatch.setattr(chunked_rows, "LEAST", 256)
+    net, batch = made(inside=True)
+    engine = engine_of(net, inside=True, memory="7MiB")
+    step(engine, batch, inside=True)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked == 0
+    assert engine.plan.micro_batch < N
+
+
+@pytest.mark.usefixtures("fast_chunks")
+def test_a_batch_that_fits_no_longer_is_compared_then() -> None:
+    net, _ = made(inside=True)
+    engine, used = engine_of(net, inside=True, memory="7MiB"), []
+    for length in (4, 30, 30, 50):
+        torch.manual_seed(length)
+        batch = torch.randint(V, (N, length)), torch.randint(V, (N, length))
+        want = truth(net, batch, inside=True)
+        net.zero_grad()
+        loss = step(engine, batch, inside=True)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        used.append(engine.plan.memory.chunked > 0)
+        assert_exact(state_of(net, loss), want)
+    assert used == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("rungs", "chunked", "offloads"),
+    [(("chunks", "offload"), True, False), (["chunks"], True, False), (["offload"], False, True)],
+)
+def test_a_rung_that_is_left_out_is_not_planned(rungs: Any, chunked: bool, offloads: bool) -> None:
+    """A body whose saved tensors are most of the bytes."""
+    torch.manual_seed(0)
+    body = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    net = nn.Sequential(nn.Embedding(400, 64), *body, nn.Linear(64, 400)).double()
+    batch = torch.randint(400, (2, 300)), torch.randint(400, (2, 300))
+    memory = "7MiB"
+    engine = engine_of(net, inside=False, memory=memory, rungs=rungs)
+    engine.backward(*batch)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    net.zero_grad()
+    found = anybatch.plan(net, loss_fn, batch, memory=memory, timed=False, rungs=rungs)
+    for plan in (engine.plan, found):
+        assert plan.memory is not None
+        assert ((plan.memory.chunked > 0), plan.offload is not None) == (chunked, offloads)
+
+
+def test_no_rungs_are_micro_batches_alone() -> None:
+    net, batch = made(inside=True)
+    with pytest.raises(BudgetError):
+        step(engine_of(net, inside=True, memory="3000KiB", rungs=()), batch, inside=True)
+    wrongs: list[Any] = [
+        "chunks",
+        ["chunk"],
+        None,
+        5,
+        True,
+        b"chunks",
+        [["chunks"]],
+        iter(["chunks"]),
+    ]
+    for wrong in wrongs:
+        with pytest.raises(ValueError, match="rungs must be a collection of some of"):
+            engine_of(net, inside=True, rungs=wrong)
+        with pytest.raises(ValueError, match="rungs must be a collection of some of"):
+            anybatch.plan(net, loss_fn, batch, memory="9MiB", rungs=wrong)
+    with pytest.raises(ValueError, match="offloads always"):
+        anybatch.plan(net, loss_fn, batch, memory="9MiB", offload="file", rungs=["chunks"])
+
+
+def test_gradients_that_are_there_may_take_the_place_of_chunks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With them a step fits offloaded only: it is in chunks before, and not with them."""
+    monkeypatch.setattr(planner, "CHUNKS", ())
+    monkeypatch.setattr(chunked_rows, "LEAST", 4096)
+    torch.manual_seed(0)
+    body = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
+    net = nn.Sequential(nn.Embedding(400, 64), *body, nn.Linear(64, 400)).double()
+    batch = torch.randint(400, (2, 300)), torch.randint(400, (2, 300))
+    want = truth(net, batch, inside=False)
+    engine, used = engine_of(net, inside=False, memory="7MiB"), []
+    for times in (1, 2):
+        loss = engine.backward(*batch)
+        assert engine.plan is not None
+        assert engine.plan.memory is not None
+        used.append((engine.plan.memory.chunked > 0, engine.plan.offload is not None))
+        expected = {k: v if k == "loss" else v * times for k, v in want.items()}
+        assert_exact(state_of(net, loss), expected)
+    assert used == [(True, False), (False, True)]
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen(length: int) -> None:
+    """A classifier of many classes: 16 rows are those of 5 samples, or of 16."""
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Linear(D, 64), nn.Tanh(), nn.Linear(64, D))
+    net = nn.Sequential(nn.Embedding(V, D), body, nn.Linear(D, V)).double()
+    batch = torch.randint(V, (300, length)), torch.randint(V, (300, length))
+    want = truth(net, batch, inside=False)
+    engine = engine_of(net, inside=False, memory="4MiB")
+    for _ in range(2):
+        net.zero_grad()
+        with Meter(torch.device("cpu"), {"there": [*net.parameters()]}) as meter:
+            loss = engine.backward(*batch)
+        assert meter.peak <= 4 << 20
+        assert_exact(state_of(net, loss), want)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked == 16 * V * 8
+    assert engine.plan.micro_batch > 100
+
+
+@pytest.mark.usefixtures("fast_chunks")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, NotExactError])
+def test_a_forecast_in_chunks_that_ends_early_is_none_of_other_steps(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, batch = made(inside=True)
+    engine = engine_of(net, inside=True, memory="7MiB")
+    made_so = Decision.made
+
+    def ended(self: Decision) -> Any:
+        found = made_so(self)
+        if self._request.chunked:
+            raise error("ended")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Decision, "made", ended)
+        with pytest.raises(error) if error is KeyboardInterrupt else nullcontext():
+            step(engine, batch, inside=True)
+    net.zero_grad()
+    want = truth(net, batch, inside=True)
+    with Meter(torch.device("cpu"), {"there": [*net.parameters()]}) as meter:
+        loss = step(engine, batch, inside=True)
+    assert meter.peak <= 7 << 20
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked == 0
+    assert_exact(state_of(net, loss), want)
+
+
+class Penalised(Net):
+    """A penalty on gradients of each sample, for which torch differentiates twice."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        h = self.body(self.embedding(x))
+        h = h if h.requires_grad else h.detach().requires_grad_()
+        with torch.enable_grad():
+            z = self.head(h)
+            each = F.cross_entropy(z.transpose(1, 2), x, reduction="none")
+            (slope,) = torch.autograd.grad(each.sum(), h, create_graph=True)
+        return each.mean(1) + slope.square().sum((1, 2))
+
+
+class Overwritten(Net):
+    """Features that are written to once a head without gradients has been computed."""
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        h = self.body(self.embedding(x))
+        z: Tensor = self.head.requires_grad_(requires_grad=False)(h)
+        h.mul_(2)
+        return z
+
+
+@pytest.mark.usefixtures("fast_chunks")
+@pytest.mark.parametrize(
+    ("model", "loss", "memory"),
+    [(Penalised, lambda each, _: each.mean(), "9MiB"), (Overwritten, loss_fn, "6MiB")],
+)
+def test_a_model_that_cannot_be_in_chunks_is_run_without(
+    model: Any, loss: Any, memory: str
+) -> None:
+    torch.manual_seed(0)
+    net = model(inside=False).double()
+    x, y = torch.randint(V, (N, L)), torch.randint(V, (N, L))
+    alone = copy.deepcopy(net)
+    want = loss(alone(x), y)
+    want.backward()
+    engine = Engine(net, loss, memory=memory, cache=None)
+    found = engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.memory is not None
+    assert engine.plan.memory.chunked == 0
+    assert engine.plan.micro_batch < N
+    errors = error_of(state_of(net, found), state_of(alone, want))
+    assert max(errors.values()) < 1e-7, errors  # of a second derivative
+
+
+def test_more_memory_makes_no_smaller_micro_batches() -> None:
+    """A chunk of 16 MiB lets one sample of 60 tokens fit, and the least fast one lets all."""
+    torch.manual_seed(0)
+    net = Net(inside=False).double()
+    batch = torch.randint(V, (5, 60)), torch.randint(V, (5, 60))
+    for kib in (7000, 11242, 17988):
+        engine = engine_of(net, inside=False, memory=f"{kib}KiB")
+        engine.backward(*batch)
+        net.zero_grad()
+        assert engine.plan is not None
+        assert engine.plan.micro_batch == 5
+
+
+def test_a_plan_and_rungs_that_forbid_it_are_refused() -> None:
+    net, batch = made(inside=True)
+    engine = engine_of(net, inside=True, memory="3800KiB")
+    step(engine, batch, inside=True)
+    with pytest.raises(ValueError, match="it uses chunks"):
+        engine_of(net, inside=True, plan=engine.plan, rungs=["offload"])
