@@ -154,6 +154,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "conv_training": ("ucudnn/training", conv_training.conv_training),
     "conv_training_same": ("ucudnn/training", conv_training.conv_training_same),
     "vocabularies": ("ucudnn/heads", conv_heads.heads),
+    "vocabularies_cuda": ("ucudnn/heads/cuda", conv_heads.heads_cuda),
     "vocabularies_floors": ("ucudnn/heads", conv_heads.heads_floors),
     "vocabularies_divided": ("ucudnn/heads", conv_heads.heads_divided),
     "concepts_memory": ("concepts/memory", concepts.concepts_memory),
@@ -270,7 +271,7 @@ TITLES = {
     "membrane": "Membrane images: a training with its curves",
 }
 MORE = {
-    "vocabularies": ("vocabularies_floors", "vocabularies_divided"),
+    "vocabularies": ("vocabularies_cuda", "vocabularies_floors", "vocabularies_divided"),
     "adversary": ("adversary_hidings", "adversary_ways"),
     "honest": ("honest_skipped",),
     "zoos": ("zoos_skipped",),

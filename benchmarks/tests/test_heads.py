@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from benchmarks.ucudnn.heads import run
-from benchmarks.ucudnn.heads.rows import heads, heads_divided, heads_floors
+from benchmarks.ucudnn.heads.rows import heads, heads_cuda, heads_divided, heads_floors
 
 from anybatch.planner import planner
 
@@ -35,6 +35,12 @@ def test_the_tables_show_ratios_and_mebibytes() -> None:
     both = {"tokens": 8, "features": 4, "ratio": 0.5, **ways}
     wanted = "| 8, 4 | 4 | 1 | 2.00 | 3.0 | 1, 1 MiB | 2.00 | 3.0 | 0.50 |"
     assert wanted in heads_divided({"divided": [both]})
+    assert "not been measured" in heads_divided({})
+    every = {name: dict.fromkeys(("at once", "chosen", "64"), 2.0) for name in ("seconds", "peaks")}
+    cuda = {"shape": (1000, 8, 64), "precision": "bfloat16", "errors": every["peaks"], **every}
+    where = {"gpu": "a GPU", "torch": "2", "cuda": "13"}
+    wanted = "| 1,000 x 8, 64 | bfloat16 | 2000 | 0 | 2.0e+00 | 1.00 | 0 | 2.0e+00 | - | - | - |"
+    assert wanted in heads_cuda({"environment": where, "heads": [cuda]})
     table = heads_floors({"floors": [floor]})
     assert "| 8, 4 | at once | 3.0 | 2.0 | 1 | 1.00 |" in table
     assert "| 8, 4 | chunks, 1 MiB | 3.0 | 2.0 | 1 | 1.00 |" in table

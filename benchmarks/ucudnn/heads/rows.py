@@ -27,12 +27,38 @@ def heads(results: Results) -> str:
     return markdown(head, lines)
 
 
+def heads_cuda(results: Results) -> str:
+    """The device, and a line for each head and precision: seconds, peaks and errors by way."""
+    where, every = results["environment"], results["heads"]
+    names = {name for row in every for name in row["seconds"] if name.isdigit()}
+    sizes, others = sorted(names, key=int), ("chosen", "Liger", "cut")
+    head = ["vocabulary x features, rows", "precision", "at once, ms", "MiB", "error"]
+    head += [word for name in others for word in (name, "MiB", "error")]
+    lines = []
+    for row in every:
+        seconds, peaks, errors = row["seconds"], row["peaks"], row["errors"]
+        vocabulary, features, rows = row["shape"]
+        line = [f"{vocabulary:,} x {features}, {rows:,}", row["precision"]]
+        line += [f"{1e3 * seconds['at once']:.0f}", f"{peaks['at once'] / MIB:.0f}"]
+        line.append(f"{errors['at once']:.1e}")
+        for name in others:
+            there = name in seconds
+            line.append(f"{seconds[name] / seconds['at once']:.2f}" if there else "-")
+            line += [f"{peaks[name] / MIB:.0f}", f"{errors[name]:.1e}"] if there else ["-", "-"]
+        line += [f"{seconds[n] / seconds['at once']:.2f}" if n in seconds else "-" for n in sizes]
+        lines.append(line)
+    device = f"{where['gpu']}, torch {where['torch']}, CUDA {where['cuda']}."
+    return "\n".join([device, "", markdown([*head, *(f"{n} rows" for n in sizes)], lines)])
+
+
 def heads_divided(results: Results) -> str:
     """A line for each block and budget: how two engines run it, one of them in chunks."""
+    if "divided" not in results:
+        return "Budgets at which a batch must be divided have not been measured yet."
     head = ["tokens, features", "budget, MiB", "at once: micro-batch", "s", "first step, s"]
     head += ["chunks: micro-batch", "s", "first step, s", "chunks / at once"]
     lines = []
-    for row in results.get("divided", []):
+    for row in results["divided"]:
         line = [f"{row['tokens']:,}, {row['features']}", f"{row['at once']['budget'] / MIB:.0f}"]
         for way in ("at once", "chunks"):
             one = row[way]

@@ -48,7 +48,7 @@ def chunked_losses(
 
     Args:
         rows: of a chunk. Default None: as many as take 16 MiB; if more, as many as there are
-            features, but at most 256 on a CPU, and 2,048 on a GPU.
+            features, but at most 256; on a GPU 4,096.
         columns: least number of columns of a wide map. Default None: more than four times its
             features.
 
