@@ -232,7 +232,7 @@ def test_a_forecast_in_chunks_that_ends_early_is_none_of_other_steps(
     assert meter.peak <= 7 << 20
     assert engine.plan is not None
     assert engine.plan.memory is not None
-    assert engine.plan.memory.chunked == 0
+    assert (engine.plan.memory.chunked > 0) == (error is KeyboardInterrupt)  # it compares again
     assert_exact(state_of(net, loss), want)
 
 

@@ -372,7 +372,7 @@ class ChunkedLosses:
         chunked: calls that were computed in chunks, by the name of the function.
         materialised: calls that got all logits at once, by the name of the function.
         nbytes: of the logits of a chunk, where no number of rows is given; 0 (default) is as many
-            as are about as fast as all logits at once.
+            as are fast.
     """
 
     chunked: Counter[str] = field(default_factory=Counter)
@@ -404,11 +404,10 @@ def few_of(one: Tensor, columns: int = FEW) -> Tensor:
 
 
 def fast_chunks(columns: int, features: int, rows: Tensor) -> tuple[int, int]:
-    """Return the bytes of two chunks of logits that are about as fast as all at once, or faster.
+    """Return the bytes of the chunks of logits that are fast: one to prefer, and the least one.
 
     A chunk reads the weight twice and its gradient is added to, so on a CPU it has about as many
     rows as there are features, and 256 at most; a GPU needs more (`benchmarks/ucudnn/heads`).
-    The second one is the least that is so.
 
     Args:
         columns: of the logits.

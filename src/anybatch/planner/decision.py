@@ -533,7 +533,7 @@ class PlanningRequest:
 
     @property
     def fast_chunks(self) -> tuple[int, int]:
-        """Bytes of the chunks of the widest linear map: two that are as fast as all at once."""
+        """Bytes of the fast chunks of the widest linear map: one to prefer, and the least one."""
         wide = [one for one in self.case().leaves if one.dim() == 2]
         every = (fast_chunks(max(one.shape), min(one.shape), one) for one in wide)
         return max(every, default=(0, 0))

@@ -473,18 +473,17 @@ class Planner:
         return [*smaller, 0] if request.chunked else smaller  # without, tensors may be offloaded
 
     def _compared_with_chunks(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
-        """Return how a batch is run: in chunks where it fits in parts, and many more samples so.
-
-        Chunks cost a few percent, and more samples at once gain more. Compared once, by no clock.
-        """
+        """Return how a batch that fits in parts is run: in chunks where many more fit so."""
+        # Once, and by no clock: on a CPU such chunks cost less than more samples gain.
         if self._precedent.fixed is not None or request.chunked:
             return found
         fits = self._most_that_fit(request)
         if fits == request.signature.size:
             return found
-        self._compared = True
         sizes = [n for n in self._chunks(request) if n in request.fast_chunks]
-        return self._best_in_chunks(request, sizes, fits, None) or found
+        found = self._best_in_chunks(request, sizes, fits, None) or found
+        self._compared = True  # not before: after an interrupt the next step compares
+        return found
 
     def _best_in_chunks(
         self, request: PlanningRequest, sizes: list[int], fits: int, failed: BudgetError | None

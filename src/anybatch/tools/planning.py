@@ -163,11 +163,10 @@ def plan(
     if "offload" not in rungs and offload in ("host", "file"):
         raise ValueError(f'offload="{offload}" offloads always, and rungs={rungs!r} forbids it')
     _refuse(batch, shares=workspace == AUTO, foresees=wanted != Goal() or network is not None)
-    options: dict[str, Any] = {"optimizer": optimizer, "batchnorm": batchnorm, "rng": rng}
-    options["rungs"] = rungs
+    options = {"optimizer": optimizer, "batchnorm": batchnorm, "rng": rng, "rungs": rungs}
     question = Question(
         *(model, bare(optimizer), (inputs, targets)),
-        make=partial(Engine, model, loss_fn, **options),
+        make=partial(Engine, model, loss_fn, **options),  # type: ignore[arg-type]
         memory=memory,
         micro_batch=micro_batch,
         offload=offload if "offload" in rungs or offload != "auto" else "off",
