@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,8 +148,24 @@ def start(folder: Path, way: str) -> tuple[list[int], dict[str, Tensor]]:
     return sizes, {name: p.grad.clone() for name, p in net.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_two_starts_of_a_model_that_grows_are_planned_alike(way: str, tmp_path: Path) -> None:
+SECONDS: dict[str, Callable[[int], float]] = {
+    "small": lambda n: n,
+    "between": lambda n: 1 + abs(n - 43),
+    "large": lambda n: 1 / n,
+    "any": lambda _: 1,
+}
+"""The fastest micro-batches -> samples of a micro-batch -> seconds of a step."""
+
+
+@pytest.mark.parametrize(("way", "fast"), [*product(WAYS, SECONDS)])
+def test_two_starts_of_a_model_that_grows_are_planned_alike(
+    way: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def clocked(run: Callable[[Any], Tensor], step: Any) -> Tensor:
+        step.seconds = SECONDS[fast](step.limit) if step.clocked else None
+        return run(step)
+
+    monkeypatch.setattr("anybatch.engine.executor.clocked", clocked)
     sizes, gradients = start(tmp_path, way)
     others, same = start(tmp_path, way)
     assert sizes == others

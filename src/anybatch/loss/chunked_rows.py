@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
+from anybatch.core import accelerator
 from anybatch.core.moments import HALF
 from anybatch.errors import LossError
 from anybatch.memory.fakes import is_fake
@@ -415,7 +416,7 @@ def fast_chunks(columns: int, features: int, rows: Tensor) -> tuple[int, int]:
         rows: their type and device.
     """
     row = columns * rows.element_size()
-    if rows.device.type != "cpu":
+    if not accelerator.of(rows.device).host:
         return max(BYTES, THERE[0] * row), THERE[1] * row
     least = max(LEAST, min(features, MOST)) * row
     return max(BYTES, least), least

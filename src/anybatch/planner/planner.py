@@ -101,9 +101,7 @@ class Planner:
         self._chunked: dict[bool, int] = {}
         self._compared = False
         self._varied = self._renewed = self._forgot = self._corrected = False
-        self._precedent = Precedent(
-            fixed, sends=settled is not None and settled.offload is not None
-        )
+        self._precedent = Precedent(fixed, sends=bool(settled and settled.offload))
         self._foreseen = Foreseen()
         self._planned: dict[Signature, RunPlan] = {}
         self._ran: set[tuple[Signature, int]] = set()
@@ -215,22 +213,25 @@ class Planner:
         return max(0, memory.budget - memory.predicted)
 
     def limit(self, signature: Signature, states: int, *, again: bool = False) -> int | None:
-        """Return the most bytes for such a step; None where no smaller one would hold less.
+        """Return the most bytes for a step of which the arguments are those of `learn`.
 
-        Args:
-            signature: of the step.
-            states: as in `learn`.
-            again: as in `learn`.
+        None where no smaller one would hold less.
         """
         signature = self._foreseen.plain(signature)
         foreseen, planned = self._foreseen.bound(signature), self._planned[signature]
-        if foreseen is None or not (again or foreseen.full_batch or _may_vary(planned)):
-            return None
         size, smaller = signature.size, {1, planned.micro_batch // 2} - {0, planned.micro_batch}
-        less = any(foreseen.peak(n, size) < planned.memory.predicted for n in smaller)
-        if not (less or (smaller and foreseen.full_batch)):
+        if again and self._follows(signature):  # which has no forecast, and stops where that did
+            less = not planned.lanes and bool(smaller)
+        elif foreseen is None or not (again or foreseen.full_batch or _may_vary(planned)):
             return None
-        return planned.memory.budget - planned.states_to_add(states)
+        else:
+            less = any(foreseen.peak(n, size) < planned.memory.predicted for n in smaller)
+            less |= bool(smaller) and foreseen.full_batch
+        return planned.memory.budget - planned.states_to_add(states) if less else None
+
+    def _follows(self, signature: Signature) -> bool:
+        """Say whether the next step has the plan of an earlier start."""
+        return self.earlier is not None and self.earlier.next(signature) is not None
 
     def learn(
         self,
@@ -263,7 +264,7 @@ class Planner:
         missing = peak + coming - planned.memory.predicted
         stopped &= again
         fits = peak + coming <= planned.memory.budget
-        follows = self.earlier is not None and self.earlier.next(signature) is not None
+        follows = self._follows(signature)
         # Else a start that is measured at another step would not go the way of an earlier one
         # (test_five_starts_end_in_the_same_bits).
         no_news = again and fits and (follows or missing <= SLACK * planned.memory.predicted)
@@ -288,7 +289,7 @@ class Planner:
         varies = _may_vary(planned)
         self._corrected = True
         self._missing += missing if signature.trains else 0
-        if self.earlier is not None and self.earlier.next(signature) is not None:
+        if self.earlier is not None and self._follows(signature):
             if self.earlier.most(signature) + missing <= planned.memory.budget:
                 return
             self.earlier.give_up(signature)
