@@ -1,0 +1,1 @@
+"""Blocks that are computed again, beside checkpoints by hand."""
