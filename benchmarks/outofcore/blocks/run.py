@@ -90,7 +90,9 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.again = False
-        self.blocks = nn.ModuleList(resnet(50, norm="batch", num_classes=100).children())
+        every = list(resnet(50, norm="batch", num_classes=100).children())
+        begin, end = nn.Sequential(*every[:4]), nn.Sequential(*every[-3:])
+        self.blocks = nn.ModuleList([begin, *every[4:-3], end])
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
