@@ -60,7 +60,7 @@ class Offload:
         memory: bytes of the budget.
         make: returns a store.
         device: device of the tensors that are offloaded.
-        recompute: cheap results may be recomputed.
+        recompute: results may be recomputed.
 
     Attributes:
         memory: bytes of the budget.
@@ -209,9 +209,10 @@ def offload(
 
     Saved tensors are those that autograd saves in forward for backward. The first step under one
     `offload` is recorded. Later steps offload as many saved tensors as the budget requires, the
-    ones needed last first, and prefetch each before its use. A saved tensor that is cheap to
-    recompute from others (normalisation, activations, sums) may be dropped instead, where the plan
-    finds that faster. Gradients are bit for bit those without it. Weights, buffers, inputs and all
+    ones needed last first, and prefetch each before its use. A saved tensor that can be recomputed
+    from others (normalisation, activations, products, convolutions, attention) may be dropped
+    instead, where the plan finds that faster: as checkpoints do, but for draws, which are not
+    repeated. Gradients are bit for bit those without it. Weights, buffers, inputs and all
     other tensors from before the step are resident.
 
     Args:
@@ -224,8 +225,8 @@ def offload(
         device: device of the tensors. Default None: CUDA if there is one, else the CPU.
         check: for debugging, store a checksum of every offloaded block, and compare it when the
             block returns. Default False: changes by a disk or another program are not detected.
-        recompute: cheap results may be recomputed, but only those for which a trial in the recorded
-            step was equal bit for bit.
+        recompute: results may be recomputed, but only those for which a trial in the recorded step
+            was equal bit for bit. Default True.
 
     Returns:
         A context manager to enter around forward and backward of every step, one at a time.

@@ -1,7 +1,8 @@
 """Recomputation of saved tensors from others: recipes read from autograd's graph, and rules.
 
 The conv after a BatchNorm and a ReLU saves the ReLU's result, which is as large as the saved tensor
-of BatchNorm, and cheap to compute from it. ``torch.utils.checkpoint`` could drop it, if the model
+of BatchNorm, and cheap to compute from it. A linear layer's result is dearer, and on many devices
+cheaper than two copies over their link. ``torch.utils.checkpoint`` could drop them, if the model
 were written for that. Here the graph behind a saved tensor shows its computation:
 
     saved tensor ── ReluBackward0 ── NativeBatchNormBackward0 ── its saved input, weight
@@ -32,7 +33,7 @@ from anybatch.offload.mover import Handle, Saved, Stays, written
 from anybatch.offload.recorder import LEAF, MOVES
 
 DEPTH = 8
-"""Operations that a recipe may have one after another."""
+"""Operations that a recipe may have one after another, without views."""
 
 SLACK = 4 << 10
 """Bytes that any operation may allocate in addition to its result."""
@@ -59,7 +60,7 @@ class Operand:
         """Return the handle that replaces the tensor in the node; None when the node is gone."""
         return self._handle() if self.held is None else self.held
 
-    def tensor(self, bring: Bring) -> Tensor:
+    def tensor(self, bring: Bring, _made: Any) -> Tensor:
         """Return it, if nothing has written to it since."""
         handle = self.handle()
         assert handle is not None
@@ -81,7 +82,7 @@ class Leaf:
         """Say whether it is as it was."""
         return self._leaf._version == self._version
 
-    def tensor(self, _bring: Bring) -> Tensor:
+    def tensor(self, _bring: Bring, _made: Any) -> Tensor:
         """Return it, if nothing has written to it since."""
         if not self.good():
             raise written(self._leaf.dtype, self._leaf.shape, self._leaf._version, self._version)
@@ -100,12 +101,12 @@ class Number:
         """Say that it is as it was."""
         return True
 
-    def tensor(self, _bring: Bring) -> Any:
+    def tensor(self, _bring: Bring, _made: Any) -> Any:
         """Return it."""
         return self._number
 
 
-@dataclass(frozen=True)
+@dataclass
 class Operation:
     """An operation to be done again.
 
@@ -115,6 +116,7 @@ class Operation:
         constants: its constants.
         shape: of the result.
         dtype: of the result.
+        users: operations that take the result. Default 0.
     """
 
     rule: Rule
@@ -122,12 +124,23 @@ class Operation:
     constants: tuple[Any, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
+    users: int = 0
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of its result, which may be a copy where it is reshaped."""
+        lies = self.rule.view and self.rule is not VIEW
+        return 0 if lies else prod(self.shape) * self.dtype.itemsize
 
     @property
     def most(self) -> int:
-        """Return bytes that it makes, at most."""
-        size = prod(self.shape) * self.dtype.itemsize
-        return SLACK + int((self.rule.workspace + (not self.writes)) * size)
+        """Return the most bytes that are made for it, its result among them."""
+        most = held = 0
+        for one in self.operands:
+            if isinstance(one, Operation):
+                most, held = max(most, held + one.most), held + one.size
+        own = SLACK + int((self.rule.workspace + (not self.writes)) * self.size)
+        return max(most, held + own)
 
     @property
     def writes(self) -> bool:
@@ -135,16 +148,22 @@ class Operation:
         first = self.operands[0]
         if self.rule.over is None or not isinstance(first, Operation) or first.rule.view:
             return False
+        if first.users > 1:
+            return False
         return first.shape == self.shape and first.dtype == self.dtype
 
-    def tensor(self, bring: Bring) -> Tensor:
-        """Do it."""
-        values = [None if one is None else one.tensor(bring) for one in self.operands]
-        if self.rule.operands is None:
-            return self.rule.run(values, *self.constants)
+    def tensor(self, bring: Bring, made: dict[int, Tensor]) -> Tensor:
+        """Do it, once for all operations that take its result, which are in `made`."""
+        if id(self) in made:
+            return made[id(self)]
+        values = [None if one is None else one.tensor(bring, made) for one in self.operands]
         run = self.rule.over if self.writes else self.rule.run
         assert run is not None
-        return run(*values, *self.constants)
+        arguments = [values] if self.rule.operands is None else values
+        found = run(*arguments, *self.constants)
+        if self.users > 1:
+            made[id(self)] = found
+        return found
 
 
 Value = Operand | Leaf | Number | Operation | None
@@ -183,13 +202,15 @@ class RecomputeRecipe:
 
     def most(self) -> int:
         """Return an upper bound of the bytes that it needs in addition to its sources."""
-        made = sum(one.most for one in _all(self._operation) if isinstance(one, Operation))
-        return made + self._size * self._operation.rule.view
+        every = [one for one in _all(self._operation) if isinstance(one, Operation)]
+        shared = {id(one): one.size for one in every if one.users > 1}  # they are there to the end
+        copied = self._size * self._operation.rule.view
+        return self._operation.most + sum(shared.values()) + copied
 
     def storage(self, bring: Bring) -> Any:
         """Follow it, and return a storage of its own."""
         with torch.no_grad(), torch._C._DisableAutocast():
-            found = self._operation.tensor(bring)
+            found = self._operation.tensor(bring, {})
             fits = found.stride() == self._stride and found.untyped_storage().nbytes() == self._size
             if fits and not self._operation.rule.view:
                 return found.untyped_storage()
@@ -210,12 +231,16 @@ def _all(value: Value) -> Iterator[Value]:
 
 
 def read(tensor: Tensor, mine: Callable[[Saved], bool]) -> RecomputeRecipe | None:
-    """Return the recipe of a tensor that is being saved; None where no cheap one is found.
+    """Return the recipe of the storage of a tensor that is being saved; None where none is found.
+
+    That of a view is made by its base: queries, keys and values may be parts of one product.
 
     Args:
         tensor: as autograd saves it.
         mine: says whether a storage is one of this step.
     """
+    if tensor._base is not None and tensor._base.grad_fn is not None:
+        tensor = tensor._base
     dense = 1 + sum((n - 1) * by for n, by in zip(tensor.shape, tensor.stride(), strict=True))
     full = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
     if tensor.grad_fn is None or not full or dense != tensor.numel():
@@ -229,16 +254,32 @@ class _Reader:
 
     def __init__(self, mine: Callable[[Saved], bool]) -> None:
         self._mine = mine
+        self._made: dict[tuple[Any, int], Operation | None] = {}
 
     def made_by(self, node: Any, nr: int, depth: int) -> Operation | None:
-        """Return the operation that a node stands for; None where it is not cheap."""
+        """Return the operation that a node stands for; None where there is no rule for it."""
+        if (node, nr) not in self._made:
+            self._made[node, nr] = self._read(node, nr, depth)
+        found = self._made[node, nr]
+        if found is not None:
+            found.users += 1
+        return found
+
+    def _read(self, node: Any, nr: int, depth: int) -> Operation | None:
         name = name_of(node)
         rule = RULES.get(name)
-        if rule is None or depth == 0 or (nr and name != "SplitBackward0"):
+        if rule is None or depth == 0 or (nr and name not in PARTS):
             return None
         if name in ONLY_IN_TRAINING and not node._saved_training:
             return None
-        operands = self._operands(node, rule, depth)
+        if getattr(node, "_saved_dropout_p", 0):  # its draw is not repeated
+            return None
+        if (
+            any(getattr(node, "_saved_bias_sym_sizes_opt", None) or ())
+            and not node.next_functions[2][0]
+        ):
+            return None  # no node knows its bias
+        operands = self._operands(node, rule, depth - (not rule.view))
         if operands is None:
             return None
         made = node._input_metadata[nr]
@@ -248,7 +289,7 @@ class _Reader:
             return None
         constants = [_signed(getattr(node, name)) for name in names]
         constants += [shape, dtype] if rule.shaped else []
-        constants += [nr] if name == "SplitBackward0" else []
+        constants += [nr] if name in PARTS else []
         return Operation(rule, operands, tuple(constants), shape, dtype)
 
     def _operands(self, node: Any, rule: Rule, depth: int) -> tuple[Value, ...] | None:
@@ -273,7 +314,7 @@ class _Reader:
         if name_of(node) == LEAF:
             return Leaf(node.variable) if type(node.variable) in MOVES else None
         saved = None if nr else _substitute(node, "result")
-        return self.made_by(node, nr, depth - 1) if saved is None else self._operand(saved)
+        return self.made_by(node, nr, depth) if saved is None else self._operand(saved)
 
     def _operand(self, saved: Any) -> Operand | Number | None:
         """Return a tensor that a node has saved by the hooks of this step, or a number."""
@@ -304,7 +345,7 @@ def _signed(constant: Any) -> Any:
     return constant
 
 
-# Which nodes of autograd's graph stand for cheap operations, and how to do one of them again.
+# Which nodes of autograd's graph stand for operations that can be done again, and how.
 #
 # Autograd's graph is made for backward. But a node also has its type, its constants and, where its
 # backward needs them, its operands: that is enough to repeat forward, if the kernel called here is
@@ -313,8 +354,8 @@ def _signed(constant: Any) -> Any:
 #     NativeBatchNormBackward0   _saved_eps, the saved input, weight ──> native_batch_norm again
 #
 # Running statistics are left out of that call, so nothing is updated twice; and where the saved
-# mean and deviation can take their place, they are not reduced again. No rule has a product of
-# matrices, a convolution or a draw in it. A node without a rule is not cheap.
+# mean and deviation can take their place, they are not reduced again. No rule has a draw in it. The
+# recorded step tries each recipe: a product may cost more than two copies of its result.
 #
 # Source: AGBN's "memory monger".
 
@@ -356,11 +397,6 @@ def _batch_norm(
     if of(x.device).host:
         arguments = (weight * invstd, bias, mean, torch.ones_like(invstd), False, 0.0, 0.0)
     found: Tensor = aten.native_batch_norm(x, *arguments)[0]
-    return found
-
-
-def _cudnn_batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    found: Tensor = aten.cudnn_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
     return found
 
 
@@ -412,46 +448,21 @@ def _layer_norm(
     return (found if bias is None else found + bias).to(x.dtype)
 
 
-def _max_pool(x: Tensor, *constants: Any) -> Tensor:
-    found: Tensor = aten.max_pool2d_with_indices(x, *constants)[0]
-    return found
+def _call(function: Callable[..., Any], *names: str, **fixed: Any) -> Callable[..., Tensor]:
+    """Return the first result of a function, of which the last arguments have names."""
+
+    def run(*values: Any) -> Tensor:
+        count = len(values) - len(names)
+        named = dict(zip(names, values[count:], strict=True))
+        found = function(*values[:count], **named, **fixed)
+        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+    return run
 
 
-def _add(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    return torch.add(a, b, alpha=alpha)
-
-
-def _add_over(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    return a.add_(b, alpha=alpha)
-
-
-def _sub(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    return torch.sub(a, b, alpha=alpha)
-
-
-def _gelu(x: Tensor, approximate: str) -> Tensor:
-    found: Tensor = aten.gelu(x, approximate=approximate)
-    return found
-
-
-def _cast(x: Tensor, _shape: Any, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype, copy=True)
-
-
-def _view(x: Tensor, shape: Sequence[int], _dtype: Any) -> Tensor:
-    return x.reshape(tuple(shape))
-
-
-def _expand(x: Tensor, shape: Sequence[int], _dtype: Any) -> Tensor:
-    return x.expand(tuple(shape))
-
-
-def _split(x: Tensor, dim: int, size: int, nr: int) -> Tensor:
-    found: Tensor = aten.split(x, size, dim)[nr]
-    return found
-
-
-VIEW = Rule(_view, ("",), view=True, shaped=True)
+VIEW = Rule(lambda x, shape, _: x.reshape(shape), ("",), view=True, shaped=True)
+SCALES = "alpha", "beta"
+QUERY, CAUSAL = ("query", "key", "value"), ("is_causal", "scale")
 POOL = ("kernel_size", "stride", "padding")
 
 RULES = {
@@ -466,18 +477,65 @@ RULES = {
     "HardtanhBackward1": Rule(aten.hardtanh, ("",), ("min_val", "max_val")),
     "ClampBackward1": Rule(aten.clamp, constants=("min", "max")),
     "SoftplusBackward0": Rule(aten.softplus, constants=("beta", "threshold")),
-    "GeluBackward0": Rule(_gelu, constants=("approximate",)),
+    "GeluBackward0": Rule(_call(aten.gelu, "approximate"), constants=("approximate",)),
     "SiluBackward0": Rule(aten.silu),
     "MishBackward0": Rule(aten.mish),
     "HardswishBackward0": Rule(aten.hardswish),
-    "AddBackward0": Rule(_add, ("", ""), ("alpha",), _add_over),
-    "SubBackward0": Rule(_sub, ("", ""), ("alpha",)),
+    "AddBackward0": Rule(
+        _call(torch.add, "alpha"), ("", ""), ("alpha",), _call(Tensor.add_, "alpha")
+    ),
+    "SubBackward0": Rule(_call(torch.sub, "alpha"), ("", ""), ("alpha",)),
     "MulBackward0": Rule(torch.mul, ("self", "other"), over=Tensor.mul_),
+    "DivBackward0": Rule(torch.div, ("self", "other")),
+    "NegBackward0": Rule(torch.neg, ("",)),
+    "ExpBackward0": Rule(torch.exp, ("",)),
+    "RsqrtBackward0": Rule(torch.rsqrt, ("",)),
+    "PowBackward0": Rule(torch.pow, constants=("exponent",)),
+    "MeanBackward1": Rule(torch.mean, ("",), ("dim", "keepdim")),
+    "SoftmaxBackward0": Rule(
+        lambda x, dim, _, dtype: x.softmax(dim, dtype), ("",), ("dim",), shaped=True
+    ),
+    "GluBackward0": Rule(aten.glu, constants=("dim",)),
+    "NativeDropoutBackward0": Rule(
+        lambda x, mask, p: x * mask * (1 / (1 - p)), ("", "result1"), ("p",), workspace=1.0
+    ),
+    "MmBackward0": Rule(torch.mm, ("self", "mat2")),
+    "AddmmBackward0": Rule(_call(torch.addmm, *SCALES), ("", "mat1", "mat2"), SCALES),
+    "BmmBackward0": Rule(torch.bmm, ("self", "mat2")),
+    "BaddbmmBackward0": Rule(_call(torch.baddbmm, *SCALES), ("", "batch1", "batch2"), SCALES),
+    "ConvolutionBackward0": Rule(
+        aten.convolution,
+        ("input", "weight", "?"),
+        ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
+        workspace=4.0,
+    ),
+    "ScaledDotProductFlashAttentionForCpuBackward0": Rule(
+        _call(aten._scaled_dot_product_flash_attention_for_cpu, "attn_mask", *CAUSAL),
+        (*QUERY, "attn_mask?"),
+        CAUSAL,
+    ),
+    "ScaledDotProductFlashAttentionBackward0": Rule(
+        _call(aten._scaled_dot_product_flash_attention, *CAUSAL), QUERY, CAUSAL
+    ),
+    "ScaledDotProductEfficientAttentionBackward0": Rule(
+        _call(
+            aten._scaled_dot_product_efficient_attention,
+            "attn_bias",
+            *CAUSAL,
+            compute_log_sumexp=True,
+        ),
+        (*QUERY, "attn_bias?"),
+        CAUSAL,
+    ),
     "CatBackward0": Rule(torch.cat, None, ("dim",)),
     "NativeBatchNormBackward0": Rule(
         _batch_norm, ("input", "weight", "bias", "result1", "result2"), ("eps",)
     ),
-    "CudnnBatchNormBackward0": Rule(_cudnn_batch_norm, ("input", "weight", "bias"), ("epsilon",)),
+    "CudnnBatchNormBackward0": Rule(
+        lambda x, w, b, eps: aten.cudnn_batch_norm(x, w, b, None, None, True, 0.0, eps)[0],
+        ("input", "weight", "bias"),
+        ("epsilon",),
+    ),
     "NativeGroupNormBackward0": Rule(
         _group_norm,
         ("input", "weight", "bias", "result1", "result2"),
@@ -489,7 +547,9 @@ RULES = {
         ("normalized_shape",),
     ),
     "MaxPool2DWithIndicesBackward0": Rule(
-        _max_pool, constants=(*POOL, "dilation", "ceil_mode"), workspace=4.0
+        _call(aten.max_pool2d_with_indices),
+        constants=(*POOL, "dilation", "ceil_mode"),
+        workspace=4.0,
     ),
     "AvgPool2DBackward0": Rule(
         aten.avg_pool2d,
@@ -503,18 +563,28 @@ RULES = {
         ("",),
         ("output_size", "align_corners", "scales_h", "scales_w"),
     ),
-    "ToCopyBackward0": Rule(_cast, ("",), shaped=True),
+    "ToCopyBackward0": Rule(lambda x, _, dtype: x.to(dtype, copy=True), ("",), shaped=True),
     "CloneBackward0": Rule(torch.clone, ("",)),
     "ViewBackward0": VIEW,
     "UnsafeViewBackward0": VIEW,
     "ReshapeAliasBackward0": VIEW,
-    "ExpandBackward0": Rule(_expand, ("",), view=True, shaped=True),
+    "ExpandBackward0": Rule(lambda x, shape, _: x.expand(shape), ("",), view=True, shaped=True),
     "TransposeBackward0": Rule(torch.transpose, ("",), ("dim0", "dim1"), view=True),
     "PermuteBackward0": Rule(torch.permute, ("",), ("dims",), view=True),
-    "SplitBackward0": Rule(_split, ("",), ("dim", "split_size"), view=True),
+    "SplitBackward0": Rule(
+        lambda x, dim, size, nr: x.split(size, dim)[nr], ("",), ("dim", "split_size"), view=True
+    ),
+    "UnbindBackward0": Rule(torch.select, ("",), ("dim",), view=True),
+    "SelectBackward0": Rule(torch.select, ("",), ("dim", "index"), view=True),
+    "SqueezeBackward1": Rule(torch.squeeze, ("",), ("dim",), view=True),
+    "UnsqueezeBackward0": Rule(torch.unsqueeze, ("",), ("dim",), view=True),
+    "TBackward0": Rule(torch.t, ("",), view=True),
     "SliceBackward0": Rule(aten.slice, ("",), ("dim", "start", "end", "step"), view=True),
 }
 """By the name of the node."""
+
+PARTS = "SplitBackward0", "UnbindBackward0"
+"""Nodes of which each result is a part of the operand, by its number."""
 
 ONLY_IN_TRAINING = ("NativeBatchNormBackward0", "CudnnBatchNormBackward0")
 """Outside it they normalise with running statistics, which may have moved on."""

@@ -150,7 +150,7 @@ def test_a_file_that_may_not_grow(tmp_path: Path, before: int) -> None:
     step, failed = Step(), 0
     for budget in step.budgets:
         for size in (0, 4096, 12_000, 1 << 20):
-            off = anybatch.offload(memory=budget, store=tmp_path, device="cpu")
+            off = anybatch.offload(memory=budget, store=tmp_path, device="cpu", recompute=False)
             assert all(step.gradients(off) for _ in range(before))
             with files_up_to(size):
                 failed += step.fails(off, "could not be (written to|opened) .*: free space there")
@@ -169,7 +169,9 @@ def test_a_device_that_is_full(tmp_path: Path, before: int) -> None:
 
     step, failed = Step(), 0
     for budget in step.budgets:
-        off = anybatch.offload(memory=budget, store=tmp_path, device="cpu", check=True)
+        off = anybatch.offload(
+            memory=budget, store=tmp_path, device="cpu", recompute=False, check=True
+        )
         assert all(step.gradients(off) for _ in range(before))
         if before:
             fill()
@@ -189,7 +191,9 @@ def test_a_file_that_is_cut_short(tmp_path: Path, before: int) -> None:
             def cut(size: int = size) -> None:
                 os.truncate(f"/proc/self/fd/{spill_files()[0]}", size)
 
-            off = anybatch.offload(memory=budget, store=tmp_path, device="cpu", check=True)
+            off = anybatch.offload(
+                memory=budget, store=tmp_path, device="cpu", recompute=False, check=True
+            )
             assert all(step.gradients(off) for _ in range(before))
             match = r"the spill file ends at \d+ of \d+ bytes|have changed in the spill file"
             failed += step.fails(off, match, late=cut)
@@ -214,7 +218,9 @@ PLACES = tuple(4096 * block + 1033 for block in (2, 3, 5))
 def test_a_bit_that_is_turned_over_is_found_by_checksums(tmp_path: Path, before: int) -> None:
     step, failed = Step(), 0
     for at in PLACES:
-        off = anybatch.offload(memory=step.budgets[0], store=tmp_path, device="cpu", check=True)
+        off = anybatch.offload(
+            memory=step.budgets[0], store=tmp_path, device="cpu", recompute=False, check=True
+        )
         assert all(step.gradients(off) for _ in range(before))
         match = "have changed in the spill file"
         failed += step.fails(off, match, late=partial(flip_bit, at))
@@ -226,7 +232,9 @@ def test_a_bit_that_is_turned_over_is_found_by_checksums(tmp_path: Path, before:
 def test_nothing_but_checksums_finds_it(tmp_path: Path) -> None:
     step = Step()
     for at in PLACES:
-        off = anybatch.offload(memory=step.budgets[0], store=tmp_path, device="cpu")
+        off = anybatch.offload(
+            memory=step.budgets[0], store=tmp_path, device="cpu", recompute=False
+        )
         assert not step.gradients(off, late=partial(flip_bit, at))
         assert step.gradients(off)
         off.close()
@@ -235,7 +243,7 @@ def test_nothing_but_checksums_finds_it(tmp_path: Path) -> None:
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     step, folder = Step(), tmp_path / "spill"
     folder.mkdir()
-    off = anybatch.offload(memory=step.budgets[1], store=folder, device="cpu")
+    off = anybatch.offload(memory=step.budgets[1], store=folder, device="cpu", recompute=False)
     folder.rmdir()
     for _ in range(2):
         with pytest.raises(StoreError, match=NO_FOLDER):
@@ -271,7 +279,9 @@ def test_ctrl_c_while_the_file_is_written_and_read(
     monkeypatch.setattr(os, call, interrupted)
     for before in (0, 1, 2):
         for at in (1, 2, 4):
-            off = anybatch.offload(memory=step.budgets[1], store=tmp_path, device="cpu")
+            off = anybatch.offload(
+                memory=step.budgets[1], store=tmp_path, device="cpu", recompute=False
+            )
             left[0] = 0
             assert all(step.gradients(off) for _ in range(before))
             try:
@@ -288,7 +298,7 @@ def test_ctrl_c_while_the_file_is_written_and_read(
 def test_what_a_step_before_has_saved_says_that_it_is_gone(tmp_path: Path) -> None:
     """A fault takes the file with it; a loss of that step has no backward any more."""
     step = Step()
-    off = anybatch.offload(memory=step.budgets[0], store=tmp_path, device="cpu")
+    off = anybatch.offload(memory=step.budgets[0], store=tmp_path, device="cpu", recompute=False)
     with off:
         loss = step.model(step.x).sum()
     with files_up_to(0):

@@ -47,7 +47,7 @@ def test_a_store_that_fails_says_so_and_the_next_step_is_right(
     low, high = bounds(model, lambda ours: ours(x).sum().backward())
     wanted = plain(model, lambda ours: ours(x).sum().backward(), 1)[0]
     call, fault, match = FAULTS[name]
-    off = anybatch.offload(memory=(low + high) // 2, device="cpu")
+    off = anybatch.offload(memory=(low + high) // 2, device="cpu", recompute=False)
     for fails in (True, False, True, False):  # while it records, and while it follows a plan
         model.zero_grad()
         with monkeypatch.context() as patch:
@@ -66,7 +66,7 @@ def test_a_step_that_does_not_fit_does_not_begin(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(saved_tensors, "SMALL", 64)
     model, x = mlp()
     low, high = bounds(model, lambda ours: ours(x).sum().backward())
-    off = anybatch.offload(memory=(low + high) // 2, device="cpu")
+    off = anybatch.offload(memory=(low + high) // 2, device="cpu", recompute=False)
     with off:
         model(x).sum().backward()
     model.zero_grad()
