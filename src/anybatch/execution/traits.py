@@ -33,7 +33,7 @@ class LaneTraits:
 
     def after(self, slots: Iterable[Any], way: Way, *, singles: bool) -> LaneTraits:
         """Return the findings after one more inspection."""
-        every = {id(slot): slot for slot in (*self.slots, *slots)}
+        every = {id(slot.held): slot for slot in (*self.slots, *slots)}
         return LaneTraits(tuple(every.values()), (*self.ways, way), singles=self.singles or singles)
 
 

@@ -17,8 +17,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, repeat
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -328,19 +330,22 @@ class LaneTurns:
             must not be added to them in half precision; None (default) where there are none.
         pager: of their tensors; None (default) offloads none.
         everything: Python's and numpy's generators change hands too. Default False.
+
+    Attributes:
+        slots: with their contents.
     """
 
     def __init__(
         self,
         lanes: int,
-        slots: Iterable[Any] = (),
+        slots: Iterable[LaneSlot] = (),
         gradients: Gradients | None = None,
         pager: Pager | None = None,
         *,
         everything: bool = False,
     ) -> None:
         self._pager, self._gradients = pager, gradients
-        self._slots = LaneSlots(slots, lanes)
+        self.slots = LaneSlots(slots, lanes)
         self._start = torch.get_rng_state()
         self._states = accelerators.random_states()
         if self._states:  # the thread that begins has one, and autograd's
@@ -355,7 +360,7 @@ class LaneTurns:
         """Make the lane's state the present one."""
         if self._pager is not None:
             self._pager.begin(lane)
-        self._slots.begin(lane)
+        self.slots.begin(lane)
         stored = self._stored[lane]
         if stored is not None:
             self._put_back(*stored)
@@ -381,15 +386,15 @@ class LaneTurns:
             self._pager.end(lane, coming)
         if self._states:
             accelerators.clear_workspaces()
-        self._slots.store(lane)
+        self.slots.store(lane)
         states = accelerators.random_states() if self._states else ()
         self._stored[lane] = torch.get_rng_state(), states
         if self._rng_states is not None:
             self._rng_states[lane] = RNGState.now()
 
     def finish(self) -> None:
-        """Restore the RNG state of the first lane, and the attributes of the last one."""
-        self._slots.finish()
+        """Restore the RNG state of the first lane, and make the attributes those of all lanes."""
+        self.slots.finish()
         stored = self._stored[0]
         if stored is not None:
             self._put_back(*stored)
@@ -398,7 +403,7 @@ class LaneTurns:
 
     def put_back(self) -> None:
         """Restore the attributes from before a step that failed."""
-        self._slots.put_back()
+        self.slots.put_back()
 
     def _put_back(self, cpu: Tensor, states: States) -> None:
         torch.set_rng_state(cpu)
@@ -459,10 +464,10 @@ class LaneInspection:
                 "or give micro_batch >= the batch size"
             )
 
-    def slots(self) -> list[Any]:
+    def slots(self) -> list[LaneSlot]:
         """Return the attributes and containers that every lane must have of its own."""
         self._compare()
-        return list(self._changed.values())
+        return [LaneSlot(held) for held in self._changed.values()]
 
     def way(self) -> Way:
         """Return the places where samples meet in the first forward, in order."""
@@ -474,38 +479,86 @@ class LaneInspection:
                 self._changed[id(held)] = held
 
 
+@dataclass
+class LaneSlot:
+    """Attributes or a container that each lane has of its own.
+
+    Attributes:
+        held: it.
+        sums: keys of numbers to which a forward adds more for more samples. Default: none.
+    """
+
+    held: Any
+    sums: frozenset[Any] = frozenset()
+
+    def joined(self, start: Any, lanes: Sequence[Any]) -> Any:
+        """Return the content after all lanes: the last one's, all sums, and all that was appended.
+
+        A count of calls is the same in each lane; a count of samples is not
+        (test_numbers_and_logs_of_lanes_are_those_of_all_samples).
+
+        Args:
+            start: content from before.
+            lanes: content of each lane at its end.
+        """
+        last, size = lanes[-1], len(start)
+        if isinstance(start, dict):
+            there = [key for key in self.sums if all(key in one for one in (start, *lanes))]
+            return last | {
+                key: start[key] + sum(one[key] - start[key] for one in lanes) for key in there
+            }
+        if isinstance(start, list) and all(map(_begins, lanes, repeat(start))):
+            return start + [entry for one in lanes for entry in one[size:]]
+        return last
+
+
+def _begins(content: list[Any], start: list[Any]) -> bool:
+    """Say whether a list begins with the entries of another."""
+    return len(content) >= len(start) and all(map(is_, content, start))
+
+
 class LaneSlots:
     """Contents of attributes and containers, stored and restored for each lane.
 
     Args:
         slots: those that change.
         lanes: how many lanes.
+
+    Attributes:
+        start: content of each slot from before.
+        stored: lane -> content of each slot.
     """
 
-    def __init__(self, slots: Iterable[Any], lanes: int) -> None:
+    def __init__(self, slots: Iterable[LaneSlot], lanes: int) -> None:
         self._slots = list(slots)
-        self._start = [held.copy() for held in self._slots]
-        self._stored = [self._start] * lanes
+        self.start = self.contents()
+        self.stored = [self.start] * lanes
+
+    def contents(self) -> list[Any]:
+        """Return the present content of each slot."""
+        return [slot.held.copy() for slot in self._slots]
 
     def begin(self, lane: int) -> None:
         """Restore the content that a lane has stored."""
-        self._fill(self._stored[lane])
+        self._fill(self.stored[lane])
 
     def store(self, lane: int) -> None:
         """Store the content of a lane."""
-        self._stored[lane] = [held.copy() for held in self._slots]
+        self.stored[lane] = self.contents()
 
     def finish(self) -> None:
-        """Restore the content of the last micro-batch."""
-        self._fill(self._stored[-1])
+        """Make the content that of all lanes."""
+        every = zip(*self.stored, strict=True)
+        joined = zip(self._slots, self.start, every, strict=True)
+        self._fill([slot.joined(start, lanes) for slot, start, lanes in joined])
 
     def put_back(self) -> None:
         """Restore the content from before the step."""
-        self._fill(self._start)
+        self._fill(self.start)
 
     def _fill(self, contents: list[Any]) -> None:
-        for held, content in zip(self._slots, contents, strict=True):
-            fill(held, content)
+        for slot, content in zip(self._slots, contents, strict=True):
+            fill(slot.held, content)
 
 
 def _print(held: Any) -> Any:

@@ -8,11 +8,15 @@ place, so a few rows are run both ways, without mixing their statistics, and mus
     one after the other:  A ──────────── B ────────────
     in two lanes:         A ──┐ ┌─ A     B ──┐ ┌─ B       the token passes where samples meet
                               └─B┘           └─A┘
+
+Both ways also show how forward moves a number of the model: B adds as much after A as without it,
+or leaves the same number. Later steps add up those to which samples add.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from math import isclose
 from typing import Any
 
 import torch
@@ -37,7 +41,10 @@ from anybatch.execution.few_rows import (
 from anybatch.execution.guard import Guard
 from anybatch.execution.step import Step
 from anybatch.lockstep.lockstep import Surroundings
-from anybatch.lockstep.scheduler import Lanes, LaneTurns
+from anybatch.lockstep.scheduler import Lanes, LaneSlot, LaneTurns
+
+CLOSE = 1e-6
+"""Of a number, the part by which two ways of adding it up may differ."""
 
 MEETING = "a place where samples meet"
 
@@ -78,7 +85,7 @@ class Alternating(NonReducingNorms):
 class _Turns(LaneTurns):
     """Each lane begins with the same random state and counters, and then has its own."""
 
-    def __init__(self, slots: Iterable[Any], before: RNGState, counters: list[Tensor]) -> None:
+    def __init__(self, slots: Iterable[LaneSlot], before: RNGState, counters: list[Tensor]) -> None:
         super().__init__(2, slots, everything=True)
         self._before, self._counters = before, counters
         self._first = [counter.clone() for counter in counters]
@@ -98,12 +105,14 @@ class _Turns(LaneTurns):
         self._counts[lane] = [counter.clone() for counter in self._counters]
 
 
-def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
+def refuse_shared_state(step: Step, slots: Sequence[LaneSlot]) -> None:
     """Refuse a model in which a lane reads the state of another lane.
+
+    A number that each call moves is no proof that samples are separate: a later call may read it.
 
     Args:
         step: whose model has been inspected; its random state and its buffers are left as they are.
-        slots: attributes and containers that each lane has of its own.
+        slots: attributes and containers that each lane has of its own; their sums are set.
 
     Raises:
         NotExactError: a few rows give something else in two lanes.
@@ -113,10 +122,11 @@ def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
     # They draw from a generator of their own, which the guard would note.
     turns = [_Turns(slots, before, step.counters) for _ in range(2)]
     wanted = found = None
+    contents: list[list[Any]] = []
     with quietly(), torch.no_grad(), Guard(step) as guard:
         for count in dict.fromkeys((max(part.size - 1, 1), part.size)):  # of another size, if any
             pair = part, first_of(full, count)
-            wanted = _in_order(step, pair, before)
+            wanted, contents = _in_order(step, pair, before, turns[0].slots.contents)
             if wanted is not None:
                 found = _in_lanes(step, pair, turns)
                 break
@@ -128,6 +138,7 @@ def refuse_shared_state(step: Step, slots: Sequence[Any]) -> None:
     if wanted is None or found is None:
         step.traits.doubt(UNEQUAL)
         return
+    _note_numbers(step, slots, (turns[0].slots.start, *contents, turns[0].slots.stored[1]))
     dtypes = computed(step)
     for one, other in zip(wanted, found, strict=True):
         outputs, others = list(pytree.tensors(one, "outputs")), list(pytree.tensors(other))
@@ -147,16 +158,28 @@ def _call(step: Step, micro: MicroBatch) -> Any:
     return pytree.map_tensors(lambda tensor: tensor.detach().clone(), outputs)
 
 
-def _in_order(step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState) -> Any:
-    """Return the outputs of one after the other; None where the model cannot take them."""
-    found = []
+def _in_order(
+    step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState, look: Callable[[], Any]
+) -> tuple[Any, list[Any]]:
+    """Return the outputs of one after the other, and what `look` returned before and after each.
+
+    The outputs are None where the model cannot take them.
+
+    Args:
+        step: whose model runs.
+        pair: rows of the two calls.
+        before: random state at the beginning of each.
+        look: looks at the state of the model.
+    """
+    found, looks = [], [look()]
     for micro in pair:
         before.put_back()
         step.buffers.restart()
         try:
             found.append(_call(step, micro))
+            looks.append(look())
         except AnybatchError:  # it needs a graph, say: the step tells
-            return None
+            return None, looks
         except ERRORS as error:
             if out_of_memory(error) or micro.size == pair[0].size:  # so many have been inspected
                 raise
@@ -164,9 +187,55 @@ def _in_order(step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState)
             try:
                 _call(step, micro)
             except ERRORS:  # it takes no so few
-                return None
+                return None, looks
             raise  # it fails once
-    return found
+    return found, looks
+
+
+def _note_numbers(step: Step, slots: Sequence[LaneSlot], states: Iterable[Sequence[Any]]) -> None:
+    """Set the sums of slots, and doubt a model of which each call moves a number.
+
+    Args:
+        step: whose model has run.
+        slots: those of `states`.
+        states: contents of the slots at the times that `_sums` takes.
+    """
+    for slot, *contents in zip(slots, *states, strict=True):
+        slot.sums, moved = _sums(*contents)
+        if moved is not None:
+            step.traits.doubt(f"each call of forward moves {_path(step, slot.held, moved)}")
+
+
+def _sums(
+    start: Any, before: Any, first: Any, both: Any, second: Any
+) -> tuple[frozenset[Any], Any]:
+    """Return the keys of numbers to which samples add, and one of all that calls move; or None.
+
+    Args:
+        start: content of a slot at which the second of two lanes began.
+        before: that at which the first call of two in order began.
+        first: after that call.
+        both: after the call of the second rows in order.
+        second: after the lane of the second rows.
+    """
+    sums, moved = set(), None
+    for key, value in second.items() if isinstance(second, dict) else ():
+        every = [one.get(key) for one in (start, before, first, both)]
+        if any(type(one) not in (int, float) for one in (value, *every)):
+            continue
+        a, b, once = every[2] - every[1], every[3] - every[2], value - every[0]
+        adds = isclose(b, once, rel_tol=CLOSE)
+        if (a or b or once) and (adds or every[3] != value):  # else it is set, or not moved
+            moved = key if moved is None else moved
+            if adds and not isclose(a, b, rel_tol=CLOSE):
+                sums.add(key)
+    return frozenset(sums), moved
+
+
+def _path(step: Step, held: Any, key: Any) -> str:
+    """Return the name of an attribute or an entry."""
+    modules = (path for path, module in step.model.named_modules() if vars(module) is held)
+    return ".".join(filter(None, (next(modules, ""), str(key))))
 
 
 def _in_lanes(

@@ -1,0 +1,77 @@
+"""Numbers and logs that forward keeps in attributes, where micro-batches wait for each other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.oracle import assert_exact, state_of, undivided
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from anybatch import Engine
+
+
+class Counting(nn.Module):
+    """BatchNorm, and state of Python that each call moves."""
+
+    def __init__(self, move: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.norm, self.last, self.move = nn.BatchNorm1d(4), nn.Linear(4, 3), move
+        self.number: float = 0
+        self.numbers, self.log = {"number": 0.0}, list[Any]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.norm(x))
+        self.move(self, x)
+        return out
+
+
+def _set(net: Any, name: str, value: Any) -> None:
+    setattr(net, name, value)
+
+
+MOVES: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
+    "samples": (lambda net, x: _set(net, "number", net.number + len(x)), True),
+    "samples, in a dict": (
+        lambda net, x: net.numbers.update(number=net.numbers["number"] + len(x)),
+        True,
+    ),
+    "calls": (lambda net, x: _set(net, "number", net.number + 1), True),
+    "a sum": (lambda net, x: _set(net, "number", net.number + float(x.sum())), True),
+    "a mean": (lambda net, x: _set(net, "number", 0.9 * net.number + 0.1 * len(x)), True),
+    "the same again": (lambda net, x: _set(net, "number", 7), False),
+    "a log": (lambda net, x: net.log.append(x[:, 0].clone()), True),
+    "a log of texts": (lambda net, x: net.log.extend("a" * len(x)), False),
+}
+"""What a call moves, and whether a plan then says that it has not shown that it is exact."""
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 4])
+@pytest.mark.parametrize("name", MOVES)
+def test_numbers_and_logs_of_lanes_are_those_of_all_samples(name: str, micro_batch: int) -> None:
+    move, doubted = MOVES[name]
+    torch.manual_seed(0)
+    net = Counting(move).double()
+    other = copy.deepcopy(net)
+    engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+        net.zero_grad()
+        wanted = undivided(other, F.cross_entropy, x, y)
+        other(x)
+        assert_exact(state_of(net, engine.backward(x, y)), wanted)
+        assert engine.plan is not None
+        assert engine.plan.mechanism == "lockstep"
+        assert str(engine.plan.exact).startswith("not shown") == doubted
+    if name != "a mean":  # nobody knows what it is after all samples
+        assert net.number == pytest.approx(other.number, rel=1e-12)
+    assert net.numbers == other.numbers
+    if net.log and isinstance(net.log[0], Tensor):
+        assert torch.equal(torch.cat(net.log), torch.cat(other.log))
+    else:
+        assert net.log == other.log
