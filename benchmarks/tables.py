@@ -54,6 +54,7 @@ from benchmarks.mbs.rows import (
 )
 from benchmarks.mbs.tables import rows as paper
 from benchmarks.mbs.training_rows import HEAD, summary_row
+from benchmarks.outofcore.blocks import rows as blocks_rows
 from benchmarks.outofcore.cheap import rows as cheap
 from benchmarks.outofcore.frontier import rows as frontier_rows
 from benchmarks.outofcore.limits import rows as limits_rows
@@ -137,6 +138,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "frontier": ("outofcore/frontier", frontier_rows.frontier),
     "narrow": ("outofcore/narrow", narrow_rows.narrow),
     "narrow_floors": ("outofcore/narrow", narrow_rows.narrow_floors),
+    "blocks": ("outofcore/blocks", blocks_rows.blocks),
+    "blocks_cuda": ("outofcore/blocks/cuda", blocks_rows.blocks_cuda),
     "recompute": ("outofcore/recompute", recompute_rows.recompute),
     "recompute_pixels": ("outofcore/recompute", recompute_rows.recompute_pixels),
     "limits": ("outofcore/limits", limits_rows.limits),
@@ -236,6 +239,7 @@ TITLES = {
     "offload": "Out of core: a step by hand within a budget, beside the same in memory",
     "frontier": "Out of core: the memory and the time of a step, every way beside the others",
     "narrow": "Out of core: lanes of which not even one fits",
+    "blocks": "Out of core: blocks computed again, beside checkpoints by hand",
     "recompute": "Out of core: cheap results computed again in real steps",
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
     "table1": "Out of core: Table 1 on a device",
@@ -283,6 +287,7 @@ MORE = {
     "lanes_memory": ("lanes_memory_scan", "lanes_memory_thresholds"),
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
+    "blocks": ("blocks_cuda",),
     "recompute": ("recompute_pixels",),
     "limits": ("limits_cgroup",),
     "narrow": ("narrow_floors",),
