@@ -121,3 +121,21 @@ def test_one_rank_of_two_notices_what_its_own_samples_hold() -> None:
     assert max(errors + other) <= tolerance()
     assert heavy[2] > 800 * KIB
     assert heavy[-1] <= 800 * KIB
+
+
+def triplets(out: Tensor, y: Tensor) -> Tensor:
+    """Return a loss of all triplets: as many as there are, which no dry run knows."""
+    same = y[:, None] == y
+    a, p, q = torch.where(same[:, :, None] & ~same[:, None])
+    near, far = (out[a] - out[p]).square().sum(1), (out[a] - out[q]).square().sum(1)
+    return (near - far + 1).relu().mean()
+
+
+def test_a_budget_error_after_a_step_that_held_more_asks_for_more_than_there_was() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.Linear(256, 6))
+    engine = Engine(net.double(), triplets, memory=1600 * KIB)
+    with pytest.raises(BudgetError) as caught:
+        engine.backward(torch.randn(48, 64, dtype=torch.float64), torch.arange(48) % 5)
+    assert caught.value.needed > caught.value.budget == 1600 * KIB
+    assert "depend on the values" in caught.value.__notes__[0]

@@ -10,7 +10,7 @@ from tests.oracle import assert_exact, same, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch import Engine, LazyBatch, Plan
+from anybatch import Engine, LazyBatch, Plan, plan
 from anybatch.errors import NotExactError
 
 STEPS = 8
@@ -246,3 +246,20 @@ def test_a_size_that_was_asked_for_is_refused() -> None:
     engine = Engine(model, F.cross_entropy, memory="1GiB", micro_batch=11, cache=None)
     with pytest.raises(NotExactError, match="samples 0 and 1 meet"):
         engine.backward(x, y)
+
+
+def queued(out: Tensor, y: Tensor) -> Tensor:
+    """Return a loss of pairs that takes as many samples as its queue has, on real rows."""
+    if len(out) > 12:
+        raise AssertionError
+    pairs = torch.where(y[:, None] == y)
+    return (out @ out.T)[pairs].logsumexp(0)
+
+
+def test_a_loss_that_takes_no_more_samples_than_the_batch_is_planned_on_fewer() -> None:
+    net, x, y = Net(), torch.randn(12, 6, dtype=torch.float64), torch.arange(12) % 3
+    wanted = undivided(net, queued, x, y)
+    found = plan(net, queued, (x, y), memory="1GiB", timed=False)
+    assert found.mechanism == "undivided"
+    engine = Engine(net, queued, memory=found.memory.predicted)
+    assert_exact(state_of(net, engine.backward(x, y)), wanted)

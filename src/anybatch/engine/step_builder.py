@@ -180,7 +180,8 @@ class Arranger:
             if signature.most:
                 error.add_note(
                     f"undivided, {show_samples(signature.size)} were predicted to fit, and memory "
-                    "ran out: other memory than the tensors of the step is in use"
+                    "ran out: the bytes of the step depend on the values of its batch, or other "
+                    "memory is in use"
                 )
             raise
 

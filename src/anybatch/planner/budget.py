@@ -33,9 +33,17 @@ CUBLAS = "cuBLAS"
 """The owner of its workspaces, as they are assumed of a device that is not there."""
 
 
-def budget_error(budget: int, source: str, foreseen: Forecast, size: int) -> BudgetError:
-    """Return the error with the bytes needed, the budget, and a budget that would fit."""
-    n, floor = foreseen.least(size)
+def budget_error(budget: int, source: str, foreseen: Forecast, size: int, most: int) -> BudgetError:
+    """Return the error with the bytes needed, the budget, and a budget that would fit.
+
+    Args:
+        budget: bytes.
+        source: where they come from.
+        foreseen: forecast of the step.
+        size: samples of the batch.
+        most: samples of a micro-batch, above which memory has run out before.
+    """
+    n, floor = foreseen.least(size, most)
     owners = sorted(foreseen.owners(n, size).items(), key=lambda pair: -pair[1])
     listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
     cut = "undivided" if n == size else "with micro-batches of one sample"

@@ -133,12 +133,13 @@ class Forecast:
         """Return the bytes of that peak."""
         return sum(self.owners(n, size).values())
 
-    def least(self, size: int) -> tuple[int, int]:
-        """Return the size of micro-batches that needs the fewest bytes, and these.
+    def least(self, size: int, most: int) -> tuple[int, int]:
+        """Return the size of micro-batches, up to `most`, that needs the fewest bytes, and these.
 
         One sample, or all: a small batch undivided has no sums of gradients in addition.
         """
-        found = {n: max(self.confirm(n, size), self.peak(n, size)) for n in (1, size)}
+        sizes = (1, size) if most >= size else (1,)
+        found = {n: max(self.confirm(n, size), self.peak(n, size)) for n in sizes}
         n = min(found, key=lambda n: (found[n], n))
         return n, found[n]
 

@@ -311,17 +311,18 @@ def _on_rows(case: Case, state: State, available: int) -> Forecast:
     found = _on_real(case, state)
     # Two small steps show little of what larger ones round up, and these have an accumulator, too
     # (test_larger_real_steps_tell_what_two_small_ones_do_not).
-    far = next(
-        (
-            n
-            for n in FARTHER
-            if NEAR_MARGIN * _held_at(found, case, n) + found.gradients <= available
-        ),
-        None,
-    )
+    room = available - found.gradients
+    far = next((n for n in FARTHER if NEAR_MARGIN * _held_at(found, case, n) <= room), None)
     if far is not None:
-        found = _farther(found, few(case, far * MICRO_BATCHES), far)
-    else:
+        try:
+            found = _farther(found, few(case, far * MICRO_BATCHES), far)
+        except (AnybatchError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # a loss may take no more samples than the batch has
+            if far * MICRO_BATCHES <= case.size:
+                raise
+            far = None
+    if far is None:
         rough = _roughly(found.divided), _roughly(found.undivided)
         found = replace(found, divided=rough[0], undivided=rough[1])
     return found if one is None else _from_one(found, one, few(case, MICRO_BATCHES))

@@ -96,7 +96,8 @@ class ResidentSizes:
         if cap < size:
             self._refuse(refuse_division)
         if cap == 0:
-            raise budget_error(self._budget, self._source, self.foreseen, size)
+            most = self._signature.largest
+            raise budget_error(self._budget, self._source, self.foreseen, size, most)
         n = cap if fixed is None else min(fixed, size)
         if n != cap and (n > cap or not self.fits(n)):
             needed = self.foreseen.peak(n, size)
