@@ -64,7 +64,8 @@ SKIPPED = {
     "compute_loss": (
         "the loss must be computed outside of the Trainer, to be divided by the denominator of "
         "the full batch",
-        "pass compute_loss_func=lambda outputs, labels, num_items_in_batch=None: ... instead",
+        "leave it out of the class, and pass compute_loss_func=lambda outputs, labels, "
+        "num_items_in_batch=None: ...",
     ),
     "training_step": (
         "a step must reach the engine, which runs the batch",

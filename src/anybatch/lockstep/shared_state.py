@@ -10,14 +10,15 @@ place, so a few rows are run both ways, without mixing their statistics, and mus
                               └─B┘           └─A┘
 
 Both ways also show how forward moves a number of the model: B adds as much after A as without it,
-or leaves the same number. Later steps add up those to which samples add.
+or leaves the same number. Later steps add up those to which samples add, if these are counts, or
+beside one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from math import isclose
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,7 +139,8 @@ def refuse_shared_state(step: Step, slots: Sequence[LaneSlot]) -> None:
     if wanted is None or found is None:
         step.traits.doubt(UNEQUAL)
         return
-    _note_numbers(step, slots, (turns[0].slots.start, *contents, turns[0].slots.stored[1]))
+    states = turns[0].slots.start, *contents, turns[0].slots.stored[1]
+    _note_numbers(step, slots, (pair[0].size, pair[1].size), states)
     dtypes = computed(step)
     for one, other in zip(wanted, found, strict=True):
         outputs, others = list(pytree.tensors(one, "outputs")), list(pytree.tensors(other))
@@ -192,44 +194,61 @@ def _in_order(
     return found, looks
 
 
-def _note_numbers(step: Step, slots: Sequence[LaneSlot], states: Iterable[Sequence[Any]]) -> None:
+def _note_numbers(
+    step: Step,
+    slots: Sequence[LaneSlot],
+    rows: tuple[int, int],
+    states: Iterable[Sequence[Any]],
+) -> None:
     """Set the sums of slots, and doubt a model of which each call moves a number.
 
     Args:
         step: whose model has run.
         slots: those of `states`.
-        states: contents of the slots at the times that `_sums` takes.
+        rows: of the first and of the second call.
+        states: contents of the slots at the times that `_moved` takes.
     """
     for slot, *contents in zip(slots, *states, strict=True):
-        slot.sums, moved = _sums(*contents)
-        if moved is not None:
-            step.traits.doubt(f"each call of forward moves {_path(step, slot.held, moved)}")
+        moved = _moved(*contents) if isinstance(slot.held, dict) else []
+        # A mean of samples adds other numbers, too: only a count beside it tells that it is a sum.
+        counts = any(one.a * rows[1] == one.b * rows[0] != 0 for one in moved if one.adds)
+        slot.sums = frozenset(
+            one.key for one in moved if one.adds and one.a != one.b and (one.whole or counts)
+        )
+        for one in moved[:1]:
+            step.traits.doubt(f"each call of forward moves {_path(step, slot.held, one.key)}")
 
 
-def _sums(
-    start: Any, before: Any, first: Any, both: Any, second: Any
-) -> tuple[frozenset[Any], Any]:
-    """Return the keys of numbers to which samples add, and one of all that calls move; or None.
+class _Moved(NamedTuple):
+    """A number of a slot that each call moves: its key, how much two calls add, and whether they do."""
+
+    key: Any
+    a: float
+    b: float
+    adds: bool
+    whole: bool
+
+
+def _moved(start: Any, before: Any, first: Any, both: Any, second: Any) -> list[_Moved]:
+    """Return the numbers of a slot that each call moves, not those that it sets.
 
     Args:
-        start: content of a slot at which the second of two lanes began.
+        start: content at which the second of two lanes began.
         before: that at which the first call of two in order began.
         first: after that call.
         both: after the call of the second rows in order.
         second: after the lane of the second rows.
     """
-    sums, moved = set(), None
-    for key, value in second.items() if isinstance(second, dict) else ():
+    found = []
+    for key, value in second.items():
         every = [one.get(key) for one in (start, before, first, both)]
         if any(type(one) not in (int, float) for one in (value, *every)):
             continue
         a, b, once = every[2] - every[1], every[3] - every[2], value - every[0]
         adds = isclose(b, once, rel_tol=CLOSE)
-        if (a or b or once) and (adds or every[3] != value):  # else it is set, or not moved
-            moved = key if moved is None else moved
-            if adds and not isclose(a, b, rel_tol=CLOSE):
-                sums.add(key)
-    return frozenset(sums), moved
+        if (a or b or once) and (adds or every[3] != value):
+            found.append(_Moved(key, a, b, adds, whole=type(value) is int))
+    return found
 
 
 def _path(step: Step, held: Any, key: Any) -> str:
