@@ -190,9 +190,21 @@ class Stepping(Theirs):
 
 
 WRONG = [
-    (Losing, "before", r"Losing overrides compute_loss: pass compute_loss_func="),
-    (Losing, "behind", r"Losing overrides compute_loss: pass compute_loss_func="),
-    (Losing, "below", r"Losing overrides compute_loss: pass compute_loss_func="),
+    (
+        Losing,
+        "before",
+        r"Losing overrides compute_loss: leave it out of the class, and pass compute_loss_func=",
+    ),
+    (
+        Losing,
+        "behind",
+        r"Losing overrides compute_loss: leave it out of the class, and pass compute_loss_func=",
+    ),
+    (
+        Losing,
+        "below",
+        r"Losing overrides compute_loss: leave it out of the class, and pass compute_loss_func=",
+    ),
     (InParallel, "before", r"InParallel overrides _prepare_context_parallel_inputs: override"),
     (InParallel, "behind", r"InParallel overrides _prepare_context_parallel_inputs: override"),
     (Stepping, "behind", r"Stepping overrides training_step: .*class Both\(Stepping, Trainer\)"),
@@ -221,7 +233,10 @@ def own_backward(trainer: Any) -> None:
 
 
 PUT = [
-    (own_loss, r"the object overrides compute_loss: pass compute_loss_func="),
+    (
+        own_loss,
+        r"the object overrides compute_loss: leave it out of the class, and pass",
+    ),
     (own_backward, r"Accelerator.backward is not accelerate's own: override training_step"),
 ]
 

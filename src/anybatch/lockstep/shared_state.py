@@ -220,7 +220,7 @@ def _note_numbers(
 
 
 class _Moved(NamedTuple):
-    """A number of a slot that each call moves: its key, how much two calls add, and whether they do."""
+    """A number of a slot that each call moves: its key, and how much two calls add, if they do."""
 
     key: Any
     a: float
