@@ -27,7 +27,7 @@ class LockstepError(NotExactError):
 
 
 class NotReproducibleError(NotExactError):
-    """A second pass read other samples, or made other random draws, than the first."""
+    """A second pass, or a tensor that is computed again, is another one than the first."""
 
 
 class BudgetError(AnybatchError, RuntimeError):

@@ -13,6 +13,7 @@ and the next attempt begins with them:
     sites       the lanes meet elsewhere than in earlier steps  twice, then it is refused
     draws       the layout of a full-batch draw                 once for each draw
     size        a size or place that cannot be run              once for each of them
+    recompute   saved tensors are moved, not computed again     once
     ranks       what another rank has learned                   as often as on the others
 """
 
@@ -22,7 +23,16 @@ from collections.abc import Callable, Collection
 from typing import Any, Literal, Protocol, TypeVar
 
 Reason = Literal[
-    "memory", "rows", "meeting", "coupled", "inspection", "sites", "draws", "size", "ranks"
+    "memory",
+    "rows",
+    "meeting",
+    "coupled",
+    "inspection",
+    "sites",
+    "draws",
+    "size",
+    "recompute",
+    "ranks",
 ]
 T = TypeVar("T")
 

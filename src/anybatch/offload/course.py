@@ -9,7 +9,7 @@ On demand it holds the bytes of the recording, which are the least that hooks ca
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -255,17 +255,30 @@ def _together(recording: Recording, link: Link) -> list[int]:
     first = {cut.number: i for i, cut in reversed(list(enumerate(recording.cuts))) if not cut.saves}
     travel = 1 / link.out + 1 / link.back
     cheap = [k for k, remake in remakes.items() if remake.seconds < sizes[k] * travel]
-    found: list[int] = []
+    found: dict[int, None] = {}
+    users: dict[int, list[int]] = {}
+
+    def sources(k: int) -> list[int]:
+        return [source for source in remakes[k].sources if source in found]
+
+    def longest(k: int, related: Callable[[int], list[int]]) -> int:
+        return 1 + max((longest(other, related) for other in related(k)), default=0)
+
     for k in sorted(cheap, key=lambda k: (remakes[k].seconds / sizes[k], k)):
-        related = {s for s in remakes[k].sources if s in found}
-        related |= {other for other in found if k in remakes[other].sources}
-        if all(abs(first[k] - first[other]) <= SOON for other in related):
-            found.append(k)
-    return found
+        related = {*sources(k), *users.get(k, ())}
+        soon = all(abs(first[k] - first[other]) <= SOON for other in related)
+        if soon and longest(k, sources) + longest(k, lambda k: users.get(k, [])) <= CHAIN + 1:
+            found[k] = None
+            for source in remakes[k].sources:
+                users.setdefault(source, []).append(k)
+    return list(found)
 
 
 SOON = 8
 """Functions of backward within which a result made again is used itself."""
+
+CHAIN = 8
+"""Results that are made one from the other, at most: what is between must live meanwhile."""
 
 
 # Recording, as data, of the saved tensors of a step in a user's own loop.

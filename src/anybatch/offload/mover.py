@@ -20,6 +20,7 @@ import torch
 from numpy.lib.stride_tricks import as_strided
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from anybatch.core import accelerator
 from anybatch.errors import NotExactError, StoreError
@@ -279,11 +280,12 @@ class Saved:
         out: that copy, until its end was noticed.
         back: a return that is under way, or None.
         recipe: how to make it again; None where it is moved.
+        mark: fingerprint of what a recipe is to make; None where it is moved.
     """
 
     __slots__ = (
-        "__weakref__", "back", "copied", "counts", "device", "ended", "key", "number", "out",
-        "recipe", "size", "storage", "weak_storage",
+        "__weakref__", "back", "copied", "counts", "device", "ended", "key", "mark", "number",
+        "out", "recipe", "size", "storage", "weak_storage",
     )  # fmt: skip
 
     def __init__(
@@ -299,6 +301,7 @@ class Saved:
         self.out: Job | None = None
         self.back: Job | None = None
         self.recipe: Any = None
+        self.mark: Any = None
 
     def __del__(self) -> None:
         if getattr(self, "copied", False):  # an interrupt may leave it half made
@@ -451,6 +454,14 @@ def _nothing(like: Tensor) -> Tensor:
     if found is None:
         found = _NOTHING[key] = torch.empty(0, dtype=like.dtype, device=like.device)
     return found
+
+
+def fingerprint(storage: Any) -> Tensor:
+    """Return the sum of a storage's words, which other contents are most unlikely to have."""
+    with _disable_current_modes(), torch.no_grad():
+        found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        whole = len(found) // 8 * 8
+        return found[:whole].view(torch.int64).sum() + found[whole:].sum()
 
 
 def same(one: Any, other: Any) -> bool:

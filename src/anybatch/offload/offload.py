@@ -20,6 +20,7 @@ import torch
 from anybatch.core import accelerator
 from anybatch.core.accelerators import default_device
 from anybatch.core.units import parse_bytes
+from anybatch.errors import NotReproducibleError
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import maker
 from anybatch.memory.stores import Store
@@ -120,13 +121,21 @@ class Offload:
         course = step.course
         try:
             hooked.__exit__(exc_type, value, trace)
-        except BaseException:  # an interrupt, most likely before it was held back
+        except BaseException as error:  # an interrupt, most likely before it was held back
             hooked.give_up()
+            self._stop_recomputing(error)
             raise
         finally:
             self._inside = None
         if exc_type is None:
             self._learn(step, watch, course)
+        else:
+            self._stop_recomputing(value)
+
+    def _stop_recomputing(self, error: BaseException | None) -> None:
+        """Have later steps compute nothing again, after one in which that was something else."""
+        if isinstance(error, NotReproducibleError):
+            self._tries, self._cache = 0, ScheduleCache()
 
     def timeline(self) -> StepTimeline:
         """Return the timeline of the last planned step: bytes by owner, and copies, over time.
@@ -237,6 +246,8 @@ def offload(
             `memory`. Its gradients are right.
         StoreError: in a step, or on entering it: the store is full, a write or a read has failed,
             or a block returned with another checksum (`check`).
+        NotReproducibleError: in a step: a tensor was recomputed, and is another one than forward
+            saved, because something was written where autograd does not see it.
 
     Example:
         >>> off = anybatch.offload(memory="4GiB")

@@ -35,6 +35,9 @@ from anybatch.offload.recorder import LEAF, MOVES
 DEPTH = 8
 """Operations that a recipe may have one after another, without views."""
 
+NODES = 64
+"""Nodes that are read for a recipe, views among them."""
+
 SLACK = 4 << 10
 """Bytes that any operation may allocate in addition to its result."""
 
@@ -161,6 +164,10 @@ class Operation:
         assert run is not None
         arguments = [values] if self.rule.operands is None else values
         found = run(*arguments, *self.constants)
+        if found.dtype != self.dtype or found.shape != self.shape:  # its node does not know all
+            raise RuntimeError(
+                f"{found.dtype} {tuple(found.shape)} is not {self.dtype} {self.shape}"
+            )
         if self.users > 1:
             made[id(self)] = found
         return found
@@ -255,10 +262,14 @@ class _Reader:
     def __init__(self, mine: Callable[[Saved], bool]) -> None:
         self._mine = mine
         self._made: dict[tuple[Any, int], Operation | None] = {}
+        self._nodes = 0
 
     def made_by(self, node: Any, nr: int, depth: int) -> Operation | None:
         """Return the operation that a node stands for; None where there is no rule for it."""
         if (node, nr) not in self._made:
+            self._nodes += 1
+            if self._nodes > NODES:
+                return None
             self._made[node, nr] = self._read(node, nr, depth)
         found = self._made[node, nr]
         if found is not None:
@@ -361,7 +372,7 @@ def _signed(constant: Any) -> Any:
 
 aten = torch.ops.aten
 
-EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3)
+EPSILONS = (1e-5, 1e-6, 1e-12, 1e-8, 1e-3, 1e-4)
 """Those that layers and groups are normalised with; their nodes do not know which."""
 
 
@@ -400,6 +411,11 @@ def _batch_norm(
     return found
 
 
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Say whether two tensors are equal, where both are no numbers, too."""
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
 def _group_norm(
     x: Tensor,
     weight: Tensor,
@@ -415,10 +431,10 @@ def _group_norm(
     found: Tensor
     for eps in EPSILONS:
         one = aten.native_group_norm(x[:1], weight, bias, 1, channels, size, groups, eps)
-        if torch.equal(one[2], rstd[:1]):
+        if _equal(one[2], rstd[:1]):
             sizes = (samples, channels, size, groups)
             found, _, ours = aten.native_group_norm(x, weight, bias, *sizes, eps)
-            if torch.equal(ours, rstd):
+            if _equal(ours, rstd):
                 return found
             del found, ours
     parts = (x.reshape(samples, groups, -1) - mean.unsqueeze(2)) * rstd.unsqueeze(2)
@@ -437,10 +453,10 @@ def _layer_norm(
     """Normalise with the epsilon that reproduces a row's rstd, and check it for all rows."""
     row = (slice(0, 1),) * (x.dim() - len(shape))
     for eps in EPSILONS:
-        if torch.equal(aten.native_layer_norm(x[row], shape, weight, bias, eps)[2], rstd[row]):
+        if _equal(aten.native_layer_norm(x[row], shape, weight, bias, eps)[2], rstd[row]):
             found: Tensor
             found, _, ours = aten.native_layer_norm(x, shape, weight, bias, eps)
-            if torch.equal(ours, rstd):
+            if _equal(ours, rstd):
                 return found
             del found, ours
     found = (x - mean) * rstd  # an epsilon of the person's own: right, if not bit for bit
@@ -491,13 +507,21 @@ RULES = {
     "ExpBackward0": Rule(torch.exp, ("",)),
     "RsqrtBackward0": Rule(torch.rsqrt, ("",)),
     "PowBackward0": Rule(torch.pow, constants=("exponent",)),
-    "MeanBackward1": Rule(torch.mean, ("",), ("dim", "keepdim")),
+    "MeanBackward1": Rule(
+        lambda x, dim, keepdim, _, dtype: x.mean(dim, keepdim, dtype=dtype),
+        ("",),
+        ("dim", "keepdim"),
+        shaped=True,
+    ),
     "SoftmaxBackward0": Rule(
         lambda x, dim, _, dtype: x.softmax(dim, dtype), ("",), ("dim",), shaped=True
     ),
     "GluBackward0": Rule(aten.glu, constants=("dim",)),
     "NativeDropoutBackward0": Rule(
-        lambda x, mask, p: x * mask * (1 / (1 - p)), ("", "result1"), ("p",), workspace=1.0
+        lambda x, mask, p: x * mask * (1 / (1 - p) if p < 1 else 0),
+        ("", "result1"),
+        ("p",),
+        workspace=1.0,
     ),
     "MmBackward0": Rule(torch.mm, ("self", "mat2")),
     "AddmmBackward0": Rule(_call(torch.addmm, *SCALES), ("", "mat1", "mat2"), SCALES),

@@ -11,6 +11,9 @@ evictions begin, some have ended, and some prefetches for a later cut begin.
 A step that differs from the recording drops its schedule at that cut. From there on everything is
 offloaded at once and returns on demand, which is right for any step.
 
+A storage that is computed again must be the one that was dropped. No hook hears of a write through
+``.data``, and a kernel may round otherwise, so fingerprints of both are compared.
+
 Source: Hayakawa and Narihira, section 3.
 """
 
@@ -26,11 +29,25 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from anybatch.core.accelerator import of
 from anybatch.core.modules import eager, name_of
+from anybatch.core.retry import Retry
 from anybatch.core.transaction import uninterrupted
+from anybatch.errors import NotReproducibleError
 from anybatch.memory.stores import Store
 from anybatch.offload.course import STAYED, Course, Cut, Recording, Remake
-from anybatch.offload.mover import SMALL, Handle, Mover, Saved, Stays, gone, probe, same, uncounted
+from anybatch.offload.mover import (
+    SMALL,
+    Handle,
+    Mover,
+    Saved,
+    Stays,
+    fingerprint,
+    gone,
+    probe,
+    same,
+    uncounted,
+)
 from anybatch.offload.recompute import RecomputeRecipe, read
 from anybatch.offload.recorder import (
     Recorded,
@@ -73,6 +90,7 @@ class StepHooks:
         self._saved: list[weakref.ref[Saved]] = []
         self._places: dict[int, weakref.ref[Saved]] = {}
         self._recipes: dict[int, RecomputeRecipe] = {}  # to be tried in a step that is recorded
+        self._differ: list[Tensor] = []  # of a device, which is waited for once
         self._lock = threading.RLock()
 
     def pack(self, tensor: Tensor) -> Handle | Stays:
@@ -117,6 +135,9 @@ class StepHooks:
         with self._lock:
             self._over, self._watch = True, None
             self._recipes.clear()
+            differ, self._differ = self._differ, []
+            if differ and bool(torch.stack(differ).any()):
+                raise _other("one of them")
             course = self.course
             if course is not None and self._at < len(course.recording.cuts):
                 self.missed = True
@@ -267,6 +288,7 @@ class StepHooks:
             self._abandon_course()
             return
         recipe.hold()
+        saved.mark = fingerprint(tensor.untyped_storage())
         saved.recipe, saved.storage = recipe, None
 
     def _make(self, number: int) -> None:
@@ -282,7 +304,13 @@ class StepHooks:
         if self._failed:
             raise gone()
         self.remade += saved.size
-        return saved.recipe.storage(self._present)
+        storage = saved.recipe.storage(self._present)
+        differs = fingerprint(storage).ne(saved.mark)
+        if not (self._over or of(self._device).host):
+            self._differ.append(differs)
+        elif bool(differs):
+            raise _other(f"one of {saved.size} bytes")
+        return storage
 
     def _present(self, source: Saved) -> Any:
         """Return a source storage of a recipe; if it is not resident, fetch or recompute it."""
@@ -308,7 +336,9 @@ class StepHooks:
                 start = self._mover.now()
                 try:
                     storage = recipe.storage(lambda source: found[source.number])
-                except (RuntimeError, TypeError):  # not with tensors such as these
+                    for _ in range(2):  # of what is dropped, and of what is made
+                        fingerprint(storage)
+                except Exception:  # not with tensors such as these
                     storage = None
                 seconds = self._mover.now() - start
             found.clear()
@@ -336,6 +366,16 @@ class StepHooks:
 
     def _living(self) -> list[Saved]:
         return [saved for ref in self._saved if (saved := ref()) is not None]
+
+
+def _other(which: str) -> NotReproducibleError:
+    return NotReproducibleError(
+        "a saved tensor that is computed again must be what forward saved, and "
+        f"{which} is not: something has written to it, to a parameter or to a buffer where "
+        "autograd does not see it (detach(), .data), or a kernel rounds otherwise. The gradients "
+        "of this step are wrong: zero them. The next steps compute nothing again; recompute=False "
+        "leaves that out from the first one"
+    )
 
 
 def _require_counted() -> None:
@@ -438,6 +478,7 @@ class Keeping:
     def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
         self._device, self._mover = device, Mover(make, device)
         self._caches: dict[tuple[bool, int], ScheduleCache] = {}
+        self._recomputes = True
         self.begin((0, 0))
 
     def begin(self, capacity: tuple[int, int]) -> None:
@@ -454,18 +495,30 @@ class Keeping:
 
         Raises:
             StoreError: there is no space in the store, or a write or a read has failed.
+            Retry: a saved tensor was computed again, and is another one.
         """
         cache = self._caches.setdefault((first, size), ScheduleCache())
         limit = self.capacity[0 if first else 1]
-        watch = StepRecorder(self._device, limit, None) if cache.to_record else None
+        tries = limit if self._recomputes else 0
+        watch = StepRecorder(self._device, tries, None) if cache.to_record else None
         found = {} if watch else {cut: one.course(limit) for cut, one in cache.recorded.items()}
         courses = {cut: course for cut, course in found.items() if course is not None}
         mover = self._mover
         mover.begin()
         step = StepHooks(mover, self._device, watch, courses)
-        with Hooked(step, mover, watch):
-            mover.ready()
-            work()
+        changed = False
+        try:
+            with Hooked(step, mover, watch):
+                mover.ready()
+                work()
+        except NotReproducibleError:
+            changed = step.remade > 0
+            if not changed:
+                raise
+        if changed:  # out of the handler, which holds the frames of the error
+            self._recomputes = False
+            self._caches.clear()
+            raise Retry("recompute")
         self.moved += mover.out + mover.back
         self.remade += step.remade
         self.waited += mover.waited

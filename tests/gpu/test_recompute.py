@@ -1,0 +1,72 @@
+"""Saved tensors that a device computes again are those that forward saved, or the step says so."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import anybatch
+from anybatch.core.plan_sections import Link
+from anybatch.errors import NotReproducibleError
+from anybatch.offload import recorder, saved_tensors
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.skipif(
+        not hasattr(torch._C._autograd.SavedTensor, "data"),
+        reason="this torch does not say what hooks have given a node",
+    ),
+]
+
+
+class Net(nn.Module):
+    """Linear layers; their results are clipped where autograd does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.most = 9.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x.detach().clamp_(-self.most, self.most)
+            x = F.silu(x)
+        return x
+
+
+def step(net: Net, x: Tensor) -> list[Tensor]:
+    net.zero_grad()
+    net(x).square().sum().backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def test_what_is_computed_again_on_a_device_is_compared_once_at_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(recorder, "Link", lambda out, back: Link(1e3, 1e3))
+    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    net = Net().cuda()
+    other, x = copy.deepcopy(net), torch.randn(4096, 64, device="cuda")
+    step(net, x)
+    held = torch.cuda.memory_allocated()
+    off = anybatch.offload(memory=held + 12 * x.nbytes, device="cuda")
+    for _ in range(3):
+        with off:
+            found = step(net, x)
+        assert all(map(torch.equal, found, step(other, x)))
+    assert off.last is not None
+    assert off.last.remade_bytes > 0
+    net.most = other.most = 0.01
+    with pytest.raises(NotReproducibleError), off:
+        step(net, x)
+    for _ in range(2):
+        with off:
+            found = step(net, x)
+        assert all(map(torch.equal, found, step(other, x)))
+    assert off.last.remade_bytes == 0
