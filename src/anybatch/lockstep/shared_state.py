@@ -161,9 +161,9 @@ def _call(step: Step, micro: MicroBatch) -> Any:
 
 
 def _in_order(
-    step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState, look: Callable[[], Any]
+    step: Step, pair: tuple[MicroBatch, MicroBatch], before: RNGState, contents: Callable[[], Any]
 ) -> tuple[Any, list[Any]]:
-    """Return the outputs of one after the other, and what `look` returned before and after each.
+    """Return the outputs of one after the other, and the contents before and after each.
 
     The outputs are None where the model cannot take them.
 
@@ -171,17 +171,17 @@ def _in_order(
         step: whose model runs.
         pair: rows of the two calls.
         before: random state at the beginning of each.
-        look: looks at the state of the model.
+        contents: returns those of the model's slots.
     """
-    found, looks = [], [look()]
+    found, states = [], [contents()]
     for micro in pair:
         before.put_back()
         step.buffers.restart()
         try:
             found.append(_call(step, micro))
-            looks.append(look())
+            states.append(contents())
         except AnybatchError:  # it needs a graph, say: the step tells
-            return None, looks
+            return None, states
         except ERRORS as error:
             if out_of_memory(error) or micro.size == pair[0].size:  # so many have been inspected
                 raise
@@ -189,9 +189,9 @@ def _in_order(
             try:
                 _call(step, micro)
             except ERRORS:  # it takes no so few
-                return None, looks
+                return None, states
             raise  # it fails once
-    return found, looks
+    return found, states
 
 
 def _note_numbers(
@@ -213,7 +213,7 @@ def _note_numbers(
         # A mean of samples adds other numbers, too: only a count beside it tells that it is a sum.
         counts = any(one.a * rows[1] == one.b * rows[0] != 0 for one in moved if one.adds)
         slot.sums = frozenset(
-            one.key for one in moved if one.adds and one.a != one.b and (one.whole or counts)
+            one.key for one in moved if one.adds and one.a != one.b and (one.integer or counts)
         )
         for one in moved[:1]:
             step.traits.doubt(f"each call of forward moves {_path(step, slot.held, one.key)}")
@@ -226,7 +226,7 @@ class _Moved(NamedTuple):
     a: float
     b: float
     adds: bool
-    whole: bool
+    integer: bool
 
 
 def _moved(start: Any, before: Any, first: Any, both: Any, second: Any) -> list[_Moved]:
@@ -247,7 +247,7 @@ def _moved(start: Any, before: Any, first: Any, both: Any, second: Any) -> list[
         a, b, once = every[2] - every[1], every[3] - every[2], value - every[0]
         adds = isclose(b, once, rel_tol=CLOSE)
         if (a or b or once) and (adds or every[3] != value):
-            found.append(_Moved(key, a, b, adds, whole=type(value) is int))
+            found.append(_Moved(key, a, b, adds, integer=type(value) is int))
     return found
 
 

@@ -460,8 +460,8 @@ def fingerprint(storage: Any) -> Tensor:
     """Return the sum of a storage's words, which other contents are most unlikely to have."""
     with _disable_current_modes(), torch.no_grad():
         found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        whole = len(found) // 8 * 8
-        return found[:whole].view(torch.int64).sum() + found[whole:].sum()
+        end = len(found) // 8 * 8
+        return found[:end].view(torch.int64).sum() + found[end:].sum()
 
 
 def same(one: Any, other: Any) -> bool:

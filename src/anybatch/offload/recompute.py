@@ -356,17 +356,13 @@ def _signed(constant: Any) -> Any:
     return constant
 
 
-# Which nodes of autograd's graph stand for operations that can be done again, and how.
-#
-# Autograd's graph is made for backward. But a node also has its type, its constants and, where its
-# backward needs them, its operands: that is enough to repeat forward, if the kernel called here is
-# the one that ran there.
+# Rules: the operations that nodes of autograd's graph stand for. A node has its type, its constants
+# and, where its backward needs them, its operands: enough to repeat forward.
 #
 #     NativeBatchNormBackward0   _saved_eps, the saved input, weight ──> native_batch_norm again
 #
-# Running statistics are left out of that call, so nothing is updated twice; and where the saved
-# mean and deviation can take their place, they are not reduced again. No rule has a draw in it. The
-# recorded step tries each recipe: a product may cost more than two copies of its result.
+# Running statistics are left out of that call: nothing is updated twice. No rule has a draw in it.
+# The recorded step tries each recipe, since a product may cost more than two copies of its result.
 #
 # Source: AGBN's "memory monger".
 
@@ -416,52 +412,46 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
-def _group_norm(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    samples: int,
-    channels: int,
-    size: int,
-    groups: int,
+def _by_epsilon(
+    of_some: Callable[[float], Any], of_all: Callable[[float], Any], some: Tensor, rstd: Tensor
 ) -> Tensor:
-    """Normalise with the epsilon that reproduces a sample's rstd: from 2.14 no node stores it."""
+    """Return the result with the epsilon that reproduces some deviations, and then all.
+
+    With one's own epsilon it is another result, which fingerprints show.
+    """
     found: Tensor
     for eps in EPSILONS:
-        one = aten.native_group_norm(x[:1], weight, bias, 1, channels, size, groups, eps)
-        if _equal(one[2], rstd[:1]):
-            sizes = (samples, channels, size, groups)
-            found, _, ours = aten.native_group_norm(x, weight, bias, *sizes, eps)
+        if _equal(of_some(eps)[2], some):
+            found, _, ours = of_all(eps)
             if _equal(ours, rstd):
                 return found
             del found, ours
-    parts = (x.reshape(samples, groups, -1) - mean.unsqueeze(2)) * rstd.unsqueeze(2)
-    shape = (1, channels, *(1,) * (x.dim() - 2))
-    return (parts.view_as(x) * weight.view(shape) + bias.view(shape)).to(x.dtype)
+    found = of_all(EPSILONS[0])[0]
+    return found
+
+
+def _group_norm(x: Tensor, weight: Tensor, bias: Tensor, rstd: Tensor, *sizes: int) -> Tensor:
+    """Normalise with an epsilon that is found: from 2.14 no node stores it."""
+    norm, one = aten.native_group_norm, (1, *sizes[1:])
+    return _by_epsilon(
+        lambda eps: norm(x[:1], weight, bias, *one, eps),
+        lambda eps: norm(x, weight, bias, *sizes, eps),
+        rstd[:1],
+        rstd,
+    )
 
 
 def _layer_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    shape: Sequence[int],
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, rstd: Tensor, shape: Sequence[int]
 ) -> Tensor:
-    """Normalise with the epsilon that reproduces a row's rstd, and check it for all rows."""
-    row = (slice(0, 1),) * (x.dim() - len(shape))
-    for eps in EPSILONS:
-        if _equal(aten.native_layer_norm(x[row], shape, weight, bias, eps)[2], rstd[row]):
-            found: Tensor
-            found, _, ours = aten.native_layer_norm(x, shape, weight, bias, eps)
-            if _equal(ours, rstd):
-                return found
-            del found, ours
-    found = (x - mean) * rstd  # an epsilon of the person's own: right, if not bit for bit
-    found = found if weight is None else found * weight
-    return (found if bias is None else found + bias).to(x.dtype)
+    """Normalise with an epsilon that is found."""
+    row, norm = (slice(0, 1),) * (x.dim() - len(shape)), aten.native_layer_norm
+    return _by_epsilon(
+        lambda eps: norm(x[row], shape, weight, bias, eps),
+        lambda eps: norm(x, shape, weight, bias, eps),
+        rstd[row],
+        rstd,
+    )
 
 
 def _call(function: Callable[..., Any], *names: str, **fixed: Any) -> Callable[..., Tensor]:
@@ -476,9 +466,15 @@ def _call(function: Callable[..., Any], *names: str, **fixed: Any) -> Callable[.
     return run
 
 
+def _attention(function: Callable[..., Any], *mask: str, **fixed: Any) -> Rule:
+    """Return the rule of a kernel of attention, with the name of its mask if it takes one."""
+    names, causal = ("query", "key", "value"), ("is_causal", "scale")
+    run = _call(function, *mask, *causal, **fixed)
+    return Rule(run, (*names, *(f"{one}?" for one in mask)), causal)
+
+
 VIEW = Rule(lambda x, shape, _: x.reshape(shape), ("",), view=True, shaped=True)
-SCALES = "alpha", "beta"
-QUERY, CAUSAL = ("query", "key", "value"), ("is_causal", "scale")
+SCALES, KEEP = ("alpha", "beta"), ("dim", "keepdim")
 POOL = ("kernel_size", "stride", "padding")
 
 RULES = {
@@ -508,10 +504,7 @@ RULES = {
     "RsqrtBackward0": Rule(torch.rsqrt, ("",)),
     "PowBackward0": Rule(torch.pow, constants=("exponent",)),
     "MeanBackward1": Rule(
-        lambda x, dim, keepdim, _, dtype: x.mean(dim, keepdim, dtype=dtype),
-        ("",),
-        ("dim", "keepdim"),
-        shaped=True,
+        lambda x, dim, keep, _, dtype: x.mean(dim, keep, dtype=dtype), ("",), KEEP, shaped=True
     ),
     "SoftmaxBackward0": Rule(
         lambda x, dim, _, dtype: x.softmax(dim, dtype), ("",), ("dim",), shaped=True
@@ -533,23 +526,12 @@ RULES = {
         ("stride", "padding", "dilation", "transposed", "output_padding", "groups"),
         workspace=4.0,
     ),
-    "ScaledDotProductFlashAttentionForCpuBackward0": Rule(
-        _call(aten._scaled_dot_product_flash_attention_for_cpu, "attn_mask", *CAUSAL),
-        (*QUERY, "attn_mask?"),
-        CAUSAL,
+    "ScaledDotProductFlashAttentionForCpuBackward0": _attention(
+        aten._scaled_dot_product_flash_attention_for_cpu, "attn_mask"
     ),
-    "ScaledDotProductFlashAttentionBackward0": Rule(
-        _call(aten._scaled_dot_product_flash_attention, *CAUSAL), QUERY, CAUSAL
-    ),
-    "ScaledDotProductEfficientAttentionBackward0": Rule(
-        _call(
-            aten._scaled_dot_product_efficient_attention,
-            "attn_bias",
-            *CAUSAL,
-            compute_log_sumexp=True,
-        ),
-        (*QUERY, "attn_bias?"),
-        CAUSAL,
+    "ScaledDotProductFlashAttentionBackward0": _attention(aten._scaled_dot_product_flash_attention),
+    "ScaledDotProductEfficientAttentionBackward0": _attention(
+        aten._scaled_dot_product_efficient_attention, "attn_bias", compute_log_sumexp=True
     ),
     "CatBackward0": Rule(torch.cat, None, ("dim",)),
     "NativeBatchNormBackward0": Rule(
@@ -562,12 +544,12 @@ RULES = {
     ),
     "NativeGroupNormBackward0": Rule(
         _group_norm,
-        ("input", "weight", "bias", "result1", "result2"),
+        ("input", "weight", "bias", "result2"),
         ("N", "C", "HxW", "group"),
     ),
     "NativeLayerNormBackward0": Rule(
         _layer_norm,
-        ("input", "weight?", "bias?", "result1", "result2"),
+        ("input", "weight?", "bias?", "result2"),
         ("normalized_shape",),
     ),
     "MaxPool2DWithIndicesBackward0": Rule(

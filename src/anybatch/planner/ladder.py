@@ -311,8 +311,8 @@ def _on_rows(case: Case, state: State, available: int) -> Forecast:
     found = _on_real(case, state)
     # Two small steps show little of what larger ones round up, and these have an accumulator, too
     # (test_larger_real_steps_tell_what_two_small_ones_do_not).
-    room = available - found.gradients
-    far = next((n for n in FARTHER if NEAR_MARGIN * _held_at(found, case, n) <= room), None)
+    spare = available - found.gradients
+    far = next((n for n in FARTHER if NEAR_MARGIN * _held_at(found, case, n) <= spare), None)
     if far is not None:
         try:
             found = _farther(found, few(case, far * MICRO_BATCHES), far)

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
+from anybatch.errors import NotReproducibleError
 from anybatch.offload import recompute, saved_tensors
-from anybatch.tools.exactness import error_of, tolerance
 
 C = 8
 
@@ -344,29 +344,28 @@ class _Odd(torch.autograd.Function):
         return grad * 2
 
 
-def test_an_epsilon_of_ones_own_is_right_up_to_rounding() -> None:
+def test_an_epsilon_of_ones_own_is_right_or_ends_in_an_error() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(C, C), nn.LayerNorm(C)) for _ in range(4)))
-    model = model.double()
-    x = torch.randn(30, C, dtype=torch.double)
+    x = torch.randn(30, C)
 
     def step(ours: nn.Module) -> None:
         ours(x).cos().sum().backward()
 
-    off = offload(_budget(model, step))
-    for eps in (1e-5, 1e-5, 0.25):
+    off, errors = offload(_budget(model, step)), 0
+    for eps in (1e-5, 1e-5, 0.25, 0.25, 0.25):
         for layer in model:
             assert isinstance(layer, nn.Sequential)
             layer[1].eps = eps  # type: ignore[assignment]
-        wanted = plain(model, step, 1)[0]
-        found = offloaded(model, step, off, 1)[0]
-        names = [str(k) for k in range(len(wanted))]
-        errors = error_of(
-            dict(zip(names, found, strict=True)), dict(zip(names, wanted, strict=True))
-        )
-        assert max(errors.values()) <= tolerance()
+        try:
+            found = offloaded(model, step, off, 1)[0]
+        except NotReproducibleError:
+            errors += 1
+            continue
+        assert equal(found, plain(model, step, 1)[0])
+    assert errors <= 1
     assert off.last is not None
-    assert off.last.remade_bytes > 0
+    assert not (errors and off.last.remade_bytes)
 
 
 def test_batch_statistics_are_updated_once() -> None:
