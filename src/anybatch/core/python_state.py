@@ -196,6 +196,50 @@ class Attributes:
         for held, was in self._was:
             fill(held, was)
 
+    def counts(self) -> Counts:
+        """Return the present numbers and logs."""
+        return Counts([held for held, _ in self._was])
+
+
+class Counts:
+    """Numbers and logs in attributes at one time, without other values: they may be activations.
+
+    Args:
+        containers: attributes of modules, and the containers in them.
+    """
+
+    def __init__(self, containers: Iterable[Any]) -> None:
+        every = list(containers)
+        self._numbers = [(held, _numbers(held)) for held in every if isinstance(held, dict)]
+        self._logs = [(held, list(held)) for held in every if isinstance(held, list | deque)]
+
+    def put_back(self) -> None:
+        """Make them as they were."""
+        for held, was in self._numbers:
+            held.update({key: value for key, value in was.items() if held.get(key) != value})
+        for log, entries in self._logs:
+            fill(log, entries)
+
+    def added(self) -> Callable[[], None]:
+        """Return a function that adds once more, to numbers and logs, all that was added since."""
+        sums = [
+            (held, {key: now - was[key] for key, now in _numbers(held).items() if key in was})
+            for held, was in self._numbers
+        ]
+        entries = [(log, list(log)[len(was) :]) for log, was in self._logs]
+
+        def add() -> None:
+            for held, more in sums:
+                held.update({key: held[key] + by for key, by in more.items() if by})
+            for log, new in entries:
+                log.extend(new)
+
+        return add
+
+
+def _numbers(held: dict[Any, Any]) -> dict[Any, Any]:
+    return {key: value for key, value in held.items() if type(value) in (int, float)}
+
 
 def of_library(name: str) -> bool:
     """Say whether a file is torch's, numpy's, Python's or this library's."""

@@ -318,8 +318,10 @@ class Runner:
     def _learn(self, step: Step, retry: Retry) -> None:
         """Correct the findings of earlier steps by the reason that has ended this one."""
         traits, inspected = self._traits.get(step.signature), step.attempts.traits
-        if retry.reason == "coupled" and inspected is not None and step.buffers.compared:
-            inspected.moving = step.buffers.moving
+        if retry.reason == "coupled":
+            step.attributes.put_back()
+            if inspected is not None and step.buffers.compared:
+                inspected.moving = step.buffers.moving
         elif retry.reason == "inspection":  # the model as it was when the step began is inspected
             self._traits.pop(step.signature, None)
             step.attributes.put_back()

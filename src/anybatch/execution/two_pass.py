@@ -66,9 +66,13 @@ def gather(step: Step) -> Tensor:
     step.found = COUPLED
     start = RNGState.now()
     first = FirstPass(step)
+    # The second pass moves numbers and logs again, from where the first one did
+    # (test_counts_and_logs_have_each_sample_once_in_two_passes).
+    counts = step.attributes.counts()
     first.run()
     if first.in_laps and step.buffers.strays():  # they have been set back
         step.begin_again()
+        counts.put_back()
         first = FirstPass(step, all_parts=True)
         first.run()
     rows = step.global_batch.rows(first.outputs, first.targets, step.traits.axes, step.batch.size)
@@ -85,7 +89,13 @@ def gather(step: Step) -> Tensor:
         step.buffers.restart()
         if backwards.left:
             step.put_back(start)
+            of_last = first.counts.added()
+            in_parts = first.parts > 1 or first.in_laps  # of which all but the last are run twice
+            if not in_parts:
+                counts.put_back()
             backwards.second_pass()
+            if not in_parts:
+                of_last()
         if first.in_laps:
             step.buffers.refuse_strays()
         step.buffers.write_final()  # the last forward may be of pass 1, or of some parts only
@@ -154,6 +164,7 @@ class FirstPass:
         parts: into how many parts the forward of the last lap falls.
         graph: the outputs of the last part of the last micro-batch with their graph, until its
             backward takes them.
+        counts: numbers and logs of the model before that forward, or after it without a graph.
     """
 
     def __init__(self, step: Step, *, all_parts: bool = False) -> None:
@@ -163,6 +174,7 @@ class FirstPass:
         self.prints: list[int | None] = []
         self.parts = 1
         self.graph: list[Any] = []
+        self.counts = step.attributes.counts()
         self._step = step
         self._laps = laps(step, all_parts=all_parts)
 
@@ -225,8 +237,12 @@ class FirstPass:
             last and step.offloader is None
         )  # else its graph would wait on the device for the loss
         parts = Parts(step, micro.inputs, run.lap)
+        if ends:
+            self.counts = step.attributes.counts()
         outputs = parts.outputs(micro, graph=step.gradients is not None and ends)
         out = joined(outputs)
+        if last and not ends:
+            self.counts = step.attributes.counts()
         if not found:
             self._check(run, out)
         if ends:

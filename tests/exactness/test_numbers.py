@@ -1,4 +1,4 @@
-"""Numbers and logs that forward keeps in attributes, where micro-batches wait for each other."""
+"""Numbers and logs that forward keeps in attributes have each sample once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from tests.oracle import assert_exact, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
-from anybatch import Engine
+from anybatch import Engine, LazyBatch
 
 
 class Counting(nn.Module):
@@ -20,7 +21,8 @@ class Counting(nn.Module):
 
     def __init__(self, move: Callable[[Any, Tensor], None]) -> None:
         super().__init__()
-        self.norm, self.last, self.move = nn.BatchNorm1d(4), nn.Linear(4, 3), move
+        self.norm: nn.Module = nn.BatchNorm1d(4)
+        self.last, self.move = nn.Linear(4, 3), move
         self.number: float = 0
         self.count = 0
         self.numbers, self.log = {"number": 0.0}, list[Any]()
@@ -82,3 +84,37 @@ def test_numbers_and_logs_of_lanes_are_those_of_all_samples(name: str, micro_bat
         assert torch.equal(torch.cat(net.log), torch.cat(other.log))
     else:
         assert net.log == other.log
+
+
+def pairs(out: Tensor, _: Tensor) -> Tensor:
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)))
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("loss", [F.cross_entropy, pairs])
+@pytest.mark.parametrize(
+    "name", ["samples", "samples, in a dict", "a sum and samples", "a log", "a log of texts"]
+)
+def test_counts_and_logs_have_each_sample_once_in_two_passes(
+    name: str, loss: Callable[[Tensor, Tensor], Tensor], lazy: bool
+) -> None:
+    torch.manual_seed(0)
+    net = Counting(MOVES[name][0]).double()
+    net.norm = nn.Identity()
+    other = copy.deepcopy(net)
+    engine = Engine(net, loss, micro_batch=3)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(3, (8,))
+        net.zero_grad()
+        wanted = undivided(other, loss, x, y)
+        other(x)
+        batch = (LazyBatch(TensorDataset(x, y)),) if lazy else (x, y)
+        found = engine.backward(*batch)
+        assert_exact(state_of(net, found), wanted)
+        assert engine.plan is not None
+        assert engine.plan.mechanism == ("two-pass" if loss is pairs else "streaming")
+    assert net.number == pytest.approx(other.number, rel=1e-12)
+    assert net.count == other.count
+    assert net.numbers == other.numbers
+    assert sum(map(len, net.log)) == sum(map(len, other.log))
