@@ -5,10 +5,10 @@ tried and compared bit for bit. Then results are recomputed, the fewest seconds 
 first, and nothing moves. Recomputing stops where autograd still saves 0.85 of its bytes for
 ResNet-50, 0.66 for the transformer, and 0.6 for the others: products and convolutions come last.
 `saved` is the MiB that autograd saves, without weights and tensors below 64 KiB; `cheap` the share
-that passed the trial; `kept` the bytes still saved. A step in memory and one that recomputes run back to back,
-the order alternating: `wall` and `processor` are medians of time(again) / time(in memory), `wall`
-with its quartiles. Images have 128x128 pixels, mini-batches 4 samples, except in the steps of the
-speed benchmark. Both glibc malloc modes run, each in its own process.
+that passed the trial; `kept` the bytes still saved. A step in memory and one that recomputes run
+back to back, the order alternating: `wall` and `processor` are medians of time(again) / time(in
+memory), `wall` with its quartiles. Images have 128x128 pixels, mini-batches 4 samples, except in
+the steps of the speed benchmark. Both glibc malloc modes run, each in its own process.
 
 The second table is about AGBN's section 4.2: a ResNet-50 that labels the pixels of Cityscapes, of
 which 3 samples fit, and 8 with "memory monger". The step is traced on shapes at 512x1024 pixels,
