@@ -459,9 +459,10 @@ def _nothing(like: Tensor) -> Tensor:
 def fingerprint(storage: Any) -> Tensor:
     """Return the sum of a storage's words, which other contents are most unlikely to have."""
     with _disable_current_modes(), torch.no_grad():
-        found = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        end = len(found) // 8 * 8
-        return found[:end].view(torch.int64).sum() + found[end:].sum()
+        bytes_ = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        end = len(bytes_) // 8 * 8
+        words = bytes_[:end].view(torch.int64).sum()
+        return words if end == len(bytes_) else words + bytes_[end:].sum()
 
 
 def same(one: Any, other: Any) -> bool:
