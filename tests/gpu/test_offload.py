@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 import anybatch
 
@@ -45,3 +46,32 @@ def test_a_step_is_exact_and_keeps_its_budget() -> None:
         assert torch.cuda.max_memory_allocated() <= memory + (16 << 20)  # workspace of kernels
     assert off.last is not None
     assert off.last.out_bytes > 0
+
+
+class Scratch(nn.Module):
+    """A kernel with memory of its own, which no dispatch mode hears of."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with _disable_current_modes():
+            torch.empty(8 << 20, dtype=torch.uint8, device=x.device)
+        return x
+
+
+def test_memory_of_kernels_is_learned_from_planned_steps() -> None:
+    layers = [layer for _ in range(12) for layer in (nn.Linear(512, 512), nn.Tanh(), Scratch())]
+    model, x = nn.Sequential(*layers).cuda(), torch.randn(1024, 512, device="cuda")
+    model(x[:1]).sum().backward()  # workspaces that stay are counted from here on
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    off = anybatch.offload(memory=torch.cuda.memory_allocated() + (30 << 20))
+    peaks = []
+    for _ in range(6):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        with off:
+            model(x).square().mean().backward()
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert off.last is not None
+    assert off.last.mode == "planned"
+    assert peaks[1] > off.memory, "else there is nothing to learn"
+    assert max(peaks[-2:]) <= off.last.predicted_bytes <= off.memory  # type: ignore[operator]

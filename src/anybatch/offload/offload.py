@@ -83,7 +83,7 @@ class Offload:
         self._cache = ScheduleCache()
         self._followed: Course | None = None
         self._newest: Recorded | None = None
-        self._there = 0
+        self._there = self._scratch = self._most = 0
         self._inside: tuple[Hooked, StepHooks, StepRecorder | None] | None = None
 
     def __enter__(self) -> Self:
@@ -93,7 +93,7 @@ class Offload:
                 "make another for a step inside a step"
             )
         self._mover.begin()
-        self._there = allocated(self._device)
+        self._there, self._most = allocated(self._device), most_allocated(self._device)
         courses = self._courses()
         watch = (
             StepRecorder(self._device, self._tries, self._there) if self._cache.to_record else None
@@ -175,7 +175,7 @@ class Offload:
         """
         cache, found = self._cache, dict[Cut, Course]()
         for cut, one in () if cache.to_record else cache.recorded.items():
-            course = one.course(self.memory, one.more(self._there))
+            course = one.course(self.memory - self._scratch, one.more(self._there))
             if course is None:
                 cache.to_record = 1
                 return {}
@@ -188,9 +188,15 @@ class Offload:
         moved = mover.out, mover.back, mover.waited, step.remade
         if watch is None:
             planned = course is not None and course.stages is not None and not step.missed
-            predicted = None if course is None or step.missed else course.predicted
-            if predicted is not None:
+            predicted = None
+            if course is not None and not step.missed:
+                predicted = course.predicted + self._scratch
                 self._followed, self._newest = course, None
+                # Memory of a kernel of its own, which no recording has. Where an earlier step had
+                # more, the allocator's statistic is of that one.
+                now = most_allocated(self._device)
+                if now > self._most:
+                    self._scratch = max(self._scratch, now - course.predicted)
             self.last = OffloadReport("planned" if planned else "on demand", predicted, *moved)
             if step.missed:
                 self._cache.missed()
@@ -267,3 +273,9 @@ def offload(
 def allocated(device: torch.device) -> int:
     """Return the bytes that the process has allocated on a GPU; 0 for the CPU."""
     return accelerator.of(device).allocated(device)
+
+
+def most_allocated(device: torch.device) -> int:
+    """Return the most that it has had so far, where the allocator tells; else 0."""
+    there = accelerator.of(device)
+    return there.peak(device) if there.peaks else 0
