@@ -94,7 +94,8 @@ def test_it_gets_smaller_until_it_fits_and_the_batch_does_not() -> None:
     model = small(above(FITS))
     observed: list[int] = []
     loss = step(model, lambda out, _: observed.append(len(out)))
-    assert model.sizes == [128, 8]  # looks at each of 64, 32, 16 and 8 leave nothing on the model
+    # Looks at each of 64, 32, 16 and 8 leave nothing on the model.
+    assert model.sizes == [BATCH, *[FITS] * (BATCH // FITS)]
     assert observed == [FITS] * (BATCH // FITS)  # each row once
     want = undivided(small(above(BATCH)), nn.CrossEntropyLoss(), *batch())
     got = {"loss": loss} | {n: want[n] for n in want if n != "loss"}

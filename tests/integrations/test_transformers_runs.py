@@ -191,7 +191,7 @@ class Overrides(Trainer):
 
 def test_what_decides_the_batch_or_the_loss_is_refused(tmp_path: Path) -> None:
     model = BY_NAME["GPT-2"].model()
-    with pytest.raises(NotExactError, match="overrides compute_loss: pass compute_loss_func"):
+    with pytest.raises(NotExactError, match="overrides compute_loss: leave it out of the class"):
         Overrides(model, arguments(tmp_path))
     with pytest.raises(ValueError, match="auto_find_batch_size=True reduces it"):
         Trainer(model, arguments(tmp_path, auto_find_batch_size=True))

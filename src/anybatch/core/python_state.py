@@ -196,12 +196,12 @@ class Attributes:
         for held, was in self._was:
             fill(held, was)
 
-    def counts(self) -> Counts:
+    def counts(self) -> AttributeCounts:
         """Return the present numbers and logs."""
-        return Counts([held for held, _ in self._was])
+        return AttributeCounts([held for held, _ in self._was])
 
 
-class Counts:
+class AttributeCounts:
     """Numbers and logs in attributes at one time, without other values: they may be activations.
 
     Args:

@@ -280,7 +280,7 @@ class Saved:
         out: that copy, until its end was noticed.
         back: a return that is under way, or None.
         recipe: how to make it again; None where it is moved.
-        mark: fingerprint of what a recipe is to make; None where it is moved.
+        mark: place of the fingerprint of what a recipe is to make; None where it is moved.
     """
 
     __slots__ = (
@@ -301,7 +301,7 @@ class Saved:
         self.out: Job | None = None
         self.back: Job | None = None
         self.recipe: Any = None
-        self.mark: Any = None
+        self.mark: int | None = None
 
     def __del__(self) -> None:
         if getattr(self, "copied", False):  # an interrupt may leave it half made
@@ -454,6 +454,38 @@ def _nothing(like: Tensor) -> Tensor:
     if found is None:
         found = _NOTHING[key] = torch.empty(0, dtype=like.dtype, device=like.device)
     return found
+
+
+class Fingerprints:
+    """Fingerprints of the storages that a step drops, to compare those that are made again.
+
+    Args:
+        count: how many are dropped, at most.
+        device: of the storages.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        with _disable_current_modes():  # which would count them
+            self._marks = torch.zeros(count, dtype=torch.int64, device=device)
+            self._differs = torch.zeros((), dtype=torch.bool, device=device)
+        self._count = 0
+
+    def take(self, storage: Any) -> int:
+        """Store the fingerprint of a storage, and return its place."""
+        with _disable_current_modes():
+            self._marks[self._count] = fingerprint(storage)
+        self._count += 1
+        return self._count - 1
+
+    def compare(self, storage: Any, place: int) -> None:
+        """Compare a storage with the one at a place."""
+        with _disable_current_modes():
+            self._differs |= fingerprint(storage) != self._marks[place]
+
+    def differ(self) -> bool:
+        """Say whether any was another one; a device is waited for."""
+        with _disable_current_modes():
+            return bool(self._differs)
 
 
 def fingerprint(storage: Any) -> Tensor:

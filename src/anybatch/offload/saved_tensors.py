@@ -38,6 +38,7 @@ from anybatch.memory.stores import Store
 from anybatch.offload.course import STAYED, Course, Cut, Recording, Remake
 from anybatch.offload.mover import (
     SMALL,
+    Fingerprints,
     Handle,
     Mover,
     Saved,
@@ -90,7 +91,7 @@ class StepHooks:
         self._saved: list[weakref.ref[Saved]] = []
         self._places: dict[int, weakref.ref[Saved]] = {}
         self._recipes: dict[int, RecomputeRecipe] = {}  # to be tried in a step that is recorded
-        self._differ: list[Tensor] = []  # of a device, which is waited for once
+        self._prints: Fingerprints | None = None
         self._lock = threading.RLock()
 
     def pack(self, tensor: Tensor) -> Handle | Stays:
@@ -135,8 +136,7 @@ class StepHooks:
         with self._lock:
             self._over, self._watch = True, None
             self._recipes.clear()
-            differ, self._differ = self._differ, []
-            if differ and bool(torch.stack(differ).any()):
+            if self._prints is not None and self._prints.differ():
                 raise _other("one of them")
             course = self.course
             if course is not None and self._at < len(course.recording.cuts):
@@ -288,7 +288,9 @@ class StepHooks:
             self._abandon_course()
             return
         recipe.hold()
-        saved.mark = fingerprint(tensor.untyped_storage())
+        if self._prints is None:
+            self._prints = Fingerprints(len(course.dropped), self._device)
+        saved.mark = self._prints.take(tensor.untyped_storage())
         saved.recipe, saved.storage = recipe, None
 
     def _make(self, number: int) -> None:
@@ -305,10 +307,11 @@ class StepHooks:
             raise gone()
         self.remade += saved.size
         storage = saved.recipe.storage(self._present)
-        differs = fingerprint(storage).ne(saved.mark)
-        if not (self._over or of(self._device).host):
-            self._differ.append(differs)
-        elif bool(differs):
+        assert self._prints is not None
+        assert saved.mark is not None
+        self._prints.compare(storage, saved.mark)
+        # A device is waited for once, at the end of the step.
+        if (self._over or of(self._device).host) and self._prints.differ():
             raise _other(f"one of {saved.size} bytes")
         return storage
 
