@@ -230,7 +230,8 @@ class AttributeCounts:
 
         def add() -> None:
             for held, more in sums:
-                held.update({key: held[key] + by for key, by in more.items() if by})
+                now = _numbers(held)
+                held.update({key: now[key] + by for key, by in more.items() if by and key in now})
             for log, new in entries:
                 log.extend(new)
 
