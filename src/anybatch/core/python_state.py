@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from math import prod
+from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -226,7 +227,7 @@ class AttributeCounts:
             (held, {key: now - was[key] for key, now in _numbers(held).items() if key in was})
             for held, was in self._numbers
         ]
-        entries = [(log, list(log)[len(was) :]) for log, was in self._logs]
+        entries = [(log, appended(log, was) or []) for log, was in self._logs]
 
         def add() -> None:
             for held, more in sums:
@@ -236,6 +237,19 @@ class AttributeCounts:
                 log.extend(new)
 
         return add
+
+
+def appended(log: Any, was: Sequence[Any]) -> list[Any] | None:
+    """Return the entries after those of before; None where these are not at its beginning.
+
+    A deque that is full has lost its first ones.
+    """
+    entries, full = list(log), len(log) == getattr(log, "maxlen", None)
+    for lost in range(len(was) + 1 if full else 1):
+        left = was[lost:]
+        if len(entries) >= len(left) and all(map(is_, entries, left)):
+            return entries[len(left) :]
+    return None
 
 
 def _numbers(held: dict[Any, Any]) -> dict[Any, Any]:

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, repeat
-from operator import is_
+from itertools import accumulate, chain
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +31,7 @@ from anybatch.core.accelerator import States
 from anybatch.core.accelerators import library_switches
 from anybatch.core.barrier import Site, Way, forwards_here, meeting_in
 from anybatch.core.modules import Modules
-from anybatch.core.python_state import PythonState, fill
+from anybatch.core.python_state import PythonState, appended, fill
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import uninterrupted
 from anybatch.errors import LockstepError, NotExactError
@@ -492,7 +491,7 @@ class LaneSlot:
     sums: frozenset[Any] = frozenset()
 
     def joined(self, start: Any, lanes: Sequence[Any]) -> Any:
-        """Return the content after all lanes: the last one's, all sums, and all that was appended.
+        """Return the content after all lanes: the last one's, all sums, and all that was added.
 
         A count of calls is the same in each lane; a count of samples is not
         (test_numbers_and_logs_of_lanes_are_those_of_all_samples).
@@ -501,20 +500,17 @@ class LaneSlot:
             start: content from before.
             lanes: content of each lane at its end.
         """
-        last, size = lanes[-1], len(start)
+        last = lanes[-1]
         if isinstance(start, dict):
             there = [key for key in self.sums if all(key in one for one in (start, *lanes))]
-            return last | {
-                key: start[key] + sum(one[key] - start[key] for one in lanes) for key in there
-            }
-        if isinstance(start, list) and all(map(_begins, lanes, repeat(start))):
-            return start + [entry for one in lanes for entry in one[size:]]
-        return last
-
-
-def _begins(content: list[Any], start: list[Any]) -> bool:
-    """Say whether a list begins with the entries of another."""
-    return len(content) >= len(start) and all(map(is_, content, start))
+            sums = {key: start[key] + sum(one[key] - start[key] for one in lanes) for key in there}
+            new = {key: value for one in lanes for key, value in one.items() if key not in start}
+            return new | last | sums
+        if isinstance(start, set):
+            return last.union(*(one - start for one in lanes))
+        added = [appended(one, list(start)) for one in lanes]
+        entries = [one for one in added if one is not None]
+        return [*start, *chain(*entries)] if len(entries) == len(lanes) else last
 
 
 class LaneSlots:

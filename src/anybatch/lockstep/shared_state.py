@@ -28,7 +28,7 @@ from anybatch.core.barrier import Meeting, Site, here, looking, meeting_in
 from anybatch.core.batch import MicroBatch, copied
 from anybatch.core.norm import NonReducingNorms
 from anybatch.core.oom import out_of_memory
-from anybatch.core.python_state import difference
+from anybatch.core.python_state import Attributes, difference
 from anybatch.core.rng import RNGState
 from anybatch.errors import AnybatchError, LockstepError, NotExactError
 from anybatch.execution.few_rows import (
@@ -42,10 +42,13 @@ from anybatch.execution.few_rows import (
 from anybatch.execution.guard import Guard
 from anybatch.execution.step import Step
 from anybatch.lockstep.lockstep import Surroundings
-from anybatch.lockstep.scheduler import Lanes, LaneSlot, LaneTurns
+from anybatch.lockstep.scheduler import Lanes, LaneSlot, LaneSlots, LaneTurns
 
 CLOSE = 1e-6
 """Of a number, the part by which two ways of adding it up may differ."""
+
+SMALL = 1 << 16
+"""Entries of a tensor, above which it is not compared: it is data."""
 
 MEETING = "a place where samples meet"
 
@@ -127,8 +130,10 @@ def refuse_shared_state(step: Step, slots: Sequence[LaneSlot]) -> None:
     with quietly(), torch.no_grad(), Guard(step) as guard:
         for count in dict.fromkeys((max(part.size - 1, 1), part.size)):  # of another size, if any
             pair = part, first_of(full, count)
+            tensors = _tensors(step)
             wanted, contents = _in_order(step, pair, before, turns[0].slots.contents)
             if wanted is not None:
+                _doubt_tensors(step, pair[1], tensors, before, turns[0].slots)
                 found = _in_lanes(step, pair, turns)
                 break
     step.buffers.restart()
@@ -249,6 +254,55 @@ def _moved(start: Any, before: Any, first: Any, both: Any, second: Any) -> list[
         if (a or b or once) and (adds or every[3] != value):
             found.append(_Moved(key, a, b, adds, integer=type(value) is int))
     return found
+
+
+def _tensors(step: Step) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the small tensors in plain attributes, and in dicts there, each with its values."""
+    found = {}
+    for path, module in step.model.named_modules():
+        for name, value in vars(module).items():
+            inside = value if type(value) is dict and name not in Attributes.OWN else {"": value}
+            for key, tensor in inside.items():
+                if isinstance(tensor, Tensor) and tensor.numel() <= SMALL:
+                    place = ".".join(filter(None, (path, name, str(key))))
+                    found[place] = tensor, tensor.detach().clone()
+    return found
+
+
+def _doubt_tensors(
+    step: Step,
+    rows: MicroBatch,
+    start: dict[str, tuple[Tensor, Tensor]],
+    before: RNGState,
+    slots: LaneSlots,
+) -> None:
+    """Doubt a model of which a call leaves other tensors after another call than without it.
+
+    Args:
+        step: whose model has been called on other rows, and then on these.
+        rows: of the second call.
+        start: tensors before both, which are put back.
+        before: random state at the beginning of each.
+        slots: those of the model.
+    """
+    after = _tensors(step)
+    _put_back(slots, start)
+    before.put_back()
+    step.buffers.restart()
+    _call(step, rows)
+    without, dtypes = _tensors(step), computed(step)
+    _put_back(slots, start)
+    for place, (_, values) in after.items():
+        if place not in without or differ(values, without[place][1], dtypes):
+            step.traits.doubt(f"each call of forward moves {place}")
+
+
+def _put_back(slots: LaneSlots, start: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Make attributes what they were, and tensors that were written to in place."""
+    slots.put_back()
+    for tensor, values in start.values():
+        if not torch.equal(tensor, values):
+            tensor.detach().copy_(values)
 
 
 def _path(step: Step, held: Any, key: Any) -> str:
