@@ -252,3 +252,20 @@ NETWORKS: dict[str, Network] = {
         bce_dice, masks=True, side=16,
     ),
 }  # fmt: skip
+
+
+class Clipped(nn.Module):
+    """Linear layers of which the results are clipped where autograd does not see it."""
+
+    def __init__(self, features: int, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(features, features) for _ in range(depth))
+        self.most = 9.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            x.detach().clamp_(-self.most, self.most)
+            x = F.silu(x)
+        return x

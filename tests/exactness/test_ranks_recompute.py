@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.networks import Clipped
 from tests.oracle import assert_exact, state_of, undivided
 from tests.pool import ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch import Engine
@@ -15,23 +16,6 @@ from anybatch.offload import recorder, saved_tensors
 
 SIZE = 512
 """Samples of a rank."""
-
-
-class Net(nn.Module):
-    """Linear layers; their results are clipped where autograd does not see it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4)).double()
-        self.most = 9.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x.detach().clamp_(-self.most, self.most)
-            x = F.silu(x)
-        return x
 
 
 def rows_of(rank: int, step: int) -> tuple[Tensor, Tensor]:
@@ -48,7 +32,7 @@ def most(rank: int, step: int) -> float:
 def on_rank(rank: int, _size: int) -> list[tuple[dict[str, Tensor], int]]:
     saved_tensors.SMALL = 64
     recorder.Link = lambda out, back: Link(1e3, 1e3)  # type: ignore[assignment, misc]
-    net, found = Net(), []
+    net, found = Clipped(32, 4).double(), []
     engine = Engine(
         net, F.mse_loss, memory="900KiB", micro_batch=SIZE, rungs=["offload"], cache=None
     )
@@ -70,7 +54,7 @@ def test_one_rank_that_computes_another_tensor_again_has_both_run_the_step_again
         every = pool.run(on_rank)
     assert any(again > 0 for _, again in every[1][:2])
     for step in range(5):
-        wanted, net = [], Net()
+        wanted, net = [], Clipped(32, 4).double()
         for rank in range(2):
             x, y = rows_of(rank, step)
             net.most = most(rank, step)

@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from tests.networks import Clipped
+from torch import Tensor
 
 import anybatch
 from anybatch.core.plan_sections import Link
@@ -23,30 +23,13 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
-    """Linear layers; their results are clipped where autograd does not see it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
-        self.most = 9.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            x.detach().clamp_(-self.most, self.most)
-            x = F.silu(x)
-        return x
-
-
-def step(net: Net, x: Tensor) -> list[Tensor]:
+def step(net: Clipped, x: Tensor) -> list[Tensor]:
     net.zero_grad()
     net(x).square().sum().backward()
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
 
-def errors(net: Net, other: Net, x: Tensor, memory: int) -> int:
+def errors(net: Clipped, other: Clipped, x: Tensor, memory: int) -> int:
     """Return the errors of steps, of which later ones are beyond bounds; others are right."""
     found, off, again = 0, anybatch.offload(memory=memory, device="cuda"), 0
     for number in range(6):
@@ -70,7 +53,7 @@ def test_what_is_computed_again_on_a_device_is_compared_once_at_the_end(
 ) -> None:
     monkeypatch.setattr(recorder, "Link", lambda out, back: Link(1e3, 1e3))
     monkeypatch.setattr(saved_tensors, "SMALL", 64)
-    net = Net().cuda()
+    net = Clipped(64, 6).cuda()
     other, x = copy.deepcopy(net), torch.randn(1024, 64, device="cuda")
     step(net, x)
     held = torch.cuda.memory_allocated()

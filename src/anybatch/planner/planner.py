@@ -213,14 +213,14 @@ class Planner:
         return max(0, memory.budget - memory.predicted)
 
     def limit(self, signature: Signature, states: int, *, again: bool = False) -> int | None:
-        """Return the most bytes for a step of which the arguments are those of `learn`.
+        """Return the most bytes of a step; None where no smaller one would hold less.
 
-        None where no smaller one would hold less.
+        Its arguments are those of `learn`.
         """
         signature = self._foreseen.plain(signature)
         foreseen, planned = self._foreseen.bound(signature), self._planned[signature]
         size, smaller = signature.size, {1, planned.micro_batch // 2} - {0, planned.micro_batch}
-        if again and self._follows(signature):  # which has no forecast, and stops where that did
+        if again and self._follows(signature):  # without a forecast, and it stops where that did
             less = not planned.lanes and bool(smaller)
         elif foreseen is None or not (again or foreseen.full_batch or _may_vary(planned)):
             return None
