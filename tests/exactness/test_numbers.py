@@ -28,7 +28,7 @@ class Counting(nn.Module):
         self.count = 0
         self.numbers, self.log = {"number": 0.0}, list[Any]()
         self.tensor, self.recent = torch.zeros(()), deque[int](maxlen=5)
-        self.sizes, self.by_size = set[int](), dict[int, int]()
+        self.sizes = set[int]()
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.last(self.norm(x))
@@ -58,7 +58,6 @@ MOVES: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
     "a log": (lambda net, x: net.log.append(x[:, 0].clone()), True),
     "recent ones": (lambda net, x: net.recent.append(len(x)), False),
     "a set": (lambda net, x: net.sizes.add(len(x) + 100 * len(net.sizes)), False),
-    "a dict": (lambda net, x: net.by_size.update({len(x): 1}), False),
     "a tensor": (lambda net, x: _set(net, "tensor", net.tensor + len(x)), True),
     "a tensor that is written to": (lambda net, x: net.tensor.add_(len(x)), True),
     "a tensor of the batch": (lambda net, x: _set(net, "tensor", x.sum()), False),
@@ -88,8 +87,6 @@ def test_numbers_and_logs_of_lanes_are_those_of_all_samples(name: str, micro_bat
     sizes = [len(part) for part in x.split(-(-8 // -(-8 // micro_batch)))]
     if name == "recent ones":
         assert list(net.recent) == (3 * sizes)[-5:]
-    if name == "a dict":
-        assert set(net.by_size) == set(sizes)
     if name == "a set":
         assert {one % 100 for one in net.sizes} == set(sizes)
     if "mean" not in name:  # else nobody knows what it is after all samples

@@ -504,8 +504,7 @@ class LaneSlot:
         if isinstance(start, dict):
             there = [key for key in self.sums if all(key in one for one in (start, *lanes))]
             sums = {key: start[key] + sum(one[key] - start[key] for one in lanes) for key in there}
-            new = {key: value for one in lanes for key, value in one.items() if key not in start}
-            return new | last | sums
+            return last | sums
         if isinstance(start, set):
             return last.union(*(one - start for one in lanes))
         added = [appended(one, list(start)) for one in lanes]

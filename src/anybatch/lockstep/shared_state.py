@@ -298,7 +298,7 @@ def _doubt_tensors(
 
 
 def _put_back(slots: LaneSlots, start: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Make attributes what they were, and tensors that were written to in place."""
+    """Restore attributes, and tensors that were written to in place."""
     slots.put_back()
     for tensor, values in start.values():
         if not torch.equal(tensor, values):
