@@ -78,11 +78,16 @@ FIGURES = {
     "readme_lines": Figure("lines of the README", 150),
 }
 
+# Which functions are entered must not follow how busy the machine is: the clock counts readings.
 TRACE = """
+import itertools
 import sys
+import time
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+time.perf_counter = time.monotonic = itertools.count(0.0, 0.001).__next__
 import anybatch
 
 entered, ours = set(), anybatch.__file__.removesuffix("__init__.py")
