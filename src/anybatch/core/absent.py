@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from anybatch.core.units import parse_bytes, show_bytes
+from anybatch.core.units import parse_bytes, parse_share, show_bytes
 
 CUDA = "cuda"
 
@@ -75,18 +75,21 @@ class AbsentDevice:
         """Bytes of the device left for a step and for the workspaces of libraries."""
         return max(0, self.nbytes - self.context)
 
-    def budget(self, memory: float | str | None) -> tuple[int, str]:
+    def budget(self, memory: float | str | None, share: float | None = None) -> tuple[int, str]:
         """Return the bytes that a step may hold, and their source in words.
 
         Args:
             memory: the argument; None is the free memory of the device, less a margin.
+            share: of the free memory, where `memory` is None. Default None: all but the margin.
 
         Raises:
             ValueError: it is more than the free memory of the device.
         """
-        if memory is None:
-            source = f"{self.size} less {show_bytes(self.context)} for a context, less 5 %"
-            return int(SHARE * self.left), source
+        share = share or parse_share(memory)
+        if memory is None or share:
+            part = "less 5 %" if share is None else f"{100 * share:g} % of it"
+            source = f"{self.size} less {show_bytes(self.context)} for a context, {part}"
+            return int((share or SHARE) * self.left), source
         requested = parse_bytes(memory)
         if requested > self.left:
             raise ValueError(

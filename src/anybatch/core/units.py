@@ -18,6 +18,8 @@ UNITS = {
 """Upper-case unit -> bytes."""
 
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SHARE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*%\s*")
+_HALF_WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP])\s*", re.IGNORECASE)
 
 
 def parse_bytes(value: Any, name: str = "memory", *, word: str | None = None) -> int:
@@ -42,11 +44,34 @@ def parse_bytes(value: Any, name: str = "memory", *, word: str | None = None) ->
         found = None if unit is None else int(float(match[1]) * unit)
     if found is None or found < 1:
         other = "" if word is None else f', or "{word}"'
+        half = _HALF_WRITTEN.fullmatch(value) if isinstance(value, str) else None
+        mend = ""
+        if half is not None:
+            number, letter = half[1], half[2].upper()
+            mend = f': write "{number}{letter}iB" for powers of 1024 or "{number}{letter}B" of 1000'
         raise ValueError(
             f"{name} must be a number of bytes of at least 1, or a text such as "
-            f'"6GiB", "512MiB" or "1.5GB"{other}, and it is {value!r}'
+            f'"6GiB", "512MiB" or "1.5GB"{other}, and it is {value!r}{mend}'
         )
     return found
+
+
+def parse_share(value: Any) -> float | None:
+    """Return the share that a text such as "80%" means: 0.8; None for anything else.
+
+    Raises:
+        ValueError: it is 0 %, or more than 100 %.
+    """
+    match = _SHARE.fullmatch(value) if isinstance(value, str) else None
+    if match is None:
+        return None
+    share = float(match[1]) / 100
+    if not 0 < share <= 1:
+        raise ValueError(
+            "memory as a share of the free memory must be above 0 % and at most 100 %, and it is "
+            f'{value!r}: write "80%"'
+        )
+    return share
 
 
 BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}

@@ -14,7 +14,7 @@ from math import inf
 from os import PathLike
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,14 @@ from anybatch.core.plan import Plan, card, decide, table
 from anybatch.core.retry import until_complete
 from anybatch.core.status import say
 from anybatch.core.transaction import Before, no_optimizer_step, transaction
-from anybatch.core.units import show_bytes
+from anybatch.core.units import parse_share, show_bytes
 from anybatch.distributed.fsdp import sharded_of
 from anybatch.engine.executor import Runner
 from anybatch.engine.inputs import (
     StepInputs,
     as_function,
+    error_of_call,
+    no_attribute,
     planner_of,
     refuse_nested,
     refuse_now,
@@ -72,8 +74,11 @@ class Engine:
 
     Args:
         model: any module. It is neither moved nor changed.
-        loss_fn: ``loss_fn(outputs, targets)`` -> 0-dim tensor, or a `Loss`. torch's own losses and
-            sums of them need one pass; any other function is exact too, with a second forward.
+        loss_fn: ``loss_fn(outputs, targets)`` -> 0-dim tensor, or a `Loss`. torch's own losses,
+            means and sums of values that are computed for each sample by itself, and weighted sums
+            of these need one pass; any other function is exact too, with a second forward. A
+            function that requires more arguments gets the items of a tuple of outputs one by one:
+            ``loss_fn(reconstruction, mean, log_variance, targets)``.
             None (default): the model returns its loss, as a 0-dim tensor, as ``.loss``, as
             ``["loss"]`` or first in a tuple. The denominator of such a loss is traced: a weighted
             sum of torch's own losses, and of means and sums over samples, needs no declaration. A
@@ -83,8 +88,9 @@ class Engine:
         memory: the budget: the most that a step may hold on the device, in bytes or as "6GiB":
             parameters, buffers, gradients, optimizer state and all allocations of the step; on
             CUDA also all other allocations of the process. On the CPU it is bytes of live tensors,
-            without your own mini-batch. None (default): the free memory of the device, less a
-            margin that the plan names; but if `micro_batch` is passed, nothing is planned.
+            without your own mini-batch. "80%": that share of the memory that is free at the first
+            step, plus the tensors that it has already. None (default): the same, less a margin
+            that the plan names; but if `micro_batch` is passed, nothing is planned.
         micro_batch: samples in a micro-batch, at least 1. None (default): the first step forecasts
             the memory of every size and runs in one that fits; up to nine more find the fastest.
         batchnorm: "exact" (default) normalises by the full batch: micro-batches wait for each
@@ -134,8 +140,8 @@ class Engine:
         self,
         model: nn.Module,
         loss_fn: Callable[..., Tensor] | Loss | None = None,
-        *,
         optimizer: torch.optim.Optimizer | None = None,
+        *,
         memory: float | str | None = None,
         micro_batch: int | None = None,
         batchnorm: BatchNormMode | Adaptive = "exact",
@@ -166,7 +172,8 @@ class Engine:
             model, group, adaptive=adaptive, shared_rng=rng == "batch", sharded=sharded
         )
         path = plan_file() if cache == "auto" else cache and Path(cache)
-        planned = plan is None and memory is not None and not self._rank_session.several
+        planned = plan is None and not self._rank_session.several
+        planned = planned and memory is not None and parse_share(memory) is None
         if self._planner is not None and planned and path:
             settings = memory, micro_batch, workspace, batchnorm, rng, tune, sorted(rungs)
             program_of = partial(self._program, settings)
@@ -204,6 +211,23 @@ class Engine:
     def last(self) -> StepReport | None:
         """The report of the last step; None before the first one."""
         return self._last
+
+    if not TYPE_CHECKING:  # a checker would find every name
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(no_attribute(name), name=name, obj=self)
+
+    def __call__(self, *_inputs: Any, **_named: Any) -> NoReturn:
+        """Refuse a call, and name the methods that are meant.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "an Engine is no model, and it was called as one: engine.backward(inputs, targets) "
+            "adds the gradient and returns the loss, engine.evaluate(inputs, targets) only returns "
+            "it, and engine.model(inputs) returns outputs"
+        )
 
     def _program(self, settings: tuple[Any, ...]) -> str:
         """Return the program that plans belong to, besides the signature of a batch."""
@@ -256,10 +280,13 @@ class Engine:
         included, nothing has changed.
         """
         refuse_nested(BACKWARD)
-        self._refuse_place()
-        self._prepared.refuse_loop()
-        scaler = self._prepared.scaler if scaler is None else scaler
-        loss = self._until_complete(partial(self._backward, inputs, targets, scaler, observe))
+        try:
+            self._refuse_place()
+            self._prepared.refuse_loop()
+            scaler = self._prepared.scaler if scaler is None else scaler
+            loss = self._until_complete(partial(self._backward, inputs, targets, scaler, observe))
+        except Exception as error:
+            raise error_of_call(error, self._inputs, inputs, targets) from error.__cause__
         self._inputs.norms.step(loss)
         return loss
 
@@ -326,8 +353,11 @@ class Engine:
             BatchError: as in `backward`.
             NotExactError: as in `backward`.
         """
-        self._refuse_place()
-        return self._until_complete(partial(self._evaluate, inputs, targets, observe))
+        try:
+            self._refuse_place()
+            return self._until_complete(partial(self._evaluate, inputs, targets, observe))
+        except Exception as error:
+            raise error_of_call(error, self._inputs, inputs, targets) from error.__cause__
 
     def _evaluate(
         self,

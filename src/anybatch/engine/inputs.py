@@ -6,12 +6,16 @@ This module has the functions of these that need no state of the engine.
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import CodeType, FrameType
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
@@ -30,11 +34,12 @@ from anybatch.core.modules import (
 )
 from anybatch.core.norm import BatchStatisticsError, GatherError, training_batchnorms
 from anybatch.core.plan import Plan
+from anybatch.core.pytree import leaves
 from anybatch.core.retry import Retry
-from anybatch.core.units import parse_bytes
+from anybatch.core.units import parse_bytes, parse_share
 from anybatch.distributed.fsdp import Sharded
 from anybatch.engine.rank_session import several
-from anybatch.errors import AnybatchError, NotExactError, NotYetError
+from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
 from anybatch.execution.signature import (
     Case,
     Reach,
@@ -122,6 +127,12 @@ class StepInputs:
     def batch(self, inputs: Any, targets: Any, *, several: bool = False) -> Batch:
         """Return the mini-batch of a step; `several`: one rank of several may have no samples."""
         if not isinstance(inputs, LazyBatch):
+            if isinstance(inputs, Tensor) and not inputs.dim() and inputs.grad_fn is not None:
+                raise BatchError(
+                    "engine.backward calls the model and the loss itself, and it got a loss that "
+                    "is computed already: engine.backward(inputs, targets), instead of the line "
+                    "that computes the loss"
+                )
             return TensorBatch.of(inputs, targets, least=0 if several else 1)
         if targets is not None:
             raise AnybatchError(
@@ -287,7 +298,10 @@ def refuse_now(
         raise TypeError(f"model must be a torch.nn.Module, and it is {type(model).__name__}")
     integer = isinstance(micro_batch, int) and not isinstance(micro_batch, bool)
     if micro_batch is not None and (not integer or micro_batch < 1):
-        raise ValueError(f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}")
+        raise ValueError(
+            f"micro_batch must be a whole number >= 1, and it is {micro_batch!r}: leave it out and "
+            'give memory="6GiB", and the fastest size that fits is found'
+        )
     if batchnorm not in ("exact", "local", "adaptive") and not isinstance(batchnorm, Adaptive):
         raise ValueError(
             'batchnorm must be "exact", "local", "adaptive" or an anybatch.Adaptive, and it is '
@@ -387,6 +401,151 @@ def refuse_place(device: torch.device, *, outside: bool) -> None:
         )
 
 
+# Errors of a call, in one sentence with the line to write, and without frames of this package.
+
+PACKAGE = str(Path(__file__).parents[1])
+FULL = "ANYBATCH_TRACEBACK"
+"""Environment variable; "full" shows the frames of this package in every error."""
+
+
+def error_of_call(error: Exception, inputs: StepInputs, batch: Any, targets: Any) -> Exception:
+    """Return the error of a step that failed: its own, or one that names the wrong argument.
+
+    Args:
+        error: the step's; frames of this package are left out of it.
+        inputs: of the engine.
+        batch: the `inputs` of the call.
+        targets: those of the call.
+    """
+    found = _wrong_call(inputs, batch, targets) if isinstance(error, TypeError) else None
+    if found is not None:
+        return found.with_traceback(None)
+    return without_own_frames(error)
+
+
+def without_own_frames(error: Exception) -> Exception:
+    """Return an error, and those that caused it, without frames of this package.
+
+    One that arises in this package, and is none of its errors, is a fault of ours and remains.
+    """
+    done, one = set[int](), error
+    while isinstance(one, BaseException) and id(one) not in done:
+        done.add(id(one))
+        trace = [tb for tb in _frames(one) if not _is_own(tb)]
+        own = isinstance(one, AnybatchError)
+        if os.environ.get(FULL) != "full" and (own or _is_of_others(one)):
+            found: TracebackType | None = None
+            for tb in reversed(trace):
+                found = TracebackType(found, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+            one.__traceback__ = found
+        one = one.__cause__ or one.__context__  # type: ignore[assignment]
+    return error
+
+
+def _frames(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+def _is_own(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def _is_of_others(error: BaseException) -> bool:
+    """Say whether code outside of this package was called by it, and has raised."""
+    own = list(map(_is_own, _frames(error)))
+    return True in own and not all(own[own.index(True) :])
+
+
+def _wrong_call(inputs: StepInputs, batch: Any, targets: Any) -> AnybatchError | None:
+    """Return the error of a batch that the model or the loss does not take; None if they do."""
+    if isinstance(batch, LazyBatch):
+        return None
+    arrays = [
+        path
+        for name, tree in (("inputs", batch), ("targets", targets))
+        for path, leaf in leaves(tree, name)
+        if isinstance(leaf, np.ndarray)
+    ]
+    args: tuple[Any, ...] = ()
+    named: dict[str, Any] = {}
+    if isinstance(batch, Mapping):
+        named = {str(name): value for name, value in batch.items()}
+    elif isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
+        args = tuple(batch)
+    else:
+        args = (batch,)
+    if not _takes(inputs.model.forward, args, named):
+        return BatchError(_of_model(inputs.model, args, named, targets))
+    function = next(iter(inputs.loss.functions()), None)
+    called = (None,) if targets is None else (None, None)
+    if inputs.loss.takes_outputs and function is not None and not _takes(function, called, {}):
+        return LossError(_of_loss(function, targets))
+    if arrays:
+        return BatchError(
+            f"a batch must be made of tensors where the model computes with them, and {arrays[0]} "
+            f"is a numpy array: pass torch.from_numpy({arrays[0]})"
+        )
+    return None
+
+
+def no_attribute(name: str) -> str:
+    """Return the sentence on an attribute that an engine lacks, and those of others have."""
+    sentence = f"'Engine' object has no attribute {name!r}"
+    of_optimizer = {"step": "optimizer.step()", "zero_grad": "optimizer.zero_grad()"}
+    if name in of_optimizer:
+        return f"{sentence}: the optimizer is your own: {of_optimizer[name]}"
+    if hasattr(nn.Module, name):
+        return f"{sentence}: the model is your own: engine.model.{name}(...)"
+    return sentence
+
+
+def _takes(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Say whether a function can be called so; yes where its signature is unknown."""
+    try:
+        found = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        found.bind(*args, **named)
+    except TypeError:
+        return False
+    return True
+
+
+def _of_model(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], targets: Any) -> str:
+    took = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
+    if named:
+        passed = ", ".join(f"{name}=..." for name in named)
+        mend = "select what it takes, and pass what the loss takes as targets: engine.backward("
+        mend += "{'x': batch['x']}, batch['y'])"
+    else:
+        passed = f"{len(args)} argument{'s' * (len(args) != 1)}"
+        mend = "put several inputs into a tuple: engine.backward((a, b), targets)"
+        if len(args) > 1:
+            mend = "pass the targets after the inputs: engine.backward(inputs, targets)"
+            mend += "" if targets is not None else ", or engine.backward(*batch)"
+    return (
+        "a model must take its inputs (a tensor as model(x), a tuple as model(*x), a mapping as "
+        f"model(**x)), and {took} was called with {passed}: {mend}"
+    )
+
+
+def _of_loss(function: Any, targets: Any) -> str:
+    form = function.forward if isinstance(function, nn.Module) else function
+    name = getattr(function, "__name__", type(function).__name__)
+    passed = "(outputs)" if targets is None else "(outputs, targets)"
+    mend = "pass targets: engine.backward(inputs, targets)"
+    if targets is not None:
+        mend = "close over everything else: lambda outputs, targets: ..."
+    return (
+        f"a loss is called as loss_fn{passed}, or with the items of a tuple of outputs one by one, "
+        f"and {name}{inspect.signature(form)} takes others: {mend}"
+    )
+
+
 def planner_of(
     memory: Any,
     micro_batch: int | None,
@@ -424,5 +583,6 @@ def planner_of(
         return Planner(plan.memory.budget, settled=run_plan_of(plan), rungs=rungs)
     if memory is None and micro_batch is not None:
         return None
-    budget = None if memory is None else parse_bytes(memory)
-    return Planner(budget, fixed=micro_batch, timed=tune == "steps", rungs=rungs)
+    share = parse_share(memory)
+    budget = None if memory is None or share else parse_bytes(memory, word="80%")
+    return Planner(budget, fixed=micro_batch, timed=tune == "steps", rungs=rungs, share=share)

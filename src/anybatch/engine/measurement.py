@@ -14,8 +14,9 @@ ones that compute more at once than these did.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import inf
+from typing import Any
 
 from torch import Tensor
 
@@ -245,6 +246,24 @@ class StepReport:
     remade_bytes: int = 0
     retries: int = 0
     batchnorm: str = "exact"
+
+    def keys(self) -> list[str]:
+        """Return the names of its numbers, so that ``dict(engine.last)`` holds them."""
+        return [one.name for one in fields(self) if isinstance(self[one.name], int | float)]
+
+    def __getitem__(self, name: str) -> Any:
+        """Return one of its values; of the loss the number, for which a device is waited for.
+
+        Args:
+            name: of an attribute.
+
+        Example:
+            >>> wandb.log({**engine.last})
+        """
+        if name not in self.__dataclass_fields__:
+            raise KeyError(name)
+        value = getattr(self, name)
+        return float(value) if isinstance(value, Tensor) else value
 
     def _repr_html_(self) -> str:
         """Return the notebook view: the measured peak next to the forecast, and the step."""

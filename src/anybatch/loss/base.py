@@ -15,6 +15,7 @@ couples the samples) and `parts` (the numerators of one micro-batch). Source: MB
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.core import modules
 from anybatch.core.barrier import ForwardOf, in_a_meeting
@@ -394,8 +395,30 @@ def _derivative_errors() -> Iterator[None]:
 
 
 def call_loss(fn: Callable[..., Any], outputs: Any, targets: Any) -> Any:
-    """Return ``fn(outputs, targets)``, or ``fn(outputs)`` where there are no targets."""
-    return fn(outputs) if targets is None else fn(outputs, targets)
+    """Return ``fn(outputs, targets)``, or ``fn(outputs)`` where there are no targets.
+
+    A function that requires more arguments gets the items of a tuple of outputs one by one.
+    """
+    passed: tuple[Any, ...] = (outputs,) if targets is None else (outputs, targets)
+    if isinstance(outputs, tuple) and _required(fn) > len(passed):
+        passed = *outputs, *passed[1:]
+    return fn(*passed)
+
+
+def _required(fn: Callable[..., Any]) -> int:
+    """Return the number of positional arguments that `fn` requires; 0 if it does not tell."""
+    function = fn
+    if isinstance(fn, nn.Module) and type(fn).__call__ is nn.Module.__call__:
+        function = fn.forward
+    try:
+        # A wrapper takes what it says itself, and passes on what it does not name.
+        found = inspect.signature(function, follow_wrapped=False).parameters
+        if any(p.kind is p.VAR_POSITIONAL for p in found.values()):
+            found = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return 0
+    by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    return sum(p.kind in by_position and p.default is p.empty for p in found.values())
 
 
 def scalar(value: Any, what: str) -> Tensor:

@@ -34,7 +34,7 @@ from anybatch.core.accelerator import of
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.modules import call_model, keywords
 from anybatch.errors import LossError
-from anybatch.loss.base import Loss, Part, Scope, Total
+from anybatch.loss.base import Loss, Part, Scope, Total, call_loss
 from anybatch.memory.fakes import is_fake
 
 Gather = Callable[[Tensor], Tensor]
@@ -548,5 +548,5 @@ def directions(model: nn.Module, loss_fn: Any, batch: TensorBatch) -> int:
     with torch.no_grad():
         outputs = call_model(model, batch.inputs)
         with partners:
-            _ = loss_fn(outputs) if batch.targets is None else loss_fn(outputs, batch.targets)
+            call_loss(loss_fn, outputs, batch.targets)
     return partners.directions

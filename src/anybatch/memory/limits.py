@@ -30,18 +30,22 @@ SHARE_CPU = 0.8
 SHARE_THERE = 0.95
 
 
-def available_memory(device: torch.device) -> tuple[int, str]:
+def available_memory(device: torch.device, share: float | None = None) -> tuple[int, str]:
     """Return the bytes that a step may still allocate on `device`, and the limit's name.
 
+    Args:
+        device: whose memory.
+        share: of the free memory. Default None: all but a fifth on the host, else a twentieth.
+
     Returns:
-        ``(bytes, words)``, less a share for all else: a fifth on the host, else a twentieth.
+        ``(bytes, words)``.
 
     Raises:
         ValueError: the system does not report it.
     """
     there = accelerator.of(device)
     if not there.host:
-        return int(SHARE_THERE * there.left(device)), f"free on {device}, less 5 %"
+        return _of(share, SHARE_THERE, there.left(device), f"free on {device}")
     limits = sorted(_shared(_host_limits(Path("/"))))
     if not limits:
         raise ValueError(
@@ -49,7 +53,14 @@ def available_memory(device: torch.device) -> tuple[int, str]:
             f'memory="4GiB", and it is None on {device}'
         )
     free, words = limits[0]
-    return int(SHARE_CPU * max(0, free)), f"{words}, less 20 %"
+    return _of(share, SHARE_CPU, max(0, free), words)
+
+
+def _of(share: float | None, default: float, free: int, words: str) -> tuple[int, str]:
+    """Return the bytes of a share of the free memory, and the words of it."""
+    if share is None:
+        return int(default * free), f"{words}, less {1 - default:.0%}".replace("%", " %")
+    return int(share * free), f"{words}, {100 * share:g} % of it"
 
 
 class MemoryLimit:

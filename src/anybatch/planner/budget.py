@@ -149,12 +149,20 @@ def _own_bytes(found: Forecast, n: int, size: int) -> int:
     return sum(held.values()) - there - (held.get("inputs", 0) // 2 if n < size else 0)
 
 
-def default_budget(case: Case, optimizer: torch.optim.Optimizer | None) -> tuple[int, str]:
-    """Return the default budget (free bytes plus the step's own tensors), and its source."""
+def default_budget(
+    case: Case, optimizer: torch.optim.Optimizer | None, share: float | None
+) -> tuple[int, str]:
+    """Return the budget of a share of the free bytes plus the step's own tensors, and its source.
+
+    Args:
+        case: of the step.
+        optimizer: whose state is there.
+        share: of the free bytes; None is the default share.
+    """
     device = absent()
     if device is not None:
-        return device.budget(None)
-    free, words = available_memory(case.device)
+        return device.budget(None, share)
+    free, words = available_memory(case.device, share)
     return free + _bytes_of_states(case) + state_bytes(optimizer), words
 
 

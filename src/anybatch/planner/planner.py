@@ -68,11 +68,12 @@ class Planner:
     """Planner with a budget, and the forecasts and decisions within it.
 
     Args:
-        budget: bytes; None is the free memory of the device at the first batch.
+        budget: bytes; None is a share of the free memory of the device at the first batch.
         fixed: required samples in a micro-batch; None (default) chooses.
         timed: steps in different sizes may show the fastest. Default True.
         settled: decisions of an earlier plan; no forecast for the first batch.
         rungs: those of `RUNGS` that may be planned. Default: all.
+        share: of the free memory. Default None: the default share.
 
     Attributes:
         spill: store of offloaded tensors.
@@ -89,15 +90,15 @@ class Planner:
         timed: bool = True,
         settled: RunPlan | None = None,
         rungs: Collection[str] = RUNGS,
+        share: float | None = None,
     ) -> None:
         self.spill, self._rungs = Spill("auto" if "offload" in rungs else "off"), rungs
-        self.workspaces = Workspaces()
-        self.budget, self.source = budget, "as given"
+        self.workspaces, self._missing = Workspaces(), 0
+        self.budget, self.source, self._part = budget, "as given", share
         self.timed, self.thorough = timed, False
         self._settled, self._passed_in = settled, settled is not None
         self.two_pass = settled is not None and settled.coupled
         self.earlier: EarlierPlans | None = None
-        self._missing = 0
         self._chunked: dict[bool, int] = {}
         self._compared = False
         self._varied = self._renewed = self._forgot = self._corrected = False
@@ -123,8 +124,7 @@ class Planner:
     @property
     def fastest(self) -> int | None:
         """Samples in the fastest micro-batch so far, for batches like the first one; or None."""
-        best = self._precedent.best
-        return None if best is None else best[0]
+        return self._precedent.best and self._precedent.best[0]
 
     @property
     def rehearsed(self) -> int:
@@ -546,7 +546,7 @@ class Planner:
 
     def _decided(self, request: PlanningRequest) -> RunPlan:
         if self.budget is None:
-            self.budget, self.source = default_budget(request.case(), request.optimizer)
+            self.budget, self.source = default_budget(request.case(), request.optimizer, self._part)
         timed = self.timed and not torch.are_deterministic_algorithms_enabled()
         terms = Terms(self.budget, self.source, self.spill, timed, self.thorough)
         decision = Decision(request, terms, self._precedent, self._foreseen, self.workspaces)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.units import parse_bytes, show_bytes
+from anybatch.core.units import parse_bytes, parse_share, show_bytes
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,27 @@ def test_what_people_write(text: float | str, count: int) -> None:
 def test_anything_else_is_refused_with_what_came(wrong: object) -> None:
     with pytest.raises(ValueError, match=r"memory must be a number of bytes .* and it is"):
         parse_bytes(wrong)
+
+
+@pytest.mark.parametrize("text", ["6G", "512 m", "1.5k"])
+def test_half_a_unit_is_refused_with_both_that_it_may_be(text: str) -> None:
+    number, letter = text[:-1].strip(), text[-1].upper()
+    with pytest.raises(ValueError, match=f'write "{number}{letter}iB".*"{number}{letter}B"'):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "share"),
+    [("80%", 0.8), (" 12.5 % ", 0.125), ("100%", 1.0), ("80", None), (0.8, None), (None, None)],
+)
+def test_a_share_is_written_with_its_sign(value: object, share: float | None) -> None:
+    assert parse_share(value) == share
+
+
+@pytest.mark.parametrize("text", ["0%", "101%"])
+def test_a_share_of_nothing_or_of_more_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="above 0 % and at most 100 %"):
+        parse_share(text)
 
 
 @pytest.mark.parametrize(

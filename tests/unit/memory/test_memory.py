@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import anybatch
 from anybatch import Engine
 from anybatch.memory import limits as memory
 from anybatch.memory.limits import MemoryLimit, _host_limits, _shared, available_memory
@@ -129,6 +130,30 @@ def test_with_nothing_passed_what_is_left_is_planned_for_and_named(
     assert engine.plan.memory.source == "a limit, less 20 %"
     assert engine.plan.memory.budget == 80_000 + 4 * (15 + 3)
     assert "(a limit, less 20 %)" in str(engine.plan)
+
+
+@pytest.mark.parametrize("share", ["80%", "25 %"])
+def test_a_share_is_one_of_what_is_left_and_is_named(
+    monkeypatch: pytest.MonkeyPatch, share: str
+) -> None:
+    monkeypatch.setattr(memory, "_host_limits", lambda _: iter([(100_000, "a limit")]))
+    plan = anybatch.plan(
+        nn.Linear(5, 3),
+        F.cross_entropy,
+        (torch.randn(10, 5), torch.randint(0, 3, (10,))),
+        memory=share,
+    )
+    number = float(share.strip("% "))
+    assert plan.memory is not None
+    assert plan.memory.source == f"a limit, {number:g} % of it"
+    assert plan.memory.budget == 1000 * number + 4 * (15 + 3)
+
+
+def test_a_share_of_a_device_that_is_not_there() -> None:
+    batch = torch.randn(10, 5), torch.randint(0, 3, (10,))
+    plan = anybatch.plan(nn.Linear(5, 3), F.cross_entropy, batch, memory="50%", device="cuda:2GiB")
+    assert plan.memory is not None
+    assert plan.memory.budget == (2 * GIB - 600 * 2**20) // 2
 
 
 def test_the_ranks_of_a_machine_share_what_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:

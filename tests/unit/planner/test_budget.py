@@ -26,7 +26,7 @@ class Flat(nn.Module):
 
 
 def test_a_storage_that_weights_share_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "available_memory", lambda _device: (FREE, "free"))
+    monkeypatch.setattr(budget, "available_memory", lambda _device, _share: (FREE, "free"))
     batch = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 4, dtype=torch.float64)
     found = anybatch.plan(Flat(), F.mse_loss, batch, timed=False).memory
     assert found is not None
