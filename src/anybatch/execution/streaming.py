@@ -16,7 +16,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -226,7 +226,8 @@ class Normalization:
             return self._global_batch.loss(nothing, nothing.dtype)
         shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
         full = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        return self._global_batch.loss(full * correction, self._weights[0].dtype)
+        dtype = reduce(torch.promote_types, [weight.dtype for weight in self._weights])
+        return self._global_batch.loss(full * correction, dtype)
 
     def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
         divisors = [_number(total.denominator) for total in self.totals if not self._late]

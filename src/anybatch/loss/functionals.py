@@ -41,6 +41,7 @@ class Functional:
         fits: arguments -> whether their shapes make every row one sample's.
         constants: arguments that must not vary with the sample (class weights).
         parameters: arguments that belong to no sample and may be trained: a layer in the loss.
+        reads: arguments whose values decide the denominator. Default: the shapes do.
     """
 
     rows: dict[str, int | None]
@@ -48,6 +49,12 @@ class Functional:
     fits: Callable[[Arguments], bool]
     constants: tuple[str, ...] = ()
     parameters: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+
+    def has_other_tensors(self, arguments: Arguments) -> bool:
+        """Say whether an option is a tensor: a margin may be computed from samples."""
+        named = {*self.rows, *self.constants, *self.parameters}
+        return any(isinstance(one, Tensor) for n, one in arguments.items() if n not in named)
 
 
 def bind(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
@@ -148,12 +155,17 @@ def _kl() -> Functional:
     )
 
 
+OF_CLASSES = ("target", "weight")
+
+
 def _classes() -> Functional:
     def fits(a: Arguments) -> bool:
         dims = a["input"].dim() - a["target"].dim()
         return a["input"].dim() >= 2 and dims in (0, 1)
 
-    return Functional({"input": 0, "target": 0}, _class_targets, fits, ("weight",))
+    return Functional(
+        {"input": 0, "target": 0}, _class_targets, fits, ("weight",), reads=OF_CLASSES
+    )
 
 
 def _classes_of_a_layer() -> Functional:
@@ -164,7 +176,8 @@ def _classes_of_a_layer() -> Functional:
         return a["input"].dim() == 2 and _dims(a["target"]) == dims
 
     layer = ("linear_weight", "linear_bias")
-    return Functional({"input": 0, "target": 0}, _class_targets, fits, ("weight",), layer)
+    rows: dict[str, int | None] = {"input": 0, "target": 0}
+    return Functional(rows, _class_targets, fits, ("weight",), layer, OF_CLASSES)
 
 
 def _matrices(*constants: str) -> Functional:
@@ -193,7 +206,10 @@ TABLE: dict[Callable[..., Any], Functional] = {
     F.cosine_embedding_loss: Functional(
         {"input1": 0, "input2": 0, "target": 0},
         _samples("target"),
-        lambda a: (a["input1"].dim(), a["input2"].dim(), a["target"].dim()) == (2, 2, 1),
+        lambda a: (
+            (a["input1"].dim(), a["input2"].dim(), a["target"].dim()) == (2, 2, 1)
+            and a["input1"].shape[0] == a["target"].shape[0]
+        ),
     ),
     F.triplet_margin_loss: Functional(
         {"anchor": 0, "positive": 0, "negative": 0},
@@ -228,7 +244,12 @@ def own_weighted_values(input: Tensor, weight: Tensor, reduction: str = "mean") 
     return input.sum() / weight.sum() if reduction == "mean" else input.sum()
 
 
-TABLE[own_values] = Functional({"input": 0}, _broadcast("input"), lambda a: _dims(a["input"]) > 0)
+LISTED = frozenset(TABLE)
+"""The functionals of torch's own."""
+
+TABLE[own_values] = Functional(
+    {"input": None}, _broadcast("input"), lambda a: _dims(a["input"]) > 0
+)
 TABLE[own_weighted_values] = Functional(
     {"input": 0, "weight": 0}, lambda a: torch.as_tensor(a["weight"].sum()), lambda _: True
 )
@@ -246,19 +267,45 @@ TABLE[own_weighted_values] = Functional(
 
 ELEMENTWISE = frozenset(
     "float double half bfloat16 long int bool to type type_as contiguous clone detach sigmoid "
-    "logsigmoid tanh exp log log1p relu softplus abs neg square sqrt clamp clamp_min clamp_max "
-    "gelu leaky_relu add sub mul div true_divide pow __radd__ __rsub__ __rmul__ "
-    "__rtruediv__ eq ne gt lt ge le __eq__ __ne__ logical_not".split()
+    "logsigmoid log_sigmoid tanh exp log log1p relu softplus abs neg square sqrt clamp clamp_min "
+    "clamp_max gelu leaky_relu add sub mul div true_divide pow __radd__ __rsub__ __rmul__ "
+    "__rtruediv__ eq ne gt lt ge le __eq__ __ne__ logical_not expm1 exp2 log2 log10 rsqrt "
+    "reciprocal sign sin cos tan asin acos atan sinh cosh asinh acosh atanh erf erfc lgamma "
+    "digamma logit silu mish elu selu celu softsign hardtanh hardsigmoid hardswish relu6 floor "
+    "ceil round trunc nan_to_num isnan isinf isfinite __invert__ bitwise_not __pow__".split()
 )
 """Functions of one tensor and numbers that keep every element in its place."""
+
+JOINS = frozenset(
+    "add sub mul div true_divide floor_divide remainder fmod pow __radd__ __rsub__ __rmul__ "
+    "__rtruediv__ __pow__ __rpow__ eq ne gt lt ge le __eq__ __ne__ maximum minimum fmax fmin atan2 "
+    "hypot logaddexp logaddexp2 where lerp addcmul addcdiv masked_fill xlogy clamp clamp_min "
+    "clamp_max logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor __and__ "
+    "__or__ __xor__ __rand__ __ror__ __rxor__".split()
+)
+"""Functions of several tensors, each element of the result of one element of each."""
 
 ALONG = frozenset(["softmax", "log_softmax", "normalize"])
 """Functions that mix the elements along one dimension."""
 
-REDUCTIONS = frozenset("mean sum prod amax amin logsumexp".split())
+REDUCTIONS = frozenset("mean sum prod amax amin logsumexp argmax argmin all any max min".split())
 """Functions that reduce some dimensions: each sample by itself, where its own is not among them."""
 
+NORMS = frozenset(["norm", "linalg_norm", "linalg_vector_norm"])
+"""The same, with the dimension as the third argument."""
+
+SPLITS = {"chunk": 0, "split": 0, "tensor_split": 0, "unbind": 0, "sort": -1, "topk": -1}
+"""Functions that return several tensors, and the dimension that they divide or order by default."""
+
 RESHAPES = frozenset(["view", "reshape", "flatten", "unflatten"])
+JOINED = frozenset(
+    "gather take_along_dim cat concat concatenate stack cosine_similarity pairwise_distance "
+    "bmm".split()
+)
+"""Functions of several tensors of one axis; see `axis_after_join`."""
+PRODUCTS = frozenset("matmul __matmul__ mm linear".split())
+"""Functions of samples and of a matrix; see `axis_after_matrix`."""
+EXPANDS = frozenset(["expand", "expand_as", "broadcast_to"])
 LIKE = frozenset(["zeros_like", "ones_like", "full_like"])
 FILLED = frozenset(["zeros", "ones", "full"])
 """Constants of any shape, the same everywhere."""
@@ -312,6 +359,22 @@ def axis_after(
     if name == "squeeze":
         dim = _argument(args, kwargs, 1, "dim")
         return _after_squeeze(tensor, dim, axis)
+    return _after_norm_or_split(name, args, kwargs, axis)
+
+
+def _after_norm_or_split(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
+) -> int | None:
+    dims = args[0].dim()
+    if name in NORMS:
+        order = _argument(args, kwargs, 1, "p" if name == "norm" else "ord")
+        numbers = order is None or isinstance(order, Real | str)
+        return _after_reduction((args[0], *args[2:]), kwargs, dims, axis) if numbers else None
+    if name in SPLITS:
+        return _after_split(name, args, kwargs, dims, axis)
+    if name == "one_hot":  # without the number of classes it is the largest of the batch
+        classes = _argument(args, kwargs, 1, "num_classes")
+        return axis if type(classes) is int and classes > 0 else None
     return None
 
 
@@ -346,6 +409,76 @@ def _after_reduction(
     if axis in gone:
         return None
     return axis if keeps else axis - sum(1 for one in gone if one < axis)
+
+
+def _after_split(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: int, axis: int
+) -> int | None:
+    """Return the axis of each tensor that a function of `SPLITS` returns."""
+    dim = _argument(args, kwargs, 1 if name in ("unbind", "sort") else 2, "dim")
+    dim = SPLITS[name] if dim is None else dim
+    if type(dim) is not int or _normal(dim, dims) == axis:
+        return None
+    return axis - (name == "unbind" and _normal(dim, dims) < axis)
+
+
+def axis_after_join(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[tuple[Tensor, int]]
+) -> int | None:
+    """Return the axis of a result of several tensors with samples, or None where these may meet.
+
+    Args:
+        name: the function's name; none of `JOINS`.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        operands: every tensor among these, and its axis.
+    """
+    (first, axis), dims = operands[0], operands[0][0].dim()
+    alike = all(at == axis and one.dim() == dims for one, at in operands)
+    if not alike or any(one.shape[axis] != first.shape[axis] for one, _ in operands):
+        return None
+    if name in ("bmm", "matmul", "__matmul__"):
+        return axis if axis < dims - 2 else None
+    if name in ("gather", "take_along_dim"):
+        dim = _argument(args, kwargs, 1 if name == "gather" else 2, "dim")
+        return axis if type(dim) is int and _normal(dim, dims) != axis else None
+    if name in ("cat", "concat", "concatenate", "stack"):
+        dim = _argument(args, kwargs, 1, "dim") or 0
+        after = dims + (name == "stack")
+        if type(dim) is not int or (name != "stack" and _normal(dim, dims) == axis):
+            return None
+        return axis + (name == "stack" and _normal(dim, after) <= axis)
+    if name == "cosine_similarity" and len(args) <= 3:
+        dim = _argument(args, kwargs, 2, "dim")
+        return _after_reduction((first, 1 if dim is None else dim), {}, dims, axis)
+    if name == "pairwise_distance":
+        keeps = _argument(args, kwargs, 4, "keepdim") or False
+        return _after_reduction((first, -1, keeps), {}, dims, axis)
+    return None
+
+
+def axis_after_matrix(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any], axis: int
+) -> int | None:
+    """Return the axis of samples after a product with a matrix that belongs to none of them."""
+    tensor, matrix = args[0], _argument(args, kwargs, 1, "weight" if name == "linear" else "other")
+    if name not in PRODUCTS or not isinstance(matrix, Tensor):
+        return None
+    return axis if matrix.dim() <= 2 and axis != tensor.dim() - 1 else None
+
+
+def full_reduction(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return "mean" or "sum" where a call reduces all values of a tensor to one; else None."""
+    if name not in ("mean", "sum") or not args or not isinstance(args[0], Tensor):
+        return None
+    dims, dim = args[0].dim(), args[1] if len(args) == 2 else kwargs.get("dim")
+    if len(args) > 2 or not dims or not kwargs.keys() <= {"dim"}:
+        return None
+    every = [dim] if type(dim) is int else dim
+    if not isinstance(every, list | tuple | None):
+        return None
+    over = {_normal(one, dims) for one in every or () if type(one) is int}
+    return name if not every or over == set(range(dims)) else None
 
 
 def _normal(dim: int, dims: int) -> int:

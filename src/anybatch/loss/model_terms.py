@@ -23,7 +23,7 @@ from anybatch.core.modules import storage_of
 from anybatch.errors import LossError
 from anybatch.loss import functionals
 from anybatch.loss.logits import Logits
-from anybatch.loss.trace import Term, name_of
+from anybatch.loss.trace import Bound, Term, name_of
 from anybatch.memory.fakes import is_fake
 
 ALIKE = frozenset(["ignore_index"])
@@ -50,15 +50,7 @@ class TracedTerm(Term):
     dtypes: dict[str, torch.dtype]
     bytes: int
     factors: tuple[Tensor, ...] = field(default=(), kw_only=True)
-    bounds: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
-
-    @property
-    def name(self) -> str:
-        """The functional's name; for the model's own values the name of their reduction."""
-        own = {functionals.own_values: "", functionals.own_weighted_values: "weighted "}.get(
-            self.function
-        )
-        return super().name if own is None else f"{own}{self.arguments['reduction']} of its own"
+    bounds: tuple[Bound, ...] = field(default=(), kw_only=True)
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -66,13 +58,6 @@ class TracedTerm(Term):
         options = {k: v for k, v in self.options().items() if k not in ALIKE}
         ordered = tuple(sorted(options.items(), key=lambda pair: pair[0]))
         return self.name, ordered, len(self.factors), self.bounds
-
-    def bounded(self, count: functionals.Count) -> functionals.Count:
-        """Return the denominator of the full batch: its count within the bounds."""
-        for bound, number in self.bounds:
-            count = torch.as_tensor(count)
-            count = count.clamp(min=number) if bound == "least" else count + number
-        return count
 
 
 @dataclass(frozen=True)
@@ -229,6 +214,7 @@ def agree(some: Sequence[float], others: Sequence[float]) -> bool:
 
 PURE = (
     functionals.ELEMENTWISE
+    | functionals.JOINS
     | functionals.RESHAPES
     | frozenset(
         "pad __getitem__ squeeze unsqueeze transpose permute narrow masked_fill where clip t T "

@@ -43,9 +43,10 @@ from anybatch.core import pytree
 from anybatch.core.modules import keywords
 from anybatch.loss import functionals
 from anybatch.loss.base import Part, Total
+from anybatch.loss.function_trace import LossTrace
 from anybatch.loss.holders import ATOMS, same_value
 from anybatch.loss.model_terms import Recipe, Recipes, touches
-from anybatch.loss.trace import LossTrace, Term
+from anybatch.loss.trace import Term, bounded
 
 ORIGINALS = {name: one for name, one in vars(F).items() if inspect.isfunction(one)}
 """The functionals of torch, before anything has replaced one."""
@@ -54,8 +55,9 @@ STRAIGHT = frozenset(
     "RESUME NOP CACHE PRECALL PUSH_NULL KW_NAMES COPY_FREE_VARS EXTENDED_ARG POP_TOP RETURN_VALUE "
     "RETURN_CONST LOAD_CONST LOAD_SMALL_INT LOAD_FAST LOAD_FAST_BORROW LOAD_FAST_LOAD_FAST "
     "LOAD_FAST_BORROW_LOAD_FAST_BORROW STORE_FAST STORE_FAST_STORE_FAST STORE_FAST_LOAD_FAST "
-    "LOAD_DEREF LOAD_GLOBAL LOAD_ATTR LOAD_METHOD CALL CALL_KW BINARY_OP BINARY_SUBSCR "
-    "UNARY_NEGATIVE BUILD_SLICE BINARY_SLICE BUILD_TUPLE UNPACK_SEQUENCE SWAP COPY".split()
+    "LOAD_DEREF LOAD_GLOBAL LOAD_ATTR LOAD_METHOD CALL CALL_KW BINARY_OP BINARY_SUBSCR COMPARE_OP "
+    "UNARY_NEGATIVE UNARY_INVERT BUILD_SLICE BINARY_SLICE BUILD_TUPLE BUILD_LIST UNPACK_SEQUENCE "
+    "SWAP COPY".split()
 )
 """Instructions that read and compute; none jumps, and none writes but to a local name."""
 NAMES = (
@@ -63,11 +65,23 @@ NAMES = (
     | functionals.ELEMENTWISE
     | functionals.RESHAPES
     | functionals.PROPERTIES
-    | frozenset("nn functional size dim squeeze unsqueeze transpose permute t T".split())
+    | functionals.JOINS
+    | functionals.JOINED
+    | functionals.PRODUCTS
+    | functionals.ALONG
+    | functionals.REDUCTIONS
+    | functionals.NORMS
+    | functionals.SPLITS.keys()
+    | functionals.QUERIES
+    | frozenset("nn functional squeeze unsqueeze transpose permute t T one_hot values".split())
 )
 """Attributes that such code may read: none changes anything."""
-OPERATORS = "add radd sub rsub mul rmul truediv rtruediv neg pow getitem".split()
+OPERATORS = (
+    "add radd sub rsub mul rmul truediv rtruediv neg pow rpow getitem matmul eq ne lt le gt ge and "
+    "rand or ror xor rxor invert floordiv mod".split()
+)
 VALUES = (torch, nn, F, len)
+NOWHERE = object()
 MOST = 100
 """Values that are compared."""
 
@@ -88,6 +102,7 @@ FUNCTIONALS = tuple(
 FUNCTIONS = tuple(name for name in sorted(NAMES) if inspect.isroutine(vars(torch).get(name)))
 METHODS = (*sorted(NAMES), *(f"__{name}__" for name in OPERATORS))
 METHODS_OF = attrgetter(*(name for name in METHODS if hasattr(Tensor, name)))
+OF_MODULES = (*CALLED, "__getattribute__")
 FORWARD_OF, CALLED_OF = attrgetter("forward"), attrgetter(*CALLED)
 
 
@@ -131,10 +146,11 @@ def read_values(fn: Any, found: list[Any]) -> bool:
 def _values(fn: Any, found: list[Any]) -> bool:
     type_ = type(fn)
     if isinstance(fn, nn.Module):
-        if not _of_torch(fn):
+        own = () if type_ in LAYERS else _attributes(fn)
+        if own is None or not _is_plain(fn) or (type_ in LAYERS and fn._modules):
             return False
         found += (type_, *vars(fn), *vars(fn).values())
-        values: tuple[Any, ...] = (*fn._buffers.values(),)
+        values: tuple[Any, ...] = (*fn._buffers.values(), *own)
     elif type_ is partial and not vars(fn):
         found += fn.keywords
         values = (fn.func, *fn.args, *fn.keywords.values())
@@ -144,8 +160,8 @@ def _values(fn: Any, found: list[Any]) -> bool:
         found.append(fn)
         return True
     else:
-        names = _globals(fn.__code__)
-        if names is None:
+        names, attributes = _names(fn.__code__) or ((), ("",))
+        if not NAMES.issuperset(attributes):
             return False
         found += (fn.__code__, *(fn.__kwdefaults__ or ()))
         cells = map(_content, fn.__closure__ or ())
@@ -168,14 +184,52 @@ def _content(cell: CellType) -> Any:
         return cell
 
 
-def _of_torch(fn: nn.Module) -> bool:
-    """Say whether a call of a loss module runs torch's own forward, and nothing else."""
-    type_ = type(fn)
+def _attributes(fn: nn.Module) -> list[Any] | None:
+    """Return attributes and globals that the forward of a loss module of the user's reads.
+
+    None where its code is not straight, or reads what may be computed by other code.
+    """
+    type_, found, codes = type(fn), list[Any](), list[Any]()
+    functions = [type_.forward]
+    for function in functions:  # which grows by the methods that it calls
+        names = _names(function.__code__) if type(function) is FunctionType else None
+        if names is None or function.__closure__ or len(functions) > MOST:
+            return None
+        codes.append(function.__code__)
+        found += (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        found += (function.__globals__.get(n, vars(builtins).get(n)) for n in names[0])
+        for name in names[1]:
+            value = _attribute(fn, name)
+            if value is NOWHERE and name in NAMES:
+                continue
+            if type(value) is not FunctionType or name in vars(fn):
+                found.append(value)
+            elif value not in functions:
+                functions.append(value)
+    return [*codes, *found]
+
+
+def _attribute(fn: nn.Module, name: str) -> Any:
+    """Return an attribute of a module without running code; `NOWHERE` if it has none of its own.
+
+    Methods are functions of its class.
+    """
+    found = inspect.getattr_static(type(fn), name, NOWHERE)
+    found = NOWHERE if found is inspect.getattr_static(nn.Module, name, NOWHERE) else found
+    of_class = {} if found is NOWHERE else {name: found}
+    first = of_class if hasattr(type(found), "__set__") else {}  # a property, for one
+    for held in (first, vars(fn), of_class, fn._buffers, fn._modules):
+        if name in held:
+            return held[name]
+    return NOWHERE
+
+
+def _is_plain(fn: nn.Module) -> bool:
+    """Say whether a call of a loss module runs its forward, and nothing else."""
     return not (
-        type_ not in LAYERS
+        any(getattr(type(fn), name) is not getattr(nn.Module, name) for name in OF_MODULES)
         or not OWN.isdisjoint(vars(fn))
         or fn._parameters
-        or fn._modules
         or fn._forward_hooks
         or fn._forward_pre_hooks
         or fn._backward_hooks
@@ -189,25 +243,31 @@ def _read(value: Any, found: list[Any]) -> bool:
     if type(value) is Tensor:
         found += (value, *value.shape, value.dtype, value.layout, str(value.device))
         return not (value.requires_grad or vars(value))
-    if type(value) in ATOMS or any(value is one for one in VALUES):
+    if type(value) in ATOMS or type(value) is CodeType or any(value is one for one in VALUES):
         found.append(value)
         return True
+    # Code may read an attribute of a module, and not call it.
+    if isinstance(value, nn.Module) and type(value) not in LAYERS:
+        return False
     return _values(value, found)
 
 
 @lru_cache(MOST)
-def _globals(code: CodeType) -> tuple[str, ...] | None:
-    """Return the global names that straight-line code reads; None for any other code."""
-    found = []
+def _names(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Return the globals that straight-line code reads, and the attributes.
+
+    None for any other code.
+    """
+    found, attributes = [], []
     for one in dis.get_instructions(code):
         writes = one.opname == "BINARY_OP" and one.argrepr.endswith("=")
         if one.opname not in STRAIGHT or writes:
             return None
-        if one.opname in ("LOAD_ATTR", "LOAD_METHOD") and one.argval not in NAMES:
-            return None
+        if one.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.append(one.argval)
         if one.opname == "LOAD_GLOBAL":
             found.append(one.argval)
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found)), tuple(dict.fromkeys(attributes))
 
 
 def same_values(now: Sequence[Any], was: Sequence[Any]) -> bool:
@@ -255,6 +315,15 @@ class RecipeTrace(LossTrace):
         return result
 
 
+BY = "divided by"
+"""Name of the weights whose sum divides a term, among its arguments."""
+
+
+def is_own(term: Term) -> bool:
+    """Say whether a term is of values that the loss computes, or divided by a sum of them."""
+    return term.by is not None or term.function not in functionals.LISTED
+
+
 Sources = list[dict[str, Recipe]]
 """For each term, the computation of its arguments from the tensors of outputs and targets."""
 
@@ -271,8 +340,13 @@ def recipes_of(
     """
     assert isinstance(trace, RecipeTrace)
     fixed, found = {id(one) for one in values}, []
+    called = any(is_own(term) for _, term in terms)
     for _, term in terms:
         tensors = {n: a for n, a in term.arguments.items() if isinstance(a, Tensor)}
+        if term.by is not None:
+            tensors = {BY: term.by.values}
+        elif called and (is_own(term) or not term.divides):
+            tensors = {}  # its shapes decide its denominator, and its numerator comes of a call
         recipes = {n: trace.recipes.of(a) for n, a in tensors.items() if id(a) not in fixed}
         found.append({n: recipe for n, recipe in recipes.items() if recipe is not None})
         if len(found[-1]) < len(recipes):
@@ -290,6 +364,7 @@ class ReplayedCall:
         places: arguments that are tensors of outputs or targets, by their places among these.
         recipes: arguments that are computed from these tensors.
         divides: the sum is divided by a count.
+        fixed: the count, where the shapes of a batch decide it. Default None.
     """
 
     weight: float
@@ -297,6 +372,7 @@ class ReplayedCall:
     places: dict[str, int]
     recipes: dict[str, Recipe]
     divides: bool
+    fixed: Any = None
 
     def arguments(self, tensors: list[Tensor]) -> dict[str, Any]:
         """Return the arguments of the call on other rows."""
@@ -306,6 +382,27 @@ class ReplayedCall:
         for name, recipe in self.recipes.items():
             arguments[name] = recipe.made(tensors)
         return arguments
+
+    def count(self, tensors: list[Tensor]) -> Any:
+        """Return the denominator of the full batch.
+
+        Args:
+            tensors: of outputs, which need no data, and of targets.
+        """
+        by = self.term.by
+        if by is not None:
+            values = self.recipes[BY] if BY in self.recipes else tensors[self.places[BY]]
+            weights = values.made(tensors) if isinstance(values, Recipe) else values
+            return bounded(weights.sum(), by.bounds)
+        if self.fixed is not None:
+            return self.fixed
+        entry, arguments = functionals.TABLE[self.term.function], self.term.arguments.copy()
+        for name in entry.reads:  # others may be computed from outputs, which have no data
+            if name in self.places:
+                arguments[name] = tensors[self.places[name]]
+            elif name in self.recipes:
+                arguments[name] = self.recipes[name].made(tensors)
+        return entry.count(arguments)
 
 
 class Replay:
@@ -321,6 +418,8 @@ class Replay:
     Attributes:
         forms: of the rows that were compared with the full batch.
         name: of the loss.
+        called: micro-batches call the loss: it computes values of its own, perhaps from one
+            another, and only the trace of the full batch is saved.
     """
 
     def __init__(
@@ -334,12 +433,16 @@ class Replay:
         self.forms: set[Any] = set()
         self.name = " + ".join(dict.fromkeys(term.name for _, term in terms))
         self._values, self._outputs, self._calls = values, pytree.flat(outputs), []
+        self.called = any(map(is_own, (term for _, term in terms)))
         trace = replace(trace, replay=self)
         for (weight, term), recipes in zip(terms, sources, strict=True):
             places = {n: one.args[0] for n, one in recipes.items() if one.function is None}
             made = {n: one for n, one in recipes.items() if one.function is not None}
             own = replace(term, trace=trace)
-            self._calls.append(ReplayedCall(weight, own, places, made, own.divides))
+            entry = functionals.TABLE.get(own.function)
+            reads = entry is not None and own.divides and entry.reads
+            fixed = None if own.by is not None or reads else own.denominator()
+            self._calls.append(ReplayedCall(weight, own, places, made, own.divides, fixed))
 
     def holds(self, values: list[Any]) -> bool:
         """Say whether nothing that the loss reads has changed."""
@@ -353,10 +456,7 @@ class Replay:
         """
         tensors, totals = [*self._outputs, *pytree.flat(targets)], []
         for call in self._calls:
-            count: Any = 1
-            if call.divides:
-                count = functionals.TABLE[call.term.function].count(call.arguments(tensors))
-            totals.append(Total(call.weight, count, call.term))
+            totals.append(Total(call.weight, call.count(tensors), call.term))
         return totals
 
     def parts(self, outputs: Any, targets: Any) -> list[Part]:

@@ -7,17 +7,24 @@ functional as a term, and follows the results to a returned value, which must be
     loss = sum_k c_k * numerator_k / denominator_k
 
 After any other operation on the terms the loss is not recognised: nothing is concluded from numbers
-that happen to agree. Two modes are made of it. `LossTrace` runs a loss function on outputs without
-data, and traces the samples to the arguments of the functionals, too; two traces of different
-numbers of samples must show the same calls (`same_calls`), so that no number but c_k depends on the
-size. `TracingMode` (`anybatch.loss.tracing`) runs a model that computes its loss inside.
+that happen to agree. Two modes are made of it: `LossTrace` (`anybatch.loss.function_trace`) runs a
+loss function on outputs without data, and `TracingMode` (`anybatch.loss.tracing`) runs a model that
+computes its loss inside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Real
+from types import (
+    BuiltinFunctionType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,16 +33,34 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from anybatch.core import pytree
-from anybatch.core.modules import keywords
 from anybatch.loss import functionals
-from anybatch.loss.functionals import TABLE, Count, bind, divides, numerator
+from anybatch.loss.functionals import (
+    TABLE,
+    Count,
+    bind,
+    divides,
+    own_values,
+    own_weighted_values,
+)
 from anybatch.memory.fakes import is_fake
 
 ANY = -1
 """The axis of a constant: it fits samples along any dimension."""
 
-Call = tuple[str, tuple[Any, ...], tuple[int, ...], torch.Size, int | None]
-"""A function, the numbers it is given, which tensors, and the shape and axis of the result."""
+FIXED = -2
+"""The axis of a tensor from outside of the loss, such as a weight of its classes: of no sample."""
+
+BOUNDS = {"clamp": "least", "clamp_min": "least", "add": "plus", "__add__": "plus"}
+"""Functions that keep a count from being 0: ``mask.sum().clamp(min=1)``, ``mask.sum() + 1e-8``."""
+
+CONVERTS = frozenset("float double to type type_as".split())
+"""Functions that may change the type of a number."""
+
+WIDE = (torch.float32, torch.float64)
+"""Types that hold every count, or nearly."""
+
+Bound = tuple[str, float | torch.dtype]
+"""An operation on a sum of weights."""
 
 
 class UnfollowableError(Exception):
@@ -55,6 +80,7 @@ class Term:
         samples: whose rows they are. Default 0: not counted.
         axes: name -> the dimension along which an argument holds samples. Default none.
         trace: the traced loss of the full batch, for comparison with its parts. Default None.
+        by: the sum by which the loss divides its own sum. Default None: it does not.
     """
 
     index: int
@@ -65,19 +91,25 @@ class Term:
     samples: int = field(default=0, kw_only=True)
     axes: dict[str, int] = field(default_factory=dict, kw_only=True)
     trace: Any = field(default=None, kw_only=True, repr=False, compare=False)
+    by: Weighed | None = field(default=None, kw_only=True, repr=False, compare=False)
 
     @property
     def name(self) -> str:
-        """The functional's name."""
-        return str(self.function.__name__)
+        """The functional's name; for values of the loss's own the name of their reduction."""
+        own = {own_values: "", own_weighted_values: "weighted "}.get(self.function)
+        if own is None:
+            return str(self.function.__name__)
+        return f"{own}{self.arguments['reduction']} of its own"
 
     @property
     def divides(self) -> bool:
-        """Whether the call divides its sum."""
-        return bool(divides(self.function, self.arguments))
+        """Whether the call, or the loss, divides its sum."""
+        return self.by is not None or bool(divides(self.function, self.arguments))
 
     def denominator(self) -> Count:
         """Count the denominator of the sum; 1 for a plain sum."""
+        if self.by is not None:
+            return bounded(self.by.values.sum(), self.by.bounds)
         return TABLE[self.function].count(self.arguments) if self.divides else 1
 
     def options(self) -> dict[str, Any]:
@@ -134,36 +166,35 @@ def _looks_the_same(a: Any, b: Any) -> bool:
     return _same(a, b)
 
 
-class Numerators(TorchFunctionMode):
-    """Function mode that records the numerators of a loss with a traced form.
+@dataclass(frozen=True)
+class ConstantTerm(Term):
+    """A number that a loss adds: 1 in ``1 - score.mean()``. Its weight is the number."""
 
-    Args:
-        terms: the terms of the full batch; `found` holds the same calls on other samples.
-        samples: how many those are.
-    """
+    @property
+    def name(self) -> str:
+        """It is the same in all parts of the batch."""
+        return "a constant"
 
-    def __init__(self, terms: list[Term], samples: int) -> None:
-        super().__init__()
-        self._samples = samples
-        self.found: list[Term] = []
-        self._terms = {term.index: term for term in terms}
-        self._calls = 0
+    @property
+    def divides(self) -> bool:
+        """Always: by the samples."""
+        return True
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the numerator for a listed functional that is a term; run all others."""
-        kwargs = keywords(func, kwargs)
-        if func in TABLE:
-            term = self._terms.get(self._calls)
-            self._calls += 1
-            if term is not None and func is term.function:
-                arguments = bind(func, args, kwargs)
-                sums = numerator(func, arguments)
-                own = (term.index, func, arguments, term.constants, sums)
-                self.found.append(Term(*own, samples=self._samples))
-                # The loss may write to its result: `loss += penalty` added to the numerator, too
-                # (test_a_loss_that_writes_to_its_terms_is_exact).
-                return sums.clone()
-        return func(*args, **kwargs)
+    @property
+    def layer(self) -> tuple[Tensor | None, ...]:
+        """It has none."""
+        return ()
+
+    def denominator(self) -> Count:
+        """Return the samples."""
+        return self.samples
+
+    def of(self, samples: int, like: Sequence[Term]) -> ConstantTerm:
+        """Return the constant of so many samples, as a numerator in the form of other terms."""
+        one = next((term.numerator for term in like), torch.zeros(()))
+        dtype = torch.promote_types(one.dtype, torch.float32)
+        numerator = torch.tensor(float(samples), dtype=dtype, device=one.device)
+        return replace(self, numerator=numerator, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -173,12 +204,17 @@ class Weighed:
     Attributes:
         values: the summed tensor.
         total: the sum.
-        bounds: later operations on it, as in `TracedTerm`.
+        bounds: later operations on it: ("least", 1), ("plus", 1e-8), ("type", torch.float64).
     """
 
     values: Tensor
     total: Record
-    bounds: tuple[tuple[str, float], ...] = ()
+    bounds: tuple[Bound, ...] = ()
+
+    @property
+    def adds(self) -> bool:
+        """Whether the denominators of parts add up to that of the full batch."""
+        return all(number in WIDE for _, number in self.bounds)
 
 
 @dataclass
@@ -195,6 +231,7 @@ class Record:
         stack: those that it holds as entries; None where it holds none.
         number: the number that it was filled with; None where it was not.
         weights: the sum of weights that it is; None where it is none.
+        counts: it counts the samples: 0, 1, 2, ...
     """
 
     tensor: Tensor
@@ -206,11 +243,12 @@ class Record:
     stack: list[Sum] | None = None
     number: float | None = None
     weights: Weighed | None = None
+    counts: bool = False
 
     @classmethod
     def of(cls, tensor: Tensor, place: int = ANY) -> Record:
         """Return a record of a tensor as it is now."""
-        return cls(tensor, _version(tensor), tensor.grad_fn, place)
+        return cls(tensor, version_of(tensor), tensor.grad_fn, place)
 
     @property
     def intact(self) -> bool:
@@ -218,11 +256,23 @@ class Record:
 
         An ``autograd.Function`` puts its own node in the place of that which its forward has made.
         """
-        return self.version == _version(self.tensor) and self.node is self.tensor.grad_fn
+        return self.version == version_of(self.tensor) and self.node is self.tensor.grad_fn
 
 
-def _version(tensor: Tensor) -> int:
+def version_of(tensor: Tensor) -> int:
+    """Return the count of writes to a tensor; -1 where torch does not count them."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def bounded(count: Count, bounds: Sequence[Bound]) -> Count:
+    """Return the denominator of the full batch: its count within the bounds of `Weighed`."""
+    for bound, number in bounds:
+        count = torch.as_tensor(count)
+        if isinstance(number, torch.dtype):
+            count = count.to(number)
+        else:
+            count = count.clamp(min=number) if bound == "least" else count + number
+    return count
 
 
 T = TypeVar("T", bound=Term)
@@ -288,6 +338,10 @@ SWAPPED = {"add": "add", "radd": "add", "mul": "mul", "rmul": "mul", "sub": "rsu
 """Functions of a number and a term, as functions of the term and the number."""
 
 
+SIGNS = {"add": (1.0, 1.0), "radd": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}
+"""Functions of a term and a number that add: the sign of each."""
+
+
 def in_order(name: str, operands: list[Any]) -> tuple[str, list[Any]]:
     """Return a function and its operands, the term before the number, without in-place forms."""
     name = IN_PLACE.get(name, name)
@@ -323,219 +377,82 @@ def arithmetic(name: str, operands: list[Any]) -> Sum | None:
     return None
 
 
-class LossTrace(TermTrace[Term]):
-    """Function mode that traces a loss function run inside it, for `combination`.
+def lower_bound(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the number that keeps a count from being 0; None where a call does something else."""
+    numbers = [one for one in (*args, *kwargs.values()) if one is not None]
+    below = kwargs.get("max") is None and (len(args) < 2 or args[1] is None)
+    if name not in BOUNDS or len(numbers) != 1 or not below or type(numbers[0]) not in (int, float):
+        return None
+    return numbers[0]  # an integer remains one: it does not change the type of a count
+
+
+DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
+"""Binary digits of a number of each type."""
+
+
+def is_exact(number: float, dtype: torch.dtype) -> bool:
+    """Say whether a type holds a number without rounding it."""
+    if dtype not in DIGITS or abs(number) > 2.0**15 or (number and abs(number) < 2.0**-14):
+        return False
+    return (math.frexp(number)[0] * 2.0 ** DIGITS[dtype]).is_integer()
+
+
+def converts(name: str, result: Tensor) -> bool:
+    """Say whether a function has changed nothing but the type of a sum, to one that holds it."""
+    return name in CONVERTS and result.dtype in WIDE
+
+
+def filled_with(name: str, first: Any, result: Tensor) -> float | None:
+    """Return the number of a tensor of one, which its type does not round; None for others.
 
     Args:
-        outputs: tree of meta tensors, and for each of them the dimension of the samples, or None.
-        targets: tree of tensors of any device whose first dimension is the samples.
-        size: the number of samples.
-        device: where the model's outputs really are: the loss may ask.
+        name: the function that made it.
+        first: its first argument.
+        result: the tensor.
     """
-
-    def __init__(
-        self,
-        outputs: tuple[Any, tuple[int | None, ...]],
-        targets: Any,
-        size: int,
-        device: torch.device,
-    ) -> None:
-        super().__init__()
-        self.calls: list[Call] = []
-        self._listed_calls = 0
-        self._size = size
-        self._device = device
-        self._failed = False
-        for (_, tensor), axis in zip(pytree.tensors(outputs[0]), outputs[1], strict=True):
-            self._record(tensor).axis = axis
-        for _, tensor in pytree.tensors(targets):
-            self._record(tensor).axis = 0 if tensor.dim() else ANY
-
-    def combination(self, result: Any) -> list[tuple[float, Term]] | None:
-        """Return ``[(c_k, term_k)]`` of the returned value, or None where it is not one."""
-        return None if self._failed else super().combination(result)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func`, and record its effect on samples and terms."""
-        kwargs = keywords(func, kwargs)
-        try:
-            return self._call(func, args, kwargs)
-        except UnfollowableError:
-            self._failed = True  # whoever catches it
-            raise
-
-    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in TABLE:
-            term = self._term(func, args, kwargs)
-            if term is not None:
-                return term
-        name = name_of(func)
-        touched = [t for t in _tensors(args, kwargs) if id(t) in self._records]
-        if touched and name == "device":
-            return self._device
-        if touched and not all(map(self._intact, touched)):
-            raise UnfollowableError
-        if self._writes(name, args, kwargs) or name in functionals.STATEFUL:
-            raise UnfollowableError  # to state of its own, if not to these: it would stay
-        operands = [self._operand(arg) for arg in args]
-        of_terms = any(self._records[id(t)].sums is not None for t in touched)
-        result = func(*args, **kwargs)
-        if of_terms and isinstance(result, Tensor):
-            combined = None if kwargs else arithmetic(*in_order(name.strip("_"), operands))
-            self._record(result).sums = combined
-        else:
-            self._follow(name, args, kwargs, result, touched)
-        return result
-
-    def _term(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Tensor | None:
-        index, self._listed_calls = self._listed_calls, self._listed_calls + 1
-        arguments, entry = bind(func, args, kwargs), TABLE[func]
-        if divides(func, arguments) is None or not self._is_separate(entry, arguments):
-            return None
-        constants = tuple(n for n in entry.constants if not self._is_sample(arguments.get(n)))
-        empty = _nothing()
-        samples = {name: arguments[name] for name in entry.rows if self._is_sample(arguments[name])}
-        axes = {name: self._records[id(one)].axis or 0 for name, one in samples.items()}
-        own = (index, func, arguments, constants, empty)
-        self._add(empty, Term(*own, samples=self._size, axes=axes))
-        for name in entry.rows:
-            if isinstance(arguments[name], Tensor):
-                numbers = (torch.is_grad_enabled(),)
-                self._note(name, numbers, arguments[name], [arguments[name]])
-        return empty
-
-    def _is_separate(self, entry: functionals.Functional, arguments: dict[str, Any]) -> bool:
-        """Say whether every row of the call belongs to one sample."""
-        axes = set()
-        for name, wanted in entry.rows.items():
-            axis = self._axis(arguments[name])
-            if axis is None or (wanted is not None and axis not in (wanted, ANY)):
-                return False
-            if axis != ANY:
-                axes.add(axis if wanted is None else 0)
-        if len(axes) != 1 or not entry.fits(arguments):
-            return False
-        if any(id(arguments.get(name)) in self._records for name in entry.parameters):
-            return False  # a layer made of samples
-        first = arguments[next(iter(entry.rows))]
-        return all(self._fits_all(arguments.get(name), first, *axes) for name in entry.constants)
-
-    def _axis(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return ANY if isinstance(value, Real) else None
-        found = self._intact(value)
-        return None if found is None else found.axis
-
-    def _is_sample(self, value: Any) -> bool:
-        found = self._records.get(id(value))
-        return found is not None and found.axis not in (None, ANY)
-
-    def _fits_all(self, value: Any, samples: Tensor, axis: int) -> bool:
-        """Say whether a weight is the same for all samples, or one of them along their axis."""
-        if not isinstance(value, Tensor):
-            return True
-        if value.requires_grad:
-            return False
-        if id(value) in self._records:
-            same = self._axis(value) in (axis, ANY)
-            return same and value.dim() == samples.dim()
-        return value.dim() < samples.dim() - axis or value.shape[axis - samples.dim()] == 1
-
-    def _writes(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        in_place = name.endswith("_") and not name.endswith("__")
-        in_place |= name.startswith("__i") and name not in functionals.READS
-        own = bool(args) and isinstance(self._operand(args[0]), dict)  # a term added to in place
-        return (
-            (in_place and not own)
-            or name.startswith(("__set", "__del"))
-            or kwargs.get("out") is not None
-            or bool(kwargs.get("inplace"))
-        )
-
-    def _follow(
-        self,
-        name: str,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        result: Any,
-        touched: list[Tensor],
-    ) -> None:
-        if name in functionals.CONSTANTS and isinstance(result, Tensor) and not touched:
-            if name in functionals.FILLED or result.dim() == 0:
-                self._record(result).axis = ANY
-                self._note(name, _fill(name, args, kwargs), result, [])
-            return
-        if not touched or name in functionals.QUERIES or name in functionals.PROPERTIES:
-            return
-        if not isinstance(result, Tensor):
-            raise UnfollowableError  # it read a value: what follows may depend on it
-        if name in functionals.LIKE and not any(isinstance(a, Tensor) for a in args[1:]):
-            axis: int | None = ANY
-        else:
-            axis = self._moved(name, args, kwargs, result) if len(touched) == 1 else None
-        self._record(result).axis = axis
-        options = () if name in functionals.RESHAPES else (*args[1:], *sorted(kwargs.items()))
-        numbers = tuple(g for g in options if not isinstance(g, Tensor))
-        if name == "contiguous":  # itself where it lies so, and that may depend on the size
-            self._record(result).place = self._record(touched[0]).place
-        self._note(name, numbers, result, touched)
-
-    def _moved(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
-    ) -> int | None:
-        if name in ("detach", "data") and args:
-            return self._axis(args[0])
-        first = self._records.get(id(args[0])) if args else None
-        axis = None if first is None else first.axis
-        if axis == ANY:
-            return ANY if name in functionals.ELEMENTWISE | functionals.RESHAPES else None
-        if axis is None:
-            return None
-        return functionals.axis_after(name, args, kwargs, result, axis, self._size)
-
-    def _note(
-        self, name: str, numbers: tuple[Any, ...], result: Tensor, sources: list[Tensor]
-    ) -> None:
-        places = tuple(self._record(source).place for source in sources)
-        self.calls.append((name, numbers, places, result.shape, self._record(result).axis))
+    number = first if name in ("tensor", "scalar_tensor") else 0.0 if "zeros" in name else 1.0
+    single = result.numel() == 1 and isinstance(number, Real) and not result.requires_grad
+    return float(number) if single and is_exact(float(number), result.dtype) else None
 
 
-def same_calls(a: LossTrace, b: LossTrace) -> bool:
-    """Say whether two watches saw the same, but for the number of samples."""
+def listed(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """Return the functional of `TABLE` that a call is one of, and its arguments; else None.
 
-    def same_shape(x: torch.Size, y: torch.Size, axis: int | None) -> bool:
-        grown = [i * b._size == j * a._size for i, j in zip(x, y, strict=False)]
-        equal = [i == j for i, j in zip(x, y, strict=False)]
-        free = axis is None or axis == ANY  # no samples: filled to the size, or not
-        agrees = [e or (free and g) for e, g in zip(equal, grown, strict=True)]
-        if axis is not None and axis != ANY:
-            agrees[axis] = grown[axis]
-        return len(x) == len(y) and all(agrees)
-
-    return (
-        len(a.calls) == len(b.calls)
-        and all(
-            one[0] == other[0]
-            and repr(one[1:3]) == repr(other[1:3])
-            and one[4] == other[4]
-            and same_shape(one[3], other[3], one[4])
-            for one, other in zip(a.calls, b.calls, strict=True)
-        )
-        and len(a.terms) == len(b.terms)
-        and all(map(Term.same_as, a.terms, b.terms))
-    )
+    A mean or a sum of all values of a tensor is one, too.
+    """
+    if func in TABLE:
+        return func, bind(func, args, kwargs)
+    reduction = functionals.full_reduction(torchs_name(func), args, kwargs)
+    if reduction is None:
+        return None
+    return own_values, {"input": args[0], "reduction": reduction}
 
 
-def _fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the fill value of a constant tensor; its shape may depend on the size."""
-    if name == "full":
-        return (kwargs.get("fill_value", args[-1] if len(args) > 1 else None),)
-    return () if name in functionals.FILLED else args
+COMPILED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def torchs_name(function: Any) -> str:
+    """Return the name of a function of torch's own; "" of any other, which may have the same name.
+
+    An operator of ``torch.ops`` is none: a library may have registered it.
+    """
+    if isinstance(function, FunctionType):
+        return name_of(function) if (function.__module__ or "").startswith("torch.") else ""
+    return name_of(function) if isinstance(function, COMPILED) else ""
+
+
+def name_of(function: Any) -> str:
+    """Return the name of a function of torch; a property has its own."""
+    name = getattr(function, "__name__", "")
+    return name if name != "__get__" else str(getattr(function.__self__, "__name__", ""))
+
+
+# Comparison of two calls of a loss: the same functions, in order, of the same tensors.
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return every tensor among the arguments; most calls have no nested ones."""
     found = []
     for value in (*args, *kwargs.values()):
@@ -546,12 +463,41 @@ def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     return found
 
 
-def _nothing() -> Tensor:
-    """Return an empty stand-in for a numerator, with a graph as the real one has."""
-    return torch.zeros((), device="meta", requires_grad=torch.is_grad_enabled()).clone()
+def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of a call that hold no tensor."""
+    return tuple(one for one in (*args, *sorted(kwargs.items())) if not tensors_of((one,), {}))
 
 
-def name_of(function: Any) -> str:
-    """Return the name of a function of torch; a property has its own."""
-    name = getattr(function, "__name__", "")
-    return name if name != "__get__" else str(getattr(function.__self__, "__name__", ""))
+class CallLog:
+    """All calls of torch in one call of a loss, for comparison with another one.
+
+    Args:
+        outputs: of the model.
+        targets: of the batch.
+
+    Attributes:
+        calls: for each the function, the numbers that it was given, the tensors by their places
+            among outputs, targets and results, and the modes that change what it does.
+    """
+
+    def __init__(self, outputs: Any, targets: Any) -> None:
+        self.calls: list[Any] = []
+        self._places: dict[int, int] = {}
+        self._count = 0
+        for _, tensor in pytree.tensors((outputs, targets)):
+            self.returned(tensor)
+
+    def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record a call."""
+        # One from outside of the loss is known by its identity.
+        places = [self._places.get(id(one), -id(one)) for one in tensors_of(args, kwargs)]
+        modes = torch.is_grad_enabled(), torch._C._is_any_autocast_enabled()
+        self.calls.append((name_of(func), repr(numbers_of(args, kwargs)), places, modes))
+
+    def returned(self, result: Any) -> None:
+        """Record the tensors that a call has returned.
+
+        An id is that of the last one that had it: others are gone.
+        """
+        for one in tensors_of((result,), {}):
+            self._places[id(one)] = self._count = self._count + 1

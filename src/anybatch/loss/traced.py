@@ -42,6 +42,7 @@ from anybatch.loss.model_terms import (
     rounding,
     same,
 )
+from anybatch.loss.trace import bounded
 from anybatch.loss.tracing import Quiet, TracingMode
 from anybatch.memory.fakes import is_fake
 
@@ -312,8 +313,8 @@ class OfModel(Loss):
                 f"the denominators of a loss of several terms must be countable from the batch, "
                 f"and that of {_names(terms)} is not: {self._way_out}"
             )
-        bounded = [term.bounds for _, term in terms]
-        if any(bounded) and (None in counts or scope.global_size):
+        bounds = [term.bounds for _, term in terms]
+        if any(bounds) and (None in counts or scope.global_size):
             raise LossError(
                 "a count with a bound (clamp, + 1e-8) inside the model must be countable from the "
                 f"batch of one process, and that of {_names(terms)} is not: {self._way_out}"
@@ -325,7 +326,7 @@ class OfModel(Loss):
         ]
         self._tally = Tally(scope.size, denominators, waits=not compared)
         return [
-            Total(weight, None if count is None else term.bounded(count), term)
+            Total(weight, None if count is None else bounded(count, term.bounds), term)
             for (weight, term), count in zip(terms, counts, strict=True)
         ]
 

@@ -22,12 +22,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.overrides import TorchFunctionMode
 
 from anybatch.core import pytree
 from anybatch.core.batch import MicroBatch, TensorBatch
+from anybatch.core.modules import keywords
 from anybatch.core.oom import out_of_memory
 from anybatch.core.retry import Retry
 from anybatch.loss.base import Loss, Part, Scope, Total, call_loss, scalar
+from anybatch.loss.function_trace import LossTrace, same_calls
+from anybatch.loss.functionals import numerator
 from anybatch.loss.replay import (
     SUSPENDED,
     RecipeTrace,
@@ -37,7 +41,7 @@ from anybatch.loss.replay import (
     read_values,
     recipes_of,
 )
-from anybatch.loss.trace import LossTrace, Numerators, Term, same_calls
+from anybatch.loss.trace import CallLog, ConstantTerm, Term, listed
 
 Weighted = list[tuple[float, Term]]
 
@@ -62,7 +66,7 @@ class FullBatchTrace:
         terms: weights and terms.
         loss_trace: all that was called.
         reads: it reads rows that are no tensors.
-        parts: places and sizes of the micro-batches that have been compared.
+        parts: places and sizes of the micro-batches that have been compared, and all their calls.
         replay: the terms of this loss without a call; None (default) where each step needs one.
     """
 
@@ -74,7 +78,7 @@ class FullBatchTrace:
     terms: Weighted
     loss_trace: LossTrace
     reads: bool
-    parts: set[tuple[int, int]] = field(default_factory=set)
+    parts: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     replay: Replay | None = None
 
     @property
@@ -88,13 +92,54 @@ class FullBatchTrace:
         return outputs, _of_size(self.targets, size, None)
 
 
+class Numerators(TorchFunctionMode):
+    """Function mode that records the numerators of a loss with a traced form.
+
+    Args:
+        terms: the terms of the full batch; `found` holds the same calls on other samples.
+        samples: how many those are.
+        rows: outputs and targets of these.
+    """
+
+    def __init__(self, terms: list[Term], samples: int, rows: tuple[Any, Any]) -> None:
+        super().__init__()
+        self._samples = samples
+        self.found: list[Term] = []
+        self.log = CallLog(*rows)
+        self._terms = {term.index: term for term in terms}
+        self._calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the numerator for a listed functional that is a term; run all others."""
+        kwargs = keywords(func, kwargs)
+        self.log.call(func, args, kwargs)
+        result = self._answer(func, args, kwargs)
+        self.log.returned(result)
+        return result
+
+    def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        called = listed(func, args, kwargs)
+        if called is not None:
+            term = self._terms.get(self._calls)
+            self._calls += 1
+            function, arguments = called
+            if term is not None and function is term.function:
+                sums = numerator(function, arguments)
+                own = (term.index, function, arguments, term.constants, sums)
+                self.found.append(Term(*own, samples=self._samples))
+                # The loss may write to its result: `loss += penalty` added to the numerator, too
+                # (test_a_loss_that_writes_to_its_terms_is_exact).
+                return sums.clone()
+        return func(*args, **kwargs)
+
+
 class CallableLoss(Loss):
     """A plain callable as a loss, traced at every step."""
 
     def __init__(self, fn: Callable[..., Tensor]) -> None:
         self.name = "as written"
         self._fn = fn
-        self._held: set[Any] = set()
+        self._held: dict[Any, list[Any]] = {}
         self._replays = Replays()
         self._missed = 0
 
@@ -170,6 +215,9 @@ class CallableLoss(Loss):
         late = lazy and any(term.divides for _, term in found)
         if late and len(found) > 1:
             return None  # one late denominator can be made good at the end, not two
+        weighed = [term.by for _, term in found if term.by is not None]
+        if weighed and (lazy or (scope.global_size and not all(one.adds for one in weighed))):
+            return None  # a sum of weights that are not all here
         if lazy:  # each micro-batch is loaded with rows as long as its own
             found = [(weight, replace(term, axes={})) for weight, term in found]
         try:
@@ -194,7 +242,7 @@ class CallableLoss(Loss):
         try:
             if replay is None or SUSPENDED[0]:
                 return self._called(outputs, micro, totals)
-            form = form_of(outputs, micro.targets)
+            form = None if replay.called else form_of(outputs, micro.targets)
             if form in replay.forms:
                 return replay.parts(outputs, micro.targets)
             parts = self._called(outputs, micro, totals)
@@ -213,14 +261,22 @@ class CallableLoss(Loss):
             Retry: it is another function of these samples than of the full batch.
         """
         terms = [total.term for total in totals if total.term is not None]
-        mode = Numerators(terms, micro.size)
+        called = [term for term in terms if not isinstance(term, ConstantTerm)]
+        mode = Numerators(called, micro.size, (outputs, micro.targets))
         with mode:
             call_loss(self._fn, outputs, micro.targets)
-        same = len(mode.found) == len(terms) and all(map(Term.part_of, mode.found, terms))
+        same = len(mode.found) == len(called) and all(map(Term.part_of, mode.found, called))
         trace = terms[0].trace if terms else None
         if not same or (trace is not None and not self._is_part(trace, outputs, micro)):
             raise Retry("coupled")
-        return [Part(term.numerator, term.denominator) for term in mode.found]
+        if trace is not None and mode.log.calls != self._log(trace, micro):
+            raise Retry("coupled")
+        parts = iter(mode.found)
+        found = [
+            term.of(micro.size, mode.found) if isinstance(term, ConstantTerm) else next(parts)
+            for term in terms
+        ]
+        return [Part(term.numerator, term.denominator) for term in found]
 
     def describe(self, totals: list[Total]) -> str:
         """Return the loss in words."""
@@ -268,9 +324,8 @@ class CallableLoss(Loss):
         reads: bool,
     ) -> FullBatchTrace:
         shapes = tuple(tensor.shape for tensor in pytree.flat(first))
-        text = repr(
-            ([call[:3] for call in traced[1].calls], [(t.name, t.options()) for _, t in traced[0]])
-        )
+        log = traced[1].log.calls  # with the numbers by which terms are multiplied
+        text = repr(([call[:3] for call in traced[1].calls], log))
         key = scope.size, shapes, text, scope.batch is None
         return FullBatchTrace(
             key, *first, scope.layout, _device_of(scope.outputs), *traced, reads=reads
@@ -303,9 +358,16 @@ class CallableLoss(Loss):
         if place in trace.parts:
             return True
         outputs = _of_size(_without_data(outputs), micro.size, trace.layout)
-        if self._compare(trace, outputs, micro.targets, micro.size):
-            trace.parts.add(place)
-        return place in trace.parts
+        log = self._compare(trace, outputs, micro.targets, micro.size)
+        if log is not None:
+            trace.parts[place] = log
+        return log is not None
+
+    def _log(self, trace: FullBatchTrace, micro: MicroBatch) -> list[Any]:
+        """Return all calls of the loss in the trace of a micro-batch."""
+        if trace.reads:
+            return trace.parts[micro.begin, micro.size]
+        return self._held[trace.key, micro.size]
 
     def _holds_at(self, trace: FullBatchTrace, size: int) -> bool:
         """Compare with the loss of so many samples, once for each that calls the same."""
@@ -313,20 +375,21 @@ class CallableLoss(Loss):
 
     def _holds_anew(self, trace: FullBatchTrace, size: int) -> bool:
         held = self._compare(trace, *trace.rows(size), size)
-        if held:
+        if held is not None:
             if len(self._held) > MANY:  # a weight that moves in every step
                 self._held.clear()
-            self._held.add((trace.key, size))
-        return held
+            self._held[trace.key, size] = held
+        return held is not None
 
-    def _compare(self, trace: FullBatchTrace, outputs: Any, targets: Any, size: int) -> bool:
+    def _compare(
+        self, trace: FullBatchTrace, outputs: Any, targets: Any, size: int
+    ) -> list[Any] | None:
+        """Return all calls of the loss of so many samples; None where they are others."""
         part = self._watch(outputs, targets, trace, size)
         lazy = trace.key[-1]
-        return (
-            part is not None
-            and same_calls(trace.loss_trace, part[1])
-            and (not lazy or trace.terms[0][0] == part[0][0][0])
-        )
+        if part is None or not same_calls(trace.loss_trace, part[1]):
+            return None
+        return part[1].log.calls if not lazy or trace.terms[0][0] == part[0][0][0] else None
 
     def _watch(
         self,

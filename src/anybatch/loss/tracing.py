@@ -14,7 +14,6 @@ term makes the loss unknown.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,14 +31,25 @@ from anybatch.core import pytree
 from anybatch.core.modules import keywords
 from anybatch.loss import functionals
 from anybatch.loss.model_terms import Constant, Recipes, TermOfAll, TracedTerm, touches
-from anybatch.loss.trace import Record, Sum, TermTrace, Weighed, arithmetic, in_order, name_of
+from anybatch.loss.trace import (
+    BOUNDS,
+    CONVERTS,
+    SIGNS,
+    Record,
+    Sum,
+    TermTrace,
+    Weighed,
+    arithmetic,
+    converts,
+    filled_with,
+    in_order,
+    is_exact,
+    lower_bound,
+    name_of,
+)
 
 SAME = frozenset("to contiguous reshape view squeeze unsqueeze mean sum".split())
 """Functions that do not change a single number."""
-SIGNS = {"add": (1.0, 1.0), "radd": (1.0, 1.0), "sub": (1.0, -1.0), "rsub": (-1.0, 1.0)}
-"""Functions of a term and a number that add: the sign of each."""
-BOUNDS = {"clamp": "least", "clamp_min": "least", "add": "plus", "__add__": "plus"}
-"""Functions that keep a count from being 0: ``mask.sum().clamp(min=1)``, ``mask.sum() + 1e-8``."""
 
 PLAIN, TOUCHES, LOSS, REDUCES, STACKS, FILLED = 1, 2, 3, 4, 5, 6
 FILLS = frozenset(
@@ -47,8 +57,6 @@ FILLS = frozenset(
 )
 """Functions that make a number that is the same for all samples."""
 REDUCTIONS = {torch.mean: "mean", Tensor.mean: "mean", torch.sum: "sum", Tensor.sum: "sum"}
-CONVERTS = frozenset("float double to type type_as".split())
-"""Functions that do not change the number of rows that count."""
 
 
 @cache
@@ -131,7 +139,9 @@ class TracingMode(TermTrace[TracedTerm]):
         if category == STACKS:
             self._stacked(first, result)
         elif category == FILLED:
-            self._filled(name_of(func), first, result)
+            number = filled_with(name_of(func), first, result)
+            if number is not None:
+                self._record(result).number = number
         else:
             self._reduced(REDUCTIONS[func], first, result)
 
@@ -147,21 +157,15 @@ class TracingMode(TermTrace[TracedTerm]):
             self._record_number(source.number, result)
         if source.weights is None:
             return
-        if name in CONVERTS:
+        if converts(name, result):
             self._record(result).weights = source.weights
-        elif (number := _lower_bound(name, *options)) is not None:
+        elif (number := lower_bound(name, *options)) is not None:
             bounds = (*source.weights.bounds, (BOUNDS[name], number))
             self._record(result).weights = replace(source.weights, bounds=bounds)
 
-    def _filled(self, name: str, first: Any, result: Tensor) -> None:
-        """Record a tensor of one number, with which a loss may begin or be multiplied."""
-        number = first if name == "tensor" else 0.0 if "zeros" in name else 1.0
-        if result.numel() == 1 and isinstance(number, Real) and not result.requires_grad:
-            self._record_number(float(number), result)
-
     def _record_number(self, number: float, result: Tensor) -> None:
         """Record a number, where a tensor of this type does not round it."""
-        if _is_exact(number, result.dtype):
+        if is_exact(number, result.dtype):
             self._record(result).number = number
 
     def weights(self) -> list[Tensor]:
@@ -363,7 +367,7 @@ class TracingMode(TermTrace[TracedTerm]):
 
     def _fits(self, entry: functionals.Functional, arguments: dict[str, Any]) -> bool:
         """Return whether samples are the first dimension, and no weight belongs to a sample."""
-        if not entry.fits(arguments):
+        if not entry.fits(arguments) or entry.has_other_tensors(arguments):
             return False
         layer = [arguments.get(name) for name in entry.parameters]
         if not all(is_parameter(p) for p in layer if p is not None):
@@ -408,32 +412,12 @@ class TracingMode(TermTrace[TracedTerm]):
             self._record(result).sums = combined
 
 
-def _lower_bound(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Return the number that keeps a count from being 0; None where a call does something else."""
-    numbers = [one for one in (*args, *kwargs.values()) if one is not None]
-    below = kwargs.get("max") is None and (len(args) < 2 or args[1] is None)
-    if name not in BOUNDS or len(numbers) != 1 or not below or not isinstance(numbers[0], Real):
-        return None
-    return float(numbers[0])
-
-
 def _is_wrapped(value: Any) -> bool:
     """Say whether a tensor stands for many, in a function of torch.func's."""
     wrapped: bool = isinstance(value, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(
         value
     )
     return wrapped
-
-
-DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
-"""Binary digits of a number of each type."""
-
-
-def _is_exact(number: float, dtype: torch.dtype) -> bool:
-    """Say whether a type holds a number without rounding it."""
-    if dtype not in DIGITS or abs(number) > 2.0**15 or (number and abs(number) < 2.0**-14):
-        return False
-    return (math.frexp(number)[0] * 2.0 ** DIGITS[dtype]).is_integer()
 
 
 def _times(sums: Sum, factor: float) -> Sum:

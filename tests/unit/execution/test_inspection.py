@@ -162,7 +162,7 @@ def test_targets_that_are_trained_are_named_and_the_advice_is_exact() -> None:
     weights = nn.Parameter(torch.rand(len(x), dtype=torch.double))
 
     def loss(out: Tensor, t: Any) -> Tensor:
-        return (F.cross_entropy(out, t["y"], reduction="none") * t["w"]).mean()
+        return (F.cross_entropy(out, t["y"], reduction="none") * t["w"]).mean().exp()
 
     with pytest.raises(LossError, match=r"targets\['w'\] requires a gradient.*as an input"):
         Engine(model, loss, micro_batch=4).backward(x, {"y": y, "w": weights})

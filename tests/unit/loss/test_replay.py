@@ -67,9 +67,47 @@ class Looking:
         return F.cross_entropy(out, y)
 
 
+class Focal(nn.Module):
+    gamma = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.CrossEntropyLoss(reduction="none")
+
+    def power(self, losses: Tensor) -> Tensor:
+        return (1 - torch.exp(-losses)) ** self.gamma
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        losses = self.each(out, y)
+        return (self.power(losses) * losses).mean()
+
+
+class Reads(Focal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = [1.0]
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return self.mean[0] * F.cross_entropy(out, y)
+
+
+class Calls(nn.Module):
+    """An attribute of another module is read, which may be computed by any code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Focal()
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        return self.inner.power(F.cross_entropy(out, y, reduction="none")).mean()
+
+
+INNER = Focal()
+
 REPLAYED: dict[str, Any] = {
     "functional": F.cross_entropy,
     "module": nn.CrossEntropyLoss(weight=WEIGHT),
+    "subclass": Own(),
     "partial": partial(F.cross_entropy, ignore_index=1),
     "two terms": weighted,
     "closure": closing(WEIGHT),
@@ -81,7 +119,9 @@ REPLAYED: dict[str, Any] = {
 TRACED: dict[str, Any] = {
     "branches": branching,
     "in place": adding,
-    "subclass": Own(),
+    "reads a list": Reads(),
+    "another module inside": Calls(),
+    "another module": lambda out, y: INNER.mean(F.cross_entropy(out, y, reduction="none")),
     "object": Looking(),
     "method": Looking().__call__,
     "learned weight": closing(WEIGHT.clone().requires_grad_()),
@@ -114,6 +154,31 @@ def test_a_later_step_is_replayed_and_exact(name: str, monkeypatch: pytest.Monke
         want = undivided(model, loss, *inputs)
         assert_exact(state_of(model, engine.backward(*inputs)), want)
         assert found == ([4] if seed == 0 else [4, 4, 3])
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [Focal(), lambda out, y: F.cross_entropy(out, y, reduction="none").square().mean()],
+)
+def test_the_trace_of_a_loss_with_values_of_its_own_is_saved(
+    loss: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Micro-batches call it; the full batch without data is traced once."""
+    model, traced = net(), list[int]()
+    trace = CallableLoss._traced
+
+    def counting(self: CallableLoss, scope: Any) -> Any:
+        traced.append(scope.size)
+        return trace(self, scope)
+
+    monkeypatch.setattr(CallableLoss, "_traced", counting)
+    engine = Engine(model, loss, micro_batch=4)
+    for seed in range(3):
+        model.zero_grad()
+        inputs = batch(seed)
+        want = undivided(model, loss, *inputs)
+        assert_exact(state_of(model, engine.backward(*inputs)), want)
+    assert len(traced) == 1
 
 
 @pytest.mark.parametrize(

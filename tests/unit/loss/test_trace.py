@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.loss.trace import LossTrace, UnfollowableError, same_calls
+from anybatch.loss.function_trace import LossTrace, same_calls
+from anybatch.loss.trace import UnfollowableError
 
 N, C = 5, 3
 WEIGHT = torch.rand(C)
@@ -65,6 +66,9 @@ SUMS: dict[str, tuple[Callable[..., Any], list[float]]] = {
     "twice": (doubled, [2.0]),
     "per length": (lambda o, y: F.cross_entropy(o, y, reduction="sum") / len(o), [1 / N]),
     "per shape": (lambda o, y: F.cross_entropy(o, y, reduction="sum") / o.shape[0], [1 / N]),
+    "an offset": (lambda o, y: F.cross_entropy(o, y) + 1.5, [1.0, 1.5]),
+    "reduction none": (lambda o, y: 2 * F.cross_entropy(o, y, reduction="none").mean(), [2.0]),
+    "no loss of torch's": (lambda o, y: (o.sum(1) - y).square().mean(), [1.0]),
     "negated": (lambda o, y: -F.cross_entropy(o, y), [-1.0]),
     "transposed back": (lambda o, y: F.mse_loss(o.t(), torch.zeros_like(o.t())), [1.0]),
     "pooled": (lambda o, y: F.cross_entropy(o[:, None].sum(1), y), [1.0]),
@@ -128,7 +132,6 @@ COUPLED: dict[str, Callable[..., Any]] = {
         o[:, :1].expand(N, N), y.float()[None].expand(N, N)
     ),
     "column against row": lambda o, y: F.mse_loss(o[:, :1], y.float()),
-    "reduction none": lambda o, y: F.cross_entropy(o, y, reduction="none").mean(),
     "shuffled": lambda o, y: F.cross_entropy(o[torch.randperm(N)], y),
     "some samples": lambda o, y: F.cross_entropy(o[1:], y[1:]),
     "masked": lambda o, y: F.cross_entropy(o[y > 0], y[y > 0]),
@@ -136,9 +139,7 @@ COUPLED: dict[str, Callable[..., Any]] = {
     "product": lambda o, y: F.cross_entropy(o, y) * F.mse_loss(o, torch.zeros_like(o)),
     "mean of samples": lambda o, y: F.mse_loss(o.mean(0), torch.zeros(C)),
     "mean of all": lambda o, y: F.mse_loss(o.mean((-1, 0)), torch.zeros(())),
-    "offset": lambda o, y: F.cross_entropy(o, y) + 1.0,
     "exponential": lambda o, y: F.cross_entropy(o, y).exp(),
-    "no loss at all": lambda o, y: (o.sum(1) - y).square().mean(),
     "weights from the batch": lambda o, y: F.cross_entropy(
         o, y, weight=1.0 / torch.bincount(y, minlength=C).clamp(min=1)
     ),
