@@ -14,6 +14,7 @@ from benchmarks.concepts.memory import rows as concepts
 from benchmarks.guide.draws import rows as guide_draws
 from benchmarks.guide.figures import rows as guide_figures
 from benchmarks.guide.finders import rows as guide_finders
+from benchmarks.guide.first_hour import rows as first_hour
 from benchmarks.guide.first_step import rows as guide_start
 from benchmarks.guide.gpus import rows as guide_gpus
 from benchmarks.guide.lanes import rows as guide_lanes
@@ -47,6 +48,7 @@ from benchmarks.mbs.rows import (
     lies,
     markdown,
     overhead,
+    own_losses,
     soak,
     speed,
     speed_summary,
@@ -103,6 +105,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "algorithm1": ("mbs/algorithm1", algorithm1),
     "lies": ("mbs/lies", lies),
     "overhead": ("mbs/overhead", overhead),
+    "own_losses": ("mbs/own_losses", own_losses),
     "first_step": ("mbs/first_step", first_step),
     "peak": ("mbs/peak", peak),
     "soak": ("mbs/soak", soak),
@@ -174,6 +177,8 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "guide_start": ("guide/first_step", guide_start.first_step),
     "guide_finders": ("guide/finders", guide_finders.finders),
     "guide_values": ("guide/values", guide_values.guide_values),
+    "first_hour": ("guide/first_hour", first_hour.first_hour),
+    "habits": ("guide/first_hour", first_hour.habits),
     "guide_lengths": ("guide/lengths", guide_lengths.guide_lengths),
     "guide_gpus": ("guide/gpus", guide_gpus.guide_gpus),
     "guide_gpus_summary": ("guide/gpus", guide_gpus.guide_gpus_summary),
@@ -217,6 +222,7 @@ TITLES = {
     "draw_layouts": "Full-batch draws: the rules that find where a draw holds the samples",
     "speed": "Speed against the best loop by hand",
     "overhead": "What a step costs beside forward and backward",
+    "own_losses": "Losses of one's own: one pass beside two",
     "first_step": "The first step of an engine, beside its second one",
     "bf16": "2048 micro-batches in bfloat16",
     "algorithm1": "The paper's Algorithm 1, word for word",
@@ -258,6 +264,7 @@ TITLES = {
     "guide_start": "Plans: the first step under a budget, and the first fifty",
     "guide_finders": "Plans: fifty steps under a budget, beside finders of a size",
     "guide_values": "Plans: memory that depends on the values of a batch",
+    "first_hour": "A new user's first hour",
     "guide_lengths": "Plans: batches of many lengths, beside a loop by hand",
     "guide_pace": "Plans: the seconds of a whole run, foreseen and taken",
     "guide_gpus": "Guide: Lemma 3.1 and the refined model, beside real processes",
@@ -299,6 +306,7 @@ MORE = {
     "guide_figures": ("guide_figures_errors",),
     "guide_servers": ("guide_servers_real",),
     "guide_numbers": ("guide_numbers_memory", "guide_numbers_table2"),
+    "first_hour": ("habits",),
     "transformers": ("transformers_overhead",),
     "accelerate": ("accelerate_overhead",),
     "lightning": ("lightning_overhead",),

@@ -159,6 +159,16 @@ def overhead(results: Results) -> str:
     return markdown(["step", "micro-batches", *head], rows)
 
 
+def own_losses(results: Results) -> str:
+    """Milliseconds of a step of each loss by hand, and of both engines as a multiple of it."""
+    rows = []
+    for name, step in results["steps"].items():
+        ratios = (f"{step['of_by_hand'][one]:.2f}" for one in ("one_pass", "two_passes"))
+        rows.append([name, str(step["micro_batches"]), f"{step['ms']['by_hand']:.1f}", *ratios])
+    head = ["by hand, ms", "engine, of it", "if samples met, of it"]
+    return markdown(["loss", "micro-batches", *head], rows)
+
+
 def soak(results: Results) -> str:
     """What the last soak has run, in one line a count."""
     files = results["files"].values()

@@ -426,10 +426,10 @@ def scalar(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         return value if value.dim() == 0 else value.reshape(())
     came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    raise LossError(
-        f"{what} must return one number as a tensor, and it returned {came}: sum or average it, "
-        "or declare Loss.per_sample"
-    )
+    mend = "sum or average it, or declare Loss.per_sample"
+    if isinstance(value, int | float):
+        mend = "return the tensor itself, without .item() or float()"
+    raise LossError(f"{what} must return one number as a tensor, and it returned {came}: {mend}")
 
 
 def loss_inside(outputs: Any) -> Tensor:
