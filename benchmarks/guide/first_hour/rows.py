@@ -9,13 +9,15 @@ Results = dict[str, Any]
 
 
 def first_hour(results: Results) -> str:
-    """Lines taken away and added, and the largest relative difference of a loss."""
-    rows = [
-        [LOOPS[name], str(one["removed"]), str(one["added"]), f"{one['difference']:.0e}"]
-        for name, one in results["loops"].items()
-    ]
-    head = ["loop", "lines taken away", "lines added", "largest difference of a loss"]
-    return markdown(head, rows)
+    """Lines taken away and added, how it was divided, and the largest difference of a loss."""
+    rows = []
+    for name in LOOPS:
+        one = results["loops"][name]
+        lines = str(one["removed"]), str(one["added"])
+        divided = one["mechanism"], str(one["micro_batches"])
+        rows.append([LOOPS[name], *lines, *divided, f"{one['difference']:.0e}"])
+    head = ["lines taken away", "lines added", "mechanism", "micro-batches"]
+    return markdown(["loop", *head, "largest difference of a loss"], rows)
 
 
 def habits(results: Results) -> str:

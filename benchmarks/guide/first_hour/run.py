@@ -39,6 +39,16 @@ LOOPS = {
     "clip": "CLIP",
     "ctc": "LSTM with CTC",
 }
+RUN = """
+import json, runpy, sys
+found = runpy.run_path(sys.argv[1])
+engine = found.get("engine") or getattr(found.get("trainer"), "engine", None)
+if engine is not None:
+    last, plan = engine.last, engine.plan
+    print(json.dumps([plan.mechanism, last.micro_batches, plan.memory.budget]))
+"""
+"""Runs a loop, and prints how its engine has divided the batch."""
+
 LOSS = re.compile(r"step (\d+) loss ([-\d.]+)")
 
 
@@ -56,16 +66,18 @@ def fresh(folder: Path) -> tuple[Path, float]:
     return python, perf_counter() - start
 
 
-def losses(python: Path | str, script: Path, cache: str) -> list[float]:
-    """Run a script, and return the losses that it prints."""
+def losses(python: Path | str, script: Path, cache: str) -> tuple[list[float], list[Any]]:
+    """Run a script; return the losses that it prints, and how its engine divided the batch."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env |= {"XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [str(python), str(script)], check=False, capture_output=True, text=True, env=env
+        [str(python), "-c", RUN, str(script)], check=False, capture_output=True, text=True, env=env
     )
     if done.returncode:
         raise SystemExit(f"{script.name} failed:\n{done.stderr}")
-    return [float(loss) for _, loss in LOSS.findall(done.stdout)]
+    last = done.stdout.splitlines()[-1]
+    divided = json.loads(last) if last.startswith("[") else []
+    return [float(loss) for _, loss in LOSS.findall(done.stdout)], divided
 
 
 def changed(before: str, after: str) -> tuple[int, int]:
@@ -82,11 +94,22 @@ def loop(python: Path | str, name: str) -> dict[str, Any]:
     # The losses of the model are those of the plain loop.
     plain = HERE / "loops" / "trainer_plain.py" if name == "trainer" else before
     with tempfile.TemporaryDirectory() as cache:
-        want, got = losses(python, plain, cache), losses(python, after, cache)
+        want, _ = losses(python, plain, cache)
+        got, (mechanism, micro_batches, budget) = losses(python, after, cache)
     if not want or len(want) != len(got):
         raise SystemExit(f"{name} has {len(got)} losses instead of {len(want)}")
+    if micro_batches < 2:
+        raise SystemExit(f"the batch of {name} was not divided: give a smaller budget")
     worst = max(abs(a - b) / abs(b) for a, b in zip(got, want, strict=True))
-    return {"removed": removed, "added": added, "steps": len(want), "difference": worst}
+    return {
+        "removed": removed,
+        "added": added,
+        "steps": len(want),
+        "difference": worst,
+        "mechanism": mechanism,
+        "micro_batches": micro_batches,
+        "budget": budget,
+    }
 
 
 def main(

@@ -10,7 +10,8 @@ import anybatch
 class CLIP(nn.Module):
     def __init__(self):
         super().__init__()
-        self.image = nn.Sequential(nn.Flatten(), nn.Linear(192, 128), nn.ReLU(), nn.Linear(128, 32))
+        layers = nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        self.image = nn.Sequential(*layers, nn.Linear(32, 32))
         self.text = nn.Sequential(nn.EmbeddingBag(100, 64), nn.ReLU(), nn.Linear(64, 32))
         self.scale = nn.Parameter(torch.tensor(2.0))
 
@@ -27,9 +28,9 @@ def clip_loss(image, text, scale):
 
 torch.manual_seed(0)
 model = CLIP()
-images, texts = torch.randn(64, 3, 8, 8), torch.randint(100, (64, 6))
+images, texts = torch.randn(128, 3, 8, 8), torch.randint(100, (128, 6))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-engine = anybatch.Engine(model, clip_loss, optimizer, memory="2MiB")
+engine = anybatch.Engine(model, clip_loss, optimizer, memory="1.5MiB")
 
 for step in range(6):
     optimizer.zero_grad()

@@ -29,7 +29,7 @@ criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
 average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-engine = anybatch.Engine(model, criterion, optimizer, memory="12MiB")
+engine = anybatch.Engine(model, criterion, optimizer, memory="1.5MiB")
 
 for step in range(6):
     optimizer.zero_grad()

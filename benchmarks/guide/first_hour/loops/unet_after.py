@@ -36,7 +36,7 @@ model = UNet()
 images = torch.randn(16, 3, 32, 32)
 masks = (images.mean(1, keepdim=True) > 0.2).float()
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-engine = anybatch.Engine(model, bce_dice, optimizer, memory="6MiB")
+engine = anybatch.Engine(model, bce_dice, optimizer, memory="3MiB")
 
 for step in range(6):
     optimizer.zero_grad()
