@@ -209,6 +209,9 @@ MEET: dict[str, Lose] = {
     "tensors of a class of their own": lambda o, y: (
         (o - y.as_subclass(Centred)).as_subclass(Tensor).square().mean()
     ),
+    "weights in the type of the outputs": lambda o, y: F.cross_entropy(
+        o, y.argmax(1), weight=OF_CLASSES.to(o), label_smoothing=0.1
+    ),
     "one target for all": lambda o, y: F.cosine_embedding_loss(o, y, torch.ones(1)),
     "largest of two, one of all": lambda o, _: torch.max(o, o.mean(0)).mean(),
     "another row of each": lambda o, y: (

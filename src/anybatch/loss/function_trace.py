@@ -308,7 +308,7 @@ class LossTrace(TermTrace[Term]):
         """Say whether a weight is the same for all samples, or one of them along their axis."""
         if not isinstance(value, Tensor):
             return True
-        if value.requires_grad:
+        if value.requires_grad or value.is_meta:  # one without data cannot be compared
             return False
         if self._is_traced(value):
             same = self._axis(value) in (axis, ANY)

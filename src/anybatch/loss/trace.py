@@ -156,8 +156,10 @@ def _rows_alike(part: Any, n: int, full: Any, size: int, axis: int) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if a is b:
         return True
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.is_meta or b.is_meta:
+        return False
     with unset_fake_temporarily():  # a rehearsal compares nothing
-        return isinstance(a, Tensor) and isinstance(b, Tensor) and torch.equal(a, b)
+        return torch.equal(a, b)
 
 
 def _looks_the_same(a: Any, b: Any) -> bool:
