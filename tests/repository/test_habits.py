@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -148,6 +149,29 @@ def test_a_type_error_inside_of_the_model_is_its_own() -> None:
 
     with pytest.raises(TypeError, match="unsupported operand"):
         Engine(Adding(8, 3), F.cross_entropy, micro_batch=4).backward(X, Y)
+
+
+def wide(a: Tensor, b: Tensor, c: Tensor, y: Tensor) -> Tensor:
+    return a.sum() + b.sum() + c.sum() + y.sum() + "1"  # type: ignore[operator]
+
+
+class Three(nn.Linear):
+    def forward(self, x: Tensor, names: Any = None) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        out = super().forward(x)
+        return out, out, out
+
+
+def test_a_type_error_inside_of_a_loss_of_several_outputs_is_its_own() -> None:
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        Engine(Three(8, 3), wide, micro_batch=4).backward(X, Y)
+    assert type(raised.value) is TypeError
+
+
+def test_an_array_beside_the_tensors_is_not_blamed_for_another_error() -> None:
+    names = np.array([str(i) for i in range(len(X))])
+    with pytest.raises(TypeError, match="unsupported operand") as raised:
+        Engine(Three(8, 3), wide, micro_batch=4).backward((X, names), Y)
+    assert type(raised.value) is TypeError
 
 
 def test_all_frames_are_shown_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,8 +172,8 @@ class Engine:
             model, group, adaptive=adaptive, shared_rng=rng == "batch", sharded=sharded
         )
         path = plan_file() if cache == "auto" else cache and Path(cache)
-        planned = plan is None and not self._rank_session.several
-        planned = planned and memory is not None and parse_share(memory) is None
+        stays = memory is not None and parse_share(memory) is None  # a share is of what is free
+        planned = stays and plan is None and not self._rank_session.several
         if self._planner is not None and planned and path:
             settings = memory, micro_batch, workspace, batchnorm, rng, tune, sorted(rungs)
             program_of = partial(self._program, settings)
@@ -286,7 +286,10 @@ class Engine:
             scaler = self._prepared.scaler if scaler is None else scaler
             loss = self._until_complete(partial(self._backward, inputs, targets, scaler, observe))
         except Exception as error:
-            raise error_of_call(error, self._inputs, inputs, targets) from error.__cause__
+            wrong = error_of_call(error, self._inputs, inputs, targets)
+            if wrong is not None:
+                raise wrong from None
+            raise error
         self._inputs.norms.step(loss)
         return loss
 
@@ -357,7 +360,10 @@ class Engine:
             self._refuse_place()
             return self._until_complete(partial(self._evaluate, inputs, targets, observe))
         except Exception as error:
-            raise error_of_call(error, self._inputs, inputs, targets) from error.__cause__
+            wrong = error_of_call(error, self._inputs, inputs, targets)
+            if wrong is not None:
+                raise wrong from None
+            raise error
 
     def _evaluate(
         self,

@@ -408,23 +408,23 @@ FULL = "ANYBATCH_TRACEBACK"
 """Environment variable; "full" shows the frames of this package in every error."""
 
 
-def error_of_call(error: Exception, inputs: StepInputs, batch: Any, targets: Any) -> Exception:
-    """Return the error of a step that failed: its own, or one that names the wrong argument.
+def error_of_call(
+    error: Exception, inputs: StepInputs, batch: Any, targets: Any
+) -> AnybatchError | None:
+    """Return the error that names a wrong argument of a call; None where the step's own says more.
 
     Args:
-        error: the step's; frames of this package are left out of it.
+        error: the step's; it loses the frames of this package.
         inputs: of the engine.
         batch: the `inputs` of the call.
         targets: those of the call.
     """
-    found = _wrong_call(inputs, batch, targets) if isinstance(error, TypeError) else None
-    if found is not None:
-        return found.with_traceback(None)
-    return without_own_frames(error)
+    without_own_frames(error)
+    return _wrong_call(str(error), inputs, batch, targets) if type(error) is TypeError else None
 
 
-def without_own_frames(error: Exception) -> Exception:
-    """Return an error, and those that caused it, without frames of this package.
+def without_own_frames(error: Exception) -> None:
+    """Remove frames of this package from an error, and from those that caused it.
 
     One that arises in this package, and is none of its errors, is a fault of ours and remains.
     """
@@ -439,7 +439,6 @@ def without_own_frames(error: Exception) -> Exception:
                 found = TracebackType(found, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
             one.__traceback__ = found
         one = one.__cause__ or one.__context__  # type: ignore[assignment]
-    return error
 
 
 def _frames(error: BaseException) -> Iterator[TracebackType]:
@@ -459,31 +458,28 @@ def _is_of_others(error: BaseException) -> bool:
     return True in own and not all(own[own.index(True) :])
 
 
-def _wrong_call(inputs: StepInputs, batch: Any, targets: Any) -> AnybatchError | None:
-    """Return the error of a batch that the model or the loss does not take; None if they do."""
+def _wrong_call(text: str, inputs: StepInputs, batch: Any, targets: Any) -> AnybatchError | None:
+    """Return the error of a batch that the model or the loss does not take; None if they do.
+
+    Args:
+        text: of a TypeError. Python names the function whose arguments it refuses: any other error
+            has arisen inside of one.
+        inputs: of the engine.
+        batch: the `inputs` of the call.
+        targets: those of the call.
+    """
     if isinstance(batch, LazyBatch):
         return None
-    arrays = [
-        path
-        for name, tree in (("inputs", batch), ("targets", targets))
-        for path, leaf in leaves(tree, name)
-        if isinstance(leaf, np.ndarray)
-    ]
-    args: tuple[Any, ...] = ()
-    named: dict[str, Any] = {}
-    if isinstance(batch, Mapping):
-        named = {str(name): value for name, value in batch.items()}
-    elif isinstance(batch, tuple | list) and not hasattr(batch, "_fields"):
-        args = tuple(batch)
-    else:
-        args = (batch,)
-    if not _takes(inputs.model.forward, args, named):
-        return BatchError(_of_model(inputs.model, args, named, targets))
     function = next(iter(inputs.loss.functions()), None)
-    called = (None,) if targets is None else (None, None)
-    if inputs.loss.takes_outputs and function is not None and not _takes(function, called, {}):
-        return LossError(_of_loss(function, targets))
-    if arrays:
+    form = function.forward if isinstance(function, nn.Module) else function
+    if _refuses(inputs.model.forward, text):
+        return BatchError(_of_model(inputs.model, batch, targets))
+    if inputs.loss.takes_outputs and _refuses(form, text):
+        return LossError(_of_loss(form, targets))
+    named = {"inputs": batch, "targets": targets}
+    every = (pair for name, tree in named.items() for pair in leaves(tree, name))
+    arrays = [path for path, leaf in every if isinstance(leaf, np.ndarray)]
+    if arrays and "numpy.ndarray" in text:
         return BatchError(
             f"a batch must be made of tensors where the model computes with them, and {arrays[0]} "
             f"is a numpy array: pass torch.from_numpy({arrays[0]})"
@@ -491,8 +487,13 @@ def _wrong_call(inputs: StepInputs, batch: Any, targets: Any) -> AnybatchError |
     return None
 
 
+def _refuses(function: Any, text: str) -> bool:
+    """Say whether a TypeError is that of a call of `function` with other arguments."""
+    return text.startswith(f"{getattr(function, '__qualname__', None)}()")
+
+
 def no_attribute(name: str) -> str:
-    """Return the sentence on an attribute that an engine lacks, and those of others have."""
+    """Return the error's text for an attribute that an engine lacks."""
     sentence = f"'Engine' object has no attribute {name!r}"
     of_optimizer = {"step": "optimizer.step()", "zero_grad": "optimizer.zero_grad()"}
     if name in of_optimizer:
@@ -502,29 +503,18 @@ def no_attribute(name: str) -> str:
     return sentence
 
 
-def _takes(function: Any, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-    """Say whether a function can be called so; yes where its signature is unknown."""
-    try:
-        found = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    except (TypeError, ValueError):
-        return True
-    try:
-        found.bind(*args, **named)
-    except TypeError:
-        return False
-    return True
-
-
-def _of_model(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], targets: Any) -> str:
+def _of_model(model: nn.Module, batch: Any, targets: Any) -> str:
     took = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
-    if named:
-        passed = ", ".join(f"{name}=..." for name in named)
+    several = isinstance(batch, tuple | list) and not hasattr(batch, "_fields")
+    if isinstance(batch, Mapping):
+        passed = ", ".join(f"{name}=..." for name in batch)
         mend = "select what it takes, and pass what the loss takes as targets: engine.backward("
         mend += "{'x': batch['x']}, batch['y'])"
     else:
-        passed = f"{len(args)} argument{'s' * (len(args) != 1)}"
+        count = len(batch) if several else 1
+        passed = f"{count} argument{'s' * (count != 1)}"
         mend = "put several inputs into a tuple: engine.backward((a, b), targets)"
-        if len(args) > 1:
+        if count > 1:
             mend = "pass the targets after the inputs: engine.backward(inputs, targets)"
             mend += "" if targets is not None else ", or engine.backward(*batch)"
     return (
@@ -534,15 +524,13 @@ def _of_model(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], ta
 
 
 def _of_loss(function: Any, targets: Any) -> str:
-    form = function.forward if isinstance(function, nn.Module) else function
-    name = getattr(function, "__name__", type(function).__name__)
     passed = "(outputs)" if targets is None else "(outputs, targets)"
     mend = "pass targets: engine.backward(inputs, targets)"
     if targets is not None:
         mend = "close over everything else: lambda outputs, targets: ..."
     return (
         f"a loss is called as loss_fn{passed}, or with the items of a tuple of outputs one by one, "
-        f"and {name}{inspect.signature(form)} takes others: {mend}"
+        f"and {function.__qualname__}{inspect.signature(function)} takes others: {mend}"
     )
 
 
