@@ -6,9 +6,8 @@ an environment that has the wheel and nothing of this repository; the lines that
 and the losses of all steps are compared. Then calls with arguments that people try (`habits.py`)
 must work, or end in one sentence.
 
-transformers' own Trainer divides a causal loss by one token more a row than it sums over, so its
-losses are smaller than those of the model, which the engine's Trainer reports. They are compared
-with the loss of the model instead.
+The engine's Trainer reports the loss of the model, so its steps are compared with a plain loop of
+that loss (`loops/trainer_plain.py`), not with what transformers' own Trainer logs.
 """
 
 import difflib

@@ -161,7 +161,7 @@ def loops_of(problem: Problem, micro_batch: int) -> dict[str, Callable[[], Tenso
         "one_pass": lambda: one.backward(problem.inputs, problem.targets),
         "two_passes": lambda: two.backward(problem.inputs, problem.targets),
     }
-    full = whole(problem)
+    full = full_batch(problem)
     want = gradients(full, problem, micro_batch)
     for name, loop in loops.items():
         error = worst(gradients(lambda *_, run=loop: run(), problem, micro_batch), want)
@@ -174,7 +174,7 @@ def loops_of(problem: Problem, micro_batch: int) -> dict[str, Callable[[], Tenso
     return loops
 
 
-def whole(problem: Problem) -> Callable[[Problem, int], Tensor]:
+def full_batch(problem: Problem) -> Callable[[Problem, int], Tensor]:
     """Return the undivided step; a loss of several outputs gets them one by one."""
     plain = Problem(
         problem.model, hidden(problem), None, problem.inputs, problem.targets, problem.batch

@@ -69,7 +69,7 @@ KEYWORDS = frozenset(
 )
 """Keywords that the rules read, or that say nothing about samples: ``axis=`` is none of them."""
 
-PLAIN = (Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+PLAIN = (Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
 
 NEW = ("new_zeros", "new_ones")
 
@@ -495,7 +495,7 @@ class LossTrace(TermTrace[Term]):
 
 
 def same_calls(a: LossTrace, b: LossTrace) -> bool:
-    """Say whether two watches saw the same, but for the number of samples."""
+    """Say whether two traces have the same calls, but for the number of samples."""
 
     def same_shape(x: torch.Size, y: torch.Size, axis: int | None) -> bool:
         grown = [i * b._size == j * a._size for i, j in zip(x, y, strict=False)]
@@ -530,7 +530,7 @@ def _fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any
 def is_plain(class_: type) -> bool:
     """Say whether functions of torch treat tensors of a class as any others."""
     own = getattr(class_, "__torch_function__", None)
-    return own in PLAIN or getattr(own, "__func__", None) is getattr(PLAIN[0], "__func__", own)
+    return getattr(own, "__func__", own) in PLAIN
 
 
 def _are_numbers(values: Any) -> bool:

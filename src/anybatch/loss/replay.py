@@ -140,7 +140,8 @@ def read_values(fn: Any, found: list[Any]) -> bool:
         fn: the loss.
         found: the values are added to it.
     """
-    return UNPATCHED and _runnable() == AS_IMPORTED and _values(fn, found)
+    unbound = torch.nn is nn and nn.functional is F  # as code reads them
+    return UNPATCHED and unbound and _runnable() == AS_IMPORTED and _values(fn, found)
 
 
 def _values(fn: Any, found: list[Any]) -> bool:
@@ -391,8 +392,8 @@ class ReplayedCall:
         """
         by = self.term.by
         if by is not None:
-            values = self.recipes[BY] if BY in self.recipes else tensors[self.places[BY]]
-            weights = values.made(tensors) if isinstance(values, Recipe) else values
+            recipe = self.recipes.get(BY)
+            weights = tensors[self.places[BY]] if recipe is None else recipe.made(tensors)
             return bounded(weights.sum(), by.bounds)
         if self.fixed is not None:
             return self.fixed

@@ -97,9 +97,10 @@ class Term:
     def name(self) -> str:
         """The functional's name; for values of the loss's own the name of their reduction."""
         own = {own_values: "", own_weighted_values: "weighted "}.get(self.function)
-        if own is None:
-            return str(self.function.__name__)
-        return f"{own}{self.arguments['reduction']} of its own"
+        name = str(self.function.__name__)
+        if own is not None:
+            name = f"{own}{self.arguments['reduction']} of its own"
+        return name if self.by is None else f"{name}, by weights"
 
     @property
     def divides(self) -> bool:

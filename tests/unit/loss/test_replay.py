@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -271,6 +272,10 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Change]]:
         "functional": (
             nn.CrossEntropyLoss(),
             partial(monkeypatch.setattr, F, "cross_entropy", replaced),
+        ),
+        "module of functionals": (
+            lambda out, y: nn.functional.cross_entropy(out, y),
+            partial(monkeypatch.setattr, nn, "functional", SimpleNamespace(cross_entropy=replaced)),
         ),
         "functional that is no loss": (
             lambda out, y: F.cross_entropy(F.softplus(out), y),
