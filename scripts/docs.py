@@ -72,7 +72,7 @@ def pages(root: Path) -> dict[Path, str]:
         root / "docs" / "benchmarks.md": benchmarks_page(),
         root / "docs" / "papers.md": papers_page(),
     }
-    written = [root / "README.md", *sorted((root / "docs").glob("*.md"))]
+    written = [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
     return made | {path: filled(path) for path in written if path not in made}
 
 

@@ -18,7 +18,7 @@ from anybatch import devices, errors, kernels, planning, reports, units
 
 HEAD = """# API
 
-Written from the docstrings by `make docs`: do not edit. The [guide](guide.md) shows these names at
+Written from the docstrings by `make docs`: do not edit. The [guide](README.md) shows these names at
 work."""
 MODULES = (units, devices, planning, kernels, reports, errors)
 """Public modules, in the order of the page; what is in `anybatch` itself comes before them."""

@@ -1,4 +1,4 @@
-"""The lines of the guide under a real torchrun: two processes, one batch."""
+"""The lines of the page on ranks under a real torchrun: two processes, one batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guide.md"
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "ranks.md"
 BEFORE = """
 import sys, torch, anybatch
 from torch import nn

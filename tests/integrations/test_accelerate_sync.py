@@ -3,7 +3,7 @@
 Their script keeps a plain model beside a prepared one, hands it the rows of all ranks, and demands
 that gradients, learning rates and updates agree at the end of every window, and not before. Their
 model, data set and Accelerator are used here, on two processes; a window is one batch of the
-loader, which the engine splits. What differs is listed in docs/decisions.md.
+loader, which the engine splits. What differs is listed in docs/decisions/trainings.md.
 """
 
 from __future__ import annotations

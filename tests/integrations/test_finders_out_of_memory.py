@@ -2,7 +2,7 @@
 
 A finder tries a training with a smaller batch until it does not fail. Their tests raise the words
 of such errors where a batch is too large; here a model raises them where a micro-batch is. The
-batch stays what it was. What differs is in docs/decisions.md.
+batch stays what it was. What differs is in docs/decisions/trainings.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What Lightning's tests demand of accumulation, asked of `FullBatch`: how often, and when.
 
 Theirs count calls of ``zero_grad`` with micro-batches in the loader; here the loader has the whole
-batch, and counts, steps and schedules must be the same. What differs is in docs/decisions.md.
+batch, and counts, steps and schedules must be the same. docs/decisions/trainings.md says what
+differs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Everywhere the first batch is small, and a later one holds more; or the optimizer keeps more, or the
 sums of gradients grow. What a value of a tensor decides cannot be known before it is read: that is
-a limit, told in docs/decisions.md.
+a limit, told in docs/decisions/forecasts.md.
 """
 
 from __future__ import annotations

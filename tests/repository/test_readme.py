@@ -139,16 +139,14 @@ def test_every_command_of_the_pages_is_one() -> None:
 def test_the_newcomers_hour_runs_from_the_first_command_to_the_last(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, counted: Callable[[int], int]
 ) -> None:
-    """Every command of that section, in its order, in an empty folder; a soak as it is written."""
+    """Every command of that page, in its order, in an empty folder; a soak as it is written."""
     monkeypatch.chdir(tmp_path)
     size = str(counted(512))
     fewer = {"--batch-size 512": f"--batch-size {size}"}
     if size != "512":
         fewer |= {"--epochs 3": "--epochs 1", "--model resnet20": "--model cnn:16"}
-    text = (ROOT / "docs" / "guide.md").read_text()
-    begin = text.index("## From a model and some memory to a trained run")
-    section = text[begin : text.index("\n## ", begin)]
-    shorter, said = section, []
+    page = (ROOT / "docs" / "guide" / "first_hour.md").read_text()
+    shorter, said = page, []
     for written, here in fewer.items():
         shorter = shorter.replace(written, here)
     for _, block in blocks(shorter, "bash"):
@@ -159,8 +157,8 @@ def test_the_newcomers_hour_runs_from_the_first_command_to_the_last(
             assert result.exit_code == 0, f"{line}\n{result.output}"
             said.append(result.output)
     assert len(said) == 9
-    assert section.count("--batch-size 512") == 7
-    assert section.count("--epochs 3") == 1
+    assert page.count("--batch-size 512") == 7
+    assert page.count("--epochs 3") == 1
     assert "runner-up" in said[0]
     assert "an epoch of" in said[0]
     assert said[1].startswith("exact:")
