@@ -12,7 +12,7 @@ A batch that is divided has such rows where the undivided one has none. Instance
 that kernel, too, and its own view makes the unusual stride. So during a step the kernel is given
 the strides that a new tensor would have: a view, nothing is copied.
 
-The report for torch is in ``docs/decisions/batchnorm.md``; its test has the sweep over other kernels.
+The report for torch is in ``docs/decisions/batchnorm.md``, the sweep over kernels in its test.
 """
 
 from __future__ import annotations
