@@ -68,7 +68,7 @@ gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there i
 	  $(BIN)/python -m benchmarks.ucudnn.networks.run --device cuda --out benchmarks/ucudnn/networks/cuda; \
 	else echo "no CUDA device here: the CUDA benchmarks were not run"; fi
 
-docs: $(READY)  ## write docs/{api,benchmarks,papers}.md and the tables of README from their sources
+docs: $(READY)  ## write docs/api/, docs/benchmarks/, docs/papers.md and the tables of README from their sources
 	$(BIN)/python -m scripts.docs
 
 site: $(READY)  ## the documentation as a site: examples run, public names told, no broken link

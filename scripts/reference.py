@@ -1,7 +1,7 @@
-"""docs/api.md: the docstrings of the public names, as they are in the source.
+"""docs/api/: the docstrings of the public names, as they are in the source.
 
-A documentation builder would bring a theme, a server and a dozen packages for one page of plain
-text. The docstrings already have fixed sections (Args, Returns, Raises ...), so a page is a walk
+A documentation builder would bring a theme, a server and a dozen packages for pages of plain
+text. The docstrings already have fixed sections (Args, Returns, Raises ...), so it is a walk
 over ``anybatch.__all__`` and the public modules that turns a section into a list.
 """
 
@@ -18,8 +18,36 @@ from anybatch import devices, errors, kernels, planning, reports, units
 
 HEAD = """# API
 
-Written from the docstrings by `make docs`: do not edit. The [guide](README.md) shows these names at
-work."""
+Every public name. Written from the docstrings by `make docs`: do not edit. The
+[other pages](../README.md) show these names at work.
+
+| page | names |
+| --- | --- |"""
+PAGES = {
+    "engine": ("An engine and its plan", ("Engine", "Plan")),
+    "batches": ("Batches and models", ("LazyBatch", "Encoders", "joint")),
+    "losses": (
+        "Losses",
+        ("Loss", "contrastive", "coupled", "gather_batch", "chunked_losses"),
+    ),
+    "batchnorm": ("BatchNorm", ("Adaptive", "Plateau", "global_batchnorm")),
+    "memory": ("Memory and kernels", ("convolutions", "offload", "offload_states")),
+    "tools": ("Tools", ("check", "plan", "profile")),
+    "state": ("Devices: groups, limits, states", ("Group", "MemoryLimit", "RNGState")),
+    "steps": (
+        "Reports: steps",
+        (
+            "OffloadReport",
+            "OffloadedStates",
+            "Report",
+            "StatesReport",
+            "StepReport",
+            "StepTimeline",
+        ),
+    ),
+    "trainings": ("Reports: whole trainings", ("Pace", "Profile", "Scale", "ScaleRow")),
+}
+"""Pages of names that are read together; every other name is on the page of its module."""
 MODULES = (units, devices, planning, kernels, reports, errors)
 """Public modules, in the order of the page; what is in `anybatch` itself comes before them."""
 SECTIONS = "Args|Attributes|Returns|Raises|Example|Source"
@@ -118,27 +146,43 @@ def public() -> dict[str, Any]:
     return names | dict(sorted(one for module in MODULES for one in _names(module)))
 
 
-def reference() -> str:
-    """Return docs/api.md."""
-    parts = {module: [_title(module)] for module in (anybatch, *MODULES)}
+def reference() -> dict[str, str]:
+    """Return the pages of docs/api by their names."""
+    names: dict[str, list[str]] = {page: [] for page in PAGES}
+    parts: dict[str, list[str]] = {page: [f"# {title}"] for page, (title, _) in PAGES.items()}
     for name, value in public().items():
-        into = parts[_home(name, value)]
-        if is_error(value):
-            bases = " and ".join(f"`{base.__name__}`" for base in value.__bases__)
-            into.append(f"### {name}\n\n{prose(_doc(value))}\n\nCaught as {bases} too.")
-            continue
-        into += [f"## {name}", *_head(name, value), prose(_doc(value))]
-        if isinstance(value, type):
-            into += _members(name, value)
-    return "\n\n".join(part for module in parts.values() for part in module) + "\n"
+        module = _home(name, value)
+        own = module.__name__.rpartition(".")[2]
+        page = next((page for page, (_, some) in PAGES.items() if name in some), own)
+        if page not in parts:
+            names[page], parts[page] = [], [_title(module)]
+        names[page].append(name)
+        parts[page] += _entry(name, value)
+    listed = [
+        f"| [{parts[page][0].splitlines()[0][2:]}]({page}.md) | {_links(page, some)} |"
+        for page, some in names.items()
+    ]
+    pages = {page: "\n\n".join(some) + "\n" for page, some in parts.items()}
+    return {"README": "\n".join([HEAD, *listed]) + "\n"} | pages
+
+
+def _links(page: str, names: list[str]) -> str:
+    return ", ".join(f"[`{name}`]({page}.md#{name.lower()})" for name in names)
+
+
+def _entry(name: str, value: Any) -> list[str]:
+    """Return the parts of a page that are about a name."""
+    if is_error(value):
+        bases = " and ".join(f"`{base.__name__}`" for base in value.__bases__)
+        return [f"## {name}", prose(_doc(value)), f"Caught as {bases} too."]
+    members = _members(name, value) if isinstance(value, type) else ()
+    return [f"## {name}", *_head(name, value), prose(_doc(value)), *members]
 
 
 def _title(module: ModuleType) -> str:
     """Return the heading of a module's names."""
-    if module is anybatch:
-        return HEAD
     name = module.__name__.rpartition(".")[2]
-    return f"# {name.title()}\n\n{_doc(module)} `anybatch.{name}` has them."
+    return f"# {name.title()}\n\n{_doc(module)} `{module.__name__}` has them."
 
 
 def _home(name: str, value: Any) -> ModuleType:

@@ -47,7 +47,9 @@ def test_the_pages_are_up_to_date(capsys: pytest.CaptureFixture[str]) -> None:
     assert (code, capsys.readouterr().out) == (0, "")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/api.md", "docs/benchmarks.md", "docs/why.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/api/engine.md", "docs/benchmarks/mbs.md", "docs/why.md"]
+)
 def test_a_stale_page_is_named_and_written_again(
     name: str, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,9 +67,20 @@ def test_a_stale_page_is_named_and_written_again(
 
 
 def test_a_missing_page_is_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (copied / "docs" / "api.md").unlink()
+    (copied / "docs" / "api" / "engine.md").unlink()
     assert check(copied) == 1
-    assert capsys.readouterr().out == "docs/api.md is out of date: run `make docs`\n"
+    assert capsys.readouterr().out == "docs/api/engine.md is out of date: run `make docs`\n"
+
+
+def test_a_page_that_nothing_writes_any_more_is_named_and_removed(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = copied / "docs" / "api" / "old.md"
+    old.write_text("# Old\n")
+    assert check(copied) == 1
+    assert capsys.readouterr().out == "docs/api/old.md is out of date: run `make docs`\n"
+    docs.main(root=copied)
+    assert not old.exists()
 
 
 @pytest.mark.parametrize(
@@ -198,5 +211,14 @@ def test_a_thin_docstring_is_found() -> None:
 
 
 def test_the_reference_holds_every_public_name() -> None:
-    headings = set(re.findall(r"^###? (\S+)$", reference.reference(), re.MULTILINE))
-    assert headings >= set(public_names())
+    text = "".join(reference.reference().values())
+    headings = re.findall(r"^###? (\S+)$", text, re.MULTILINE)
+    assert set(headings) >= set(public_names())
+    assert len(headings) == len(set(headings))
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda one: one.name)
+def test_a_page_has_three_hundred_lines_at_most(page: Path) -> None:
+    """But one that is a single table, with a row for each of many networks."""
+    most = 320 if page == ROOT / "docs" / "benchmarks" / "honest.md" else 300
+    assert page.read_text().count("\n") <= most
