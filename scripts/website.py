@@ -24,6 +24,8 @@ import typer
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*(?:\.py|\.toml|\.json|LICENSE))\)")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", "": "text"}
+BESIDE = (".png", ".css", ".js")
+"""Files that a page needs beside itself."""
 LARGEST = 200_000
 """Bytes of a file that is shown; of a longer one, what comes first."""
 
@@ -45,18 +47,34 @@ def lay_out(root: Path, folder: Path) -> None:
     for page in pages(root):
         text = page.read_text()
         linked |= {(page.parent / name).resolve() for name in LINK.findall(text)}
-        _write(folder / page.relative_to(root), LINK.sub(r"](\1.md)", text))
-        for extra in (*page.parent.glob("*.png"), *page.parent.glob("*.css")):
+        name = page.relative_to(root)
+        _write(folder / name, boost(name) + LINK.sub(r"](\1.md)", text))
+        for extra in (
+            *page.parent.glob("*.png"),
+            *page.parent.glob("*.css"),
+            *page.parent.glob("*.js"),
+        ):
             shutil.copy(extra, folder / extra.relative_to(root))
     for path in sorted(path for path in linked if path.is_file()):
         name = path.relative_to(root)
         _write(folder / f"{name}.md", code_page(str(name), path.read_text()))
 
 
+def boost(name: Path) -> str:
+    """Return the head of a page that tells the search how it ranks.
+
+    What people search for most are the words of a refusal; figures and history come last.
+    """
+    behind = {"benchmarks", "decisions", "CHANGELOG.md", "CONTRIBUTING.md"} & set(name.parts)
+    weight = 0.1 if behind else 10 if "refused" in name.parts else 1
+    return f"---\nsearch:\n  boost: {weight}\n---\n"
+
+
 def code_page(name: str, text: str) -> str:
-    """Return a page that shows a file."""
+    """Return a page that shows a file, which the search leaves out."""
     shown = text if len(text) <= LARGEST else f"{text[:LARGEST]}\n... (cut here)"
-    return f"# {name}\n\n````{LANGUAGES[Path(name).suffix]}\n{shown.rstrip()}\n````\n"
+    head = "---\nsearch:\n  exclude: true\n---\n"
+    return f"{head}# {name}\n\n````{LANGUAGES[Path(name).suffix]}\n{shown.rstrip()}\n````\n"
 
 
 def build(folder: Path, out: Path, config: Path = ROOT / "mkdocs.yml") -> str:

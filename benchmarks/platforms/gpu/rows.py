@@ -56,6 +56,7 @@ def gpu(results: Results) -> str:
             markdown(head, rows),
             "",
             "Networks that are not both exact and shown:",
+            "",
             *others,
         ]
     )
