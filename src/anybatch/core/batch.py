@@ -325,6 +325,8 @@ def bytes_of_leaf(leaf: Any) -> bytes | memoryview:
         return flat.view(torch.uint8).numpy().data
     if isinstance(leaf, np.ndarray):
         return leaf.tobytes() if leaf.dtype != object else b""
+    if isinstance(leaf, pytree.BySample):
+        return leaf.bits()
     readable = isinstance(leaf, str | bytes | int | float | list | tuple)
     return repr(leaf).encode() if readable else b""
 

@@ -6,6 +6,7 @@ can name it. `batch_size` and `marked` decide once, for the full batch, which pa
 
     tensor, numpy array         along its first dimension, the same for all; a 0-dim one is not cut
     list without tensors        one entry a sample, and as many as there are samples
+    `by_sample`                 rows of any number for each sample, which an index assigns
     tuple of strings            the same where there are as many: a DataLoader collates text so
     tuple of numbers            not cut; refused where there are as many as samples
     what holds tensors          is structure: list, tuple, mapping, named tuple, dataclass
@@ -41,7 +42,68 @@ class SampleTuple(tuple[Any, ...]):
     """Tuple with one entry a sample, which is cut as the rows are."""
 
 
-ENTRIES = (SampleList, SampleTuple)
+class BySample(SampleList):
+    """List with the rows of each sample, where an index says which sample a row belongs to.
+
+    Detection collates its labels so: all boxes of a batch in one tensor, beside the place of the
+    image of each. Samples have any number of rows. `by_sample` makes it, and a loss calls
+    `collated`.
+    """
+
+    def collated(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the index of these samples, and the rows, sample by sample, on the CPU.
+
+        Returns:
+            index: of shape [M] and type int64, from 0, the place of a row's sample among these.
+            rows: each field [M, ...], in the order of the index.
+        """
+        counts = [len(next(iter(entry.values()))) for entry in self]
+        index = torch.tensor(np.repeat(np.arange(len(self)), counts))
+        names = self[0] if self else ()
+        return index, {
+            name: torch.tensor(np.concatenate([entry[name] for entry in self])) for name in names
+        }
+
+    def bits(self) -> bytes:
+        """Return every bit of the rows."""
+        return b"".join(field.tobytes() for entry in self for field in entry.values())
+
+
+def by_sample(index: Tensor, samples: int, **fields: Tensor) -> BySample:
+    """Return rows that an index assigns to samples as a list with one entry a sample.
+
+    Args:
+        index: of shape [M] or [M, 1], the place of the sample of each row, from 0.
+        samples: N, samples of the batch; some may have no rows.
+        fields: tensors [M, ...]; their rows keep their order within a sample.
+
+    Raises:
+        BatchError: a field has another number of rows, none is passed, or a place is no sample.
+
+    Example:
+        >>> boxes = by_sample(torch.tensor([0, 0, 2]), 3, box=torch.rand(3, 4))
+        >>> [len(entry["box"]) for entry in boxes]
+        [2, 0, 1]
+    """
+    places = index.detach().cpu().reshape(-1).numpy()
+    for name, field in fields.items():
+        if len(field) != len(places):
+            raise BatchError(
+                f"rows must have one entry of the index each, and {name} has {len(field)} for "
+                f"{len(places)}"
+            )
+    known = np.isin(places, np.arange(samples))
+    if not fields or not known.all():
+        wrong = f"holds {places[~known][0]:g}" if fields else "has no field beside it"
+        raise BatchError(
+            f"the index must assign rows to samples 0 to {samples - 1}, and it {wrong}"
+        )
+    arrays = {name: field.detach().cpu().numpy() for name, field in fields.items()}
+    of = [places == sample for sample in range(samples)]
+    return BySample({name: rows[mine] for name, rows in arrays.items()} for mine in of)
+
+
+ENTRIES = (SampleList, SampleTuple, BySample)
 MAPPINGS, LISTS, ARRAYS = (dict, Mapping), (tuple, list), (Tensor, np.ndarray)
 """Types tested at every micro-batch; ``tuple | list`` would be made anew each time."""
 
@@ -171,6 +233,11 @@ def marked(tree: Any, size: int, path: str, *, arguments: bool = False) -> Any:
             cannot be cut; or entries cannot be distinguished from structure.
     """
     type_ = type(tree)
+    if type_ is BySample and len(tree) != size:
+        raise BatchError(
+            f"rows by sample must know all samples, and {path} has entries for {len(tree)} of "
+            f"{size}: pass by_sample(index, {size}, ...)"
+        )
     if type_ in LEAVES or type_ is torch.Size or isinstance(tree, ARRAYS):
         return tree
     if isinstance(tree, LISTS) and not _is_named_tuple(tree):

@@ -116,7 +116,7 @@ def turned(inputs: Any, size: int) -> Any:
         if isinstance(leaf, np.ndarray):
             return leaf[::-1].copy() if leaf.ndim else leaf
         strings = isinstance(leaf, list | tuple) and len(leaf) == size
-        return leaf[::-1] if strings else leaf
+        return type(leaf)(leaf[::-1]) if strings else leaf
 
     return pytree.map_leaves(reversed_leaf, inputs)
 

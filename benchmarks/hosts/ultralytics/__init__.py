@@ -1,0 +1,1 @@
+"""Networks and losses of ultralytics: its own accumulation and ours beside the undivided batch."""

@@ -1,0 +1,156 @@
+"""Trainer of ultralytics with batches of any size, each one exact step within a budget.
+
+A detection batch lies in two forms: images [N, 3, H, W], and the boxes of all images in one tensor
+[M, 4] beside the image of each, ``batch_idx`` [M]. The loss divides by the scores that all boxes
+of the batch are assigned, and BatchNorm normalises over the batch: accumulation over smaller ones,
+which ultralytics does below ``nbs`` images, trains something else. Here each batch of the loader is
+one `Engine.backward`:
+
+    preprocess_batch    images stay on the host; boxes become rows by sample (`by_sample`)
+    model(batch)        the engine: micro-batches that fit, the criterion once on all outputs
+    backward            gradients are there already
+    all else            ultralytics' own: clipping, EMA, warm-up, scaler, checkpoints, validation
+
+Source: ultralytics 8.4, ``BaseTrainer._do_train`` and ``v8DetectionLoss``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from anybatch.core.pytree import BySample, by_sample
+from anybatch.engine.engine import Engine
+from anybatch.errors import NotYetError
+
+__all__ = ["BySample", "FullBatch", "by_sample"]
+
+TASKS = ("detect", "segment", "pose", "obb")
+KEYED = ("cls", "bboxes", "keypoints")
+"""Labels with one row for each object."""
+
+
+class Criterion:
+    """Loss of a model of ultralytics, of outputs and labels by sample.
+
+    Args:
+        model: the model, with its criterion.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        if getattr(model, "criterion", None) is None:
+            model.criterion = model.init_criterion()  # type: ignore[operator]
+        self.criterion: Any = model.criterion
+        self.items: dict[str, Tensor] = {}
+
+    def __call__(self, outputs: Any, targets: dict[str, Any]) -> Tensor:
+        """Return the loss of these samples, and note its parts."""
+        index, rows = targets["objects"].collated()
+        loss, self.items = self.criterion(outputs, {**targets, **rows, "batch_idx": index})
+        total: Tensor = loss.sum()
+        return total
+
+
+def labels_of(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the labels of a batch of ultralytics with one entry, or one row, a sample.
+
+    Args:
+        batch: of its loader.
+
+    Raises:
+        BatchError: a row belongs to no image.
+    """
+    images = len(batch["img"])
+    rows = {name: batch[name] for name in KEYED if name in batch}
+    labels: dict[str, Any] = {"objects": by_sample(batch["batch_idx"], images, **rows)}
+    return labels | {name: batch[name] for name in ("masks", "sem_masks") if name in batch}
+
+
+class FullBatch:
+    """Mixin that makes each batch of an ultralytics trainer one exact step within a budget.
+
+    Write it before the trainer, and pass the class: ``batch`` is then the batch you want, and
+    ``nbs`` the same number. Loss, gradients and BatchNorm are those of the undivided batch. The
+    images stay on the host, and micro-batches are copied from there.
+
+    Attributes:
+        memory: budget of a step on the device, as for `Engine`; set it in the class.
+        micro_batch: images in a micro-batch; None (default) chooses.
+        engine: the `Engine`, with ``engine.plan`` and ``engine.last``; None before the first step.
+
+    Raises:
+        ValueError: at the first step, ``nbs`` is larger than ``batch``.
+        NotYetError: at the first step, another task than detect, segment, pose and obb; several
+            processes; a compiled or distilled model; masks that do not overlap.
+
+    Example:
+        >>> class Trainer(FullBatch, DetectionTrainer):
+        ...     memory = "6GiB"
+        >>> YOLO("yolov8n.yaml").train(data="coco8.yaml", batch=64, nbs=64, trainer=Trainer)
+    """
+
+    memory: ClassVar[float | str | None] = None
+    micro_batch: ClassVar[int | None] = None
+    engine: Engine | None = None
+    _criterion: Criterion | None = None
+
+    def preprocess_batch(self: Any, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the batch, prepared on the host, and let the next call of the model train it."""
+        self._refuse()
+        device, self.device = self.device, torch.device("cpu")
+        try:
+            batch = super().preprocess_batch(batch)  # type: ignore[misc]
+        finally:
+            self.device = device
+        model = self.model
+
+        def step(batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+            del model.forward  # for one call: what is saved and copied is the model as it was
+            return self._step(batch)  # type: ignore[no-any-return]
+
+        model.forward = step
+        return batch
+
+    def _refuse(self: Any) -> None:
+        """Refuse settings of which a step would not be one batch, or that were not tried.
+
+        Raises:
+            ValueError: accumulation.
+            NotYetError: it names the setting.
+        """
+        args = self.args
+        if self.accumulate > 1 or args.nbs > self.batch_size:
+            raise ValueError(
+                f"a step must be one batch, and nbs={args.nbs} accumulates batches of "
+                f"{self.batch_size}: set batch={args.nbs}, nbs={args.nbs}"
+            )
+        refused = {
+            f"task={args.task}": args.task not in TASKS,
+            "several processes": self.world_size > 1,
+            "compile": bool(args.compile),
+            "distill_model": bool(getattr(args, "distill_model", None)),
+            "overlap_mask=False": args.task == "segment" and not args.overlap_mask,
+        }
+        for name, given in refused.items():
+            if given:
+                raise NotYetError(
+                    f"{name} has not been tried with anybatch: leave it out, or use the trainer of "
+                    "ultralytics"
+                )
+
+    def _step(self: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Add the gradient of the batch; return its loss, with an empty backward, and its parts."""
+        if self.engine is None:
+            self._criterion = Criterion(self.model)
+            self.engine = Engine(
+                self.model,
+                self._criterion,
+                optimizer=self.optimizer,
+                memory=self.memory,
+                micro_batch=self.micro_batch,
+            )
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        loss = self.engine.backward(batch["img"], labels_of(batch), scaler=scaler)
+        return loss.detach().requires_grad_(), self._criterion.items
