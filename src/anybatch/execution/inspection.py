@@ -90,6 +90,9 @@ from anybatch.loss.traced import TracedOutputs
 AGAIN = (10, 100, 1000)
 """Steps of a signature in which samples are traced again: a model may change."""
 
+ROW_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+"""Errors of a model that does not take so few rows, or an odd number of them."""
+
 SOMEWHERE = "a tensor that no attribute of the model names"
 
 OWN = "a backward that is not torch's own"
@@ -233,7 +236,7 @@ class _Inspection:
         outside = sys.exception()
         try:
             self.outputs = self._forward(full)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except ROW_ERRORS as error:
             refused = isinstance(error, AnybatchError) or out_of_memory(error, outside=outside)
             if refused or self._step.micro_batch <= ENOUGH:
                 raise
@@ -253,7 +256,7 @@ class _Inspection:
             return self._forward(part, reverse=True), part
         except AnybatchError:
             raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except ROW_ERRORS as error:
             if out_of_memory(error, outside=outside):
                 raise
             if part.size != ODD:
@@ -379,7 +382,7 @@ class _Inspection:
         outside, outline = sys.exception(), self._outline
         try:
             self._forward(last, reverse=len(self._runs) > 1)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        except ROW_ERRORS as error:
             if isinstance(error, AnybatchError) or out_of_memory(error, outside=outside):
                 raise
             self._moved = fails_again(name, error)

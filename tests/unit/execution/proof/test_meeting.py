@@ -223,8 +223,15 @@ class Views(nn.Module):
         return self.head(torch.cat([self.norm(part) for part in self.cut(x)]))
 
 
+def equal_halves(x: Tensor) -> list[Tensor]:
+    """Return both halves, as timm's SplitBatchNorm2d does."""
+    assert len(x) % 2 == 0, "batch size must be evenly divisible by num_splits"
+    return list(x.chunk(2))
+
+
 PARTS: dict[str, Callable[[Tensor], list[Tensor]]] = {
     "two views": lambda x: list(x.chunk(2)),
+    "equal halves": equal_halves,
     "by position": lambda x: [x[: len(x) // 2], x[len(x) // 2 :]],
     "even and odd": lambda x: [x[::2], x[1::2]],
 }
