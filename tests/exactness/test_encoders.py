@@ -515,6 +515,8 @@ def test_what_cannot_be_is_said() -> None:
         Encoders({})
     with pytest.raises(ValueError, match=r"scale must be above 0, and is -1"):
         Encoders({"a": nn.Identity()}, scale=-1.0)
+    with pytest.raises(ValueError, match="scale must be a number, and it is a tensor"):
+        Encoders({"a": nn.Identity()}, scale=torch.tensor(1.0))
     with pytest.raises(ValueError, match="give the encoder another one"):
         Encoders({"scale": nn.Identity()}, scale=1.0)
     model = make("two")

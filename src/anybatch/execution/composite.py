@@ -36,7 +36,8 @@ class Encoders(nn.Module):
             which `contrastive` multiplies similarities. Default None: there is no scale.
 
     Raises:
-        ValueError: `encoders` is empty, `scale` is not above 0, or an encoder is named "scale" too.
+        ValueError: `encoders` is empty, `scale` is not above 0 or a tensor, or an encoder is named
+            "scale" too.
         BatchError: in forward, an input has the name of no encoder, or there is no input.
 
     Example:
@@ -53,6 +54,12 @@ class Encoders(nn.Module):
         super().__init__()
         if not encoders:
             raise ValueError("encoders must name at least one module, and it is empty")
+        if isinstance(scale, Tensor):
+            raise ValueError(
+                "scale must be a number, and it is a tensor, of which a copy would be trained: the "
+                "loss multiplies by a scale that a model has already, "
+                "lambda found: loss_fn(**found, logit_scale=model.logit_scale.exp())"
+            )
         if scale is not None and not 0 < scale < math.inf:
             raise ValueError(
                 f"scale must be above 0, and is {scale}: its logarithm is the parameter"
