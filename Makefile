@@ -15,7 +15,12 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 FIRST := types imports
 FOUND := $(VENV)/.found
 
-.PHONY: demo test types imports soak bench gpu-check docs site matrix clean
+# Other packages, which want a torch of their own: tests/hosts and benchmarks/hosts are about them.
+HOSTS := .hosts
+WITH_HOSTS := OMP_NUM_THREADS=1 $(HOSTS)/bin/python
+OF_HOSTS := $(subst /,.,$(basename $(wildcard benchmarks/hosts/*/run.py)))
+
+.PHONY: demo test types imports soak bench gpu-check hosts docs site matrix clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -24,6 +29,12 @@ $(READY): pyproject.toml constraints.txt
 
 $(PEERS): $(READY)
 	$(INSTALL) -e '.[peers]'
+	touch $@
+
+$(HOSTS)/.ready: pyproject.toml benchmarks/hosts/requirements.txt
+	$(PYTHON) -m venv $(HOSTS)
+	$(HOSTS)/bin/python -m pip install --quiet --disable-pip-version-check \
+	  -e '.[cli]' -r benchmarks/hosts/requirements.txt
 	touch $@
 
 # A test process that has died is not replaced: its test would run again, and end the next one too.
@@ -68,6 +79,10 @@ gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there i
 	  $(BIN)/python -m benchmarks.ucudnn.networks.run --device cuda --out benchmarks/ucudnn/networks/cuda; \
 	else echo "no CUDA device here: the CUDA benchmarks were not run"; fi
 
+hosts: $(HOSTS)/.ready  ## other packages' networks and loops: tests/hosts, benchmarks/hosts (gigabytes)
+	$(WITH_HOSTS) -m pytest tests/hosts
+	@for run in $(OF_HOSTS); do echo $$run; $(WITH_HOSTS) -m $$run || exit 1; done
+
 docs: $(READY)  ## write docs/api/, docs/benchmarks/, docs/papers.md and the tables of README from their sources
 	$(BIN)/python -m scripts.docs
 
@@ -80,4 +95,4 @@ matrix: $(READY)  ## the tests that a version could break, with every Python and
 	$(BIN)/python -m scripts.docs
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist site .matrix
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache dist site .matrix .hosts

@@ -1,4 +1,7 @@
-"""Every benchmark in turn, then the pages: `python -m benchmarks.all`."""
+"""Every benchmark in turn, then the pages: `python -m benchmarks.all`.
+
+Those of other packages are run by `make hosts`, in an environment that has the packages.
+"""
 
 import subprocess
 import sys
@@ -11,8 +14,8 @@ from benchmarks.results import HERE, console
 
 
 def modules() -> list[str]:
-    """The run modules under benchmarks, by name."""
-    found = sorted(HERE.glob("*/*/run.py"))
+    """The run modules under benchmarks, by name, but for those of `benchmarks.hosts`."""
+    found = sorted(set(HERE.glob("*/*/run.py")) - set(HERE.glob("hosts/*/run.py")))
     return [
         ".".join(("benchmarks", *path.relative_to(HERE).with_suffix("").parts)) for path in found
     ]
