@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.cli.folders import SUFFIXES, Unreadable, read_pixels, unit_range
+from anybatch.cli.images import SUFFIXES, Unreadable, read_pixels, unit_range
 
 BORDER = 4  # pixels around an image before it is cropped
 EPOCHS = 1000  # a seed's epochs never draw what those of another seed do

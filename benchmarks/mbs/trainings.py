@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from anybatch.cli.build import build
-from anybatch.cli.folders import Unreadable
+from anybatch.cli.images import Unreadable
 from anybatch.cli.metrics import make_metric
 from anybatch.cli.progress import make_progress
 from anybatch.cli.settings import Settings

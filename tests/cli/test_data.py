@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import shutil
+import struct
 from collections import Counter
 from pathlib import Path
 
@@ -11,13 +12,12 @@ from tests.cli.conftest import Make, save
 
 from anybatch.cli.data import Arrays, ClassFiles, open_data
 from anybatch.cli.faults import DataError, MissingExtraError
-from anybatch.cli.folders import (
+from anybatch.cli.folders import hold_out, list_labelled, list_pairs
+from anybatch.cli.images import (
     Header,
     Unreadable,
-    hold_out,
-    list_pairs,
+    mask_ids,
     read_header,
-    read_mask,
     read_pixels,
     unit_range,
 )
@@ -180,7 +180,7 @@ def test_masks_without_foreground_are_noticed(masks: Make) -> None:
 def test_a_mask_of_another_size_is_named(masks: Make) -> None:
     folder = masks()
     for file in (folder / "label").iterdir():
-        save(file, np.full((16, 32), 255, np.uint8))
+        save(file, np.repeat(np.uint8([0, 255]), 256).reshape(16, 32))
     with pytest.raises(DataError, match=r"the mask is 16x32 and its image 32x32"):
         opened(folder)
 
@@ -224,7 +224,7 @@ def test_every_sort_of_broken_file_becomes_a_value(tmp_path: Path) -> None:
             assert found.path == str(file)
             assert found.reason
     assert isinstance(read_pixels(tmp_path / "gone.png", 3, None), Unreadable)
-    assert isinstance(read_mask(tmp_path / "gone.png", None), Unreadable)
+    assert isinstance(mask_ids(tmp_path / "gone.png"), Unreadable)
     assert isinstance(read_header(tmp_path / "gone.png"), Unreadable)
 
 
@@ -236,10 +236,196 @@ def test_deep_and_odd_pixels(tmp_path: Path) -> None:
     np.testing.assert_allclose(unit_range(pixels)[0, 0, 1], 1000 / 65535, rtol=1e-6)
     Image.fromarray(np.zeros((2, 2), np.float32)).save(tmp_path / "float.tif")
     found = read_pixels(tmp_path / "float.tif", 1, None)
-    assert found == Unreadable(str(tmp_path / "float.tif"), "pixels are floating-point numbers")
+    assert isinstance(found, Unreadable)
+    assert found.reason == "pixels have 32 bits, unlike those of the images looked at"
 
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'anybatch\[demo\]'"):
         open_data(Settings())
+
+
+def test_hidden_folders_are_no_data_and_linked_ones_are(classes: Make, tmp_path: Path) -> None:
+    """A notebook's checkpoints were trained on, and a class that is a link's target left out."""
+    folder = classes(count=3)
+    pixels = np.zeros((12, 12, 3), np.uint8)
+    for hidden in (".ipynb_checkpoints/a.png", "inner/.cache/b.png", "inner/.c.png"):
+        save(folder / "dark" / hidden, pixels)
+    save(tmp_path / "elsewhere" / "deep" / "linked.png", pixels)
+    (folder / "dark" / "link").symlink_to(tmp_path / "elsewhere")
+    (folder / "dark" / "inner" / "round").symlink_to(folder / "dark")  # a circle
+    (folder / "dark" / "twice").symlink_to(tmp_path / "elsewhere")
+    names = [path.name for path, _ in list_labelled(folder, ["bright", "dark"])]
+    assert sorted(names) == ["0.png", "0.png", "1.png", "1.png", "2.png", "2.png", "linked.png"]
+
+
+TURNED = {1: [[1, 2, 3], [4, 5, 6]], 2: [[3, 2, 1], [6, 5, 4]], 3: [[6, 5, 4], [3, 2, 1]]}
+TURNED |= {4: [[4, 5, 6], [1, 2, 3]], 5: [[1, 4], [2, 5], [3, 6]], 6: [[4, 1], [5, 2], [6, 3]]}
+TURNED |= {7: [[6, 3], [5, 2], [4, 1]], 8: [[3, 6], [2, 5], [1, 4]]}
+
+
+@pytest.mark.parametrize("suffix", ["png", "tif", "webp"])
+@pytest.mark.parametrize("orientation", TURNED)
+def test_a_photo_and_its_mask_are_turned_as_their_exif_says(
+    tmp_path: Path, suffix: str, orientation: int
+) -> None:
+    """Stored pixels 1 to 6 become what the EXIF specification draws for each orientation."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    stored = np.repeat(np.repeat(np.uint8(TURNED[1]) * 40, 8, 0), 8, 1)
+    file = tmp_path / f"photo.{suffix}"
+    Image.fromarray(stored).save(file, exif=exif, lossless=True)
+    expected = np.repeat(np.repeat(np.uint8(TURNED[orientation]) * 40, 8, 0), 8, 1)
+    header, pixels, ids = read_header(file), read_pixels(file, 1, None), mask_ids(file)
+    assert not isinstance(header, Unreadable)
+    assert header.size == expected.shape
+    assert np.array_equal(pixels[0], expected)
+    assert np.array_equal(ids, expected)
+
+
+def tiff(path: Path, pixels: np.ndarray, orientation: int = 1) -> None:
+    """Write a TIFF of any dtype by hand: Pillow writes few of them."""
+    sample = {"u": 1, "i": 2, "f": 3}[pixels.dtype.kind]
+    height, width = pixels.shape
+    bits, data = pixels.dtype.itemsize * 8, pixels.tobytes()
+    tags = {256: width, 257: height, 258: bits, 259: 1, 262: 1, 273: 8 + 2 + 12 * 11 + 4}
+    tags |= {274: orientation, 277: 1, 278: height, 279: len(data), 339: sample}
+    fields = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = b"II*\0" + struct.pack("<IH", 8, len(tags))
+    path.write_bytes(head + fields + struct.pack("<I", 0) + data)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "low", "high", "note"),
+    [
+        ("uint8", 0, 255, None),
+        ("uint16", 0, 65535, "pixels: 16 bits in 8 files, 0 to 65535 read as 0 to 1"),
+        ("int16", -900, 30000, "32 bits in 8 files, -900 to 30000, the range of 8, read as 0 to 1"),
+        ("uint32", 7, 3_000_000_000, "32 bits in 8 files, 7 to 3e+09, the range of 8"),
+        ("int32", -5, 70_000, "32 bits in 8 files, -5 to 70000, the range of 8"),
+        ("float32", -0.5, 2.5, "32 bits in 8 files, -0.5 to 2.5, the range of 8"),
+    ],
+)
+def test_deep_pixels_are_scaled_by_their_type_or_the_folder_and_it_is_said(
+    tmp_path: Path, dtype: str, low: float, high: float, note: str | None
+) -> None:
+    """32 bits were clipped to 65,535 in silence, and negative ones to 0."""
+    ramp = np.linspace(low, high, 8 * 16).astype(dtype).reshape(8, 4, 4)
+    ramp.ravel()[[0, -1]] = low, high
+    for index, pixels in enumerate(ramp):
+        tiff(tmp_path / "d" / "ab"[index % 2] / f"{index}.tif", pixels)
+    data = opened(tmp_path / "d")
+    assert data.in_channels == 1
+    assert [n for n in data.notes if "bits" in n] == ([] if note is None else [data.notes[-1]])
+    assert note is None or note in data.notes[-1]
+    for source in (data.train, data.test):
+        for row, path in enumerate(source.paths):  # type: ignore[attr-defined]
+            found = unit_range(source.read(row)[0])[0]  # type: ignore[index, arg-type]
+            expected = (ramp[int(path.stem)].astype(np.float64) - low) / (high - low)
+            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+
+
+def test_unsigned_pixels_that_lie_on_their_side_stay_unsigned(tmp_path: Path) -> None:
+    stored = np.uint32([[1, 2, 3], [4, 5, 3_000_000_000]])
+    tiff(tmp_path / "a.tif", stored, orientation=6)
+    found = read_pixels(tmp_path / "a.tif", 1, None, (0, 3e9))
+    np.testing.assert_allclose(found[0], np.rot90(stored, -1) / 3e9, rtol=1e-6)
+
+
+def test_pixels_without_a_value_are_named(tmp_path: Path) -> None:
+    for index in range(4):
+        values = np.float32([[0, 1], [2, np.nan if index == 3 else 3]])
+        tiff(tmp_path / "d" / "ab"[index % 2] / f"{index}.tif", values)
+    with pytest.raises(DataError, match=r"3.tif \(pixels are NaN or infinite\)"):
+        list(map(opened(tmp_path / "d").train.read, range(3)))
+
+
+def palette(path: Path, ids: np.ndarray, colours: list[int]) -> None:
+    image = Image.fromarray(ids.astype(np.uint8), "L").copy()
+    image.putpalette(colours)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path)
+
+
+VOC = [0, 0, 0, 128, 0, 0, 0, 128, 0, 128, 128, 0]  # darker than 127 by brightness
+BINARY = [0, 0, 0, 255, 255, 255]
+WHITE_FIRST = [255, 255, 255, 0, 0, 0]
+MASKS = {
+    "0 and 255": ("png", [[0, 255], [0, 255]], None, "0 and 255 in 6 files, read as 0 and 1"),
+    "0 and 1": ("png", [[0, 1], [1, 0]], None, "0 and 1 in 6 files, read as 0 and 1"),
+    "one file is empty": ("png", [[0, 255], [0, 0]], None, "0 and 255 in 6 files"),
+    "16 bits": ("tif", [[0, 65535], [0, 65535]], None, "0 and 65535 in 6 files"),
+    "ids": ("png", [[0, 1], [0, 2]], None, "ids 0, 1, 2 in 6 files, 0 read as 0 and all others"),
+    "ids apart": ("png", [[0, 1], [0, 200]], None, "ids 0, 1, 200 in 6 files"),
+    "colour palette": ("png", [[0, 1], [0, 2]], VOC, "ids 0, 1, 2 in 6 files"),
+    "one colour": ("png", [[0, 3], [0, 0]], VOC, "0 and 3 in 6 files"),
+    "black and white": ("gif", [[0, 1], [1, 0]], BINARY, "0 and 255 in 6 files"),
+    "white first": ("png", [[1, 0], [0, 1]], WHITE_FIRST, "0 and 255 in 6 files"),
+    "jpeg": ("jpg", [[0, 250], [3, 255]], None, "in 6 files, above 127 read as 1"),
+}
+
+
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_have_one_rule_in_a_folder_and_it_is_said(tmp_path: Path, case: str) -> None:
+    """A threshold for each file gave the same id two meanings; palettes went by brightness."""
+    suffix, values, colours, note = MASKS[case]
+    big = np.repeat(np.repeat(np.int64(values), 8, 1), 4, 0)[:, None].repeat(8, 1)
+    for index in range(6):
+        ids, file = big[index % 2 * 4], tmp_path / "m" / "label" / f"{index}.{suffix}"
+        save(tmp_path / "m" / "image" / f"{index}.png", np.full(ids.shape, 9, np.uint8))
+        if colours is not None:
+            palette(file, ids, colours)
+        else:
+            save(file, ids.astype(np.uint16 if ids.max() > 255 else np.uint8))
+    data = opened(tmp_path / "m")
+    assert note in data.notes[-1]
+    assert data.notes[-1].startswith("masks: ")
+    dark = case == "white first"
+    expected = [
+        ((row > 127) if suffix == "jpg" else (row == 0) if dark else row > 0) for row in big
+    ]
+    for source in (data.train, data.test):
+        for row, (_, mask) in enumerate(source.pairs):  # type: ignore[attr-defined]
+            found = source.read(row)[1]  # type: ignore[index]
+            assert np.array_equal(found[0], expected[int(mask.stem) % 2 * 4])
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([[1, 2], [1, 2]], "in 6 files they have 1, 2: the least is not 0"),
+        ([[0, 1], [0, 255]], "they have 0, 1, 255: 255 may be foreground, or to be ignored"),
+    ],
+)
+def test_masks_without_one_meaning_are_refused(
+    masks: Make, values: list[list[int]], message: str
+) -> None:
+    folder = masks()
+    for index, file in enumerate(sorted((folder / "label").iterdir())):
+        save(file, np.repeat(np.uint8(values[index % 2]), 16)[None].repeat(32, 0))
+    with pytest.raises(DataError, match=message):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "message"),
+    [
+        (np.uint8([[[9, 0, 0]]]).repeat(32, 0).repeat(32, 1), "ids or greys, it has colours"),
+        (np.full((32, 32), 0.5, np.float32), "whole numbers, it has fractions"),
+        (np.full((32, 32), np.nan, np.float32), "whole numbers, it has fractions"),
+        (np.full((32, 32), 3, np.uint8), "the mask has 3, where the others have 0, 255 only"),
+    ],
+)
+def test_a_mask_that_breaks_the_rule_of_its_folder_is_named(
+    masks: Make, monkeypatch: pytest.MonkeyPatch, pixels: np.ndarray, message: str
+) -> None:
+    monkeypatch.setattr("anybatch.cli.data.SAMPLE", 2)  # the first and the last mask make the rule
+    folder = masks()
+    Image.fromarray(pixels).save(folder / "label" / "2.tif")
+    (folder / "label" / "2.png").unlink()
+    data = opened(folder, skip=True)
+    assert "in 2 of 6 files" in data.notes[-1]
+    samples = [source.read(row) for source in (data.train, data.test) for row in range(len(source))]
+    assert [message in str(sample) for sample in samples].count(True) == 1

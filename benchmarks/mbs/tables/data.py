@@ -8,7 +8,8 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from anybatch.cli.folders import SUFFIXES, hold_out, list_pairs, split_folders
+from anybatch.cli.folders import hold_out, list_pairs, split_folders
+from anybatch.cli.images import SUFFIXES
 
 TEST_SHARE = 4  # training images for each test image
 

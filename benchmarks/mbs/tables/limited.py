@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from anybatch.cli.build import RunParts
-from anybatch.cli.data import CACHE_BYTES
+from anybatch.cli.data import CACHE_BYTES, sample_bytes
 
 COPIES = 3  # of a mini-batch on the host
 STACK = 256 * 1024  # bytes, of a thread that waits
@@ -105,7 +105,7 @@ def data_bytes() -> int:
 def host_bytes(parts: RunParts, batch: int) -> int:
     """Return the bytes of the decoded images and of `COPIES` mini-batches."""
     sources = (parts.data.train, parts.data.test)
-    decoded = sum(min(CACHE_BYTES, len(source) * parts.train.sample_bytes) for source in sources)
+    decoded = sum(min(CACHE_BYTES, len(source) * sample_bytes(source)) for source in sources)
     height, width = parts.train.crop
     image = parts.data.in_channels * height * width * 4
     target = height * width * 4 if parts.data.task == "segmentation" else 8

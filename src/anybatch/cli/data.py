@@ -11,18 +11,23 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anybatch.cli import folders
 from anybatch.cli.faults import DataError, MissingExtraError
-from anybatch.cli.folders import (
+from anybatch.cli.images import (
+    NO_FOREGROUND,
     Header,
+    MaskRule,
     Pixels,
+    Range,
     Size,
     Unreadable,
+    mask_rule,
+    range_of,
     read_header,
     read_mask,
     read_pixels,
@@ -110,10 +115,9 @@ def _open_classes(
     else:
         test = folders.list_labelled(test_folder, classes)
     files = [path for path, _ in (*train, *test)]
-    channels, size = _shape(files, image_size, skip_corrupt=settings.skip_corrupt)
-    reads = image_size
+    found = _shape(files, image_size, skip_corrupt=settings.skip_corrupt)
     sources = [
-        ClassFiles(tuple(p for p, _ in part), tuple(c for _, c in part), channels, reads)
+        ClassFiles(tuple(p for p, _ in part), tuple(c for _, c in part), *found.reading)
         for part in (train, test)
     ]
     mean, std = _statistics(sources[0], skip_corrupt=settings.skip_corrupt)
@@ -122,11 +126,11 @@ def _open_classes(
         train=sources[0],
         test=sources[1],
         num_classes=len(classes),
-        in_channels=channels,
-        size=size,
+        in_channels=found.channels,
+        size=found.size,
         mean=mean,
         std=std,
-        notes=_notes(len(train), len(test), test_folder),
+        notes=(*_notes(len(train), len(test), test_folder), *found.notes),
     )
 
 
@@ -139,19 +143,21 @@ def _open_pairs(
     else:
         test = folders.list_pairs(test_folder)
     files = [image for image, _ in (*train, *test)]
-    channels, size = _shape(files, image_size, skip_corrupt=settings.skip_corrupt)
-    sources = [MaskFiles(tuple(part), channels, image_size) for part in (train, test)]
+    found = _shape(files, image_size, skip_corrupt=settings.skip_corrupt)
+    masks = [mask for _, mask in (*train, *test)]
+    rule, words = mask_rule(_spread(masks, SAMPLE), total=len(masks))
+    sources = [MaskFiles(tuple(part), *found.reading, rule) for part in (train, test)]
     mean, std = _statistics(sources[0], skip_corrupt=settings.skip_corrupt)
     return Data(
         task="segmentation",
         train=sources[0],
         test=sources[1],
         num_classes=1,
-        in_channels=channels,
-        size=size,
+        in_channels=found.channels,
+        size=found.size,
         mean=mean,
         std=std,
-        notes=_notes(len(train), len(test), test_folder),
+        notes=(*_notes(len(train), len(test), test_folder), *found.notes, words),
     )
 
 
@@ -161,10 +167,17 @@ def _notes(train: int, test: int, test_folder: Path | None) -> tuple[str, ...]:
     return (f"no test folder: {test} of {train + test} samples are held out for the test",)
 
 
-def _shape(
-    files: Sequence[Path], image_size: Size | None, *, skip_corrupt: bool
-) -> tuple[int, Size]:
-    """Return (channels, size of all images): without `image_size` every header is read."""
+class Shape(NamedTuple):
+    """What all images of a folder are read to: channels, size, and the range of 32-bit pixels."""
+
+    channels: int
+    size: Size
+    reading: tuple[int, Size | None, Range | None]  # of `read_pixels`, behind the path
+    notes: tuple[str, ...]
+
+
+def _shape(files: Sequence[Path], image_size: Size | None, *, skip_corrupt: bool) -> Shape:
+    """Return the shape of all images: without `image_size` every header is read."""
     looked = files if image_size is None else _spread(files, SAMPLE)
     headers = [(path, read_header(path)) for path in looked]
     broken = [found for _, found in headers if isinstance(found, Unreadable)]
@@ -174,17 +187,27 @@ def _shape(
     if not good:
         raise DataError(f"none of {len(looked)} images can be read: {_named(broken)}.")
     channels = 1 if all(found.grey for _, found in good) else 3
-    if image_size is not None:
-        return channels, image_size
     first, header = good[0]
     other = next(((path, found) for path, found in good if found.size != header.size), None)
-    if other is not None:
+    if image_size is None and other is not None:
         sizes = [f"{path} is {_text(found.size)}" for path, found in ((first, header), other)]
         raise DataError(
             f"all images must have one size: {', '.join(sizes)}. "
             "Give --image-size to have them resized."
         )
-    return channels, header.size
+    deep = {bits: [path for path, found in good if found.bits == bits] for bits in (16, 32)}
+    scale, notes = None, []
+    if deep[16]:
+        notes.append(f"pixels: 16 bits in {len(deep[16])} files, 0 to 65535 read as 0 to 1")
+    if deep[32]:
+        some = _spread(deep[32], SAMPLE)
+        scale = range_of(some)
+        notes.append(
+            f"pixels: 32 bits in {len(deep[32])} files, {scale[0]:g} to {scale[1]:g}, the range of "
+            f"{len(some)}, read as 0 to 1"
+        )
+    size = header.size if image_size is None else image_size
+    return Shape(channels, size, (channels, image_size, scale), tuple(notes))
 
 
 def _statistics(
@@ -211,9 +234,7 @@ def _statistics(
     if not pixels:
         raise DataError(f"no training image can be read: {_named(broken)}.")
     if masks and not foreground:
-        raise DataError(
-            "no mask has a foreground pixel: masks must be 0 for background and 255 for foreground."
-        )
+        raise DataError(NO_FOREGROUND)
     mean = total / pixels
     std = np.sqrt(np.maximum(squares / pixels - mean**2, 0))
     std[std < 1e-6] = 1.0  # a constant channel stays zero
@@ -288,13 +309,14 @@ class ClassFiles:
     classes: tuple[int, ...]
     channels: int
     size: Size | None
+    scale: Range | None
 
     def __len__(self) -> int:
         return len(self.paths)
 
     def read(self, index: int) -> Sample | Unreadable:
         """Read one image."""
-        pixels = read_pixels(self.paths[index], self.channels, self.size)
+        pixels = read_pixels(self.paths[index], self.channels, self.size, self.scale)
         return pixels if isinstance(pixels, Unreadable) else (pixels, self.classes[index])
 
 
@@ -305,6 +327,8 @@ class MaskFiles:
     pairs: tuple[tuple[Path, Path], ...]
     channels: int
     size: Size | None
+    scale: Range | None
+    rule: MaskRule
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -312,10 +336,10 @@ class MaskFiles:
     def read(self, index: int) -> Sample | Unreadable:
         """Read one image and its mask, which must be of one size."""
         image, mask = self.pairs[index]
-        pixels = read_pixels(image, self.channels, self.size)
+        pixels = read_pixels(image, self.channels, self.size, self.scale)
         if isinstance(pixels, Unreadable):
             return pixels
-        foreground = read_mask(mask, self.size)
+        foreground = read_mask(mask, self.size, self.rule)
         if isinstance(foreground, Unreadable):
             return foreground
         if foreground.shape[1:] != pixels.shape[1:]:
@@ -324,10 +348,15 @@ class MaskFiles:
         return pixels, foreground
 
 
-def cached(source: Source, sample_bytes: int) -> Callable[[int], Sample | Unreadable]:
+def cached(source: Source) -> Callable[[int], Sample | Unreadable]:
     """Return `source.read` with a cache of its latest results, up to 512 MiB of them."""
-    keep = max(1, CACHE_BYTES // max(1, sample_bytes))
-    return functools.lru_cache(maxsize=keep)(source.read)
+    return functools.lru_cache(maxsize=max(1, CACHE_BYTES // sample_bytes(source)))(source.read)
+
+
+def sample_bytes(source: Source) -> int:
+    """Return the bytes of the first decoded sample; a MiB if it cannot be read."""
+    first = source.read(0)
+    return 2**20 if isinstance(first, Unreadable) else sum(np.asarray(x).nbytes for x in first)
 
 
 def digits() -> Arrays:

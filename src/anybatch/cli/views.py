@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from anybatch.cli.data import Data, Sample, Source, cached, corrupt
 from anybatch.cli.faults import DataError, SettingsError, deaf
-from anybatch.cli.folders import Pixels, Size, Unreadable, unit_range
+from anybatch.cli.images import Pixels, Size, Unreadable, unit_range
 from anybatch.cli.progress import Progress
 from anybatch.cli.team import SINGLE_PROCESS, Team
 
@@ -108,7 +108,6 @@ class Views(Dataset[View | Unreadable]):
     pad: int = 0
     flip: bool = False
     seed: int = 0
-    sample_bytes: int = 1
     masks: bool = False
     _read: Callable[[int], Sample | Unreadable] | None = field(default=None, repr=False)
 
@@ -119,7 +118,7 @@ class Views(Dataset[View | Unreadable]):
         epoch, index = key
         views = self._each()
         if self._read is None:  # made where it is used: a cache does not travel to a worker
-            self._read = cached(self.source, self.sample_bytes)
+            self._read = cached(self.source)
         sample = self._read(index // views)
         if isinstance(sample, Unreadable):
             return sample
@@ -191,11 +190,10 @@ def make_views(
         )
     masks = data.task == "segmentation"
     offsets = fixed_offsets(data.size, window, tiles=masks)
-    sample_bytes = data.size[0] * data.size[1] * (data.in_channels + 1)
     common = (data.mean, data.std, window)
     return (
-        Views(data.train, *common, None, crops, pad, flip, seed, sample_bytes, masks),
-        Views(data.test, *common, offsets, sample_bytes=sample_bytes, masks=masks),
+        Views(data.train, *common, None, crops, pad, flip, seed, masks),
+        Views(data.test, *common, offsets, masks=masks),
     )
 
 
