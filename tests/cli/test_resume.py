@@ -269,6 +269,22 @@ def test_a_run_that_came_to_its_end_is_not_changed(
     assert {at.name: at.read_bytes() for at in full_run.iterdir()} == before
 
 
+@pytest.mark.parametrize("part", [None, 0.0, 0.5, 0.999])
+def test_a_run_that_ended_says_that_its_checkpoint_is_broken(
+    part: float | None, full_run: Path, tmp_path: Path
+) -> None:
+    """It was "nothing to resume": its weights were lost in silence."""
+    out = tmp_path / "run"
+    shutil.copytree(full_run, out)
+    text = (out / "checkpoint.pt").read_bytes()
+    (out / "checkpoint.pt").unlink()
+    if part is not None:
+        (out / "checkpoint.pt").write_bytes(text[: int(part * len(text))])
+    message = r"there is none\. Restore a copy" if part is None else r"must be a complete checkp"
+    with pytest.raises(RunFolderError, match=message):
+        resume(out)
+
+
 def test_a_run_killed_after_its_last_checkpoint_gets_its_summary(
     full_run: Path, tmp_path: Path
 ) -> None:

@@ -243,8 +243,8 @@ class RunFolder:
             found = torch.load(self.path / CHECKPOINT, map_location="cpu", weights_only=True)
         except FileNotFoundError as error:
             raise RunFolderError(
-                f"{self.path} must hold a checkpoint to be resumed; there is none: the run ended "
-                "before it began. Start it again, with --overwrite."
+                f"{self.path} must hold a checkpoint to be resumed; there is none. Restore a copy "
+                "of it, or start again with --overwrite."
             ) from error
         except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise RunFolderError(

@@ -113,11 +113,12 @@ def resume(
     started = clock()
     try:
         team.together(folder.lock)
+        state = team.from_first(folder.load_checkpoint)
         finished = team.from_first(saved.finished)
         if finished is not None:
             shown.say(f"the run in {path} came to its end; there is nothing to resume")
             return finished
-        state = team.from_first(lambda: checked(folder.load_checkpoint()))
+        team.together(lambda: checked(state))
         with seeded(settings.seed, settings.threads):
             parts = team.together(lambda: build(settings, team))
             now = describe(settings, parts, team)
