@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -48,6 +49,27 @@ def refuse_not_finite(loss: float, step: int, epoch: int) -> None:
             f"the loss must be a finite number; got {loss} in step {step} of epoch {epoch}. The "
             "weights are those before that step; try a smaller --lr."
         )
+
+
+ARGUMENTS = dict.fromkeys("micro_batch memory batchnorm offload states workspace device".split())
+ARGUMENTS |= {"max_batch": None, "spill": None, "store": "spill"}
+"""Arguments of the library, and the options that are called otherwise."""
+
+NAME = f"({'|'.join(ARGUMENTS)})"
+VALUE = r"""=(?:"([^"]*)"|'([^']*)'|([\w.]*))"""
+CALLED = re.compile(rf"(?:anybatch\.)?\b(?:plan|Engine)\({NAME}{VALUE}\)")
+ARGUMENT = re.compile(rf"\b{NAME}(?:{VALUE}| (?=>= ))")
+
+
+def in_options(text: str) -> str:
+    """Return a message of the library's with options for arguments: --memory 4GiB."""
+
+    def option(found: re.Match[str]) -> str:
+        name, *values = found.groups()
+        words = [f"--{ARGUMENTS[name] or name}".replace("_", "-"), *filter(None, values)]
+        return " ".join(words) + " " * found[0].endswith(" ")
+
+    return ARGUMENT.sub(option, CALLED.sub(option, text))
 
 
 class MissingExtraError(AnybatchError):

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from anybatch.cli.faults import Terminated
+from anybatch.cli.faults import Terminated, in_options
 from anybatch.cli.saved_run import Interrupted, Summary
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.errors import AnybatchError
@@ -44,7 +44,7 @@ def ending(team: Team = SINGLE_PROCESS) -> Iterator[None]:
         terminated = isinstance(stop, Terminated)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
     except AnybatchError as error:
-        say(f"error: {error}", speaks=team.speaks())
+        say(f"error: {in_options(str(error))}", speaks=team.speaks())
         raise typer.Exit(1) from None
 
 

@@ -28,7 +28,7 @@ from anybatch import Engine
 from anybatch.cli import checkpoint
 from anybatch.cli.build import BatchNormPolicy, RunParts, circumstances
 from anybatch.cli.checkpoint import AtomicStep, EpochProgress, RunCounters, State, Trained
-from anybatch.cli.faults import Terminated, refuse_not_finite, unbroken
+from anybatch.cli.faults import Terminated, in_options, refuse_not_finite, unbroken
 from anybatch.cli.metrics import make_metric
 from anybatch.cli.planned import PlannedEngine
 from anybatch.cli.progress import Gauge, Progress, step_row
@@ -125,7 +125,8 @@ class TrainingRun:
             except Exception as error:
                 expected = isinstance(error, AnybatchError)
                 with contextlib.suppress(Exception):  # the first error is the one to tell
-                    self.fail(str(error) if expected else f"{type(error).__name__}: {error}")
+                    text = in_options(str(error))
+                    self.fail(text if expected else f"{type(error).__name__}: {text}")
                 raise
             return self.end()
 
