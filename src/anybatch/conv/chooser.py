@@ -15,17 +15,18 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
+from math import inf, prod
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from anybatch.conv.algorithms import NATIVE, run
+from anybatch.conv.algorithms import NATIVE, SPECTRAL, run
 from anybatch.conv.dispatch import Strides, untouched
 from anybatch.conv.divide import Key, Network, front
-from anybatch.conv.measure import Costs
+from anybatch.conv.fourier import HALVES
+from anybatch.conv.measure import DUELS, Costs
 from anybatch.conv.problem import Problem
 from anybatch.core import accelerator
 from anybatch.core.oom import out_of_memory
@@ -67,12 +68,14 @@ class Convolutions:
             `shared`, bytes for all kernels together.
         policy: which micro-batches are measured.
         shared: the workspace is divided among the kernels of a network.
+        nan: "spread" or "local": what one value that is not finite does to a result.
         chosen: kernel and samples -> how it is computed.
     """
 
     workspace: int
     policy: str
     shared: bool = False
+    nan: str = "spread"
     chosen: dict[Key, Chosen] = field(default_factory=dict)
 
     @property
@@ -129,6 +132,9 @@ class Chooser:
         """Compute a kernel, or return None to have torch compute it."""
         chosen = self._chosen((problem, len(operands[0])))
         if chosen is None or not chosen.divided:
+            return None
+        spectral = any(part.algorithm in SPECTRAL for part in chosen.parts)
+        if spectral and self.found.nan == "local" and spreads(problem, operands):
             return None
         first, size = operands[0], len(operands[0])
         own = prod(problem.result(size)) * first.element_size()
@@ -261,11 +267,32 @@ class Chooser:
         """Return the same, and the seconds of torch's own."""
         assert self._costs is not None
         problem, size = key
-        limit = self.found.workspace
+        limit, begin = self.found.workspace, perf_counter()
         with torch.no_grad(), untouched():
             parts = self._costs.parts(problem, size, self.found.policy, limit, seconds)
-            found = certain(self._costs, problem, worthwhile(parts, size, limit))
+            faster = worthwhile(parts, size, limit)
+            left = seconds - (perf_counter() - begin)
+            found = certain(self._costs, problem, faster, left)
         return found, own_of(parts, size).seconds
+
+
+def spreads(problem: Problem, operands: tuple[Tensor, Tensor]) -> bool:
+    """Return whether spectra of operands may be infinite or NaN in places where sums are not.
+
+    One pass over each operand, without memory. On a GPU the host waits for it.
+
+    Args:
+        problem: which kernel.
+        operands: as `Problem.operands` has them.
+    """
+    largest = 1.0
+    for one in operands:
+        # At most the sum of all that one frequency adds up, over channels and over places.
+        ends = [abs(float(end)) for end in torch.aminmax(one)]  # NaN where any value is
+        largest *= max(ends) if ends[0] == ends[0] else inf
+        largest *= one[0].numel() if problem.kernel != "filter" else one.numel()
+    wide = torch.float32 if operands[0].dtype in HALVES else operands[0].dtype
+    return not largest < torch.finfo(wide).max
 
 
 def _captured(problem: Problem) -> bool:
@@ -291,16 +318,19 @@ def worthwhile(parts: list[KernelPart], size: int, limit: int) -> list[Configura
     return [Configuration((own,)), *(c for c in faster if c.workspace > 0)]
 
 
-def certain(costs: Costs, problem: Problem, found: list[Configuration]) -> list[Configuration]:
+def certain(
+    costs: Costs, problem: Problem, found: list[Configuration], seconds: float = inf
+) -> list[Configuration]:
     """Return a front without its doubtful configurations, if the best one has lost a duel.
 
     Args:
         costs: fights duels, and remembers them.
         problem: the kernel.
         found: torch's own, and the front of faster ones.
+        seconds: for the duel; if it would take longer, it is lost. Default: any.
     """
     own, best = found[0], found[-1]
-    clear = CLEAR * own.seconds
-    if best is own or best.seconds <= clear or costs.duel(problem, best) <= GAIN:
+    clear, affords = CLEAR * own.seconds, DUELS * (own.seconds + best.seconds) <= seconds
+    if best is own or best.seconds <= clear or costs.duel(problem, best, run=affords) <= GAIN:
         return found
     return [own, *(c for c in found[1:] if c.seconds <= clear)]

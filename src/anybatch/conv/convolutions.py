@@ -41,6 +41,9 @@ from anybatch.errors import NotYetError, StoreError
 Policy = Literal["powerOfTwo", "all", "undivided"]
 POLICIES = ("powerOfTwo", "all", "undivided")
 
+Nan = Literal["spread", "local"]
+NANS = ("spread", "local")
+
 Cache = str | PathLike[str] | bool
 
 WORKSPACE = "64MiB"
@@ -59,6 +62,7 @@ def convolutions(
     cache: Cache = True,
     seconds: float = SECONDS,
     progress: bool = True,
+    nan: Nan = "spread",
 ) -> Iterator[Convolutions]:
     """Compute the convolutions of the process by the fastest algorithms, divided to fit.
 
@@ -68,8 +72,18 @@ def convolutions(
     A convolution has three kernels: forward, the gradient of the input and that of the filters.
     The algorithm of each is chosen for each layer and each number of samples, by measuring at its
     first use. An `Engine` with a budget measures between its steps. Kernels that share a total are
-    measured when a pass of the network is over. Results are torch's up to rounding. If no
-    algorithm is clearly faster, torch's own kernel runs.
+    measured when a pass of the network is over. If no algorithm is clearly faster, torch's own
+    kernel runs.
+
+    Results are torch's up to rounding, which for products of spectra is in proportion to the
+    *largest* values of an image and a filter: about 1e-7 of them in float32, in every place.
+
+    - Values much smaller than the largest, such as 1e-9 beside 1, lose their digits, which torch's
+      own kernel keeps where no large value is in the window.
+    - Sums of integers, such as counts by a box of ones, need not be integers: round them.
+    - One NaN or infinity, or a value so large that a spectrum overflows, such as 1e38 in float32,
+      makes NaN of the image, or of the tile, where torch's own kernel makes it of the windows with
+      this value. With `nan="local"` such calls are torch's.
 
     Args:
         workspace: bytes, or a text such as "64MiB", that one kernel may allocate in addition to its
@@ -82,16 +96,20 @@ def convolutions(
         cache: store measurements in a file, for other processes. True (default):
             "convolutions.sqlite" in the user's cache folder, if that can be written. A path: that
             file. False: measurements are dropped at the end of the context.
-        seconds: the most that measuring may take, for all kernels together; kernels that are not
-            measured by then are torch's. Default 300.
+        seconds: that measuring may take, for all kernels together: no measurement begins that is
+            expected to end later. Kernels that are not measured by then are torch's; with 0 all
+            that are not in the file. The first measurements of a process take about two seconds
+            more, in which torch loads modules. Default 300.
         progress: name the kernels that are being measured on the error stream, if that is a
             terminal or a notebook, and measuring takes long. Default True.
+        nan: "local": both operands are looked through before a product of spectra, and where one
+            has a value that would spread, torch computes this call. Default "spread": they are not.
 
     Yields:
         The choices, kernel by kernel; they can be printed.
 
     Raises:
-        ValueError: a workspace or `policy` is not valid, or both workspaces are passed.
+        ValueError: a workspace, `policy` or `nan` is not valid, or both workspaces are passed.
         StoreError: the file that `cache` names cannot be written.
 
     Example:
@@ -105,6 +123,8 @@ def convolutions(
             "workspace is for each kernel and workspace_total for all of them, and both were "
             "given: leave one out"
         )
+    if nan not in NANS:
+        raise ValueError(f'nan must be "spread" or "local", and it is {nan!r}')
     shared = workspace_total is not None
     name = "workspace_total" if shared else "workspace"
     workspace_bytes = parse_bytes(workspace_total or workspace or WORKSPACE, name)
@@ -116,6 +136,7 @@ def convolutions(
         progress=progress,
         shared=shared,
     )
+    chooser.found.nan = nan
     with ExitStack() as stack:
         for device in kernel_devices():
             stack.enter_context(intercepted(device, chooser))

@@ -55,14 +55,25 @@ Place = tuple[Sequence[int], Sequence[int], Sequence[int], int]
 """Stride, padding and dilation as torch has them, and groups."""
 
 
-def takes(x: Tensor, w: Tensor, *, transposed: bool) -> bool:
+def takes(
+    x: Tensor, w: Tensor, place: Place, bias: Tensor | None = None, *, transposed: bool
+) -> bool:
     """Return whether a call of a convolution is one that this library may compute.
+
+    What is none at all, such as one with stride 0, is torch's to refuse.
 
     Args:
         x: the input of the layer.
         w: its filters.
+        place: where windows lie.
+        bias: that is added to its output. Default None.
         transposed: as torch has it.
     """
+    stride, padding, dilation, groups = place
+    if min(*stride, *dilation, groups) < 1 or min(padding) < 0:
+        return False
+    if bias is not None and (bias.shape != w.shape[:1] or bias.dtype != x.dtype):
+        return False
     return not (
         transposed
         or x.dim() != w.dim()
@@ -71,6 +82,8 @@ def takes(x: Tensor, w: Tensor, *, transposed: bool) -> bool:
         or x.dtype not in DTYPES
         or not x.numel()
         or not w.numel()
+        or x.shape[1] != w.shape[1] * groups
+        or w.shape[0] % groups
     )
 
 
@@ -118,9 +131,9 @@ def kernels_of(name: str, args: Sequence[Any]) -> list[Key]:
         wanted = [kernel for kernel, requested in both if requested]
     else:
         return []
-    if not takes(x, w, transposed=transposed):
-        return []
     place = stride, padding, dilation, groups
+    if not takes(x, w, place, transposed=transposed):
+        return []
     return [(problem_of(kernel, x, w, place, x.device.type), len(x)) for kernel in wanted]
 
 
@@ -189,9 +202,10 @@ class Kernels:
         if compute is None:
             return self._forward.call_boxed(keys, *args)
         place = tuple(stride), tuple(padding), tuple(dilation), groups
-        mark = x.shape, w.shape, x.stride(), x.dtype, place, transposed
+        shaped = None if bias is None else (bias.shape, bias.dtype)
+        mark = x.shape, w.shape, x.stride(), x.dtype, place, transposed, shaped
         left: set[Any] = getattr(compute, "left", _NOTHING)
-        if mark in left or not takes(x, w, transposed=transposed):
+        if mark in left or not takes(x, w, place, bias, transposed=transposed):
             return self._forward.call_boxed(keys, *args)
         found, forever = self._ours(compute, "forward", x, w, place, (x, w), bias)
         if forever:
@@ -207,7 +221,7 @@ class Kernels:
         place = tuple(stride), tuple(padding), tuple(dilation), groups
         mark = x.shape, w.shape, x.stride(), x.dtype, place, transposed, tuple(mask)
         left: set[Any] = getattr(compute, "left", _NOTHING)
-        if mark in left or not takes(x, w, transposed=transposed):
+        if mark in left or not takes(x, w, place, transposed=transposed):
             return self._backward.call_boxed(keys, *args)
         data, forever, filters, ever = None, True, None, True
         if mask[0]:

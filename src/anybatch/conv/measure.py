@@ -99,7 +99,7 @@ class Costs:
     def parts(
         self, problem: Problem, size: int, policy: str, limit: int, seconds: float | None = None
     ) -> list[KernelPart]:
-        """Return the measurements of a kernel, and run the missing ones.
+        """Return the measurements of a kernel, and run the missing ones for which there is time.
 
         Args:
             problem: the kernel.
@@ -118,16 +118,20 @@ class Costs:
         found = search.run(size, self._stored(problem) | self._here(problem), self._measure)
         if self._tell is not None:
             self._tell.over()
-        return alike(found)
+        return alike(found) or [KernelPart(size, NATIVE, 0.0, 0)]
 
-    def duel(self, problem: Problem, configuration: Configuration) -> float:
+    def duel(self, problem: Problem, configuration: Configuration, *, run: bool = True) -> float:
         """Return the seconds of a configuration relative to torch's own kernel, run alternately.
+
+        Where there was no duel, and none is to `run`, it has lost: infinity.
 
         Parts were measured one by one, and other work may have disturbed some of them. Both run
         alternating are disturbed equally.
         """
         name, size = f"duel: {configuration}", configuration.size
         cached = (self._stored(problem) | self._here(problem)).get((size, name))
+        if cached is None and not run:
+            return inf
         if cached is None:
             if self._tell is not None:
                 self._tell(problem, size, str(configuration))
@@ -216,6 +220,9 @@ RUNS = 3
 
 DUELS = 5
 """Pairs of a comparison."""
+
+METERED = 2
+"""Runs before those that are timed, in which memory is counted; one where nothing is summed."""
 
 LONG = 0.2
 """Seconds after which a first run is taken as it is."""
@@ -385,6 +392,9 @@ class Search:
     ) -> list[KernelPart]:
         """Return the earlier and the new measurements for N samples.
 
+        There are none where torch's own kernel was not measured, as there was no time for it. How
+        long it takes on all samples is estimated by the fewest.
+
         Args:
             size: N, the samples of the mini-batch.
             measured: earlier measurements.
@@ -396,7 +406,7 @@ class Search:
         def goes_on(n: int, name: str) -> bool:
             """Measure one more, and say whether more samples of it may be worth it."""
             part = measured.get((n, name))
-            if part is None and found and not self._affords(n, name, each):
+            if part is None and not self._affords(n, name, each, own=name == NATIVE and n == size):
                 return False
             part = part or measure(self.problem, n, name)
             if name == NATIVE and n == size:
@@ -407,17 +417,26 @@ class Search:
             hopeless = self.policy != "all" and each[name] > HOPELESS * best
             return part.workspace <= self.limit and not hopeless
 
-        goes_on(size, NATIVE)
-        names = [name for name in candidates(self.problem) if name != NATIVE]
         least = steps[0]
+        if least < size:
+            goes_on(least, NATIVE)
+        goes_on(size, NATIVE)
+        if (size, NATIVE) not in found:
+            return []
+        names = [name for name in candidates(self.problem) if name != NATIVE]
         worth = [name for name in names if goes_on(least, name)]
         for name in sorted([NATIVE, *worth], key=lambda name: each[name]):
             for n in steps:
                 if (n, name) not in found and not goes_on(n, name):
                     break
-        return list(found.values())
+        return [found.pop((size, NATIVE)), *found.values()]
 
-    def _affords(self, n: int, name: str, each: Mapping[str, float]) -> bool:
-        """Return whether one more measurement fits in the limit and the time, by those so far."""
-        expected = n * each.get(name, 0.0)
-        return perf_counter() + expected <= self.until and self.fits(n, name)
+    def _affords(self, n: int, name: str, each: Mapping[str, float], *, own: bool) -> bool:
+        """Return whether one more measurement fits in the limit and the time, by those so far.
+
+        An algorithm that was not run yet is expected to take as long as torch's. Its own kernel on
+        all samples is within every limit.
+        """
+        once = n * each.get(name, each.get(NATIVE, 0.0))
+        expected = once * (METERED + (1 if once > LONG else RUNS))
+        return perf_counter() + expected < self.until and (own or self.fits(n, name))

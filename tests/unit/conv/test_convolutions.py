@@ -19,9 +19,10 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.conv import convolutions, measure
-from anybatch.conv.chooser import Chooser
+from anybatch.conv.chooser import Chooser, certain
 from anybatch.conv.convolutions import Telling
 from anybatch.conv.problem import Problem
+from anybatch.core.plan_sections import Configuration, KernelPart
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -288,6 +289,8 @@ def test_what_means_nothing_is_refused() -> None:
         anybatch.convolutions("1MiB", workspace_total="1MiB"),
     ):
         pass
+    with pytest.raises(ValueError, match="nan must be"), anybatch.convolutions(nan="no"):  # type: ignore[arg-type]
+        pass
     with pytest.raises(ValueError, match="policy must be"), anybatch.convolutions(policy="fast"):  # type: ignore[arg-type]
         pass
     with (
@@ -347,8 +350,118 @@ def test_time_for_measuring_is_for_all_kernels(monkeypatch: pytest.MonkeyPatch) 
     with anybatch.convolutions(seconds=0.0, cache=False) as found:
         F.conv1d(x, w)
         F.conv1d(x, w[:2])
-    assert requested == ["native", "native"]
+    assert not requested
     assert [str(c) for c in found.configurations] == ["native@4", "native@4"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measured"),
+    [
+        (0.0, []),
+        (1.0, ["native@1"]),  # how long it takes is not known before
+        (26.0, ["native@1"]),  # it takes 24 s more on 8
+        (30.5, ["native@1", "native@8", "im2col@1"]),
+    ],
+)
+def test_no_measurement_begins_that_is_expected_to_end_too_late(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, measured: list[str]
+) -> None:
+    """A kernel of 6 s was measured twice within 0.2 s: torch's own was always measured."""
+    now, requested = [0.0], list[str]()
+
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        requested.append(f"{name}@{size}")
+        now[0] += 3 * size  # it is run three times, each a second a sample
+        return float(size), 100, 0.0
+
+    monkeypatch.setattr(measure, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(measure, "measure", made)
+    costs = measure.Costs(seconds=seconds)
+    found = costs.parts(problem("forward", 1, "plain"), 8, "powerOfTwo", 1 << 40)
+    assert [part.algorithm for part in found if part.size == 8][:1] == ["native"]
+    assert requested == measured
+    assert now[0] <= max(seconds, 3.0)
+
+
+@pytest.mark.usefixtures("divided")
+def test_a_duel_for_which_there_is_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    fought: list[Problem] = []
+    monkeypatch.setattr(measure, "duel", lambda one, _: fought.append(one) or 0.1)
+    costs, one = measure.Costs(), problem("forward", 1, "plain")
+    own, best = (
+        Configuration((KernelPart(2, name, seconds, 1),))
+        for name, seconds in (("native", 1.0), ("fft", 0.8))
+    )
+    assert certain(costs, one, [own, best], 8.9) == [own]
+    assert not fought
+    assert certain(costs, one, [own, best], 9.1) == [own, best]
+    assert certain(costs, one, [own, best], 0.0) == [own, best]  # it was fought already
+    assert len(fought) == 1
+
+
+LOUD = {
+    "NaN": (float("nan"), "x", torch.float32),
+    "infinity": (float("inf"), "x", torch.float32),
+    "minus infinity": (-float("inf"), "x", torch.float32),
+    "a spectrum overflows": (1e38, "x", torch.float32),
+    "NaN in a filter": (float("nan"), "w", torch.float32),
+    "half precision": (float("nan"), "x", torch.bfloat16),
+    "double precision": (1e308, "x", torch.float64),
+}
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize("case", LOUD)
+def test_one_value_that_is_not_finite_stays_local_on_request(case: str) -> None:
+    value, where, dtype = LOUD[case]
+    one = problem("forward", 2, "plain")
+    x, w, _ = own(one, dtype)
+    with torch.no_grad():
+        (x if where == "x" else w)[0, 0, 0, 0] = value
+    expected = computed(one, x, w, None)
+    with anybatch.convolutions("1MiB", cache=False, nan="local") as found:
+        local = computed(one, x, w, None)
+        with torch.no_grad():
+            (x if where == "x" else w)[0, 0, 0, 0] = 0.5
+        computed(one, x, w, None)
+    torch.testing.assert_close(local[0], expected[0], rtol=0, atol=0, equal_nan=True)
+    for a, b in zip(local, expected, strict=True):  # a gradient may not depend on the value
+        assert torch.equal(a.isfinite(), b.isfinite())
+    assert all(configuration.divided for configuration in found.configurations)
+    with torch.no_grad():
+        (x if where == "x" else w)[0, 0, 0, 0] = value
+    with anybatch.convolutions("1MiB", cache=False):
+        spread = computed(one, x, w, None)[0]
+    more = int((~spread.isfinite()).sum()) - int((~expected[0].isfinite()).sum())
+    assert more == 0 if where == "w" else more > 0  # a filter is a whole channel's anyway
+
+
+ODD = {
+    "bias of one": {"bias": torch.ones(1)},
+    "bias of too many": {"bias": torch.ones(5)},
+    "bias of two directions": {"bias": torch.ones(4, 1)},
+    "bias of another type": {"bias": torch.ones(4, dtype=torch.float64)},
+    "stride 0": {"stride": 0},
+    "stride below 0": {"stride": -1},
+    "dilation 0": {"dilation": 0},
+    "padding below 0": {"padding": -1},
+    "groups 0": {"groups": 0},
+    "groups that do not divide": {"groups": 3},
+    "a window larger than the image": {"dilation": 9},
+}
+
+
+@pytest.mark.usefixtures("divided")
+@pytest.mark.parametrize("case", ODD)
+def test_a_wrong_call_is_torchs_to_refuse(case: str) -> None:
+    x, w = torch.randn(2, 2, 9, 9), torch.randn(4, 2, 3, 3)
+    with pytest.raises(RuntimeError) as expected:
+        F.conv2d(x, w, **ODD[case])
+    with anybatch.convolutions("1MiB", cache=False):
+        F.conv2d(x, w, torch.ones(4))  # a right one of these shapes was computed before
+        with pytest.raises(RuntimeError) as found:
+            F.conv2d(x, w, **ODD[case])
+    assert str(found.value) == str(expected.value)
 
 
 class Terminal(io.StringIO):
