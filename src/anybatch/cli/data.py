@@ -369,8 +369,8 @@ def digits() -> Arrays:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise MissingExtraError(
-            "The digits come with scikit-learn, which is not installed: "
-            "pip install 'anybatch[demo]'."
+            "the digits, which are the default, come with scikit-learn, which is not installed: "
+            "pip install scikit-learn; or name a folder of images with --data."
         ) from error
     found = load_digits()
     pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)[:, None]
