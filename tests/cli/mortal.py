@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from anybatch.__main__ import main as anybatch
-from anybatch.cli.progress import Silent
+from anybatch.cli.progress import Progress
 from anybatch.cli.settings import Settings
 from anybatch.cli.train import resume, train
 from anybatch.errors import AnybatchError
@@ -36,7 +36,7 @@ def die() -> NoReturn:
     raise AssertionError
 
 
-class Mortal(Silent):
+class Mortal(Progress):
     """Dies at the `at`-th micro-batch."""
 
     def __init__(self, at: int) -> None:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from anybatch.cli.progress import Gauge, Silent
+from anybatch.cli.progress import Gauge, Progress
 
 TIMES = ("seconds", "computing_seconds", "waiting_seconds", "images_per_second")
 MEASURED = (*TIMES, "peak_bytes")  # the first step of a process is measured
 OWN = (*TIMES, "train_seconds", "resumed")  # what two ends may differ in
 
 
-class Stopped(Silent):
+class Stopped(Progress):
     """Progress that remembers what was said, and sends a signal at the `at`-th micro-batch."""
 
     def __init__(self, at: int = 0, number: int = signal.SIGINT) -> None:

@@ -13,7 +13,7 @@ from typer.testing import Result
 
 from anybatch import Engine
 from anybatch.cli import cli
-from anybatch.cli.progress import Gauge, Silent
+from anybatch.cli.progress import Gauge, Progress
 from anybatch.cli.settings import Settings
 from anybatch.conv.convolutions import plan_file
 
@@ -152,7 +152,7 @@ def test_a_word_that_is_no_choice_is_refused_by_the_parser(command: Command) -> 
 def test_ctrl_c_exits_130_and_says_where_things_are(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Impatient(Silent):
+    class Impatient(Progress):
         def step(self, loss: float, held: Gauge | None = None) -> None:
             raise KeyboardInterrupt
 

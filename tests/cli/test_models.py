@@ -35,7 +35,7 @@ def test_resnet20_has_the_paper_s_0_27_million() -> None:
 
 
 def test_the_unet_has_as_many_parameters_as_published() -> None:
-    assert parameters(lambda: UNet(in_channels=3, out_channels=1, norm="batch")) == 31_037_633
+    assert parameters(lambda: UNet(in_channels=3, num_classes=1, norm="batch")) == 31_037_633
 
 
 @pytest.mark.parametrize(  # GPipe and torchgpipe, Table 1: millions, to the digits given there

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from tests.unit.offload.test_course_recording import recording
 from typer.testing import Result
 
@@ -48,6 +49,14 @@ def test_colours_of_the_terminal_change_no_letter() -> None:
         assert step.facts in text
         for owner, size in step.ledger.at_peak().items():
             assert f"{owner} {show_bytes(size)}" in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 200])
+def test_a_chart_is_no_wider_than_its_terminal(width: int) -> None:
+    for step in (ordered(), timed()):
+        chart = [line for line in colored(step, width).plain.splitlines() if "│" in line]
+        assert max(map(len, chart)) <= width
+        assert chart
 
 
 def test_the_command_prints_a_chart(command: Command) -> None:

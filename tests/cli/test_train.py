@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from anybatch.cli.build import build, seeded
 from anybatch.cli.devices import find_device
 from anybatch.cli.faults import DataError, RunFolderError, SettingsError, TrainingError
-from anybatch.cli.progress import Gauge, Silent
+from anybatch.cli.progress import Gauge, Progress
 from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
@@ -36,7 +36,7 @@ def weights(folder: Path) -> dict[str, Tensor]:
     return torch.load(folder / "checkpoint.pt", weights_only=True)["model"]  # type: ignore[no-any-return]
 
 
-class Calls(Silent):
+class Calls(Progress):
     """Progress that remembers, and may interrupt."""
 
     def __init__(self, interrupt_at: int = 0) -> None:

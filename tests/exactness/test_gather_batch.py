@@ -175,7 +175,7 @@ class _Dropped(torch.autograd.Function):
         return None
 
 
-class Silent(Centred):
+class Progress(Centred):
     """The same, where the gathered rows get no gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class Silent(Centred):
 
 @pytest.mark.parametrize("micro_batch", [1, 8, N])
 def test_gathered_rows_to_which_no_gradient_comes_get_zeros(micro_batch: int) -> None:
-    model, x, y = Silent().double(), batch()[0], torch.randint(3, (N,))
+    model, x, y = Progress().double(), batch()[0], torch.randint(3, (N,))
     want = undivided(model, F.cross_entropy, x, y)
     engine = Engine(model, F.cross_entropy, micro_batch=micro_batch)
     assert_exact(state_of(model, engine.backward(x, y)), want)

@@ -20,7 +20,7 @@ from anybatch.lockstep import sync_batchnorm as norm_ranks
 PIXELS, CLASSES, SEED = 32, 10, 0
 
 
-class Silent:
+class Progress:
     """A meeting that sends nothing: what a layer computes, without the wire."""
 
     def __init__(self, group: Any) -> None:
@@ -85,7 +85,7 @@ def _rounds(ways: dict[str, nn.Module], x: Tensor, y: Tensor, rounds: int) -> An
         for name in names if at % 2 else names[::-1]:
             meeting = norm_ranks.GroupMeeting
             if name == "global, nothing sent":
-                norm_ranks.GroupMeeting = Silent  # type: ignore[assignment, misc]
+                norm_ranks.GroupMeeting = Progress  # type: ignore[assignment, misc]
             seconds = timed(lambda name=name: step(ways[name], x, y))  # type: ignore[misc]
             norm_ranks.GroupMeeting = meeting  # type: ignore[misc]
             if at >= 0:

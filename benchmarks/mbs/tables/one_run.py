@@ -14,7 +14,7 @@ from typing import Any
 
 from anybatch.cli.build import build
 from anybatch.cli.faults import TrainingError
-from anybatch.cli.progress import Silent
+from anybatch.cli.progress import Progress
 from anybatch.cli.report.drawing import Line, Titled, draw_lines
 from anybatch.cli.settings import Settings
 from anybatch.cli.train import train
@@ -27,7 +27,7 @@ TRAINED, FAILED, DIVERGED = "trained", "failed", "diverged"
 Outcome = dict[str, Any]
 
 
-class BeginsLimit(Silent):
+class BeginsLimit(Progress):
     """A progress that shows nothing and begins the limit with the first epoch."""
 
     def __init__(self, limit: Limit) -> None:

@@ -63,7 +63,7 @@ def _main(
     "data task model batch_size memory micro_batch offload states spill workspace epochs out "
     "resume replan compare compare_steps recipe lr optimizer momentum weight_decay schedule "
     "loss norm batchnorm max_batch image_size crop crops pad flip seed workers threads device "
-    "malloc skip_corrupt overwrite checkpoint_minutes",
+    "malloc skip_corrupt overwrite checkpoint_minutes"
 )
 def train(context: typer.Context, options: SimpleNamespace) -> None:
     """Train a model with mini-batches of any size, streamed in micro-batches.
@@ -90,7 +90,7 @@ def train(context: typer.Context, options: SimpleNamespace) -> None:
             options.resume is not None and SavedRun.read(options.resume).budgeted
         )
         allocated = allocate(context, options.malloc, options.device, budgeted=budgeted)
-        console.print(allocated, highlight=False, soft_wrap=True)
+        console.print(allocated, highlight=False, soft_wrap=not console.is_terminal)
         team.meet(options.device)
         settings = settings_of(
             options, out=options.out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")

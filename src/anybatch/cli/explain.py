@@ -21,7 +21,7 @@ from anybatch.cli.options import PLANNED_DEVICE, settings_of, takes
 from anybatch.cli.outcome import ending
 from anybatch.cli.planned import question_of, refuse_to_plan
 from anybatch.cli.process import allocate
-from anybatch.cli.progress import Silent
+from anybatch.cli.progress import Counted, Progress
 from anybatch.cli.report.history import Envelope
 from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.write import page_of, refuse_page, write_page
@@ -96,7 +96,10 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
             *wanted.lines(found, parts, context),
             _not_done(found, measured=measure, fixed=options.micro_batch is not None),
         ]
-        typer.echo(found.to_json() if options.json else "\n".join(lines))
+        if options.json:
+            typer.echo(found.to_json())
+        else:
+            Counted(Console(highlight=False)).say("\n".join(lines))
         explained.show(rows)
         if options.timeline:
             _draw(step)
@@ -144,8 +147,8 @@ def _refuse_together(options: SimpleNamespace) -> None:
 
 def _draw(step: StepTimeline | None) -> None:
     """Print a step as a chart."""
-    shown = NONE if step is None else colored(step)
-    Console(highlight=False, soft_wrap=True).print(shown, markup=False)
+    console = Console(highlight=False)
+    console.print(NONE if step is None else colored(step, console.width), markup=False)
 
 
 def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:
@@ -161,7 +164,7 @@ def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:
 def first_batch(settings: Settings) -> tuple[RunParts, LoadedBatch]:
     """Return the parts of a run, its model in training mode, and its first mini-batch."""
     parts = build(settings)
-    reading = Reading(Silent(), skip_corrupt=settings.skip_corrupt)
+    reading = Reading(Progress(), skip_corrupt=settings.skip_corrupt)
     _, batch = next(reading.epoch(parts.loader(settings, shuffle=True), 1))
     parts.model.train()
     return parts, batch

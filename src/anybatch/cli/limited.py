@@ -31,7 +31,7 @@ from anybatch import Engine, Plan
 from anybatch import plan as foresee
 from anybatch.cli.build import RunParts, build, seeded
 from anybatch.cli.metrics import plain_loss
-from anybatch.cli.progress import Silent
+from anybatch.cli.progress import Progress
 from anybatch.cli.settings import Settings, make_optimizer, make_schedule
 from anybatch.cli.views import LoadedBatch, Reading
 from anybatch.devices import MemoryLimit, RNGState, live_peak
@@ -198,7 +198,7 @@ def _update(
 
 def _batches(settings: Settings, parts: RunParts, steps: int) -> Iterator[LoadedBatch]:
     loader, done = parts.loader(settings, shuffle=True), 0
-    reading = Reading(Silent(), skip_corrupt=settings.skip_corrupt)
+    reading = Reading(Progress(), skip_corrupt=settings.skip_corrupt)
     for epoch in range(1, parts.recipe.epochs + 1):
         for _, batch in reading.epoch(loader, epoch):
             if done == steps:

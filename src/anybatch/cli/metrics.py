@@ -8,7 +8,6 @@ micro-batch, so that no output is stored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,84 +17,62 @@ from anybatch import Loss
 from anybatch.cli.faults import SettingsError
 
 
-class Metric(Protocol):
-    """A figure in [0, 1] made of counts: two integers and their quotient."""
+class Metric:
+    """A figure in [0, 1] that is the quotient of two integers; `empty` where both are 0."""
 
     name: str
+    empty: float
+
+    def __init__(self) -> None:
+        self.part: Tensor | int = 0
+        self.full: Tensor | int = 0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add the counts of one micro-batch."""
+        raise NotImplementedError
 
     def value(self) -> float:
         """Return the figure over all samples so far."""
+        part, full = self.counts()
+        return part / full if full else self.empty
 
     def counts(self) -> tuple[int, int]:
         """Return the two integers."""
+        return int(self.part), int(self.full)
 
     def go_on_from(self, counts: tuple[int, int]) -> None:
         """Restore the two integers that `counts` returned."""
+        self.part, self.full = counts
 
 
-class Accuracy:
+class Accuracy(Metric):
     """Fraction of samples with the largest logit at the true class.
 
     Takes logits [N, C] and classes [N]. Without any sample it is 0.
     """
 
-    name = "accuracy"
-
-    def __init__(self) -> None:
-        self.hits: Tensor | int = 0
-        self.samples = 0
+    name, empty = "accuracy", 0.0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add one micro-batch."""
-        self.hits = self.hits + (outputs.argmax(dim=1) == targets.to(outputs.device)).sum()
-        self.samples += len(targets)
-
-    def value(self) -> float:
-        """Return hits / samples."""
-        return int(self.hits) / self.samples if self.samples else 0.0
-
-    def counts(self) -> tuple[int, int]:
-        """Return hits and samples."""
-        return int(self.hits), self.samples
-
-    def go_on_from(self, counts: tuple[int, int]) -> None:
-        """Go on from these hits and samples."""
-        self.hits, self.samples = counts
+        self.part = self.part + (outputs.argmax(dim=1) == targets.to(outputs.device)).sum()
+        self.full += len(targets)
 
 
-class IoU:
+class IoU(Metric):
     """Intersection over union of the foreground: pixels in both masks / pixels in either.
 
     Takes logits and masks (0 or 1) of one shape; a logit above 0 is foreground. When neither has
     a foreground pixel it is 1.
     """
 
-    name = "iou"
-
-    def __init__(self) -> None:
-        self.both: Tensor | int = 0
-        self.either: Tensor | int = 0
+    name, empty = "iou", 1.0
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
         """Add one micro-batch."""
         predicted, true = outputs > 0, targets.to(outputs.device) > 0.5
-        self.both = self.both + (predicted & true).sum()
-        self.either = self.either + (predicted | true).sum()
-
-    def value(self) -> float:
-        """Return both / either."""
-        return int(self.both) / int(self.either) if int(self.either) else 1.0
-
-    def counts(self) -> tuple[int, int]:
-        """Return the pixels in both masks, and those in either."""
-        return int(self.both), int(self.either)
-
-    def go_on_from(self, counts: tuple[int, int]) -> None:
-        """Go on from these pixels."""
-        self.both, self.either = counts
+        self.part = self.part + (predicted & true).sum()
+        self.full = self.full + (predicted | true).sum()
 
 
 def make_metric(task: str) -> Metric:

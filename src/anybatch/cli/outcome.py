@@ -28,7 +28,7 @@ def ending(team: Team = SINGLE_PROCESS) -> Iterator[None]:
 
     def say(text: str, *, speaks: bool = team.leads) -> None:
         if speaks:
-            errors.print(text, markup=False, highlight=False, soft_wrap=True)
+            errors.print(text, markup=False, highlight=False, soft_wrap=not errors.is_terminal)
 
     try:
         yield

@@ -106,12 +106,7 @@ def split_of(*, skip: bool) -> Callable[[LoadedBatch], tuple[Any, Any]]:
 @contextlib.contextmanager
 def moving(steps: int) -> Iterator[Callable[[int, int], None]]:
     """Show the progress, where there is a terminal; yield the function that advances it."""
-    columns = (
-        TextColumn("profiling"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors = Console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("", total=steps)

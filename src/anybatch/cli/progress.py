@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, TaskID, TextColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
 from anybatch.reports import StepReport
+from anybatch.units import show_seconds
 
+LEAST_BAR = 10  # of the bar, with the blanks at its ends
 EVERY = 10.0  # seconds between two plain lines within an epoch
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -54,8 +56,8 @@ class Gauge:
         return f"{label} {tenths:g} of {round(budget, 1):g} {UNITS[power]}"
 
 
-class Progress(Protocol):
-    """Protocol of a display for the events of a run."""
+class Progress:
+    """Display of the events of a run; this one shows nothing, for programs that call `train`."""
 
     def say(self, text: str) -> None:
         """Show one line."""
@@ -73,26 +75,7 @@ class Progress(Protocol):
         """Restore the terminal."""
 
 
-class Silent:
-    """Shows nothing: for programs that call `train`."""
-
-    def say(self, text: str) -> None:
-        """Drop the line."""
-
-    def begin_epoch(self, epoch: int, epochs: int, micro_batches: int) -> None:
-        """Do nothing."""
-
-    def micro_batch(self, samples: int) -> None:
-        """Do nothing."""
-
-    def step(self, loss: float, held: Gauge | None = None) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Counted:
+class Counted(Progress):
     """The counts and the one sentence that both visible forms of progress share."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -103,8 +86,9 @@ class Counted:
         self.held: Gauge | None = None
 
     def say(self, text: str) -> None:
-        """Print one line."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Print one line; a terminal breaks it between words."""
+        wraps = self.console.is_terminal
+        self.console.print(text, highlight=False, markup=False, soft_wrap=not wraps)
 
     def begin_epoch(self, epoch: int, epochs: int, micro_batches: int) -> None:
         """Start the counts of an epoch."""
@@ -121,15 +105,12 @@ class Counted:
         """Keep both."""
         self.loss, self.held = loss, held
 
-    def close(self) -> None:
-        """Do nothing."""
-
-    def figures(self) -> str:
+    def figures(self) -> list[str]:
         """Return the speed of this epoch, and the latest loss and peak."""
         seconds = max(self.clock() - self.started, 1e-9)
-        loss = "" if self.loss is None else f", loss {self.loss:.4f}"
-        held = "" if self.held is None else f", {self.held}"
-        return f"{self.samples / seconds:,.0f} images/s{loss}{held}"
+        loss = [] if self.loss is None else [f"loss {self.loss:.4f}"]
+        held = [] if self.held is None else [str(self.held)]
+        return [f"{self.samples / seconds:,.0f} images/s", *loss, *held]
 
 
 class PlainProgress(Counted):
@@ -145,7 +126,7 @@ class PlainProgress(Counted):
         if self.clock() - self.said >= EVERY:
             self.say(
                 f"epoch {self.epoch}/{self.epochs}: {self.done}/{self.expected} micro-batches, "
-                f"{self.figures()}"
+                f"{', '.join(self.figures())}"
             )
 
     def say(self, text: str) -> None:
@@ -159,30 +140,42 @@ class Live(Counted):
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(console, clock)
-        columns: tuple[ProgressColumn, ...] = (
-            TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("micro-batches, {task.fields[figures]}"),
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(None),
+            TextColumn("{task.fields[f]}"),
         )
-        self.bar = Bar(*columns, console=console, transient=True)
+        self.bar = Bar(*columns, console=console, transient=True, expand=True)
         self.task: TaskID | None = None
 
     def begin_epoch(self, epoch: int, epochs: int, micro_batches: int) -> None:
         """Set the bar back to nothing."""
         super().begin_epoch(epoch, epochs, micro_batches)
-        fields = {"epoch": f"{epoch}/{epochs}", "figures": self.figures()}
         if self.task is None:
-            self.task = self.bar.add_task("", total=micro_batches, **fields)  # type: ignore[arg-type]
+            self.task = self.bar.add_task("", f="")
             self.bar.start()
-        else:
-            self.bar.reset(self.task, total=micro_batches, **fields)  # type: ignore[arg-type]
+        self.bar.reset(self.task, total=micro_batches, description=f"epoch {epoch}/{epochs}")
+        self.bar.update(self.task, f=self._fitting())
 
     def micro_batch(self, samples: int) -> None:
         """Move the bar by one."""
         super().micro_batch(samples)
         if self.task is not None:
-            self.bar.update(self.task, completed=self.done, figures=self.figures())
+            self.bar.update(self.task, completed=self.done, f=self._fitting())
+
+    def _fitting(self) -> str:
+        """Return the count, the time to the end of the run, and the figures that have room."""
+        parts = [f"{self.done}/{self.expected}"]
+        if self.done:
+            more = self.expected * (self.epochs - self.epoch + 1) - self.done
+            each = (self.clock() - self.started) / self.done
+            parts.append(f"{show_seconds(max(0.0, more * each))} left")
+        room = self.console.width - len(f"epoch {self.epoch}/{self.epochs}") - LEAST_BAR
+        return next(
+            text
+            for count in range(len(parts) + 3, 0, -1)
+            if len(text := ", ".join([*parts, *self.figures()][:count])) <= room or count == 1
+        )
 
     def close(self) -> None:
         """Remove the bar."""

@@ -9,6 +9,9 @@ from anybatch.units import show_bytes
 
 NONE = "There is no timeline: nothing was foreseen for this plan."
 
+SCALE = 12
+"""Letters before a chart, of its scale."""
+
 COLORS = {
     "weights, inputs, gradients": "#5c5c5c",
     "parameters": "#5c5c5c",
@@ -40,10 +43,10 @@ def color_of(owner: str) -> str:
     return COLORS.get(owner, "")
 
 
-def colored(step: StepTimeline) -> Text:
-    """Return a chart of a step, each owner in its colour, with a legend."""
+def colored(step: StepTimeline, width: int = 84) -> Text:
+    """Return a chart of a step in so many letters, each owner in its colour, with a legend."""
     shown = Text()
-    for line in step.chart():
+    for line in step.chart(max(8, min(width, 84) - SCALE)):
         for text, owner in line:
             shown.append(text, "bold" if owner == "budget" else color_of(owner))
         shown.append("\n")

@@ -21,7 +21,7 @@ from typing import Any
 from anybatch.cli.build import build, describe, seeded
 from anybatch.cli.checkpoint import checked
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.progress import Progress, Silent
+from anybatch.cli.progress import Progress
 from anybatch.cli.run import Clock, TrainingRun
 from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.saved_run import SavedRun, Summary
@@ -58,7 +58,7 @@ def train(
         Interrupted: on Ctrl-C, likewise; a KeyboardInterrupt that carries the summary.
         KeyboardInterrupt: on Ctrl-C when no step was made and an earlier run was restored.
     """
-    shown = progress if progress is not None and team.leads else Silent()
+    shown = progress if progress is not None and team.leads else Progress()
     out = settings.out if team.leads else None
     folder = team.together(lambda: RunFolder(out, overwrite=settings.overwrite))
     started = clock()
@@ -100,7 +100,7 @@ def resume(
             trains in the folder; when settings or data are not those of the run.
         Interrupted: as `train`.
     """
-    shown = progress if progress is not None and team.leads else Silent()
+    shown = progress if progress is not None and team.leads else Progress()
     saved = team.from_first(lambda: SavedRun.read(path))
     settings = saved.settings(requested, replan=replan)
     if replan and not settings.planned:

@@ -203,7 +203,7 @@ def test_candidates_are_those_of_the_plan() -> None:
         (str(one.micro_batch), why or "-") for one, why in reported
     ]
     assert [row[3] for row in rows] == [show_bytes(one.peak_bytes) for one, _ in reported]
-    assert [row[4] for row in rows] == ["stay"] * 4 + ["leave"]
+    assert [row[4] for row in rows] == ["resident"] * 4 + ["offloaded"]
     plain = plan_of()
     assert plain.memory is not None
     shown = read(page_of(record_of(plan=plain)))

@@ -119,13 +119,7 @@ class AmoebaNetCell(nn.Module):
     """
 
     def __init__(
-        self,
-        inputs: tuple[int, int],
-        channels: int,
-        norm: MakeNorm,
-        *,
-        halves: bool,
-        halved: bool,
+        self, inputs: tuple[int, int], channels: int, norm: MakeNorm, *, halves: bool, halved: bool
     ) -> None:
         super().__init__()
         last, before = inputs

@@ -28,6 +28,12 @@ from anybatch.cli.models.unet import UNet
 
 RESNETS = {f"resnet{depth}": depth for depth in resnet.BLOCKS}
 PARAMETERS = {"cnn": ("WIDTH",), "unet": ("WIDTH",), "amoebanet-d": ("LAYERS", "FILTERS")}
+BUILT_IN: dict[str, Callable[..., nn.Module]] = {
+    "cnn": cnn,
+    "unet": UNet,
+    "amoebanet-d": AmoebaNetD,
+    "resnet20": resnet.resnet20,
+}
 NAMES = ("cnn", "resnet20", *RESNETS, "unet", "amoebanet-d")
 
 
@@ -44,25 +50,13 @@ def find_model(
     """
     base, _, rest = name.partition(":")
     if base in NAMES:
-        numbers = _numbers(name, base, rest)
-        if base == "cnn":
-            return cnn(num_classes=num_classes, in_channels=in_channels, norm=norm, **numbers)
-        if base == "unet":
-            return UNet(out_channels=num_classes, in_channels=in_channels, norm=norm, **numbers)
-        if base == "amoebanet-d":
-            return AmoebaNetD(
-                num_classes=num_classes, in_channels=in_channels, norm=norm, **numbers
-            )
-        if base == "resnet20":
-            return resnet.resnet20(num_classes=num_classes, in_channels=in_channels, norm=norm)
-        small = max(image_size) <= resnet.SMALL_IMAGE
-        return resnet.resnet(
-            RESNETS[base],
-            num_classes=num_classes,
-            in_channels=in_channels,
-            norm=norm,
-            stem="cifar" if small else "imagenet",
-        )
+        common = {"num_classes": num_classes, "in_channels": in_channels, "norm": norm}
+        common |= _numbers(name, base, rest)
+        if base in RESNETS:
+            small = max(image_size) <= resnet.SMALL_IMAGE
+            stem = "cifar" if small else "imagenet"
+            return resnet.resnet(RESNETS[base], stem=stem, **common)  # type: ignore[arg-type]
+        return BUILT_IN[base](**common)
     if not rest:
         raise ModelError(
             f"model must be one of {', '.join(NAMES)}, or package.module:callable; got {name!r}."

@@ -33,7 +33,7 @@ def _twice(inside: int, outside: int, norm: str) -> nn.Sequential:
 
 
 class UNet(nn.Module):
-    """[N, in_channels, H, W] -> logits [N, out_channels, H, W]; H and W are multiples of 16.
+    """[N, in_channels, H, W] -> logits [N, num_classes, H, W]; H and W are multiples of 16.
 
     `width` is the number of channels of the first level, 64 in the paper.
 
@@ -41,7 +41,7 @@ class UNet(nn.Module):
     """
 
     def __init__(
-        self, *, in_channels: int = 3, out_channels: int = 1, width: int = 64, norm: str = "group"
+        self, *, in_channels: int = 3, num_classes: int = 1, width: int = 64, norm: str = "group"
     ) -> None:
         super().__init__()
         widths = [width * 2**level for level in range(LEVELS + 1)]
@@ -51,7 +51,7 @@ class UNet(nn.Module):
         rising = list(reversed(widths[:-1]))
         self.up = nn.ModuleList(nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in rising)
         self.merge = nn.ModuleList(_twice(2 * w, w, norm) for w in rising)
-        self.head = nn.Conv2d(width, out_channels, 1)
+        self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits of every pixel.

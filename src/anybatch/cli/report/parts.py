@@ -172,13 +172,7 @@ def drawn(draw: Callable[[], str]) -> Drawing:
 def figure_of(titled: Titled, drawing: Drawing, keys: tuple[Key, ...], numbers: Table) -> Figure:
     """Return a figure with its numbers."""
     return Figure(
-        titled.name,
-        titled.title,
-        titled.description,
-        drawing.svg,
-        drawing.missing,
-        keys,
-        numbers,
+        titled.name, titled.title, titled.description, drawing.svg, drawing.missing, keys, numbers
     )
 
 

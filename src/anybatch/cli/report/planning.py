@@ -123,8 +123,8 @@ def explained(record: RunRecord) -> list[Section]:
         return []
     facts = (
         Fact("Micro-batch", f"{plan.micro_batch} samples"),
-        Fact("Mechanism", plan.mechanism),
-        Fact("Gradients", plan.accumulate),
+        Fact("Mechanism", plan.mechanism, _MECHANISMS.get(plan.mechanism, "")),
+        Fact("Gradients", plan.accumulate, _GRADIENTS.get(plan.accumulate, "")),
         Fact("Exact", plan.exact.state, f"{_EXACT[plan.exact.state]}: {plan.exact.by}"),
         *(() if plan.states is None else (Fact("Optimizer's state", str(plan.states)),)),
         *(() if plan.pace is None else _pace(plan.pace)),
@@ -151,6 +151,16 @@ def _pace(pace: Pace) -> tuple[Fact, ...]:
     return fact("A step of the real loop", 1), *epoch
 
 
+_MECHANISMS = {
+    "undivided": "the mini-batch in one piece",
+    "streaming": "one micro-batch after another, one pass",
+    "two-pass": "all outputs first, for the loss; then each micro-batch again",
+    "lockstep": "micro-batches wait for each other where samples meet",
+}
+_GRADIENTS = {
+    "in place": "summed in .grad",
+    "accumulator": "summed beside .grad, in one more set of gradients",
+}
 _EXACT = {
     "shown": "the gradient is that of the undivided mini-batch, up to rounding",
     "not shown": "nothing speaks against it, and it could not be shown",
@@ -168,7 +178,7 @@ def _candidates(plan: Plan) -> tuple[Table, ...]:
             *(str(one.micro_batch), why or "-"),
             "-" if one.seconds is None else seconds(one.seconds),
             show_bytes(one.peak_bytes),
-            *(("leave" if one.offloaded else "stay",) if both else ()),
+            *(("offloaded" if one.offloaded else "resident",) if both else ()),
         )
         for one, why in every
     )

@@ -39,6 +39,12 @@ LEFT_OUT = (
 )
 
 
+_MEANING = {
+    "Lemma 3.1": "computing is divided, overhead is not",
+    "ideal": "twice the GPUs, twice as fast",
+}
+
+
 def scale_out(record: RunRecord) -> list[Section]:
     """Return the section on more GPUs; none without a forecast or steps of a single process."""
     found = None if record.plan is None else record.plan.scale
@@ -65,7 +71,7 @@ def _by_lemma(found: Overhead, samples: int) -> Section:
     ratio = found.ratio
     limit = f"no number of GPUs gets beyond {number(speedup_limit(ratio))} times the speed"
     facts = (
-        Fact("R_O", number(ratio), "what shows and is not computing, to computing"),
+        Fact("R_O", number(ratio), "overhead: seconds that are not computing, by computing"),
         Fact("Waiting for data", show_seconds(found.waiting), "of a step, mean"),
         Fact("Computing", show_seconds(found.computing), "of a step, mean"),
         Fact("All else", show_seconds(found.rest), "of a step, mean: the update above all"),
@@ -128,5 +134,5 @@ def _curves(speedups: dict[str, list[float]], gpus: Sequence[int], table: Table)
     ideal = [float(count) for count in gpus]
     named = [next(iter(speedups)), "ideal", *(name for name, _ in more)]
     lines = [Line(gpus, values) for values in (first, ideal, *(values for _, values in more))]
-    keys = tuple(Key(name, "line", style) for style, name in enumerate(named))
+    keys = tuple(Key(name, "line", i, _MEANING.get(name, "")) for i, name in enumerate(named))
     return figure_of(titled, drawn(lambda: draw_lines(titled, lines, "GPUs")), keys, table)

@@ -165,10 +165,7 @@ def _over_epochs(name: str, title: str, rows: Sequence[tuple[int, float, float]]
         ("Epoch", "Training", "Test"),
         tuple((str(epochs[i]), number(train[i]), number(test[i])) for i in every),
     )
-    keys = (
-        Key("training", "line", 0, number(train[-1])),
-        Key("test", "line", 1, number(test[-1])),
-    )
+    keys = (Key("training", "line", 0, number(train[-1])), Key("test", "line", 1, number(test[-1])))
     drawing = drawn(lambda: draw_lines(titled, [Line(epochs, train), Line(epochs, test)], "epoch"))
     return figure_of(titled, drawing, keys, table)
 
