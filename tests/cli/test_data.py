@@ -242,7 +242,9 @@ def test_deep_and_odd_pixels(tmp_path: Path) -> None:
 
 def test_digits_without_scikit_learn_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
-    with pytest.raises(MissingExtraError, match=r"pip install scikit-learn; or name a folder"):
+    with pytest.raises(
+        MissingExtraError, match=r"pip install 'anybatch\[demo\]'; or name a folder"
+    ):
         open_data(Settings())
 
 

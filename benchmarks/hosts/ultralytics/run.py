@@ -12,13 +12,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from benchmarks.environment import environment
-from benchmarks.results import console, write
 from torch import nn
 
 from anybatch import Engine
 from anybatch.integrations.ultralytics import KEYED, Criterion, labels_of
 from anybatch.tools.exactness import error_of
+from benchmarks.environment import environment
+from benchmarks.results import console, write
 
 HERE = Path(__file__).parent
 SEEDS = (0, 1)

@@ -80,7 +80,8 @@ def main(
             python = str(here / "env" / "bin" / "python")
             (site,) = (here / "env" / "lib").glob("python*/site-packages")
             (wheel,) = here.glob("*.whl")
-            install = [python, "-m", "pip", "install", "--quiet", "-c", str(ROOT / "constraints.txt")]
+            pins = str(ROOT / "constraints.txt")
+            install = [python, "-m", "pip", "install", "--quiet", "-c", pins]
             before = sum(file.stat().st_size for file in site.rglob("*") if file.is_file())
             for extra in ("", "[cli]"):
                 subprocess.run([*install, f"{wheel}{extra}"], check=True)

@@ -370,7 +370,7 @@ def digits() -> Arrays:
     except ImportError as error:
         raise MissingExtraError(
             "the digits, which are the default, come with scikit-learn, which is not installed: "
-            "pip install scikit-learn; or name a folder of images with --data."
+            "pip install 'anybatch[demo]'; or name a folder of images with --data."
         ) from error
     found = load_digits()
     pixels = np.rint(found.images * (255 / 16)).astype(np.uint8)[:, None]
