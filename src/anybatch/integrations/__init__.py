@@ -2,5 +2,5 @@
 
 Nothing else imports these libraries.
 
-Read `install`, then `transformers` or `lightning`.
+Read `install`, then `transformers`, `lightning` or `nnunet`.
 """
