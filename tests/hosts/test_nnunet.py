@@ -22,7 +22,7 @@ from nnunetv2.training.nnUNetTrainer.variants.network_architecture.nnUNetTrainer
 from nnunetv2.utilities.find_objects import recursive_find_trainer_class_by_name
 from tests.oracle import assert_exact
 
-from anybatch.errors import NotExactError
+from anybatch.errors import NotExactError, NotYetError
 from anybatch.integrations.nnunet import AnyBatchTrainer
 
 pytestmark = pytest.mark.filterwarnings("default")  # the host's own
@@ -169,3 +169,10 @@ def test_a_step_that_uses_the_outputs_is_refused(
     with pytest.raises(NotExactError, match=message):
         ours.train_step(data.batches_of(ours, 1)[0])
     assert isinstance(ours.network, torch.nn.Module)
+
+
+def test_several_gpus_are_refused() -> None:
+    ours = AnyBatchTrainer.__new__(AnyBatchTrainer)
+    ours.is_ddp = True
+    with pytest.raises(NotYetError, match="trains on one GPU"):
+        ours.train_step({})

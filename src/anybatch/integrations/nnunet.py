@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from anybatch.engine.engine import Engine
-from anybatch.errors import NotExactError
+from anybatch.errors import NotExactError, NotYetError
 from anybatch.integrations.install import require
 
 require("nnunet", "nnunetv2")
@@ -58,6 +58,7 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
         ImportError: nnunetv2 is not installed.
         NotExactError: at a step, if a `train_step` uses the outputs of the network other than in
             the loss.
+        NotYetError: at a step, on several GPUs.
 
     Example:
         >>> class Trainer6GiB(AnyBatchTrainer):
@@ -100,8 +101,7 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
             steps += 1
             if not isinstance(output, Deferred):
                 raise NotExactError(USED.format("another value instead"))
-            with local(self._parts[1]):
-                value = engine.backward(output.data, target, scaler=self.grad_scaler)
+            value = engine.backward(output.data, target, scaler=self.grad_scaler)
             return value.detach().requires_grad_()  # the trainer calls its backward
 
         with self._replaced(Deferred, loss):
@@ -127,6 +127,11 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
 
     def _engine(self) -> Engine:
         """Return the engine of the present network, loss and optimizer."""
+        if self.is_ddp:
+            raise NotYetError(
+                "AnyBatchTrainer trains on one GPU, and -num_gpus has started several: leave it "
+                "out, the batch of the plan fits on one within the budget"
+            )
         parts = self.network, self.loss, self.optimizer
         if self.engine is None or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
             self.engine, self._parts = self.build_engine(), parts
@@ -156,20 +161,6 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._network, name)
-
-
-@contextmanager
-def local(loss: Any) -> Iterator[None]:
-    """Let no part of a loss gather over ranks: the engine passes it the batch of all of them."""
-    parts = loss.modules() if isinstance(loss, nn.Module) else ()
-    gathering: list[Any] = [part for part in parts if getattr(part, "ddp", False)]
-    for part in gathering:
-        part.ddp = False
-    try:
-        yield
-    finally:
-        for part in gathering:
-            part.ddp = True
 
 
 class Deferred:
