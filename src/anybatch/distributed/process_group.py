@@ -99,7 +99,7 @@ class Group:
         """Return the tensor `part` of each rank, in order; all have one shape and dtype."""
         part = part.to(self.device).contiguous()
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        self.wait(self._started(dist.all_gather, parts, part))
+        self.wait(self._started(dist.all_gather, [*map(bits, parts)], bits(part)))
         return parts
 
     def sum(self, part: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class Group:
 
     def sent(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of the rank `source`, in the memory of `tensor`."""
-        self.wait(self._started(partial(dist.broadcast, group_src=source), tensor))
+        self.wait(self._started(partial(dist.broadcast, group_src=source), bits(tensor)))
         return tensor
 
     def objects(self, one: Any) -> list[Any]:
@@ -215,6 +215,11 @@ class Group:
             except RuntimeError:
                 gone.append(rank)
         return gone
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as bytes, in its own memory: backends lack int16 and others."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def packed(one: Any) -> Tensor:
