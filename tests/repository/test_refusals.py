@@ -144,7 +144,7 @@ def beginning(text: str) -> str:
     text = text.partition(", and ")[0]
     runs = [re.sub(r"\s+", " ", run).strip(" ,:;.()") for run in text.split(VALUE)]
     long = next((run for run in runs if len(run.split()) >= 3), max(runs, key=len))
-    return " ".join(long.split()[:WORDS])
+    return " ".join(long.split()[:WORDS]).rstrip(",:")
 
 
 @cache
