@@ -29,6 +29,9 @@ ENOUGH = 4
 ODD = 3
 """Rows of the second forward: lines of 4 and of 2 in 4 or 8 tokens hold one sample each."""
 
+ROW_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+"""Errors of a model that does not take so few rows, or an odd number of them."""
+
 
 def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBatch, MicroBatch]:
     """Return the first rows of the batch, and the last of these in reverse; both are copies.

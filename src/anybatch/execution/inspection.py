@@ -37,6 +37,7 @@ from anybatch.errors import AnybatchError
 from anybatch.execution.few_rows import (
     ENOUGH,
     ODD,
+    ROW_ERRORS,
     computed,
     first_of,
     layouts,
@@ -89,9 +90,6 @@ from anybatch.loss.traced import TracedOutputs
 
 AGAIN = (10, 100, 1000)
 """Steps of a signature in which samples are traced again: a model may change."""
-
-ROW_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
-"""Errors of a model that does not take so few rows, or an odd number of them."""
 
 SOMEWHERE = "a tensor that no attribute of the model names"
 
