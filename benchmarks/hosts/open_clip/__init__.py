@@ -1,0 +1,1 @@
+"""open_clip: its training script's accumulation and an engine beside the undivided batch."""
