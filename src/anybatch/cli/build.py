@@ -186,9 +186,8 @@ def seeded(seed: int, threads: int | None) -> Iterator[None]:
 class BatchNormPolicy:
     """BatchNorm policy of a run with mini-batches of `batch_size` samples, except the last.
 
-    Attributes:
-        batchnorm: the argument `batchnorm` of an engine.
-        exact_from: the first epoch (from 1) after training had converged; None before.
+    `batchnorm`: the argument `batchnorm` of an engine. `exact_from`: the first epoch (from 1) after
+    training had converged; None before.
     """
 
     def __init__(self, settings: Settings, batch_size: int) -> None:

@@ -16,7 +16,6 @@ any time is right: a step that does not end is undone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -158,12 +157,7 @@ class AtomicStep:
         """From here on there is no way back."""
         self._done = True
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         if error_type is None or self._done:
             return
         with unbroken(), torch.no_grad():

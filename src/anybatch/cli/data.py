@@ -16,23 +16,9 @@ from typing import NamedTuple, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from anybatch.cli import folders
+from anybatch.cli import folders, images
 from anybatch.cli.faults import DataError, MissingExtraError
-from anybatch.cli.images import (
-    NO_FOREGROUND,
-    Header,
-    MaskRule,
-    Pixels,
-    Range,
-    Size,
-    Unreadable,
-    mask_rule,
-    range_of,
-    read_header,
-    read_mask,
-    read_pixels,
-    unit_range,
-)
+from anybatch.cli.images import Header, MaskRule, Pixels, Range, Size, Unreadable
 from anybatch.cli.settings import Settings, Task
 
 T = TypeVar("T")
@@ -40,7 +26,7 @@ T = TypeVar("T")
 SAMPLE = 256  # training images that are read for their mean and deviation
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Data:
     """A data set ready to be read.
 
@@ -91,18 +77,7 @@ def _open_digits(settings: Settings, image_size: Size | None) -> Data:
     found = digits()
     train, test = folders.hold_out(range(len(found)), found.classes.tolist())
     sources = [Arrays(found.pixels[rows], found.classes[rows]) for rows in (train, test)]
-    mean, std = _statistics(sources[0], skip_corrupt=False)
-    return Data(
-        task="classification",
-        train=sources[0],
-        test=sources[1],
-        num_classes=10,
-        in_channels=1,
-        size=(8, 8),
-        mean=mean,
-        std=std,
-        notes=(),
-    )
+    return _data(settings, "classification", sources, 10, Shape(1, (8, 8), (1, None, None), ()))
 
 
 def _open_classes(
@@ -114,24 +89,13 @@ def _open_classes(
         train, test = folders.hold_out(train, [number for _, number in train])
     else:
         test = folders.list_labelled(test_folder, classes)
-    files = [path for path, _ in (*train, *test)]
-    found = _shape(files, image_size, skip_corrupt=settings.skip_corrupt)
+    found = _shape([path for path, _ in (*train, *test)], settings, image_size)
     sources = [
         ClassFiles(tuple(p for p, _ in part), tuple(c for _, c in part), *found.reading)
         for part in (train, test)
     ]
-    mean, std = _statistics(sources[0], skip_corrupt=settings.skip_corrupt)
-    return Data(
-        task="classification",
-        train=sources[0],
-        test=sources[1],
-        num_classes=len(classes),
-        in_channels=found.channels,
-        size=found.size,
-        mean=mean,
-        std=std,
-        notes=(*_notes(len(train), len(test), test_folder), *found.notes),
-    )
+    notes = _notes(len(train), len(test), test_folder)
+    return _data(settings, "classification", sources, len(classes), found, *notes, *found.notes)
 
 
 def _open_pairs(
@@ -142,23 +106,20 @@ def _open_pairs(
         train, test = folders.hold_out(train, [0] * len(train))
     else:
         test = folders.list_pairs(test_folder)
-    files = [image for image, _ in (*train, *test)]
-    found = _shape(files, image_size, skip_corrupt=settings.skip_corrupt)
+    found = _shape([image for image, _ in (*train, *test)], settings, image_size)
     masks = [mask for _, mask in (*train, *test)]
-    rule, words = mask_rule(_spread(masks, SAMPLE), total=len(masks))
+    rule, words = images.mask_rule(_spread(masks, SAMPLE), total=len(masks))
     sources = [MaskFiles(tuple(part), *found.reading, rule) for part in (train, test)]
+    notes = (*_notes(len(train), len(test), test_folder), *found.notes, words)
+    return _data(settings, "segmentation", sources, 1, found, *notes)
+
+
+def _data(
+    settings: Settings, task: Task, sources: Sequence[Source], width: int, found: Shape, *notes: str
+) -> Data:
     mean, std = _statistics(sources[0], skip_corrupt=settings.skip_corrupt)
-    return Data(
-        task="segmentation",
-        train=sources[0],
-        test=sources[1],
-        num_classes=1,
-        in_channels=found.channels,
-        size=found.size,
-        mean=mean,
-        std=std,
-        notes=(*_notes(len(train), len(test), test_folder), *found.notes, words),
-    )
+    train, test = sources
+    return Data(task, train, test, width, found.channels, found.size, mean, std, notes)
 
 
 def _notes(train: int, test: int, test_folder: Path | None) -> tuple[str, ...]:
@@ -176,13 +137,13 @@ class Shape(NamedTuple):
     notes: tuple[str, ...]
 
 
-def _shape(files: Sequence[Path], image_size: Size | None, *, skip_corrupt: bool) -> Shape:
+def _shape(files: Sequence[Path], settings: Settings, image_size: Size | None) -> Shape:
     """Return the shape of all images: without `image_size` every header is read."""
     looked = files if image_size is None else _spread(files, SAMPLE)
-    headers = [(path, read_header(path)) for path in looked]
+    headers = [(path, images.read_header(path)) for path in looked]
     broken = [found for _, found in headers if isinstance(found, Unreadable)]
     good = [(path, found) for path, found in headers if isinstance(found, Header)]
-    if broken and not skip_corrupt:
+    if broken and not settings.skip_corrupt:
         raise corrupt(broken)
     if not good:
         raise DataError(f"none of {len(looked)} images can be read: {_named(broken)}.")
@@ -201,7 +162,7 @@ def _shape(files: Sequence[Path], image_size: Size | None, *, skip_corrupt: bool
         notes.append(f"pixels: 16 bits in {len(deep[16])} files, 0 to 65535 read as 0 to 1")
     if deep[32]:
         some = _spread(deep[32], SAMPLE)
-        scale = range_of(some)
+        scale = images.range_of(some)
         notes.append(
             f"pixels: 32 bits in {len(deep[32])} files, {scale[0]:g} to {scale[1]:g}, the range of "
             f"{len(some)}, read as 0 to 1"
@@ -223,7 +184,7 @@ def _statistics(
         if isinstance(sample, Unreadable):
             broken.append(sample)
             continue
-        image = unit_range(sample[0]).astype(np.float64)
+        image = images.unit_range(sample[0]).astype(np.float64)
         total = total + image.sum(axis=(1, 2))
         squares = squares + (image**2).sum(axis=(1, 2))
         pixels += image[0].size
@@ -234,7 +195,7 @@ def _statistics(
     if not pixels:
         raise DataError(f"no training image can be read: {_named(broken)}.")
     if masks and not foreground:
-        raise DataError(NO_FOREGROUND)
+        raise DataError(images.NO_FOREGROUND)
     mean = total / pixels
     std = np.sqrt(np.maximum(squares / pixels - mean**2, 0))
     std[std < 1e-6] = 1.0  # a constant channel stays zero
@@ -316,7 +277,7 @@ class ClassFiles:
 
     def read(self, index: int) -> Sample | Unreadable:
         """Read one image."""
-        pixels = read_pixels(self.paths[index], self.channels, self.size, self.scale)
+        pixels = images.read_pixels(self.paths[index], self.channels, self.size, self.scale)
         return pixels if isinstance(pixels, Unreadable) else (pixels, self.classes[index])
 
 
@@ -336,10 +297,10 @@ class MaskFiles:
     def read(self, index: int) -> Sample | Unreadable:
         """Read one image and its mask, which must be of one size."""
         image, mask = self.pairs[index]
-        pixels = read_pixels(image, self.channels, self.size, self.scale)
+        pixels = images.read_pixels(image, self.channels, self.size, self.scale)
         if isinstance(pixels, Unreadable):
             return pixels
-        foreground = read_mask(mask, self.size, self.rule)
+        foreground = images.read_mask(mask, self.size, self.rule)
         if isinstance(foreground, Unreadable):
             return foreground
         if foreground.shape[1:] != pixels.shape[1:]:

@@ -32,7 +32,6 @@ from anybatch.cli.views import LoadedBatch, Reading
 from anybatch.cli.wanted import Wanted
 from anybatch.devices import planned_for
 from anybatch.planning import forget_plans
-from anybatch.reports import StepTimeline
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
 TIMED = "Nothing was trained: steps in a few sizes were timed, and all was put back."
@@ -63,13 +62,7 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
         _refuse_together(options)
         if options.html is not None:
             refuse_page(options.html)
-        explained = Explained.of(
-            *(options.workspace, options.workspace_total, options.cache, options.memory),
-            convolutions=options.convolutions,
-        )
-        wanted = Wanted.of(
-            options.gpus, options.speedup, options.deadline, options.network, options.servers
-        )
+        explained, wanted = Explained.of(options), Wanted.of(options)
         wanted.refuse(options.states)
         measure, target = options.measure or wanted.anything, absent_device(options.device)
         refuse_measured(target, measure=measure, workspace=explained.workspace is not None)
@@ -96,13 +89,14 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
             *wanted.lines(found, parts, context),
             _not_done(found, measured=measure, fixed=options.micro_batch is not None),
         ]
+        console = Console(highlight=False)
         if options.json:
             typer.echo(found.to_json())
         else:
-            Counted(Console(highlight=False)).say("\n".join(lines))
+            Counted(console).say("\n".join(lines))
         explained.show(rows)
         if options.timeline:
-            _draw(step)
+            console.print(NONE if step is None else colored(step, console.width), markup=False)
         if options.html is not None:
             shown = None if step is None else Envelope.of(step)
             write_page(page_of(RunRecord("plan", config, plan=found, step=shown)), options.html)
@@ -143,12 +137,6 @@ def _refuse_together(options: SimpleNamespace) -> None:
             f"a plan is printed in one way at a time; {' and '.join(requested)} were given. Leave "
             f"{len(requested) - 1} of them out, or add --html FILE.html, a page."
         )
-
-
-def _draw(step: StepTimeline | None) -> None:
-    """Print a step as a chart."""
-    console = Console(highlight=False)
-    console.print(NONE if step is None else colored(step, console.width), markup=False)
 
 
 def _not_done(found: Plan, *, measured: bool, fixed: bool) -> str:

@@ -88,11 +88,9 @@ def read_pixels(
 ) -> Pixels | Unreadable:
     """Return the image at `path` as [channels, H, W]: of 8 or 16 bits, or float32 from 0 to 1.
 
-    Args:
-        path: of the file.
-        channels: with 1 colours become grey, with 3 grey becomes colour.
-        size: (height, width) that it is resized to, bilinearly; None: its own.
-        scale: what pixels of 32 bits are read by.
+    `path`: of the file. `channels`: with 1 colours become grey, with 3 grey becomes colour. `size`:
+    (height, width) that it is resized to, bilinearly; None: its own. `scale`: what pixels of 32
+    bits are read by.
     """
     header = read_header(path)
     if isinstance(header, Unreadable):
@@ -197,10 +195,10 @@ def mask_rule(paths: Sequence[Path], *, total: int) -> tuple[MaskRule, str]:
             f"{named}: {fault}. Write masks of 0 and 255."
         )
     if len(values) == 2:
-        words = f"masks: 0 and {values[1]} {where}, read as 0 and 1"
-        return MaskRule(values[1], tuple(values)), words
-    words = f"masks: ids {named} {where}, 0 read as 0 and all others as 1"
-    return MaskRule(1, None), words
+        return MaskRule(
+            values[1], tuple(values)
+        ), f"masks: 0 and {values[1]} {where}, read as 0 and 1"
+    return MaskRule(1, None), f"masks: ids {named} {where}, 0 read as 0 and all others as 1"
 
 
 def unit_range(pixels: Pixels) -> NDArray[np.float32]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from rich import box
 from rich.console import Console
@@ -101,11 +102,9 @@ UNTAKEN = "Convolutions are torch's own: no share of the budget was worth it as 
 class Explained:
     """Options of the command on convolutions.
 
-    Attributes:
-        workspace: that of each, the argument, or "auto"; None: they are torch's.
-        total: bytes for all of them together; None: each has its own.
-        cache: file of measurements; None is the one in the user's cache folder.
-        wanted: there is to be a table.
+    `workspace`: that of each, the argument, or "auto"; None: they are torch's. `total`: bytes for
+    all of them together; None: each has its own. `cache`: file of measurements; None is the one in
+    the user's cache folder. `wanted`: there is to be a table.
     """
 
     workspace: str | int | None
@@ -114,20 +113,14 @@ class Explained:
     wanted: bool
 
     @classmethod
-    def of(
-        cls,
-        workspace: str | int | None,
-        total: str | None,
-        cache: Path | None,
-        memory: str | None,
-        *,
-        convolutions: bool,
-    ) -> Explained:
+    def of(cls, options: SimpleNamespace) -> Explained:
         """Return the convolution request in the options of the command.
 
         Raises:
             SettingsError: they do not go together, or mean nothing.
         """
+        workspace, convolutions = options.workspace, options.convolutions
+        total, cache = options.workspace_total, options.cache
         if (total is not None or cache is not None) and not convolutions and workspace is None:
             raise SettingsError(
                 "workspace-total and cache are for convolutions; neither --convolutions nor "
@@ -142,7 +135,7 @@ class Explained:
         try:
             total_bytes = None if total is None else parse_bytes(total, "workspace-total")
             if convolutions and workspace is None:
-                workspace = total_bytes or _default(memory)
+                workspace = total_bytes or _default(options.memory)
             if workspace not in (None, AUTO):
                 parse_bytes(workspace, "workspace", word=AUTO)
         except ValueError as error:

@@ -17,21 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
+from anybatch.cli import settings as kinds
 from anybatch.cli.allocator import RequestedMode
 from anybatch.cli.models.norm import NormName
-from anybatch.cli.settings import (
-    BatchNormMode,
-    LossName,
-    OffloadName,
-    OptimizerName,
-    PolicyName,
-    RecipeName,
-    ScheduleName,
-    Settings,
-    StatesName,
-    Task,
-    parse_image_size,
-)
+from anybatch.cli.settings import Settings, parse_image_size
 
 MODELS = (
     "cnn[:WIDTH], resnet20, resnet18, resnet34, resnet50, resnet101, unet[:WIDTH], "
@@ -51,20 +40,20 @@ PLANNED_DEVICE = (
 
 OPTIONS: dict[str, Any] = {
     "data": (str, "digits, or a folder of images."),
-    "task": (Task | None, "Default: what the folder holds."),
+    "task": (kinds.Task | None, "Default: what the folder holds."),
     "model": (str | None, f"One of {MODELS}."),
-    "recipe": (RecipeName | None, "Settings of MBS, section 4.2; explicit options win."),
-    "loss": (LossName | None, "Default: cross-entropy for classes, bce+dice for masks."),
+    "recipe": (kinds.RecipeName | None, "Settings of MBS, section 4.2; explicit options win."),
+    "loss": (kinds.LossName | None, "Default: cross-entropy for classes, bce+dice for masks."),
     "norm": (NormName, "Layer of the built-in models."),
     "image_size": (str | None, "Resize to N, or WIDTHxHEIGHT, pixels."),
     "crop": (int | None, "Train on random crops of N x N pixels."),
     "offload": (
-        OffloadName,
+        kinds.OffloadName,
         "Offload saved tensors: auto if not even one sample fits, or if steps show it to be "
         "faster; to host memory (from a GPU) or a file always; off never.",
     ),
     "states": (
-        StatesName | None,
+        kinds.StatesName | None,
         "Offload the optimizer's state between its steps: to host memory (from a GPU) or a "
         "file (from the CPU); auto: if nothing fits otherwise. If nothing fits with that, "
         "parameters and gradients are offloaded too, except over ranks and with only "
@@ -81,7 +70,10 @@ OPTIONS: dict[str, Any] = {
         "explained.",
     ),
     "convolutions": (bool, "Explain how each convolution is computed."),
-    "policy": (PolicyName, "Micro-batches of a convolution: powers of two, all, or undivided."),
+    "policy": (
+        kinds.PolicyName,
+        "Micro-batches of a convolution: powers of two, all, undivided.",
+    ),
     "cache": (Path | None, "File of measurements. Default: one in your cache folder."),
     "seconds": (float, "For measuring, of all kernels together."),
     "processes": (int, "Processes that measure; several are faster and less exact on one CPU."),
@@ -96,12 +88,12 @@ OPTIONS: dict[str, Any] = {
     "epochs": (int | None, "Passes over the training set."),
     "out": (Path | None, "Run folder. Default: a new one below runs/."),
     "lr": (float | None, "Learning rate."),
-    "optimizer": (OptimizerName | None, "Default: adamw."),
+    "optimizer": (kinds.OptimizerName | None, "Default: adamw."),
     "momentum": (float | None, "Of sgd."),
     "weight_decay": (float | None, "Of the weights, in every step."),
-    "schedule": (ScheduleName | None, "Of the learning rate, over the whole run."),
+    "schedule": (kinds.ScheduleName | None, "Of the learning rate, over the whole run."),
     "batchnorm": (
-        BatchNormMode,
+        kinds.BatchNormMode,
         "exact: of the full batch; local: of each micro-batch, inexact; adaptive: local until "
         "the training loss no longer falls, then exact.",
     ),
@@ -157,10 +149,8 @@ Command = Callable[[typer.Context, SimpleNamespace], None]
 def takes(names: str, /, **others: Any) -> Callable[[Command], Callable[..., None]]:
     """Give a command its options, in this order.
 
-    Args:
-        names: of the options, between blanks.
-        others: those that `OPTIONS` has not, or not as this command has them: type, help and
-            default, which may be left out.
+    `names`: of the options, between blanks. `others`: those that `OPTIONS` has not, or not as this
+    command has them: type, help and default, which may be left out.
     """
 
     def parameter(name: str) -> Parameter:
@@ -190,9 +180,7 @@ def takes(names: str, /, **others: Any) -> Callable[[Command], Callable[..., Non
 def settings_of(options: SimpleNamespace, **others: Any) -> Settings:
     """Return the settings that options of a command make.
 
-    Args:
-        options: the values of its options.
-        others: fields that have other values.
+    `options`: the values of its options. `others`: fields that have other values.
     """
     names = {field.name for field in dataclasses.fields(Settings)}
     found = {name: value for name, value in vars(options).items() if name in names} | others

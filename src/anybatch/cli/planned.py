@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -42,10 +41,8 @@ from anybatch.reports import OffloadedStates, States, StepTimeline
 class PlannedEngine:
     """An engine, and the plan that it follows; entered while the run trains.
 
-    Attributes:
-        engine: the engine; where the plan is still to be made it has none.
-        plan: None until there is one.
-        waits: the plan is still to be made, by `make`, before the first step.
+    `engine`: the engine; where the plan is still to be made it has none. `plan`: None until there
+    is one. `waits`: the plan is still to be made, by `make`, before the first step.
     """
 
     def __init__(
@@ -78,12 +75,7 @@ class PlannedEngine:
         self._enter()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Bring parameters and gradients back; discard the optimizer's offloaded state."""
         self._entered = False
         if self._offloaded is not None:

@@ -274,12 +274,9 @@ def step_row(
 ) -> dict[str, Any]:
     """Return the line of a step; of several ranks, micro-batches and bytes are those of rank 0.
 
-    Args:
-        at: the first field.
-        report: of its micro-batches.
-        seconds: of all of it but the wait.
-        computed: seconds of them until the loss was there.
-        waited: seconds for its mini-batch, before.
+    `at`: the first field. `report`: of its micro-batches. `seconds`: of all of it but the wait.
+    `computed`: seconds of them until the loss was there. `waited`: seconds for its mini-batch,
+    before.
     """
     return {
         "kind": "step",

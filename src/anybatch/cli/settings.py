@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, get_args, get_type_hints
 
 from torch import nn, optim
 from torch.optim.lr_scheduler import LambdaLR
@@ -138,22 +138,13 @@ class Settings:
         return []
 
     def _wrong_choices(self) -> list[str]:
-        choices = {
-            "task": (self.task, Task),
-            "recipe": (self.recipe, RecipeName),
-            "optimizer": (self.optimizer, OptimizerName),
-            "schedule": (self.schedule, ScheduleName),
-            "loss": (self.loss, LossName),
-            "norm": (self.norm, NormName),
-            "batchnorm": (self.batchnorm, BatchNormMode),
-            "offload": (self.offload, OffloadName),
-            "states": (self.states, StatesName),
-        }
-        return [
-            f"{name} must be one of {', '.join(get_args(literal))}; got {value!r}"
-            for name, (value, literal) in choices.items()
-            if value is not None and value not in get_args(literal)
-        ]
+        faults = []
+        for name, hint in get_type_hints(Settings).items():
+            inner, value = (hint, *get_args(hint)), getattr(self, name)
+            choices = [one for part in inner for one in get_args(part) if isinstance(one, str)]
+            if choices and value is not None and value not in choices:
+                faults.append(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        return faults
 
     def _wrong_numbers(self) -> list[str]:
         height, width = self.image_size or (None, None)
@@ -209,7 +200,7 @@ def parse_image_size(text: str) -> tuple[int, int]:
 # Source: MBS, section 4.2.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TrainingRecipe:
     """A complete recipe: nothing in it is left to be chosen but the size of the images."""
 
@@ -226,32 +217,14 @@ class TrainingRecipe:
     pad: int = 0
 
 
-DIGITS = TrainingRecipe(
-    model="cnn",
-    epochs=60,
-    optimizer="adamw",
-    lr=2e-3,
-    momentum=0.9,
-    weight_decay=1e-2,
-    schedule="cosine",
-    loss="cross-entropy",
-)
+DIGITS = TrainingRecipe("cnn", 60, "adamw", 2e-3, 0.9, 1e-2, "cosine", "cross-entropy")
 CLASSIFICATION = dataclasses.replace(
     DIGITS, model="resnet20", epochs=30, lr=3e-3, weight_decay=5e-2
 )
 SEGMENTATION = dataclasses.replace(
     CLASSIFICATION, model="unet:16", loss="bce+dice", weight_decay=1e-2
 )
-MBS_RESNET = TrainingRecipe(
-    model="resnet50",
-    epochs=30,
-    optimizer="sgd",
-    lr=0.01,
-    momentum=0.9,
-    weight_decay=5e-4,
-    schedule="constant",
-    loss="cross-entropy",
-)
+MBS_RESNET = TrainingRecipe("resnet50", 30, "sgd", 0.01, 0.9, 5e-4, "constant", "cross-entropy")
 RECIPES = {
     "mbs-resnet": MBS_RESNET,
     "mbs-amoebanet": dataclasses.replace(

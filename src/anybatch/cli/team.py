@@ -25,7 +25,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -55,9 +54,7 @@ T = TypeVar("T")
 class Team:
     """Ranks of a run; `Team()` is a single process.
 
-    Args:
-        rank: of this process.
-        size: how many there are.
+    `rank`: of this process. `size`: how many there are.
     """
 
     def __init__(self, rank: int = 0, size: int = 1) -> None:
@@ -132,12 +129,7 @@ class Team:
     def __enter__(self) -> Team:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Destroy the process group, if `meet` has made it; rank 0 first.
 
         Were another to end before rank 0 has written the last checkpoint and said why the run has
@@ -146,7 +138,7 @@ class Team:
         if not self._made:
             return
         with contextlib.suppress(RuntimeError):
-            if error is not None:
+            if error_type is not None:
                 group_of().abandon()
             self._outstay()
         dist.destroy_process_group()

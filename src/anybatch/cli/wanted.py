@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 import typer
@@ -42,19 +43,14 @@ class Wanted:
     servers: int | str | None
 
     @classmethod
-    def of(
-        cls,
-        gpus: int | None,
-        speedup: float | None,
-        deadline: str | None,
-        network: str | None,
-        servers: str | None,
-    ) -> Wanted:
-        """Return the request in these options.
+    def of(cls, options: SimpleNamespace) -> Wanted:
+        """Return the request in the options of the command.
 
         Raises:
             SettingsError: they say nothing, or too much.
         """
+        gpus, speedup, deadline = options.gpus, options.speedup, options.deadline
+        network, servers = options.network, options.servers
         try:
             seconds = None if deadline is None else parse_seconds(deadline)
             if network is not None:

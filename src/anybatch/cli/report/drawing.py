@@ -39,11 +39,8 @@ DOTS = 40
 class Line:
     """One line of a figure.
 
-    Attributes:
-        x: where.
-        y: the value; one that is not finite leaves a gap.
-        low: lower edge of a band around it, as long as `y`; empty for none.
-        high: the upper edge.
+    `x`: where. `y`: the value; one that is not finite leaves a gap. `low`: lower edge of a band
+    around it, as long as `y`; empty for none. `high`: the upper edge.
     """
 
     x: Sequence[float]
@@ -56,10 +53,8 @@ class Line:
 class Titled:
     """Name, title and description of a figure.
 
-    Attributes:
-        name: of the element, unique in a page.
-        title: its title.
-        description: its contents, in words.
+    `name`: of the element, unique in a page. `title`: its title. `description`: its contents, in
+    words.
     """
 
     name: str
@@ -79,11 +74,8 @@ def installed() -> bool:
 def draw_lines(titled: Titled, lines: Sequence[Line], x_label: str, *, integer: bool = True) -> str:
     """Return lines over an axis as SVG.
 
-    Args:
-        titled: title of the figure.
-        lines: the first has the first style, and so on.
-        x_label: label of the axis.
-        integer: it counts in integers. Default True.
+    `titled`: title of the figure. `lines`: the first has the first style, and so on. `x_label`:
+    label of the axis. `integer`: it counts in integers. Default True.
     """
     with _axes(x_label) as (axes, done):
         from matplotlib.ticker import MaxNLocator
@@ -234,11 +226,8 @@ def band_color(i: int, *, hatched: bool = False) -> str:
 def inlined(svg: bytes, name: str, title: str, description: str) -> str:
     """Return a figure as an element of a page.
 
-    Args:
-        svg: as matplotlib writes it.
-        name: of the figure, unique in the page.
-        title: its title.
-        description: its contents, in words.
+    `svg`: as matplotlib writes it. `name`: of the figure, unique in the page. `title`: its title.
+    `description`: its contents, in words.
     """
     root = ElementTree.fromstring(svg)
     for parent in list(root.iter()):

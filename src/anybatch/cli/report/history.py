@@ -31,12 +31,9 @@ class Spent(NamedTuple):
 class LoggedStep:
     """One step.
 
-    Attributes:
-        step: its number, from 1.
-        loss: of the mini-batch.
-        speed: samples a second.
-        peak: bytes held at most; None where that was not measured.
-        spent: its seconds; None in the log of a version that did not write them separately.
+    `step`: its number, from 1. `loss`: of the mini-batch. `speed`: samples a second. `peak`: bytes
+    held at most; None where that was not measured. `spent`: its seconds; None in the log of a
+    version that did not write them separately.
     """
 
     step: int
@@ -62,11 +59,8 @@ class EpochRow:
 class RunHistory:
     """A run according to its log.
 
-    Attributes:
-        steps: in order.
-        epochs: the complete ones, in order.
-        changes: changes during the run, a sentence each.
-        broken: lines that could not be read.
+    `steps`: in order. `epochs`: the complete ones, in order. `changes`: changes during the run, a
+    sentence each. `broken`: lines that could not be read.
     """
 
     steps: tuple[LoggedStep, ...] = ()
@@ -116,10 +110,7 @@ class Bin(NamedTuple):
 def bins(steps: Sequence[int], values: Sequence[float], most: int) -> list[Bin]:
     """Return values in at most `most` bins of as many steps each as can be.
 
-    Args:
-        steps: their numbers, in order.
-        values: one for each.
-        most: at least 1.
+    `steps`: their numbers, in order. `values`: one for each. `most`: at least 1.
     """
     return [
         Bin(steps[a], steps[b - 1], *quartiles(values[a:b])) for a, b in spans(len(steps), most)
@@ -213,17 +204,13 @@ MOST = 200
 class Envelope:
     """A planned step, stretch by stretch.
 
-    Attributes:
-        title: the step, in words.
-        facts: its bytes and, if known, its seconds, in words.
-        budget: bytes that it may hold.
-        peak: bytes that it holds at most.
-        timed: edges are seconds; else they are places of events.
-        owners: owners of bytes, in the order in which they are stacked, from below.
-        edges: where stretches begin, and the last one ends; one more than there are stretches.
-        live: [stretches][owners], bytes.
-        busy: [stretches][3], shares in which kernels ran, copies went out, and came back.
-        phases: ``(name, edge)`` of the parts of the step, in order.
+    `title`: the step, in words. `facts`: its bytes and, if known, its seconds, in words. `budget`:
+    bytes that it may hold. `peak`: bytes that it holds at most. `timed`: edges are seconds; else
+    they are places of events. `owners`: owners of bytes, in the order in which they are stacked,
+    from below. `edges`: where stretches begin, and the last one ends; one more than there are
+    stretches. `live`: [stretches][owners], bytes. `busy`: [stretches][3], shares in which kernels
+    ran, copies went out, and came back. `phases`: ``(name, edge)`` of the parts of the step, in
+    order.
     """
 
     title: str
@@ -325,11 +312,8 @@ def _rows(found: Any) -> tuple[tuple[Any, ...], ...]:
 class Overhead:
     """Seconds of a run's steps, each the mean of so many `steps`.
 
-    Attributes:
-        steps: that count.
-        waiting: for mini-batches.
-        computing: micro-batches.
-        rest: the update, and all else between two waits.
+    `steps`: that count. `waiting`: for mini-batches. `computing`: micro-batches. `rest`: the
+    update, and all else between two waits.
     """
 
     steps: int

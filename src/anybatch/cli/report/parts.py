@@ -21,11 +21,8 @@ Tone = Literal["good", "stopped", "bad", "plain"]
 class Fact:
     """A name and its value.
 
-    Attributes:
-        name: of the value.
-        value: in words.
-        more: a remark in small print; "" for none.
-        code: the value is to be copied. Default False.
+    `name`: of the value. `value`: in words. `more`: a remark in small print; "" for none. `code`:
+    the value is to be copied. Default False.
     """
 
     name: str
@@ -38,14 +35,10 @@ class Fact:
 class Table:
     """Rows of words; the first cell of each is its heading.
 
-    Attributes:
-        name: of the element, unique in a page.
-        caption: its caption.
-        columns: their headings.
-        rows: as many cells as there are columns.
-        words: places of the columns that hold words, not figures, except the first.
-        marked: places of the rows that stand out.
-        shares: of each row, the length of a bar next to its heading, 0 to 1; empty for no bars.
+    `name`: of the element, unique in a page. `caption`: its caption. `columns`: their headings.
+    `rows`: as many cells as there are columns. `words`: places of the columns that hold words, not
+    figures, except the first. `marked`: places of the rows that stand out. `shares`: of each row,
+    the length of a bar next to its heading, 0 to 1; empty for no bars.
     """
 
     name: str
@@ -61,11 +54,8 @@ class Table:
 class Key:
     """An entry of a figure's legend.
 
-    Attributes:
-        name: its meaning.
-        swatch: how it is drawn.
-        style: number of the style.
-        more: a figure after the name.
+    `name`: its meaning. `swatch`: how it is drawn. `style`: number of the style. `more`: a figure
+    after the name.
     """
 
     name: str
@@ -78,14 +68,10 @@ class Key:
 class Figure:
     """A picture and, always, its numbers.
 
-    Attributes:
-        name: of the element, unique in a page.
-        title: its title.
-        description: its contents in words, for screen readers.
-        drawing: the picture as SVG; "" where there is none.
-        missing: why there is none.
-        keys: its legend, in the order in which it is read.
-        numbers: the drawn values.
+    `name`: of the element, unique in a page. `title`: its title. `description`: its contents in
+    words, for screen readers. `drawing`: the picture as SVG; "" where there is none. `missing`: why
+    there is none. `keys`: its legend, in the order in which it is read. `numbers`: the drawn
+    values.
     """
 
     name: str
@@ -101,17 +87,10 @@ class Figure:
 class Section:
     """A part of a page with a heading.
 
-    Attributes:
-        name: of the element, unique in a page.
-        title: its heading.
-        lead: sentences, a paragraph each.
-        facts: names and values.
-        tiles: the facts are few, and shown large. Default False.
-        points: sentences, as a list.
-        figures: of it.
-        tables: of it.
-        text: to be shown letter by letter; "" for none.
-        text_name: name of the text.
+    `name`: of the element, unique in a page. `title`: its heading. `lead`: sentences, a paragraph
+    each. `facts`: names and values. `tiles`: the facts are few, and shown large. Default False.
+    `points`: sentences, as a list. `figures`: of it. `tables`: of it. `text`: to be shown letter by
+    letter; "" for none. `text_name`: name of the text.
     """
 
     name: str
@@ -130,13 +109,9 @@ class Section:
 class Page:
     """Complete page about a run or a plan.
 
-    Attributes:
-        command: the command that it is of.
-        title: its heading.
-        tone: how it ended, as a colour and a sign.
-        ending: the same in words.
-        notes: remarks at the top of the page.
-        sections: in order; none is empty.
+    `command`: the command that it is of. `title`: its heading. `tone`: how it ended, as a colour
+    and a sign. `ending`: the same in words. `notes`: remarks at the top of the page. `sections`: in
+    order; none is empty.
     """
 
     command: str
@@ -171,9 +146,8 @@ def drawn(draw: Callable[[], str]) -> Drawing:
 
 def figure_of(titled: Titled, drawing: Drawing, keys: tuple[Key, ...], numbers: Table) -> Figure:
     """Return a figure with its numbers."""
-    return Figure(
-        titled.name, titled.title, titled.description, drawing.svg, drawing.missing, keys, numbers
-    )
+    name, title, description = titled.name, titled.title, titled.description
+    return Figure(name, title, description, *drawing, keys, numbers)
 
 
 def number(value: float) -> str:

@@ -24,14 +24,10 @@ NONE = RunHistory()
 class RunRecord:
     """A run, or a plan that nothing was trained by.
 
-    Attributes:
-        command: which of the two.
-        config: contents of config.json, written or not.
-        summary: contents of summary.json; None for a plan, and for a run that has not ended.
-        history: contents of the log; empty for a plan.
-        plan: None where there is none.
-        step: the planned step; None where it was not foreseen or is not saved.
-        notes: missing parts and reasons, a sentence each.
+    `command`: which of the two. `config`: contents of config.json, written or not. `summary`:
+    contents of summary.json; None for a plan, and for a run that has not ended. `history`: contents
+    of the log; empty for a plan. `plan`: None where there is none. `step`: the planned step; None
+    where it was not foreseen or is not saved. `notes`: missing parts and reasons, a sentence each.
     """
 
     command: Literal["train", "plan"]
@@ -87,10 +83,8 @@ STEP = "timeline.json"
 def record_of(folder: Path, summary: Mapping[str, Any] | None = None) -> RunRecord:
     """Return the record of the run in a folder.
 
-    Args:
-        folder: of the run.
-        summary: how it ended, where summary.json does not say so yet. Default None: it does, or
-            the run has not ended.
+    `folder`: of the run. `summary`: how it ended, where summary.json does not say so yet. Default
+    None: it does, or the run has not ended.
 
     Raises:
         RunFolderError: it is no run folder.
