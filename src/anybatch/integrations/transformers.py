@@ -117,6 +117,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     """
 
     _train_batch_size: int
+    _trusted: tuple[type, ...] = ()
+    """Classes whose own loss a step computes: theirs is no override."""
 
     def __init__(
         self,
@@ -139,7 +141,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
             )
         arguments = transformers.TrainingArguments("tmp_trainer") if args is None else args
         refuse_arguments(arguments)
-        self._overrides = Overrides(self, Trainer, transformers.Trainer)
+        self._overrides = Overrides(self, Trainer, transformers.Trainer, self._trusted)
         self._overrides.refuse()
         self.engine: Engine | None = None
         self._requested: dict[str, Any] = {
@@ -203,7 +205,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         self._reached.step = True
         self._overrides.refuse()
         refuse_accumulation(self)
-        refuse_loader(self, self._folded)
+        refuse_loader(self, self._folded, self._loaded_at_once)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -222,11 +224,20 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 self._traced.training = inner.training
                 rows = self._traced.ordered(rows)
             decided = engine._decisions
-            loss = engine.backward(rows, labels, scaler=scaler)
+            loss = self._backward(engine, rows, labels, scaler)
             if engine._decisions > decided or self._history.plan is None:
                 self._history.note(engine, rows, labels)
         self._tell(engine)
         return loss
+
+    @property
+    def _loaded_at_once(self) -> int:
+        """Samples in a batch of the loader."""
+        return self._train_batch_size
+
+    def _backward(self, engine: Engine, rows: Any, labels: Any, scaler: Any) -> Tensor:
+        """Add the gradient of a batch that `_split` has returned, and return its loss."""
+        return engine.backward(rows, labels, scaler=scaler)
 
     def prediction_step(
         self,
@@ -372,7 +383,7 @@ def about_logits(size: int, plan: Plan) -> str:
 
 NAME = "anybatch_plan.json"
 Shape = tuple[list[int], str]
-Shapes = tuple[dict[str, Shape], Shape | None]
+Shapes = tuple[dict[str, Shape], Shape | dict[str, Shape] | None]
 """Shape and dtype of a model's keyword arguments, and of separate labels, if any."""
 
 
@@ -392,8 +403,7 @@ class History:
         """Take in a step in which something was planned; rows of anything but tensors are left."""
         self.plan = self.plan or engine.plan
         if all(isinstance(value, Tensor) for value in inputs.values()):
-            shapes = {name: _shape(value) for name, value in inputs.items()}
-            self._planned.append((shapes, _shape(labels) if isinstance(labels, Tensor) else None))
+            self._planned.append((_shapes(inputs), _shapes(labels)))
 
     def options(self) -> dict[str, Any]:
         """Return options for an engine that continues as before: a budget, a size or a plan."""
@@ -408,8 +418,7 @@ class History:
         """Plan again the batches that were planned before the checkpoint."""
         again, self._again = self._again, []
         for place, (inputs, labels) in enumerate(again):
-            rows = {name: _zeros(shape) for name, shape in inputs.items()}
-            targets = None if labels is None else _zeros(labels)
+            rows, targets = _zeros(inputs), _zeros(labels)
             if place == 0 and self.plan is not None:
                 engine._recall(self.plan.micro_batch, rows, targets)
             else:
@@ -436,9 +445,16 @@ class History:
             self._again = list(self._planned) if simple else []
 
 
-def _shape(tensor: Tensor) -> Shape:
-    return list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+def _shapes(labels: Any) -> Any:
+    """Return the shapes of tensors, by name where they have names; None without any."""
+    if isinstance(labels, Mapping):
+        return {name: _shapes(value) for name, value in labels.items()}
+    if not isinstance(labels, Tensor):
+        return None
+    return list(labels.shape), str(labels.dtype).removeprefix("torch.")
 
 
-def _zeros(shape: Shape) -> Tensor:
-    return torch.zeros(shape[0], dtype=getattr(torch, shape[1]))
+def _zeros(shapes: Any) -> Any:
+    if isinstance(shapes, Mapping):
+        return {name: _zeros(shape) for name, shape in shapes.items()}
+    return None if shapes is None else torch.zeros(shapes[0], dtype=getattr(torch, shapes[1]))

@@ -108,7 +108,7 @@ class Trimmed(TracedModel):
         short = self._cut(row)
         if all(short[name].shape == row[name].shape for name in row):
             return  # no row has padding, which tells nothing of those that have
-        with torch.no_grad(), _evaluating(self.model):
+        with torch.no_grad(), evaluating(self.model):
             full, cut = (float(first_loss(self.model(**x))) for x in (row, short))
         if full != full and cut != cut:
             return  # no token of it is predicted
@@ -167,7 +167,7 @@ def _width(used: Tensor) -> int:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Draw nothing and move nothing in the body."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

@@ -86,10 +86,13 @@ class Overrides:
         trainer: the object.
         ours: the class whose methods take the place of those of `base`.
         base: `transformers.Trainer`.
+        trusted: classes whose `compute_loss` a step calls.
     """
 
-    def __init__(self, trainer: Any, ours: type, base: type) -> None:
-        self._trainer, self._base = trainer, base
+    def __init__(
+        self, trainer: Any, ours: type, base: type, trusted: tuple[type, ...] = ()
+    ) -> None:
+        self._trainer, self._base, self._trusted = trainer, base, trusted
         order = type(trainer).__mro__
         self._before = order[: order.index(ours)]
         self._between = order[order.index(ours) + 1 : order.index(base)]
@@ -104,11 +107,12 @@ class Overrides:
         """Whether how items are counted is overridden."""
         return any(map(self.anywhere, ("get_batch_samples", "_get_num_items_in_batch")))
 
-    def anywhere(self, name: str) -> str | None:
+    def anywhere(self, name: str, trusted: tuple[type, ...] = ()) -> str | None:
         """Return the name of the class or object that overrides an inherited method, or None."""
         if name in vars(self._trainer):
             return "the object"
-        first = next((class_.__name__ for class_ in self._before if name in vars(class_)), None)
+        before = [class_ for class_ in self._before if class_ not in trusted]
+        first = next((class_.__name__ for class_ in before if name in vars(class_)), None)
         return first or self.behind(name)
 
     def behind(self, name: str) -> str | None:
@@ -127,7 +131,8 @@ class Overrides:
             NotExactError: something is.
         """
         for name, (why, instead) in SKIPPED.items():
-            class_name = self.behind(name) if name == "training_step" else self.anywhere(name)
+            outside = name != "training_step"
+            class_name = self.anywhere(name, self._trusted) if outside else self.behind(name)
             if class_name is not None:
                 remedy = instead.format(class_name=class_name)
                 raise NotExactError(f"{why}, and {class_name} overrides {name}: {remedy}")
@@ -190,8 +195,13 @@ def refuse_accumulation(trainer: Any) -> None:
         )
 
 
-def refuse_loader(trainer: Any, folded: int) -> None:
+def refuse_loader(trainer: Any, folded: int, wanted: int) -> None:
     """Refuse a loader that does not give the batches that accumulation was folded into.
+
+    Args:
+        trainer: the trainer.
+        folded: batches that became one.
+        wanted: samples in a batch of the loader.
 
     Raises:
         ValueError: it has a batch size of its own.
@@ -201,9 +211,9 @@ def refuse_loader(trainer: Any, folded: int) -> None:
         return
     sampler = getattr(loader, "batch_sampler", None)
     size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
-    if size != trainer._train_batch_size:
+    if size != wanted:
         raise ValueError(
-            f"gradient_accumulation_steps={folded} is one batch of {trainer._train_batch_size} "
+            f"gradient_accumulation_steps={folded} is one batch of {wanted} "
             f"samples, and those of the train dataloader have {size or 'no size that it tells'}: "
             "give it this batch size, and leave gradient_accumulation_steps out"
         )

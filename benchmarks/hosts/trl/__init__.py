@@ -1,0 +1,1 @@
+"""TRL's trainers, with its own gradient accumulation and with an engine."""
