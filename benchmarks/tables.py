@@ -24,6 +24,7 @@ from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
 from benchmarks.guide.values import rows as guide_values
+from benchmarks.hosts.trl import rows as of_trl
 from benchmarks.integrations.accelerate import rows as of_accelerate
 from benchmarks.integrations.contrastive import rows as of_contrastive
 from benchmarks.integrations.language import rows as of_language
@@ -196,6 +197,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     "language": ("integrations/language", of_language.language),
+    "hosts_trl": ("hosts/trl", of_trl.hosts_trl),
     "transformers": ("integrations/transformers", of_transformers.transformers),
     "transformers_overhead": (
         "integrations/transformers",
@@ -273,6 +275,7 @@ TITLES = {
     "guide_numbers": "Guide: its own numbers, and Table 2",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "language": "A language model on rows of uneven length: the batch's mean, and means of means",
+    "hosts_trl": "TRL's trainers: errors of a step's gradient",
     "transformers": "transformers.Trainer: errors of a step's gradient, and its seconds",
     "accelerate": "accelerate's loop: errors of a step's gradient, and its seconds",
     "lightning": "Lightning's Trainer: errors of a step's gradient, and its seconds",

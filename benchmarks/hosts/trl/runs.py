@@ -122,11 +122,19 @@ BY_NAME = {f"{case.method} {case.name}": case for case in CASES}
 
 @dataclass
 class Found:
-    """What a run has left: the gradients of each step, its logs, and the trainer."""
+    """What a run has left.
+
+    Attributes:
+        gradients: of each step.
+        logs: of the trainer.
+        trainer: the trainer.
+        micro_batches: of an engine, in each step.
+    """
 
     gradients: list[dict[str, Tensor]]
     logs: list[dict[str, Any]]
     trainer: Any
+    micro_batches: list[int] = field(default_factory=list)
 
     def error(self, truth: Found, step: int | None = None) -> float:
         """Return the worst error of all steps, or of one, against another run."""
@@ -140,6 +148,8 @@ class Keep(transformers.TrainerCallback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
+        self.micro_batches: list[int] = []
+        self.trainer: Any = None
 
     def on_pre_optimizer_step(
         self, args: Any, state: Any, control: Any, model: Any = None, **_named: Any
@@ -148,6 +158,9 @@ class Keep(transformers.TrainerCallback):  # type: ignore[misc]
         del args, state, control
         named = model.named_parameters()
         self.gradients.append({n: p.grad.clone() for n, p in named if p.grad is not None})
+        engine = getattr(self.trainer, "engine", None)
+        if engine is not None:
+            self.micro_batches.append(engine.last.micro_batches)
 
 
 def tokenizer() -> Any:
@@ -261,11 +274,12 @@ def train(
         named["reward_funcs"] = reward
     made = trainer(model(seed, dtype), **named)
     made.model.to(dtype)
+    keep.trainer = made
     if not runs:
         return Found([], [], made)
     with contextlib.redirect_stdout(io.StringIO()):
         made.train()
-    return Found(keep.gradients, made.state.log_history, made)
+    return Found(keep.gradients, made.state.log_history, made, keep.micro_batches)
 
 
 def _config(case: Case, parts: int, steps: int, rate: float, more: dict[str, Any]) -> Any:
