@@ -5,7 +5,7 @@ and returns log-probs and entropies of each token. TRL's `compute_loss` computes
 from these (`Answers`), so no formula of a loss is written here. What is written is by what each
 is divided (`PAIRWISE`, `COUNTS`): `Shares` is a sum over rows, `Once` any other loss.
 
-Source: TRL 1.16, ``trainer/utils.py`` (`add_fused_lm_head`), ``DPOTrainer._compute_loss``,
+Source: TRL 1.16, ``trainer/utils.py`` (``add_fused_lm_head``), ``DPOTrainer._compute_loss``,
 ``GRPOTrainer._compute_loss``.
 """
 
