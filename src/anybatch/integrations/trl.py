@@ -47,11 +47,11 @@ from anybatch.integrations.trl_rows import (  # noqa: E402
     COUNTS,
     PAIRWISE,
     Answers,
-    Asked,
+    ModelCalled,
     Once,
     Rows,
     Scored,
-    Shares,
+    SumOverRows,
     as_large,
     asks,
     paired,
@@ -59,10 +59,10 @@ from anybatch.integrations.trl_rows import (  # noqa: E402
 )
 
 Refusal = tuple[Any, str, str]
-"""Whether something is there, its name, and what to do instead."""
+"""Whether something is there, its name, and the remedy."""
 
 
-class FullBatch(Trainer):
+class BatchTrainer(Trainer):
     """The base of this module's trainers, in the place of `transformers.Trainer`.
 
     Attributes:
@@ -79,7 +79,7 @@ class FullBatch(Trainer):
     def __init__(self, args: Any, **named: Any) -> None:
         self._refuse_untried(self._in_settings(args))
         super().__init__(args=args, **(named | self._options))
-        self._items_given: Any = None
+        self._items_passed: Any = None
         self._verified: Engine | None = None
 
     def _sum(self) -> tuple[str, Callable[[Rows], Any]] | None:
@@ -87,7 +87,7 @@ class FullBatch(Trainer):
         raise NotImplementedError
 
     def _in_settings(self, args: Any) -> Iterator[Refusal]:
-        """Yield what is refused if it is true, its name, and what to do."""
+        """Yield settings that are refused, each as a condition, a name and a remedy."""
         yield args.world_size > 1, f"world_size={args.world_size}", "run one process"
         yield (
             getattr(args, "activation_offloading", False),
@@ -96,7 +96,7 @@ class FullBatch(Trainer):
         )
 
     def _in_model(self) -> Iterator[Refusal]:
-        """Yield what is refused when the trainer is made."""
+        """Yield refusals of a trainer that is made, in the same form."""
         yield self.aux_loss_enabled, "the auxiliary loss of experts", "set router_aux_loss_coef=0.0"
         adapters = getattr(self.model, "peft_config", {}).values()
         yield (
@@ -122,7 +122,7 @@ class FullBatch(Trainer):
             )
 
     def _refuse_untried(self, found: Iterator[Refusal]) -> None:
-        """Refuse what has not been shown to give the gradient of the undivided batch.
+        """Refuse settings that have not been shown to be exact.
 
         Raises:
             NotYetError: the name of the setting, and what to do instead.
@@ -140,16 +140,16 @@ class FullBatch(Trainer):
         """Add the gradient of the full batch, and return its loss."""
         self._refuse_overrides()
         self._refuse_untried(self._in_settings(self.args))
-        self._items_given = num_items_in_batch
+        self._items_passed = num_items_in_batch
         return super().training_step(model, inputs, num_items_in_batch)
 
     def _split(self, inputs: Rows) -> tuple[Rows, Any]:
-        """Return the arguments that the model gets, and what else the loss needs of the rows."""
+        """Return the arguments that the model gets, and the rows that the loss reads."""
         try:
             with self._as_before():
                 self.compute_loss(asks, dict(inputs))
-        except Asked as asked:
-            arguments = asked.arguments
+        except ModelCalled as called:
+            arguments = called.arguments
         if "pixel_values" in arguments:
             raise NotYetError(
                 f"rows with images are not supported in {type(self).__name__} today, and the batch "
@@ -168,11 +168,11 @@ class FullBatch(Trainer):
             model, refers=refers, reference=reference if refers else None, pairs=self._pairs
         )
         found = self._sum()
-        self._declared = None if found is None else Shares(self._loss, *found)
+        self._declared = None if found is None else SumOverRows(self._loss, *found)
         return self._scored, self._declared or Once(self._loss)
 
     def _loss(self, outputs: Rows, targets: Rows) -> Tensor:
-        """Return TRL's loss of rows, and leave its metrics as they are."""
+        """Return TRL's loss of rows without a change of its metrics."""
         if any(map(is_fake, outputs.values())):
             return as_large(outputs)
         with self._as_before():
@@ -191,22 +191,22 @@ class FullBatch(Trainer):
         if log_probs is None:
             yield
             return
-        kept, self.ref_model = self.ref_model, Answers({"log_probs": log_probs})
+        before, self.ref_model = self.ref_model, Answers({"log_probs": log_probs})
         try:
             yield
         finally:
-            self.ref_model = kept
+            self.ref_model = before
 
     @contextmanager
     def _as_before(self) -> Iterator[None]:
-        """Restore what TRL notes in the body: metrics, counts, coefficients that adapt."""
-        kept = dict(vars(self))
+        """Restore TRL's notes after the body: metrics, counts, coefficients that adapt."""
+        before = dict(vars(self))
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
         try:
             yield
         finally:
             self.__dict__.clear()
-            self.__dict__.update(kept)
+            self.__dict__.update(before)
 
     def _backward(self, engine: Engine, rows: Any, labels: Any, scaler: Any) -> Tensor:
         """Run the step, then TRL's loss on all outputs, for its metrics and as a proof."""
@@ -222,7 +222,7 @@ class FullBatch(Trainer):
             self._verify(outputs, targets, [len(part["log_probs"]) for part in parts])
             self._verified = engine
         with torch.no_grad():
-            own = self._of_rows(outputs, targets, self._items_given)
+            own = self._of_rows(outputs, targets, self._items_passed)
         bound = torch.finfo(own.dtype).eps ** 0.5 * max(1.0, abs(float(own)))
         if not abs(float(loss) - float(own)) <= bound and float(own) == float(own):
             raise NotExactError(
@@ -266,7 +266,7 @@ class FullBatch(Trainer):
 
 
 class Budget:
-    """The arguments of an engine, taken before TRL's own `__init__`."""
+    """The arguments of an engine, stored before TRL's own `__init__`."""
 
     def __init__(
         self,
@@ -283,7 +283,7 @@ class Budget:
         self._refuse_untried(self._in_model())  # type: ignore[attr-defined]
 
 
-class SFTTrainer(Budget, trl.SFTTrainer, FullBatch):  # type: ignore[misc]
+class SFTTrainer(Budget, trl.SFTTrainer, BatchTrainer):  # type: ignore[misc]
     """TRL's `SFTTrainer`, with batches that fit in `memory` and the gradient of each undivided.
 
     It takes TRL's arguments, and `memory`, `micro_batch`, `rng` and `plan` as
@@ -313,16 +313,16 @@ class SFTTrainer(Budget, trl.SFTTrainer, FullBatch):  # type: ignore[misc]
         """Return the loader; documents that TRL would join in one row are rows."""
         if not self.padding_free:
             return super().get_train_dataloader()
-        kept = self.data_collator
+        before = self.data_collator
         self.data_collator = Documents(
-            pad_token_id=kept.pad_token_id,
+            pad_token_id=before.pad_token_id,
             return_position_ids=True,
-            pad_to_multiple_of=kept.pad_to_multiple_of,
+            pad_to_multiple_of=before.pad_to_multiple_of,
         )
         try:
             return super().get_train_dataloader()
         finally:
-            self.data_collator = kept
+            self.data_collator = before
 
     def _split(self, inputs: Rows) -> tuple[Rows, Any]:
         arguments, rows = super()._split(inputs)
@@ -342,7 +342,7 @@ class SFTTrainer(Budget, trl.SFTTrainer, FullBatch):  # type: ignore[misc]
         yield self.compute_loss_func is not None, "compute_loss_func", "leave it out"
 
 
-class DPOTrainer(Budget, trl.DPOTrainer, FullBatch):  # type: ignore[misc]
+class DPOTrainer(Budget, trl.DPOTrainer, BatchTrainer):  # type: ignore[misc]
     """TRL's `DPOTrainer`, with batches that fit in `memory` and the gradient of each undivided.
 
     As `SFTTrainer`; a sample is a pair. The reference (a model, or the policy without its adapter)
@@ -364,11 +364,11 @@ class DPOTrainer(Budget, trl.DPOTrainer, FullBatch):  # type: ignore[misc]
         )
 
 
-class GRPOTrainer(Budget, trl.GRPOTrainer, FullBatch):  # type: ignore[misc]
+class GRPOTrainer(Budget, trl.GRPOTrainer, BatchTrainer):  # type: ignore[misc]
     """TRL's `GRPOTrainer`, with batches that fit in `memory` and the gradient of each undivided.
 
     As `SFTTrainer`; a sample is a completion. TRL generates and scores as always, so `memory` is
-    the budget of training alone: all completions of a generation are generated at once, and scored
+    the budget of training: all completions of a generation are generated at once, and scored
     in parts of ``per_device_train_batch_size``. The loss is that of all completions of a step,
     whatever its ``loss_type``; a quantile or a bonus of entropies takes two passes.
 

@@ -7,7 +7,7 @@ restarts their positions. A row cannot be divided, so here each packed sequence 
     here     0 1 2 0 1 / 0 1 2 3 0              of two rows; padding is a document of one token
 
 A model that tells documents apart by their positions computes the same for both; of any other, the
-documents would see each other. So one is compared with itself alone, before the first step.
+documents would see each other. So one is run by itself and compared, before the first step.
 
 Source: TRL 1.16, ``DataCollatorForLanguageModeling``; transformers 5.23,
 ``find_packed_sequence_indices``.
@@ -28,7 +28,7 @@ Rows = dict[str, Any]
 
 
 class Documents(DataCollatorForLanguageModeling):  # type: ignore[misc]
-    """Collates rows of documents that are told apart by their positions, as TRL's joined row."""
+    """Collates rows of documents that positions distinguish."""
 
     def torch_call(self, examples: list[Rows]) -> Rows:
         """Return padded rows; the first token of a document is not predicted."""
@@ -41,7 +41,7 @@ def separates(model: nn.Module, rows: Rows) -> bool:
     """Say whether a row of several documents is there to compare, and compare one with itself.
 
     Raises:
-        NotExactError: a document has other log-probs alone than behind another one in its row.
+        NotExactError: a document has other log-probs by itself than behind another one in its row.
     """
     places, ids = rows["position_ids"], rows["input_ids"]
     begins = (places[:, :-1] == 0) & (places[:, 1:] == 1)
@@ -53,7 +53,7 @@ def separates(model: nn.Module, rows: Rows) -> bool:
     after = (places[at, first + 1 :] == 0).nonzero()
     last = first + 1 + int(after[0]) if len(after) else ids.shape[1]
     device = next(model.parameters()).device
-    alone = slice(at, at + 1), slice(first, last)
+    single = slice(at, at + 1), slice(first, last)
     with torch.no_grad(), evaluating(model):
         row, own = (
             model(
@@ -63,13 +63,13 @@ def separates(model: nn.Module, rows: Rows) -> bool:
                 use_cache=False,
                 fused_lm_head=True,
             ).log_probs
-            for part in ((slice(None),), alone)
+            for part in ((slice(None),), single)
         )
     gap = float((row[at, first : last - 1] - own[0]).abs().max())
     if not gap <= torch.finfo(own.dtype).eps ** 0.5 * max(1.0, float(own.abs().max())):
         raise NotExactError(
             "a model must tell documents in one row apart by their position_ids, and the log-probs "
-            f"of one differ by {gap:.2g} behind another document and alone: set padding_free=False "
+            f"of one differ by {gap:.2g} behind another one and by itself: set padding_free=False "
             'and packing_strategy="wrapped", or take attn_implementation="sdpa"'
         )
     return True

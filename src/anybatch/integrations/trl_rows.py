@@ -1,9 +1,9 @@
-"""Rows of a TRL batch: what a model says of them, and TRL's losses of what it said.
+"""Rows of a TRL batch: the log-probs that a model has for them, and TRL's losses of these.
 
 A model is asked once which arguments a loss gives it (`asks`). `Scored` then runs it on some rows,
 and returns log-probs and entropies of each token. TRL's `compute_loss` computes the loss of rows
 from these (`Answers`), so no formula of a loss is written here. What is written is by what each
-is divided (`PAIRWISE`, `COUNTS`): `Shares` is a sum over rows, `Once` any other loss.
+is divided (`PAIRWISE`, `COUNTS`): `SumOverRows` is a sum over rows, `Once` any other loss.
 
 Source: TRL 1.16, ``trainer/utils.py`` (``add_fused_lm_head``), ``DPOTrainer._compute_loss``,
 ``GRPOTrainer._compute_loss``.
@@ -24,10 +24,10 @@ from anybatch.loss.base import Loss, Part, Scope, Total
 
 Rows = dict[str, Any]
 ANSWERS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
-"""What a model says of each token of a row."""
+"""Values that a model returns for each token of a row."""
 
 
-class Asked(Exception):  # noqa: N818 it is no error
+class ModelCalled(Exception):  # noqa: N818 it is no error
     """The arguments of the call that a loss makes to its model."""
 
     def __init__(self, arguments: Rows) -> None:
@@ -37,11 +37,11 @@ class Asked(Exception):  # noqa: N818 it is no error
 
 def asks(*_: Any, **arguments: Any) -> Any:
     """Stand for a model, and stop with its arguments."""
-    raise Asked(arguments)
+    raise ModelCalled(arguments)
 
 
 class Answers:
-    """Stands for a model whose outputs are there."""
+    """Stand-in for a model that has returned its outputs."""
 
     def __init__(self, outputs: Rows) -> None:
         self._outputs = outputs
@@ -57,7 +57,7 @@ class Answers:
 
 
 class Scored(nn.Module):
-    """A policy that returns what it says of each token, and what a reference says.
+    """A policy that returns values of each token, with the log-probs of a reference.
 
     Args:
         model: the policy, with TRL's fused head.
@@ -145,7 +145,7 @@ class Once(Loss):
         raise NotImplementedError
 
 
-class Shares(Once):
+class SumOverRows(Once):
     """A loss of TRL's that is a sum over rows, divided by a count of the full batch.
 
     Args:
@@ -215,8 +215,8 @@ def as_large(outputs: Rows) -> Tensor:
     for _ in range(INTERMEDIATE):
         value = value.exp()
     loss = value.sum()
-    whole: Tensor = loss + outputs["entropy"].sum() if "entropy" in outputs else loss
-    return whole
+    total: Tensor = loss + outputs["entropy"].sum() if "entropy" in outputs else loss
+    return total
 
 
 INTERMEDIATE = 16
