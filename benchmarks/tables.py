@@ -24,6 +24,7 @@ from benchmarks.guide.pace import rows as guide_pace
 from benchmarks.guide.plans import rows as guide_plans
 from benchmarks.guide.servers import rows as guide_servers
 from benchmarks.guide.values import rows as guide_values
+from benchmarks.hosts import rows as of_hosts
 from benchmarks.hosts.trl import rows as of_trl
 from benchmarks.integrations.accelerate import rows as of_accelerate
 from benchmarks.integrations.contrastive import rows as of_contrastive
@@ -71,6 +72,7 @@ from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
 from benchmarks.platforms.forecasts.rows import forecasts
 from benchmarks.platforms.gpu.rows import gpu
+from benchmarks.platforms.install import rows as of_install
 from benchmarks.platforms.matrix import rows as platforms
 from benchmarks.results import HERE, read
 from benchmarks.ucudnn.heads import rows as conv_heads
@@ -197,7 +199,14 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "real_limit": ("mbs/real_limit", real_limit.real_limit),
     "real_limit_compared": ("mbs/real_limit", real_limit.real_limit_compared),
     "language": ("integrations/language", of_language.language),
+    "hosts_zoo": ("hosts/zoo", of_hosts.zoo),
+    "hosts_zoo_summary": ("hosts/zoo", of_hosts.zoo_summary),
+    "hosts_zoo_refused": ("hosts/zoo", of_hosts.zoo_refused),
     "hosts_trl": ("hosts/trl", of_trl.hosts_trl),
+    "hosts_nnunet": ("hosts/nnunet", of_hosts.nnunet),
+    "hosts_ultralytics": ("hosts/ultralytics", of_hosts.ultralytics),
+    "hosts_open_clip": ("hosts/open_clip", of_hosts.open_clip),
+    "install": ("platforms/install", of_install.install),
     "transformers": ("integrations/transformers", of_transformers.transformers),
     "transformers_overhead": (
         "integrations/transformers",
@@ -275,7 +284,11 @@ TITLES = {
     "guide_numbers": "Guide: its own numbers, and Table 2",
     "adaptive_speed": "AGBN, Figure 5: adaptive BatchNorm beside always-global",
     "language": "A language model on rows of uneven length: the batch's mean, and means of means",
+    "hosts_zoo": "Networks of timm and MONAI",
     "hosts_trl": "TRL's trainers: errors of a step's gradient",
+    "hosts_nnunet": "nnU-Net's plans: errors of a step's gradient",
+    "hosts_ultralytics": "Networks of ultralytics: errors of a step's gradient",
+    "hosts_open_clip": "open_clip's accumulation: errors of a step's gradient",
     "transformers": "transformers.Trainer: errors of a step's gradient, and its seconds",
     "accelerate": "accelerate's loop: errors of a step's gradient, and its seconds",
     "lightning": "Lightning's Trainer: errors of a step's gradient, and its seconds",
@@ -285,6 +298,7 @@ TITLES = {
     "membrane": "Membrane images: a training with its curves",
 }
 MORE = {
+    "hosts_zoo": ("hosts_zoo_refused",),
     "vocabularies": ("vocabularies_cuda", "vocabularies_floors", "vocabularies_divided"),
     "adversary": ("adversary_hidings", "adversary_ways"),
     "honest": ("honest_skipped",),

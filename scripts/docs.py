@@ -35,6 +35,7 @@ FOLDERS = {
     "ucudnn": "u-cuDNN: convolutions and vocabularies",
     "guide": "Plans, profiles and several GPUs",
     "integrations": "Trainers and other libraries",
+    "hosts": "Inside other packages: timm, MONAI, TRL, nnU-Net, ultralytics, open_clip",
     "concepts": "Concepts",
 }
 """Titles of the pages, by the folder of `benchmarks` that each is of."""

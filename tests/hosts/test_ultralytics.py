@@ -1,4 +1,4 @@
-"""`FullBatch` in the loop of ultralytics, beside its own trainer, on images and labels on disk."""
+"""`AnyBatch` in the loop of ultralytics, beside its own trainer, on images and labels on disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ultralytics import YOLO
 from ultralytics.models.yolo.detect import DetectionTrainer
 
 from anybatch.errors import NotYetError
-from anybatch.integrations.ultralytics import FullBatch
+from anybatch.integrations.ultralytics import AnyBatch
 from anybatch.tools.exactness import FLOOR, error_of
 
 pytestmark = pytest.mark.filterwarnings("default")
@@ -68,11 +68,11 @@ def train(kind: Any, data: Path, batch: int, nbs: int = 6, **options: Any) -> An
     return yolo.trainer
 
 
-class Ours(FullBatch, DetectionTrainer):  # type: ignore[misc]
+class Ours(AnyBatch, DetectionTrainer):  # type: ignore[misc]
     micro_batch = 2
 
 
-class Budget(FullBatch, DetectionTrainer):  # type: ignore[misc]
+class Budget(AnyBatch, DetectionTrainer):  # type: ignore[misc]
     memory = "38MiB"
 
 
@@ -116,7 +116,7 @@ def test_accumulation_is_refused(data: Path) -> None:
 
 
 def test_another_task_is_refused() -> None:
-    class Other(FullBatch):
+    class Other(AnyBatch):
         accumulate, batch_size, world_size = 1, 4, 1
 
     trainer: Any = Other()

@@ -15,7 +15,7 @@ import typer
 from torch import nn
 
 from anybatch import Engine
-from anybatch.integrations.ultralytics import KEYED, Criterion, labels_of
+from anybatch.integrations.ultralytics import KEYED, DetectionLoss, labels_of
 from anybatch.tools.exactness import error_of
 from benchmarks.environment import environment
 from benchmarks.results import console, write
@@ -91,7 +91,7 @@ def row(name: str, seed: int) -> dict[str, Any]:
     truth, own, ours = (copy.deepcopy(model) for _ in range(3))
     truth.loss(dict(batch))[0].sum().backward()
     accumulated(own, batch)
-    engine = Engine(ours, Criterion(ours), micro_batch=MICRO_BATCH)
+    engine = Engine(ours, DetectionLoss(ours), micro_batch=MICRO_BATCH)
     engine.backward(batch["img"], labels_of(batch))
     want = gradients(truth)
     assert engine.plan is not None

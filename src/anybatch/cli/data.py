@@ -129,7 +129,7 @@ def _notes(train: int, test: int, test_folder: Path | None) -> tuple[str, ...]:
 
 
 class Shape(NamedTuple):
-    """What all images of a folder are read to: channels, size, and the range of 32-bit pixels."""
+    """Form of all images of a folder: channels, size, and the range of 32-bit pixels."""
 
     channels: int
     size: Size

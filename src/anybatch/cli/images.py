@@ -142,8 +142,10 @@ def read_mask(path: Path, size: Size | None, rule: MaskRule) -> NDArray[np.uint8
     if isinstance(ids, Unreadable):
         return ids
     if rule.values is not None and (other := set(np.unique(ids).tolist()) - set(rule.values)):
-        known, found = (", ".join(map(str, sorted(some))) for some in (rule.values, other))
-        return Unreadable(str(path), f"the mask has {found}, where the others have {known} only")
+        of_others, found = (", ".join(map(str, sorted(some))) for some in (rule.values, other))
+        return Unreadable(
+            str(path), f"the mask has {found}, where the others have {of_others} only"
+        )
     return (ids >= rule.least).astype(np.uint8)[None]
 
 

@@ -164,17 +164,17 @@ class Live(Counted):
             self.bar.update(self.task, completed=self.done, f=self._fitting())
 
     def _fitting(self) -> str:
-        """Return the count, the time to the end of the run, and the figures that have room."""
+        """Return the count, the time to the end of the run, and the figures that fit."""
         parts = [f"{self.done}/{self.expected}"]
         if self.done:
             more = self.expected * (self.epochs - self.epoch + 1) - self.done
             each = (self.clock() - self.started) / self.done
             parts.append(f"{show_seconds(max(0.0, more * each))} left")
-        room = self.console.width - len(f"epoch {self.epoch}/{self.epochs}") - LEAST_BAR
+        width = self.console.width - len(f"epoch {self.epoch}/{self.epochs}") - LEAST_BAR
         return next(
             text
             for count in range(len(parts) + 3, 0, -1)
-            if len(text := ", ".join([*parts, *self.figures()][:count])) <= room or count == 1
+            if len(text := ", ".join([*parts, *self.figures()][:count])) <= width or count == 1
         )
 
     def close(self) -> None:

@@ -92,9 +92,9 @@ def by_sample(index: Tensor, samples: int, **fields: Tensor) -> BySample:
                 f"rows must have one entry of the index each, and {name} has {len(field)} for "
                 f"{len(places)}"
             )
-    known = np.isin(places, np.arange(samples))
-    if not fields or not known.all():
-        wrong = f"holds {places[~known][0]:g}" if fields else "has no field beside it"
+    of_samples = np.isin(places, np.arange(samples))
+    if not fields or not of_samples.all():
+        wrong = f"holds {places[~of_samples][0]:g}" if fields else "has no field beside it"
         raise BatchError(
             f"the index must assign rows to samples 0 to {samples - 1}, and it {wrong}"
         )

@@ -43,7 +43,7 @@ USED = (
 
 
 class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
-    """An nnU-Net trainer whose step fits in `memory`, with the gradient of the plan's full batch.
+    """An nnU-Net trainer with steps that fit in `memory`, and the gradient of the full batch.
 
     nnU-Net makes trainers itself, by the name of their class: set the budget in a subclass, in a
     file of a folder that the variable ``nnUNet_extTrainer`` names. Mixed with another trainer it
@@ -141,7 +141,7 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
     def _replaced(self, forward: Callable[[Tensor], Any], loss: Any) -> Iterator[None]:
         """Let `network` call `forward`, and `loss` be another one, for a step."""
         network, own = self.network, self.loss
-        stand_in: Any = StandIn(network, forward)
+        stand_in: Any = DeferredNetwork(network, forward)
         self.network, self.loss = stand_in, loss
         try:
             yield
@@ -149,14 +149,14 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
             self.network, self.loss = network, own
 
 
-class StandIn:
-    """A network to all who ask, except that a call of it calls `forward`."""
+class DeferredNetwork:
+    """A network in every respect but its call, which is that of `forward`."""
 
     def __init__(self, network: nn.Module, forward: Callable[[Tensor], Any]) -> None:
         self._network, self._forward = network, forward
 
     def __call__(self, data: Tensor) -> Any:
-        """Return what `forward` returns for `data`."""
+        """Return the outputs of `forward`."""
         return self._forward(data)
 
     def __getattr__(self, name: str) -> Any:

@@ -25,14 +25,14 @@ from anybatch.core.pytree import BySample, by_sample
 from anybatch.engine.engine import Engine
 from anybatch.errors import NotYetError
 
-__all__ = ["BySample", "FullBatch", "by_sample"]
+__all__ = ["AnyBatch", "BySample", "by_sample"]
 
 TASKS = ("detect", "segment", "pose", "obb")
 KEYED = ("cls", "bboxes", "keypoints")
 """Labels with one row for each object."""
 
 
-class Criterion:
+class DetectionLoss:
     """Loss of a model of ultralytics, of outputs and labels by sample.
 
     Args:
@@ -68,7 +68,7 @@ def labels_of(batch: dict[str, Any]) -> dict[str, Any]:
     return labels | {name: batch[name] for name in ("masks", "sem_masks") if name in batch}
 
 
-class FullBatch:
+class AnyBatch:
     """Mixin that makes each batch of an ultralytics trainer one exact step within a budget.
 
     Write it before the trainer, and pass the class: ``batch`` is then the batch you want, and
@@ -86,7 +86,7 @@ class FullBatch:
             processes; a compiled or distilled model; masks that do not overlap.
 
     Example:
-        >>> class Trainer(FullBatch, DetectionTrainer):
+        >>> class Trainer(AnyBatch, DetectionTrainer):
         ...     memory = "6GiB"
         >>> YOLO("yolov8n.yaml").train(data="coco8.yaml", batch=64, nbs=64, trainer=Trainer)
     """
@@ -94,7 +94,7 @@ class FullBatch:
     memory: ClassVar[float | str | None] = None
     micro_batch: ClassVar[int | None] = None
     engine: Engine | None = None
-    _criterion: Criterion | None = None
+    _criterion: DetectionLoss | None = None
 
     def preprocess_batch(self: Any, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch, prepared on the host, and let the next call of the model train it."""
@@ -133,8 +133,8 @@ class FullBatch:
             "distill_model": bool(getattr(args, "distill_model", None)),
             "overlap_mask=False": args.task == "segment" and not args.overlap_mask,
         }
-        for name, given in refused.items():
-            if given:
+        for name, is_set in refused.items():
+            if is_set:
                 raise NotYetError(
                     f"{name} has not been tried with anybatch: leave it out, or use the trainer of "
                     "ultralytics"
@@ -143,7 +143,7 @@ class FullBatch:
     def _step(self: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Add the gradient of the batch; return its loss, with an empty backward, and its parts."""
         if self.engine is None:
-            self._criterion = Criterion(self.model)
+            self._criterion = DetectionLoss(self.model)
             self.engine = Engine(
                 self.model,
                 self._criterion,
