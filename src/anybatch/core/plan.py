@@ -218,6 +218,9 @@ class Plan:
             lines += self.scale.explain()
         return "\n".join(["plan", *lines, *(f"  because      {r}" for r in self.reasons)])
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         """Return the HTML card for a notebook: the memory bar, the decisions, and the reasons."""
         rows, memory, offloaded = self._rows(), self.memory, self.offload is not None
@@ -455,6 +458,18 @@ def card(title: str, *parts: str) -> str:
         "max-width:46em;font-size:90%;line-height:1.4"
     )
     return f'<div style="{box}"><b>{escape(title)}</b>{"".join(parts)}</div>'
+
+
+class Printed:
+    """Base of results that a shell and a notebook show as `print` does."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        """Return HTML for a notebook."""
+        text = f'<pre style="margin:6px 0;overflow-x:auto">{escape(str(self))}</pre>'
+        return card(type(self).__name__, text)
 
 
 def table(named: Mapping[str, str]) -> str:

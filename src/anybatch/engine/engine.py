@@ -518,6 +518,13 @@ class Engine:
         """
         return self._arranger.timeline()
 
+    def __repr__(self) -> str:
+        plan = self.plan
+        found = "the first step makes its plan"
+        if plan is not None:
+            found = f"{plan.mechanism}, micro-batches of {plan.micro_batch}"
+        return f"<Engine of {type(self.model).__name__}: {found}>"
+
     def _repr_html_(self) -> str:
         """Return HTML for a notebook: the model, the plan, and the last step."""
         count = sum(p.numel() for p in self.model.parameters())

@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from anybatch.core.plan import Printed
 from anybatch.core.plan_sections import Interval
 from anybatch.core.units import show_bytes
 
@@ -385,8 +386,8 @@ class Column(NamedTuple):
     busy: tuple[float, float, float]
 
 
-@dataclass(frozen=True, eq=False)
-class StepTimeline:
+@dataclass(frozen=True, eq=False, repr=False)
+class StepTimeline(Printed):
     """Timeline of a planned step: live bytes, kernels and copies.
 
     Attributes:

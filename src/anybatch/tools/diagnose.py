@@ -28,6 +28,7 @@ from anybatch.core.batch import TensorBatch
 from anybatch.core.hooks import ATTRIBUTES
 from anybatch.core.modules import call_model, keywords, walk
 from anybatch.core.norm import NonReducingNorms, counters
+from anybatch.core.plan import Printed
 from anybatch.core.transaction import BufferState, note_buffers, same_values
 from anybatch.errors import AnybatchError
 
@@ -57,8 +58,8 @@ class Finding:
     line: str | None = None
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Printed):
     """Result of `check`: the verdict, the errors by split, and the findings.
 
     Attributes:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anybatch.core.plan import Printed
 from anybatch.core.units import show_bytes, show_samples
 
 RESAMPLED = 2000
@@ -49,8 +50,8 @@ class Passed:
     first: bool = False
 
 
-@dataclass(frozen=True)
-class Profile:
+@dataclass(frozen=True, repr=False)
+class Profile(Printed):
     """Profile of a training loop: seconds by stage, overhead and remedies.
 
     Attributes:

@@ -143,3 +143,20 @@ def test_a_plan_whose_tensors_are_offloaded_says_so() -> None:
     plan = anybatch.plan(model.float(), nn.CrossEntropyLoss(), batch, **options)
     assert plan.offload is not None
     assert "are offloaded in a step and return" in shown(plan).text
+
+
+def test_what_prints_is_shown_as_it_prints_in_a_shell_and_a_notebook() -> None:
+    model, loss = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)), nn.CrossEntropyLoss()
+    x, y = torch.randn(12, 4), torch.randint(3, (12,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, loss, optimizer=optimizer, memory="1MiB")
+    assert repr(engine) == "<Engine of Sequential: the first step makes its plan>"
+    engine.backward(x, y)
+    assert repr(engine) == "<Engine of Sequential: undivided, micro-batches of 12>"
+    report = anybatch.check(model, loss, (x, y))
+    profile = anybatch.profile([(x, y)] * 3, engine, optimizer, steps=2)
+    shown = [report, profile, engine.timeline()]
+    assert repr(engine.plan) == str(engine.plan)
+    for one in shown:
+        assert repr(one) == str(one)
+        assert "".join(Page(one._repr_html_()).words).endswith(str(one))
