@@ -75,7 +75,7 @@ def test_the_networks_have_the_published_numbers_of_parameters() -> None:
 class FixedCosts(Costs):
     """Two algorithms: torch's at 4 seconds a sample, and one of 1 that needs 10 bytes of each."""
 
-    def duel(self, problem: Problem, configuration: Configuration) -> float:
+    def duel(self, problem: Problem, configuration: Configuration, *, run: bool = True) -> float:
         return 0.9
 
     def parts(
@@ -115,7 +115,9 @@ def test_what_is_hardly_faster_or_loses_a_duel_is_left_to_torch(
     share: float, ratio: float, chosen: int
 ) -> None:
     class Noisy(FixedCosts):
-        def duel(self, problem: Problem, configuration: Configuration) -> float:
+        def duel(
+            self, problem: Problem, configuration: Configuration, *, run: bool = True
+        ) -> float:
             assert str(configuration) == "im2col@6"
             return ratio
 
@@ -162,7 +164,9 @@ def test_it_runs_and_its_tables_are_written(
         inner = catalogue is MODULES
         monkeypatch.setitem(catalogue, name, Network(name, wide, (2, 12, 12), 2, 2, inner=inner))
     duel = Costs.duel
-    monkeypatch.setattr(Costs, "duel", lambda *args: 0.0 * duel(*args))  # who wins is the clock's
+    monkeypatch.setattr(
+        Costs, "duel", lambda *args, **run: 0.0 * duel(*args, **run)
+    )  # who wins is the clock's
     found = run.measured([*names], "cpu", 2)
     assert list(found["networks"]["alexnet"]["took"]) == [POWERS, ALL]
     took = found["networks"]["alexnet"]["took"]

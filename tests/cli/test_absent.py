@@ -53,7 +53,7 @@ def test_its_json_is_the_plan(command: Command) -> None:
             ("mps:8GiB",),
             "a device that is not there must be a CUDA device with the size of its memory, such as "
             "\"cuda:24GiB\", and it is 'mps:8GiB': write it like that; for a device of "
-            "another type name only the type, and give memory=.",
+            "another type name only the type, and give --memory.",
         ),
         (
             ("cuda:1GiB", "--measure"),
@@ -68,7 +68,7 @@ def test_its_json_is_the_plan(command: Command) -> None:
         (
             ("cuda:1GiB", "--memory", "1GiB"),
             "memory must be at most what the device leaves, and of 1GiB a context is assumed to "
-            "take 600 MiB: got '1GiB'. Give memory=\"424MiB\" or less, or leave it out.",
+            "take 600 MiB: got '1GiB'. Give --memory 424MiB or less, or leave it out.",
         ),
         (
             ("cuda:640MiB",),

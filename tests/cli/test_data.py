@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 from tests.cli.conftest import Make, save
 
+from anybatch.cli import images
 from anybatch.cli.data import Arrays, ClassFiles, open_data
 from anybatch.cli.faults import DataError, MissingExtraError
 from anybatch.cli.folders import hold_out, list_labelled, list_pairs
@@ -392,6 +393,44 @@ def test_masks_have_one_rule_in_a_folder_and_it_is_said(tmp_path: Path, case: st
         for row, (_, mask) in enumerate(source.pairs):  # type: ignore[attr-defined]
             found = source.read(row)[1]  # type: ignore[index]
             assert np.array_equal(found[0], expected[int(mask.stem) % 2 * 4])
+
+
+def test_many_ids_are_no_greys(masks: Make) -> None:
+    folder = masks()
+    for file in sorted((folder / "label").iterdir()):
+        save(file, np.arange(32 * 32).reshape(32, 32).clip(0, 150).astype(np.uint8))
+    data = opened(folder)
+    assert "read as 0 and all others as 1" in data.notes[-1]
+    assert int(data.train.read(0)[1].sum()) == 32 * 32 - 1  # type: ignore[union-attr,index]
+
+
+def test_masks_of_two_kinds_of_files_are_refused(masks: Make) -> None:
+    folder = masks()
+    for index, file in enumerate(sorted((folder / "label").iterdir())):
+        half = np.repeat(np.uint8([0, 1]), 16)[None].repeat(32, 0)
+        save(file, half)
+        if index == 3:
+            save(file.with_suffix(".jpg"), half * 255)
+            file.unlink()
+    with pytest.raises(DataError, match="in 6 files 1 are JPEG or WebP, which change values"):
+        opened(folder)
+
+
+@pytest.mark.parametrize(
+    "values", [np.full((4, 4, 4), 9, np.uint8), np.full((4, 4), np.inf, np.float32)]
+)
+def test_a_mask_without_ids_is_named(tmp_path: Path, values: np.ndarray) -> None:
+    path = tmp_path / "m.tif"
+    Image.fromarray(values, "CMYK" if values.ndim == 3 else None).save(path)
+    assert "a mask must have" in str(images.mask_ids(path))
+
+
+def test_a_palette_with_transparency_is_read_by_index(tmp_path: Path) -> None:
+    ids = np.arange(16, dtype=np.uint8).reshape(4, 4)
+    image = Image.fromarray(ids).convert("P")
+    image.putpalette([shade for i in range(16) for shade in (i * 9, 3, 7)])
+    image.convert("PA").save(tmp_path / "m.tif")
+    assert np.array_equal(images.mask_ids(tmp_path / "m.tif"), ids)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,39 @@ def test_a_step_in_single_patches_is_the_undivided_step(
     compared(ours, theirs)
 
 
+class ClearsBeforeBackward(nnUNetTrainer):
+    """A step in torch's usual order."""
+
+    def train_step(self, batch: dict[str, Any]) -> dict[str, Any]:
+        loss = self.loss(self.network(batch["data"]), batch["target"])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"loss": loss.detach()}
+
+
+class Weighs(nnUNetTrainer):
+    """Half of the loss, to a power, and a penalty; gradients of two steps are added."""
+
+    def train_step(self, batch: dict[str, Any]) -> dict[str, Any]:
+        loss = (0.5 * self.loss(self.network(batch["data"]), batch["target"])).exp()
+        loss = loss + 1e-2 * sum(p.square().sum() for p in self.network.parameters())
+        loss.backward()
+        return {"loss": loss.detach()}
+
+
+@pytest.mark.parametrize("base", [ClearsBeforeBackward, Weighs])
+def test_a_step_in_another_order_has_the_gradient_of_its_loss(
+    prepared: tuple[Path, str], base: type
+) -> None:
+    folder, configuration = prepared
+    ours, theirs = (
+        data.trainer_of(kind, folder, configuration, "classes", batch_size=BATCH, batch_dice=True)
+        for kind in (made(prepared, base, micro_batch=2), base)
+    )
+    compared(ours, theirs)
+
+
 @pytest.mark.parametrize("base", [nnUNetTrainer, nnUNetTrainerBN])
 def test_a_step_in_a_budget_is_the_undivided_step(prepared: tuple[Path, str], base: type) -> None:
     plan = {"batch_size": BATCH, "batch_dice": True}

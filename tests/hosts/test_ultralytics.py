@@ -17,6 +17,7 @@ from benchmarks.hosts.ultralytics.run import NETWORKS, row
 from PIL import Image
 from ultralytics import YOLO
 from ultralytics.models.yolo.detect import DetectionTrainer
+from ultralytics.nn.tasks import DetectionModel
 
 from anybatch.errors import NotYetError
 from anybatch.integrations.ultralytics import AnyBatch
@@ -115,11 +116,36 @@ def test_accumulation_is_refused(data: Path) -> None:
         train(Ours, data, 4, nbs=8)
 
 
+def test_a_call_that_comes_between_is_the_models_own(data: Path) -> None:
+    class Looks(Ours):
+        def preprocess_batch(self, batch: Any) -> Any:
+            batch = super().preprocess_batch(batch)
+            self.seen = self.model(batch["img"])["scores"].shape  # as after an interrupt
+            assert "forward" not in vars(self.model)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(Looks, data, 6)
+
+
+def test_a_loss_of_its_own_is_refused() -> None:
+    class Weighted(DetectionModel):  # type: ignore[misc]
+        def loss(self, batch: Any, preds: Any = None) -> Any:
+            loss, items = super().loss(batch, preds)
+            return 4 * loss, items
+
+    trainer: Any = type("Trainer", (AnyBatch,), {})()
+    trainer.model = Weighted("yolov8n.yaml", nc=2, verbose=False)
+    with pytest.raises(NotYetError, match="Weighted has a loss"):
+        trainer.preprocess_batch({})
+
+
 def test_another_task_is_refused() -> None:
     class Other(AnyBatch):
         accumulate, batch_size, world_size = 1, 4, 1
 
     trainer: Any = Other()
+    trainer.model = DetectionModel("yolov8n.yaml", nc=2, verbose=False)
     trainer.args = type("Args", (), {"nbs": 4, "task": "classify", "compile": False})
     with pytest.raises(NotYetError, match="task=classify"):
         trainer.preprocess_batch({})

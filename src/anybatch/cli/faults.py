@@ -56,7 +56,7 @@ ARGUMENTS |= {"max_batch": None, "spill": None, "store": "spill"}
 """Arguments of the library, and the options that are called otherwise."""
 
 NAME = f"({'|'.join(ARGUMENTS)})"
-VALUE = r"""=(?:"([^"]*)"|'([^']*)'|([\w.]*))"""
+VALUE = r"""=(?:"([^"]*)"|'([^']*)'|(\.{3}|(?:[\w.]*\w)?))"""
 CALLED = re.compile(rf"(?:anybatch\.)?\b(?:plan|Engine)\({NAME}{VALUE}\)")
 ARGUMENT = re.compile(rf"\b{NAME}(?:{VALUE}| (?=>= ))")
 

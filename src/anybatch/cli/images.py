@@ -30,13 +30,12 @@ Range = tuple[float, float]  # the pixels that are read as 0 and as 1
 SUFFIXES = frozenset(
     {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 )
-BROKEN = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
+BOMB = Image.DecompressionBombError
+BROKEN = (OSError, SyntaxError, ValueError, TypeError, EOFError, struct.error, BOMB)
 GREY_MODES = ("1", "L", "LA", "I", "F")  # and those of 16 bits
 ORIENTATION, SAMPLE_FORMAT, UNSIGNED = 0x0112, 339, (1,)  # tags of EXIF and TIFF
 LEVELS = 32  # more values in the masks of a folder are levels of grey, and no ids
-NO_FOREGROUND = (
-    "no mask has a foreground pixel: masks must be 0 for background and 255 for foreground."
-)
+NO_FOREGROUND = "no mask has a foreground pixel: masks must be 0, and 255 for foreground."
 LOSSY = (".jpeg", ".jpg", ".webp")
 
 
@@ -75,8 +74,7 @@ def read_header(path: Path) -> Header | Unreadable:
             # Pillow has turned the size of a TIFF already.
             across = image.format != "TIFF" and _orientation(image) in (5, 6, 7, 8)
             size = (image.width, image.height) if across else (image.height, image.width)
-            png = image.mode == "I" and image.format != "TIFF"
-            deep = png or image.mode.startswith("I;16")
+            deep = image.mode[:4] == "I;16" or (image.mode == "I" and image.format != "TIFF")
             bits = 16 if deep else 32 if image.mode in ("I", "F") else 8
             return Header(size, bits == 16 or image.mode in GREY_MODES, bits)
     except BROKEN as error:
@@ -142,10 +140,8 @@ def read_mask(path: Path, size: Size | None, rule: MaskRule) -> NDArray[np.uint8
     if isinstance(ids, Unreadable):
         return ids
     if rule.values is not None and (other := set(np.unique(ids).tolist()) - set(rule.values)):
-        of_others, found = (", ".join(map(str, sorted(some))) for some in (rule.values, other))
-        return Unreadable(
-            str(path), f"the mask has {found}, where the others have {of_others} only"
-        )
+        wanted, found = (", ".join(map(str, sorted(some))) for some in (rule.values, other))
+        return Unreadable(str(path), f"the mask has {found}, where the others have {wanted} only")
     return (ids >= rule.least).astype(np.uint8)[None]
 
 
@@ -158,17 +154,16 @@ def mask_ids(path: Path, size: Size | None = None) -> NDArray[np.int64] | Unread
             turned = _turned(image)
             palette = np.asarray(turned.getpalette() or [], np.uint8).reshape(-1, 3)
             grey = turned.mode == "P" and not np.ptp(palette, axis=1).any()
-            if turned.mode in ("1", "LA") or grey:
-                turned = turned.convert("L")
-            if turned.mode in ("RGB", "RGBA"):
-                bands = [np.asarray(turned.getchannel(band)) for band in "RGB"]
-                if any((band != bands[0]).any() for band in bands):
-                    return Unreadable(str(path), "a mask must have ids or greys, it has colours")
-                turned = turned.getchannel("R")
+            turned = turned.convert("L") if turned.mode in ("1", "LA") or grey else turned
+            bands = [np.asarray(band) for band in turned.split() if turned.mode[:3] == "RGB"][:3]
+            if turned.mode == "PA" or (bands and all((band == bands[0]).all() for band in bands)):
+                turned = turned.getchannel(0)
+            if len(turned.getbands()) > 1:
+                return Unreadable(str(path), "a mask must have ids or greys, it has colours")
             numbers = _numbers(_resized(turned, size, Image.Resampling.NEAREST))
     except BROKEN as error:
         return Unreadable(str(path), _reason(error))
-    if (numbers != np.floor(numbers)).any():  # also where they are NaN
+    if not np.isfinite(numbers).all() or (numbers != np.floor(numbers)).any():
         return Unreadable(str(path), "a mask must have whole numbers, it has fractions")
     return numbers.astype(np.int64)
 
@@ -186,8 +181,15 @@ def mask_rule(paths: Sequence[Path], *, total: int) -> tuple[MaskRule, str]:
     where = f"in {len(paths)} of {total} files" if len(paths) < total else f"in {total} files"
     if not values or values == [0]:
         raise DataError(NO_FOREGROUND)
-    lossy = any(path.suffix.lower() in LOSSY for path in paths)
-    if lossy or (len(values) > LEVELS and values[0] >= 0 and values[-1] <= 255):
+    lossy = [path.suffix.lower() in LOSSY for path in paths]
+    if any(lossy) != all(lossy):
+        raise DataError(
+            f"masks must be files of one kind; {where} {sum(lossy)} are JPEG or WebP, which change "
+            "values, and others are not. Write all as PNG, of 0 and 255."
+        )
+    ends = np.concatenate([np.isin(found, (0, 255)).ravel() for found in ids]).mean()
+    levels = values[0] >= 0 and values[-1] == 255 and ends > 0.5
+    if all(lossy) or (len(values) > LEVELS and levels):  # greys at edges, and not many ids
         words = f"masks: greys {values[0]} to {values[-1]} {where}, above 127 read as 1"
         return MaskRule(128, None), words
     if values[0] != 0 or (len(values) > 2 and 255 in values):
@@ -197,9 +199,8 @@ def mask_rule(paths: Sequence[Path], *, total: int) -> tuple[MaskRule, str]:
             f"{named}: {fault}. Write masks of 0 and 255."
         )
     if len(values) == 2:
-        return MaskRule(
-            values[1], tuple(values)
-        ), f"masks: 0 and {values[1]} {where}, read as 0 and 1"
+        words = f"masks: 0 and {values[1]} {where}, read as 0 and 1"
+        return MaskRule(values[1], tuple(values)), words
     return MaskRule(1, None), f"masks: ids {named} {where}, 0 read as 0 and all others as 1"
 
 
@@ -249,6 +250,5 @@ def _resized(image: Image.Image, size: Size | None, how: Image.Resampling) -> Im
 def _reason(error: Exception) -> str:
     if isinstance(error, UnidentifiedImageError):
         return "cannot identify image file"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0]

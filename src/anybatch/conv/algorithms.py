@@ -369,10 +369,6 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-SPECTRAL = ("fft", "overlap_save")
-"""Algorithms in which one value reaches every place of its circle."""
-
-
 def computed(way: Algorithm, problem: Problem, one: Tensor, other: Tensor) -> Tensor:
     """Return a kernel of all samples at once."""
     if problem.kernel == "filter":

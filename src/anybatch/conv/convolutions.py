@@ -102,7 +102,7 @@ def convolutions(
             more, in which torch loads modules. Default 300.
         progress: name the kernels that are being measured on the error stream, if that is a
             terminal or a notebook, and measuring takes long. Default True.
-        nan: "local": both operands are looked through before a product of spectra, and where one
+        nan: "local": both operands are looked through before a faster algorithm, and where one
             has a value that would spread, torch computes this call. Default "spread": they are not.
 
     Yields:

@@ -66,7 +66,8 @@ class BySample(SampleList):
 
     def bits(self) -> bytes:
         """Return every bit of the rows."""
-        return b"".join(field.tobytes() for entry in self for field in entry.values())
+        fields = (field for entry in self for field in entry.values())
+        return b"".join(len(field).to_bytes(8, "big") + field.tobytes() for field in fields)
 
 
 def by_sample(index: Tensor, samples: int, **fields: Tensor) -> BySample:

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anybatch.core.plan import Plan
 from anybatch.engine.engine import BatchNormMode, Engine, RngMode
 from anybatch.errors import NotExactError, NotYetError
+from anybatch.integrations.handed import Handed
 from anybatch.integrations.install import require
 from anybatch.lockstep.sync_batchnorm import Adaptive
 from anybatch.loss.traced import OfModel
@@ -50,7 +51,6 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # no
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
 
 from anybatch.integrations.lightning_step import (  # noqa: E402
-    Handed,
     Log,
     Present,
     SkippedError,

@@ -11,7 +11,7 @@ the network only hands its batch on, and the loss hands batch and target to one 
 
     self.network(data)          the batch, deferred
     self.loss(output, target)   engine.backward(data, target): the loss of the full batch
-    l.backward()                nothing is left to do: the gradient is there
+    l.backward()                adds it to ``.grad``, times the gradient of the loss
 
 Validation is nnU-Net's own too, on outputs that are computed in micro-batches. Source: nnunetv2
 2.8, ``nnUNetTrainer.train_step`` and ``nnUNetTrainer.validation_step``.
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 
 from anybatch.engine.engine import Engine
 from anybatch.errors import NotExactError, NotYetError
+from anybatch.integrations.handed import Handed
 from anybatch.integrations.install import require
 
 require("nnunet", "nnunetv2")
@@ -101,8 +102,12 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
             steps += 1
             if not isinstance(output, Deferred):
                 raise NotExactError(USED.format("another value instead"))
-            value = engine.backward(output.data, target, scaler=self.grad_scaler)
-            return value.detach().requires_grad_()  # the trainer calls its backward
+            # A train_step may clear gradients or weight the loss before its backward
+            # (test_a_step_in_another_order_has_the_gradient_of_its_loss).
+            handed = Handed(self.network, [self.optimizer], self.grad_scaler)
+            with handed.aside(drop=False):
+                value = engine.backward(output.data, target, scaler=self.grad_scaler)
+            return handed.loss(value)
 
         with self._replaced(Deferred, loss):
             found: dict[str, Any] = super().train_step(batch)

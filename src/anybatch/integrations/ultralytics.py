@@ -83,7 +83,8 @@ class AnyBatch:
     Raises:
         ValueError: at the first step, ``nbs`` is larger than ``batch``.
         NotYetError: at the first step, another task than detect, segment, pose and obb; several
-            processes; a compiled or distilled model; masks that do not overlap.
+            processes; a compiled or distilled model; masks that do not overlap; a model with a
+            ``loss`` of its own, such as YOLO-World and RT-DETR.
 
     Example:
         >>> class Trainer(AnyBatch, DetectionTrainer):
@@ -106,9 +107,11 @@ class AnyBatch:
             self.device = device
         model = self.model
 
-        def step(batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        def step(called_with: Any, *others: Any, **named: Any) -> Any:
             del model.forward  # for one call: what is saved and copied is the model as it was
-            return self._step(batch)  # type: ignore[no-any-return]
+            if called_with is not batch:  # something came between, such as an interrupt
+                return model(called_with, *others, **named)
+            return self._step(batch)
 
         model.forward = step
         return batch
@@ -121,6 +124,15 @@ class AnyBatch:
             NotYetError: it names the setting.
         """
         args = self.args
+        from ultralytics.nn.tasks import BaseModel
+
+        if type(self.model).loss is not BaseModel.loss or "loss" in vars(self.model):
+            # It may read other inputs, or weight its loss (test_a_loss_of_its_own_is_refused).
+            raise NotYetError(
+                f"a model must compute its loss as ultralytics' BaseModel does, and "
+                f"{type(self.model).__name__} has a loss() of its own: use the trainer of "
+                "ultralytics, or write the step with anybatch.Engine"
+            )
         if self.accumulate > 1 or args.nbs > self.batch_size:
             raise ValueError(
                 f"a step must be one batch, and nbs={args.nbs} accumulates batches of "

@@ -411,6 +411,17 @@ LOUD = {
 
 
 @pytest.mark.usefixtures("divided")
+def test_an_infinity_meets_no_zeros_of_a_border_on_request() -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 2, 32, 32), torch.randn(1, 2, 5, 5)
+    w[0, 0, 0, 0] = float("inf")
+    expected = F.conv2d(x, w, padding=2)
+    for policy in ("undivided", "powerOfTwo"):
+        with anybatch.convolutions("16MiB", cache=False, nan="local", policy=policy):  # type: ignore[arg-type]
+            assert torch.equal(F.conv2d(x, w, padding=2).isfinite(), expected.isfinite())
+
+
+@pytest.mark.usefixtures("divided")
 @pytest.mark.parametrize("case", LOUD)
 def test_one_value_that_is_not_finite_stays_local_on_request(case: str) -> None:
     value, where, dtype = LOUD[case]

@@ -50,6 +50,8 @@ def test_a_row_that_changes_has_other_bits() -> None:
     ones = torch.ones(5000)
     other = ones.index_fill(0, torch.tensor(2500), 2.0)
     assert by_sample(many, 1, a=ones).bits() != by_sample(many, 1, a=other).bits()
+    pair, zeros = torch.ones(2), torch.zeros(2)
+    assert by_sample(zeros, 2, a=pair).bits() != by_sample(zeros + 1, 2, a=pair).bits()
 
 
 @pytest.mark.parametrize(

@@ -398,7 +398,8 @@ def test_the_timeline_of_a_plan_is_what_leaves_and_returns(size: int) -> None:
     assert found.offload is not None
     assert (reported.peak, reported.budget) == (found.memory.predicted, found.memory.budget)
     for back in (False, True):
-        assert sum(move.size for move in reported.moved(back=back)) == found.offload.sent > 0
+        assert sum(move.size for move in reported.moved(back=back)) == found.offload.sent
+    assert found.offload.sent or found.offload.remade  # by the measured link and kernels
     assert reported.stall >= 0
     assert reported.seconds is not None
     assert list(reported.seconds) == sorted(reported.seconds)
