@@ -271,6 +271,24 @@ class Blind(torch.nn.Module):
         return trl.trainer.utils.FusedCausalLMOutput(log_probs=seen)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_packed_documents_of_a_coarse_model_are_told_apart(attention: str) -> None:
+    coarse = made("SFT", {"packing": True, "max_length": 16}).model.to(torch.bfloat16)
+    coarse.set_attn_implementation(attention)
+    ids = torch.randint(3, 10, (1, 24), generator=torch.Generator().manual_seed(0))
+    places = torch.cat([torch.arange(9), torch.arange(15)])[None]
+    assert separates(coarse, {"input_ids": ids, "position_ids": places})
+
+
+def test_a_coarse_model_that_mixes_packed_documents_is_refused() -> None:
+    blind = Blind()
+    blind.weight.data.mul_(0.02)
+    ids = torch.arange(3, 15).reshape(1, 12)
+    places = torch.cat([torch.arange(6), torch.arange(6)])[None]
+    with pytest.raises(NotExactError, match="must tell documents in one row apart"):
+        separates(blind.to(torch.bfloat16), {"input_ids": ids, "position_ids": places})
+
+
 def test_a_model_that_mixes_packed_documents_is_refused() -> None:
     ids = torch.arange(3, 15).reshape(2, 6)
     positions = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]])

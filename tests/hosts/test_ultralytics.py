@@ -135,6 +135,7 @@ def test_a_loss_of_its_own_is_refused() -> None:
             return 4 * loss, items
 
     trainer: Any = type("Trainer", (AnyBatch,), {})()
+    trainer.args = None
     trainer.model = Weighted("yolov8n.yaml", nc=2, verbose=False)
     with pytest.raises(NotYetError, match="Weighted has a loss"):
         trainer.preprocess_batch({})

@@ -7,7 +7,8 @@ restarts their positions. A row cannot be divided, so here each packed sequence 
     here     0 1 2 0 1 / 0 1 2 3 0              of two rows; padding is a document of one token
 
 A model that tells documents apart by their positions computes the same for both; of any other, the
-documents would see each other. So one is run by itself and compared, before the first step.
+documents would see each other. So one is run by itself, and behind other tokens, and
+compared, before the first step.
 
 Source: TRL 1.16, ``DataCollatorForLanguageModeling``; transformers 5.23,
 ``find_packed_sequence_indices``.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 from anybatch.errors import NotExactError
@@ -52,28 +53,47 @@ def separates(model: nn.Module, rows: Rows) -> bool:
     first = int(begins[at].nonzero()[1])
     after = (places[at, first + 1 :] == 0).nonzero()
     last = first + 1 + int(after[0]) if len(after) else ids.shape[1]
-    device = next(model.parameters()).device
-    single = slice(at, at + 1), slice(first, last)
+    row, own = slice(at, at + 1), slice(first, last)
+    # Other tokens before the document: kernels on the same shapes round it alike, in any dtype
+    # (test_a_coarse_model_that_mixes_packed_documents_is_refused).
+    least, most = ids[row].min(), ids[row].max()
+    changed = ids[row].clone()
+    changed[:, :first] = torch.where(changed[:, :first] == least, most, least)
     with torch.no_grad(), evaluating(model):
-        row, own = (
-            model(
-                input_ids=ids[part].to(device),
-                position_ids=places[part].to(device),
-                labels=ids[part].to(device),
-                use_cache=False,
-                fused_lm_head=True,
-            ).log_probs
-            for part in ((slice(None),), single)
-        )
-    gap = float((row[at, first : last - 1] - own[0]).abs().max())
-    # Log-probs in float32 of a model in bfloat16 are as coarse as the model
+        here = _log_probs(model, ids[row], places[row])[0, first : last - 1]
+        other = _log_probs(model, changed, places[row])[0, first : last - 1]
+        alone = _log_probs(model, ids[row, own], places[row, own])[0]
+    _refuse_mixed(here, other, {torch.float32})
+    # Alone it has another shape: log-probs of a model in bfloat16 are as coarse as the model
     # (test_packed_documents_of_a_coarse_model_are_told_apart).
-    types = {own.dtype, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-    eps = max(torch.finfo(type_).eps for type_ in types)
-    if not gap <= eps**0.5 * max(1.0, float(own.abs().max())):
+    types = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    _refuse_mixed(here, alone, {alone.dtype, *types})
+    return True
+
+
+def _log_probs(model: nn.Module, ids: Tensor, places: Tensor) -> Tensor:
+    device = next(model.parameters()).device
+    ids = ids.to(device)
+    found: Tensor = model(
+        input_ids=ids,
+        position_ids=places.to(device),
+        labels=ids,
+        use_cache=False,
+        fused_lm_head=True,
+    ).log_probs
+    return found
+
+
+def _refuse_mixed(one: Tensor, other: Tensor, types: set[torch.dtype]) -> None:
+    """Refuse log-probs of a document that differ by more than the coarsest of the types rounds.
+
+    Raises:
+        NotExactError: they do.
+    """
+    gap, eps = float((one - other).abs().max()), max(torch.finfo(type_).eps for type_ in types)
+    if not gap <= eps**0.5 * max(1.0, float(other.abs().max())):
         raise NotExactError(
             "a model must tell documents in one row apart by their position_ids, and the log-probs "
             f"of one differ by {gap:.2g} behind another one and by itself: set padding_free=False "
             'and packing_strategy="wrapped", or take attn_implementation="sdpa"'
         )
-    return True
