@@ -35,9 +35,9 @@ WITHOUT_TORCH = set(
         "offload.unroll planner.tuning tools.gpus tools.profiled"
     ).split()
 )
-OF_INTEGRATIONS = ("transformers", "accelerate", "lightning")
+OF_INTEGRATIONS = ("transformers", "accelerate", "lightning", "trl", "nnunetv2")
 """Libraries that an integration is made for: it imports them, and nothing else does."""
-OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard")
+OPTIONAL = ("matplotlib", "sklearn", "tensorboard", "torch.utils.tensorboard", "ultralytics")
 
 
 class Import(NamedTuple):

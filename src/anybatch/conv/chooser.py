@@ -133,7 +133,8 @@ class Chooser:
         chosen = self._chosen((problem, len(operands[0])))
         if chosen is None or not chosen.divided:
             return None
-        # Products with the zeros of a border spread infinities, too (test_nan_stays_local).
+        # Products with the zeros of a border spread infinities, too
+        # (test_an_infinity_meets_no_zeros_of_a_border_on_request).
         ours = any(part.algorithm != NATIVE for part in chosen.parts)
         if ours and self.found.nan == "local" and spreads(problem, operands):
             return None

@@ -62,12 +62,12 @@ def separates(model: nn.Module, rows: Rows) -> bool:
     with torch.no_grad(), evaluating(model):
         here = _log_probs(model, ids[row], places[row])[0, first : last - 1]
         other = _log_probs(model, changed, places[row])[0, first : last - 1]
-        alone = _log_probs(model, ids[row, own], places[row, own])[0]
+        single = _log_probs(model, ids[row, own], places[row, own])[0]
     _refuse_mixed(here, other, {torch.float32})
     # Alone it has another shape: log-probs of a model in bfloat16 are as coarse as the model
     # (test_packed_documents_of_a_coarse_model_are_told_apart).
     types = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    _refuse_mixed(here, alone, {alone.dtype, *types})
+    _refuse_mixed(here, single, {single.dtype, *types})
     return True
 
 

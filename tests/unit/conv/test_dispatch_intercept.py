@@ -10,7 +10,18 @@ import torch
 from torch.library import Library
 from torch.nn import functional as F
 
+from anybatch.conv import dispatch
 from anybatch.conv.dispatch import intercepted
+
+
+@pytest.fixture(autouse=True)
+def _torchs_own() -> None:
+    """Engines of earlier tests in this process leave torch's kernels replaced."""
+    installed = dispatch._INSTALLED
+    assert not installed.entered
+    installed._staying.clear()
+    while installed._libraries:
+        installed._libraries.popitem()[1][1]._destroy()
 
 
 def step() -> list[torch.Tensor]:
