@@ -12,7 +12,8 @@ def install(results: dict[str, Any]) -> str:
         ["wheel", f"{results['wheel_bytes'] / 1e3:.0f} kB, {results['wheel_files']} files"],
         ["source distribution", f"{results['source_bytes'] / 1e6:.1f} MB"],
     ]
-    for extra, found in results["installed"].items():
+    for extra in sorted(results["installed"], key=lambda name: name != "plain"):
+        found = results["installed"][extra]
         name = "installed with torch and numpy" if extra == "plain" else f"with `{extra}`"
         rows.append([name, f"{found['everything'] / 1e6:.0f} MB"])
         if extra == "plain":
