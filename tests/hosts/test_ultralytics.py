@@ -79,10 +79,7 @@ class Budget(AnyBatch, DetectionTrainer):  # type: ignore[misc]
 
 def worst(got: Any, want: Any) -> float:
     assert len(got.steps) == len(want.steps) == 2  # the last batch is ragged
-    return max(
-        max(error_of(one, other).values())
-        for one, other in zip(got.steps[:1], want.steps[:1], strict=True)
-    )
+    return max(error_of(got.steps[0], want.steps[0]).values())  # the second has other parameters
 
 
 @pytest.mark.parametrize("kind", [Ours, Budget])
@@ -105,7 +102,7 @@ def test_every_network_is_exact() -> None:
         for name in NETWORKS:
             found = row(name, 0)
             assert found["exact"], name
-            assert found["ours"] < 10 * FLOOR, name
+            assert found["ours"] <= FLOOR, name
             assert found["own"] > 0.1, name
     finally:
         torch.set_default_dtype(before)

@@ -108,7 +108,7 @@ def dice_coefficient(probabilities: Tensor, masks: Tensor) -> Tensor:
 
 
 def bce_dice(logits: Tensor, masks: Tensor) -> Tensor:
-    """Return BCE + Dice loss, both over all pixels of the batch: a scalar (Eq. 18-20).
+    """Return BCE + Dice loss of all pixels of the batch, a 0-dim tensor (Eq. 18-20).
 
     `logits` and `masks` (0 or 1) are [N, 1, H, W].
     """
@@ -117,7 +117,7 @@ def bce_dice(logits: Tensor, masks: Tensor) -> Tensor:
 
 
 def bce_dice_per_image(logits: Tensor, masks: Tensor) -> Tensor:
-    """Return BCE + Dice loss of each image, [N]; their mean is the batch's (Eq. 18-20)."""
+    """Return BCE + Dice loss of each image, [N]; the loss of a batch is the mean (Eq. 18-20)."""
     bce = F.binary_cross_entropy_with_logits(logits, masks, reduction="none").flatten(1).mean(1)
     return bce + 1 - dice_coefficient(torch.sigmoid(logits).flatten(1), masks.flatten(1))
 

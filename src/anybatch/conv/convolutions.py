@@ -76,7 +76,7 @@ def convolutions(
     kernel runs.
 
     Results are torch's up to rounding, which for products of spectra is in proportion to the
-    *largest* values of an image and a filter: about 1e-7 of them in float32, in every place.
+    *largest* values of an image and a filter: the rounding of these, in every place.
 
     - Values much smaller than the largest, such as 1e-9 beside 1, lose their digits, which torch's
       own kernel keeps where no large value is in the window.
@@ -98,8 +98,8 @@ def convolutions(
             file. False: measurements are dropped at the end of the context.
         seconds: that measuring may take, for all kernels together: no measurement begins that is
             expected to end later. Kernels that are not measured by then are torch's; with 0 all
-            that are not in the file. The first measurements of a process take about two seconds
-            more, in which torch loads modules. Default 300.
+            that are not in the file. The first measurements of a process take longer,
+            for torch loads modules in them. Default 300.
         progress: name the kernels that are being measured on the error stream, if that is a
             terminal or a notebook, and measuring takes long. Default True.
         nan: "local": both operands are looked through before a faster algorithm, and where one

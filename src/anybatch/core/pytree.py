@@ -99,9 +99,11 @@ def by_sample(index: Tensor, samples: int, **fields: Tensor) -> BySample:
         raise BatchError(
             f"the index must assign rows to samples 0 to {samples - 1}, and it {wrong}"
         )
-    arrays = {name: field.detach().cpu().numpy() for name, field in fields.items()}
-    of = [places == sample for sample in range(samples)]
-    return BySample({name: rows[mine] for name, rows in arrays.items()} for mine in of)
+    order = np.argsort(places, kind="stable")
+    ends = np.searchsorted(places[order], np.arange(1, samples))
+    arrays = {name: field.detach().cpu().numpy()[order] for name, field in fields.items()}
+    each = [np.split(rows, ends)[:samples] for rows in arrays.values()]
+    return BySample(dict(zip(arrays, rows, strict=True)) for rows in zip(*each, strict=True))
 
 
 ENTRIES = (SampleList, SampleTuple, BySample)

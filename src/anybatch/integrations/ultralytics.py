@@ -8,7 +8,7 @@ one `Engine.backward`:
 
     preprocess_batch    images stay on the host; boxes become rows by sample (`by_sample`)
     model(batch)        the engine: micro-batches that fit, the criterion once on all outputs
-    backward            gradients are there already
+    backward            adds the gradients, times that of the loss
     all else            ultralytics' own: clipping, EMA, warm-up, scaler, checkpoints, validation
 
 Source: ultralytics 8.4, ``BaseTrainer._do_train`` and ``v8DetectionLoss``.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from anybatch.core.pytree import BySample, by_sample
 from anybatch.engine.engine import Engine
 from anybatch.errors import NotYetError
+from anybatch.integrations.handed import Handed
 
 __all__ = ["AnyBatch", "BySample", "by_sample"]
 
@@ -153,7 +154,7 @@ class AnyBatch:
                 )
 
     def _step(self: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Add the gradient of the batch; return its loss, with an empty backward, and its parts."""
+        """Return the loss of the batch, whose backward adds its gradient, and its parts."""
         if self.engine is None:
             self._criterion = DetectionLoss(self.model)
             self.engine = Engine(
@@ -164,5 +165,7 @@ class AnyBatch:
                 micro_batch=self.micro_batch,
             )
         scaler = self.scaler if self.scaler.is_enabled() else None
-        loss = self.engine.backward(batch["img"], labels_of(batch), scaler=scaler)
-        return loss.detach().requires_grad_(), self._criterion.items
+        handed = Handed(self.model, [self.optimizer], scaler)
+        with handed.aside(drop=False):
+            loss = self.engine.backward(batch["img"], labels_of(batch), scaler=scaler)
+        return handed.loss(loss), self._criterion.items

@@ -43,6 +43,7 @@ def test_samples_without_rows_have_empty_fields() -> None:
     index, rows = by_sample(torch.empty(0), 3, box=torch.empty(0, 4)).collated()
     assert index.shape == (0,)
     assert rows["box"].shape == (0, 4)
+    assert len(by_sample(torch.empty(0), 0, box=torch.empty(0, 4))) == 0
 
 
 def test_a_row_that_changes_has_other_bits() -> None:
