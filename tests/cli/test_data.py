@@ -412,8 +412,30 @@ def test_masks_of_two_kinds_of_files_are_refused(masks: Make) -> None:
         if index == 3:
             save(file.with_suffix(".jpg"), half * 255)
             file.unlink()
-    with pytest.raises(DataError, match="in 6 files 1 are JPEG or WebP, which change values"):
+    with pytest.raises(DataError, match="1 of 6 are JPEG or WebP, which change values"):
         opened(folder)
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png"])
+def test_a_mask_that_made_no_rule_is_no_background_by_it(
+    masks: Make, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr("anybatch.cli.data.SAMPLE", 2)  # the first and the last mask make the rule
+    folder = masks()
+    greys = np.repeat(np.uint8([0] * 13 + [255] * 13), 32).reshape(26, 32)
+    greys = np.concatenate([greys, np.arange(192, dtype=np.uint8).reshape(6, 32)])
+    for index, file in enumerate(sorted((folder / "label").iterdir())):
+        ids = np.repeat(np.uint8([0, 1]), 16)[None].repeat(32, 0)
+        save(file.with_suffix(suffix if index != 2 else ".png"), ids if index == 2 else greys)
+        if suffix != ".png" and index != 2:
+            file.unlink()
+    if suffix == ".jpg":
+        with pytest.raises(DataError, match="5 of 6 are JPEG or WebP"):
+            opened(folder)
+        return
+    data = opened(folder, skip=True)
+    samples = [source.read(row) for source in (data.train, data.test) for row in range(len(source))]
+    assert ["as one of ids" in str(sample) for sample in samples].count(True) == 1
 
 
 @pytest.mark.parametrize(

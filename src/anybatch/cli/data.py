@@ -108,7 +108,7 @@ def _open_pairs(
         test = folders.list_pairs(test_folder)
     found = _shape([image for image, _ in (*train, *test)], settings, image_size)
     masks = [mask for _, mask in (*train, *test)]
-    rule, words = images.mask_rule(_spread(masks, SAMPLE), total=len(masks))
+    rule, words = images.mask_rule(_spread(masks, SAMPLE), masks)
     sources = [MaskFiles(tuple(part), *found.reading, rule) for part in (train, test)]
     notes = (*_notes(len(train), len(test), test_folder), *found.notes, words)
     return _data(settings, "segmentation", sources, 1, found, *notes)

@@ -34,7 +34,7 @@ BOMB = Image.DecompressionBombError
 BROKEN = (OSError, SyntaxError, ValueError, TypeError, EOFError, struct.error, BOMB)
 GREY_MODES = ("1", "L", "LA", "I", "F")  # and those of 16 bits
 ORIENTATION, SAMPLE_FORMAT, UNSIGNED = 0x0112, 339, (1,)  # tags of EXIF and TIFF
-LEVELS = 32  # more values in the masks of a folder are levels of grey, and no ids
+LEVELS, GREYS = 32, 128  # more values in masks may be levels of grey, then read from 128 on as 1
 NO_FOREGROUND = "no mask has a foreground pixel: masks must be 0, and 255 for foreground."
 LOSSY = (".jpeg", ".jpg", ".webp")
 
@@ -47,10 +47,7 @@ class Unreadable(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Facts of an image that are read without decoding it.
-
-    `bits` are those of a pixel's number: 8, 16, or 32 where its range is not that of its type.
-    """
+    """Facts of an image, read without decoding it; 32 `bits` are pixels without a range."""
 
     size: Size
     grey: bool
@@ -139,6 +136,8 @@ def read_mask(path: Path, size: Size | None, rule: MaskRule) -> NDArray[np.uint8
     ids = mask_ids(path, size)
     if isinstance(ids, Unreadable):
         return ids
+    if rule.least == GREYS and path.suffix.lower() not in LOSSY and 0 < ids.max() < GREYS:
+        return Unreadable(str(path), f"the mask has no grey above {ids.max()}, as one of ids")
     if rule.values is not None and (other := set(np.unique(ids).tolist()) - set(rule.values)):
         wanted, found = (", ".join(map(str, sorted(some))) for some in (rule.values, other))
         return Unreadable(str(path), f"the mask has {found}, where the others have {wanted} only")
@@ -168,7 +167,7 @@ def mask_ids(path: Path, size: Size | None = None) -> NDArray[np.int64] | Unread
     return numbers.astype(np.int64)
 
 
-def mask_rule(paths: Sequence[Path], *, total: int) -> tuple[MaskRule, str]:
+def mask_rule(paths: Sequence[Path], every: Sequence[Path]) -> tuple[MaskRule, str]:
     """Return one rule for the masks of a folder, from some of them, and the rule in words.
 
     Raises:
@@ -178,20 +177,20 @@ def mask_rule(paths: Sequence[Path], *, total: int) -> tuple[MaskRule, str]:
     ids = [found for found in each if not isinstance(found, Unreadable)]
     values = sorted({value for found in ids for value in np.unique(found).tolist()})
     named = ", ".join(map(str, values[:LEVELS]))
+    total, lossy = len(every), [path.suffix.lower() in LOSSY for path in every]
     where = f"in {len(paths)} of {total} files" if len(paths) < total else f"in {total} files"
     if not values or values == [0]:
         raise DataError(NO_FOREGROUND)
-    lossy = [path.suffix.lower() in LOSSY for path in paths]
     if any(lossy) != all(lossy):
         raise DataError(
-            f"masks must be files of one kind; {where} {sum(lossy)} are JPEG or WebP, which change "
-            "values, and others are not. Write all as PNG, of 0 and 255."
+            f"masks must be files of one kind; {sum(lossy)} of {total} are JPEG or WebP, which "
+            "change values, and others are not. Write all as PNG, of 0 and 255."
         )
     ends = np.concatenate([np.isin(found, (0, 255)).ravel() for found in ids]).mean()
     levels = values[0] >= 0 and values[-1] == 255 and ends > 0.5
     if all(lossy) or (len(values) > LEVELS and levels):  # greys at edges, and not many ids
         words = f"masks: greys {values[0]} to {values[-1]} {where}, above 127 read as 1"
-        return MaskRule(128, None), words
+        return MaskRule(GREYS, None), words
     if values[0] != 0 or (len(values) > 2 and 255 in values):
         fault = "the least is not 0" if values[0] else "255 may be foreground, or to be ignored"
         raise DataError(

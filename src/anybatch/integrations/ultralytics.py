@@ -154,7 +154,7 @@ class AnyBatch:
                 )
 
     def _step(self: Any, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the batch, whose backward adds its gradient, and its parts."""
+        """Return the loss of the batch, with a backward that adds its gradient, and its parts."""
         if self.engine is None:
             self._criterion = DetectionLoss(self.model)
             self.engine = Engine(
