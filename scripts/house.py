@@ -25,7 +25,7 @@ SOURCE = ROOT / "src" / "anybatch"
 WRITTEN = ROOT / "docs" / "house.json"
 COMMAND = ("cli", "__main__.py")
 FOLDERS = (
-    "core memory loss distributed conv offload execution lockstep planner engine tools "
+    "core memory loss distributed conv offloading execution lockstep planner engine tools "
     "integrations cli".split()
 )
 """The folders of the package, the lowest tier first."""
@@ -72,7 +72,7 @@ FIGURES = {
     "banned_names": Figure("definitions named with a banned word", 0),
     "repeated_classes": Figure("class names that are defined more than once", 0),
     "comment_lines": Figure("lines that are a comment", None),
-    "imported": Figure("modules of ours that `import anybatch` loads", 90),
+    "imported": Figure("modules of ours that `anybatch.Engine` loads", 90),
     "imported_command": Figure("libraries of the command that `import anybatch` loads", 0),
     "public_names": Figure("public names of the package", 17),
     "readme_lines": Figure("lines of the README", 150),
@@ -118,6 +118,7 @@ trace(anybatch.Engine(model, F.cross_entropy, memory="80KiB", micro_batch=4, cac
 IMPORTED = """
 import sys
 import anybatch
+anybatch.Engine
 print(sum(name.partition(".")[0] == "anybatch" for name in sys.modules))
 print(sum(name in sys.modules for name in ("rich", "typer", "PIL", "jinja2", "platformdirs")))
 print(len(anybatch.__all__))

@@ -26,7 +26,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_array
 
 from anybatch.core.plan_sections import Link
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.schedule import Trace
 
 
 @dataclass

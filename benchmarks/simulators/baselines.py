@@ -18,8 +18,8 @@ from itertools import pairwise
 
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
-from anybatch.offload.policy import too_small
-from anybatch.offload.schedule import Schedule, Stage, Trace
+from anybatch.offloading.policy import too_small
+from anybatch.offloading.schedule import Schedule, Stage, Trace
 
 
 def naive(trace: Trace, budget: int) -> Schedule:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from anybatch.offload.schedule import Schedule, Trace
+from anybatch.offloading.schedule import Schedule, Trace
 from benchmarks.simulators.allocators import Allocator
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from anybatch.core.plan_sections import Link
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.schedule import Trace
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from anybatch.offload.course import SOON
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.course import SOON
+from anybatch.offloading.schedule import Trace
 from benchmarks.simulators.rewrite import Rewriter, rewrite
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from anybatch.core.plan_sections import Link
-from anybatch.offload.policy import plan, too_small
-from anybatch.offload.schedule import Schedule, Trace, simulate
+from anybatch.offloading.policy import plan, too_small
+from anybatch.offloading.schedule import Schedule, Trace, simulate
 from benchmarks.simulators.recompute import cheap
 from benchmarks.simulators.sublinear import sublinear
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import replace
 
-from anybatch.offload.schedule import Function, Trace, Variable
+from anybatch.offloading.schedule import Function, Trace, Variable
 
 
 class Rewriter:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from itertools import accumulate
 from math import ceil
 
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.schedule import Trace
 from benchmarks.simulators.recompute import first_in_backward, saved
 from benchmarks.simulators.rewrite import Rewriter, rewrite
 

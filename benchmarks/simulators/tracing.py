@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from anybatch.memory.fakes import interrupted_between_functions
 from anybatch.memory.meter import tensors_in
-from anybatch.offload.schedule import Function, Trace, Variable
+from anybatch.offloading.schedule import Function, Trace, Variable
 
 SMALL = 1 << 16
 """Bytes below which a variable stays: moving it costs more than it frees."""

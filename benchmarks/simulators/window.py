@@ -16,7 +16,7 @@ Source: Hayakawa and Narihira, section 3, Figure 2.
 from __future__ import annotations
 
 from anybatch.core.units import show_bytes
-from anybatch.offload.schedule import Schedule, Trace
+from anybatch.offloading.schedule import Schedule, Trace
 from benchmarks.simulators.baselines import Draft
 
 

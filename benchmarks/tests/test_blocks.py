@@ -12,7 +12,7 @@ from benchmarks.outofcore.blocks.shown import shown
 from benchmarks.outofcore.offload.steps import Step
 
 from anybatch.core.plan_sections import Link
-from anybatch.offload import recorder
+from anybatch.offloading import recorder
 
 
 @pytest.mark.parametrize("tells", [True, False])

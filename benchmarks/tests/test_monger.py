@@ -8,9 +8,9 @@ from random import Random
 import pytest
 from benchmarks.outofcore.monger.rows import monger
 from benchmarks.outofcore.monger.run import WAYS, largest
-from tests.unit.offload.traces import network
+from tests.unit.offloading.traces import network
 
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.schedule import Trace
 
 
 def traced(n: int) -> Trace:

@@ -16,8 +16,8 @@ from anybatch.core.plan_sections import (
 )
 from anybatch.engine.measurement import StepReport
 from anybatch.memory.ledger import Move, StepTimeline
-from anybatch.offload.offload import Offload, OffloadReport
-from anybatch.offload.optimizer_states import OffloadedStates, StatesReport
+from anybatch.offloading.offload import Offload, OffloadReport
+from anybatch.offloading.optimizer_states import OffloadedStates, StatesReport
 from anybatch.tools.check import Report
 from anybatch.tools.profiled import Profile
 

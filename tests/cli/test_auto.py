@@ -17,19 +17,19 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from typer.testing import Result
 
 from anybatch import Engine, Plan
-from anybatch.cli.build import BatchNormPolicy, build, seeded
+from anybatch.cli.build import BatchNormPolicy, build, make_optimizer, seeded
 from anybatch.cli.checkpoint import Trained
 from anybatch.cli.explain import first_batch
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.planned import PlannedEngine
 from anybatch.cli.saved_run import Interrupted
-from anybatch.cli.settings import Settings, make_optimizer
+from anybatch.cli.settings import Settings
 from anybatch.cli.team import Team
 from anybatch.cli.train import resume, train
 from anybatch.conv import measure
 from anybatch.core.plan import TRIED
 from anybatch.execution.signature import Signature
-from anybatch.offload.parameters import PagedModel
+from anybatch.offloading.parameters import PagedModel
 from anybatch.planner.planner import Planner
 
 pytestmark = pytest.mark.usefixtures("undrawn")

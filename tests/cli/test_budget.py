@@ -21,15 +21,15 @@ from typer.testing import Result
 from anybatch import Engine, Plan
 from anybatch import plan as foresee
 from anybatch.cli import planned
-from anybatch.cli.build import build
+from anybatch.cli.build import build, make_optimizer
 from anybatch.cli.faults import RunFolderError, SettingsError
 from anybatch.cli.progress import Gauge
 from anybatch.cli.saved_run import Interrupted
-from anybatch.cli.settings import Settings, make_optimizer
+from anybatch.cli.settings import Settings
 from anybatch.cli.train import resume, train
 from anybatch.engine import measurement
 from anybatch.errors import BudgetError
-from anybatch.offload import saved_tensors
+from anybatch.offloading import saved_tensors
 from anybatch.planner.probe import CountedBytes
 
 pytestmark = pytest.mark.usefixtures("undrawn")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import nn
 from typer.testing import Result
 
 from anybatch import Engine
-from anybatch.cli import cli
+from anybatch.cli import train
 from anybatch.cli.progress import Gauge, Progress
 from anybatch.cli.settings import Settings
 from anybatch.conv.convolutions import plan_file
@@ -37,6 +39,29 @@ def test_version_and_help(command: Command) -> None:
     text = command("plan", "--help").stdout
     for option in ("--memory", "--micro-batch", "--measure", "--json", "--batch-size", "--malloc"):
         assert option in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "code"),
+    [
+        (["--help"], "Any batch size, in the memory", 0),
+        (["--version"], metadata.version("anybatch"), 0),
+        (["train", "--help"], "--memory", 0),
+        (["train", "--no-such"], "No such option: --no-such", 2),
+        (["report", "no-such-run"], "a report needs a run folder", 1),
+    ],
+    ids=str,
+)
+def test_help_needs_no_torch(words: list[str], said: str, code: int) -> None:
+    """torch takes a second to import, and most of what the command imports."""
+    told = (
+        "import sys, anybatch.__main__ as m\ntry: m.main()\nfinally: print('torch' in sys.modules)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", told, *words], capture_output=True, text=True, check=False
+    )
+    assert said in ended.stdout + ended.stderr
+    assert (ended.returncode, ended.stdout.split()[-1]) == (code, "False")
 
 
 def test_plan_forgets_those_of_earlier_starts(command: Command) -> None:
@@ -156,7 +181,7 @@ def test_ctrl_c_exits_130_and_says_where_things_are(
         def step(self, loss: float, held: Gauge | None = None) -> None:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "make_progress", lambda console: Impatient())
+    monkeypatch.setattr(train, "make_progress", lambda console: Impatient())
     out = tmp_path / "run"
     ended = command("train", "--out", out, "--batch-size", 500, *SMALL)
     assert ended.exit_code == 130
@@ -169,7 +194,7 @@ def test_ctrl_c_exits_130_and_says_where_things_are(
     def impatient(settings: Settings, progress: object, *, team: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_training", impatient)
+    monkeypatch.setattr(train, "train", impatient)
     ended = command("train", "--out", tmp_path / "b", *SMALL)
     assert (ended.exit_code, ended.stderr) == (
         130,

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from anybatch.cli.build import make_optimizer, make_schedule
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.settings import (
     RECIPES,
@@ -14,8 +15,6 @@ from anybatch.cli.settings import (
     choose,
     chosen_image_size,
     lr_factor,
-    make_optimizer,
-    make_schedule,
     parse_image_size,
 )
 

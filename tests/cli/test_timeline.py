@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.unit.offload.test_course_recording import recording
+from tests.unit.offloading.test_course_recording import recording
 from typer.testing import Result
 
 from anybatch.cli.report.history import Envelope
@@ -17,8 +17,8 @@ from anybatch.core.plan_sections import Link
 from anybatch.core.units import show_bytes
 from anybatch.memory.ledger import Phase, Timeline
 from anybatch.memory.lockstep_budget import WAITING
-from anybatch.offload.course import set_course
-from anybatch.offload.unroll import OWNERS, of_course
+from anybatch.offloading.course import set_course
+from anybatch.offloading.unroll import OWNERS, of_course
 from anybatch.reports import StepTimeline
 
 Command = Callable[..., Result]

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Engine
 from anybatch.errors import BudgetError
-from anybatch.offload import saved_tensors
+from anybatch.offloading import saved_tensors
 from anybatch.planner import offload_memory
 from anybatch.tools.exactness import error_of
 

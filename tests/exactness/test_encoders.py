@@ -27,7 +27,7 @@ from anybatch.errors import BatchError, NotExactError, NotReproducibleError
 from anybatch.lockstep.sync_batchnorm import Fixed
 from anybatch.loss import contrastive as tiles
 from anybatch.memory.meter import Meter
-from anybatch.offload import saved_tensors
+from anybatch.offloading import saved_tensors
 from anybatch.planner import probe
 from anybatch.planner.rehearsal import Inspection
 

@@ -21,7 +21,7 @@ from anybatch.core.plan import OffloadPlan
 from anybatch.core.plan_sections import Memory
 from anybatch.errors import AnybatchError, BudgetError, NotYetError
 from anybatch.memory.spill import Spill
-from anybatch.offload import saved_tensors
+from anybatch.offloading import saved_tensors
 
 SHARDS = {2: (5, 2), 4: (3, 0, 1, 2)}
 Batch = tuple[Tensor, Tensor]

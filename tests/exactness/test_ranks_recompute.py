@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.core.plan_sections import Link
-from anybatch.offload import recorder, saved_tensors
+from anybatch.offloading import recorder, saved_tensors
 
 SIZE = 512
 """Samples of a rank."""

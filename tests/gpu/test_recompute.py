@@ -12,7 +12,7 @@ from torch import Tensor
 import anybatch
 from anybatch.core.plan_sections import Link
 from anybatch.errors import NotReproducibleError
-from anybatch.offload import recorder, saved_tensors
+from anybatch.offloading import recorder, saved_tensors
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),

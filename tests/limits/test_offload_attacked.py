@@ -9,13 +9,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.unit.offload.steps import LOTS, equal, held, slow_link, states
+from tests.unit.offloading.steps import LOTS, equal, held, slow_link, states
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.offload import saved_tensors
+from anybatch.offloading import saved_tensors
 
 WIDTH = 16
 

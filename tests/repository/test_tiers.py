@@ -28,11 +28,15 @@ PUBLIC = ("devices", "errors", "kernels", "planning", "reports", "units")
 AT_ROOT = dict.fromkeys((*PUBLIC, ""), BELOW_FRONT) | {"errors": -1, "__main__": len(FOLDERS)}
 """Files beside the folders, and the package itself with the public names."""
 COMMAND = (f"{FRONT}.cli", f"{FRONT}.__main__")
+LATE = f"{FRONT}.cli.cli"
+"""The commands' options: the code of a command is imported when it runs."""
 WITHOUT_TORCH = set(
     (
-        "conv.circles conv.divide conv.problem core.absent core.plan core.plan_sections core.units "
-        "memory.ledger memory.lockstep_budget offload.course offload.policy offload.schedule "
-        "offload.unroll planner.tuning tools.gpus tools.profiled"
+        "cli.allocator cli.cli cli.faults cli.options cli.process cli.settings "
+        "conv.circles conv.divide conv.problem core.absent core.lazy core.plan "
+        "core.plan_sections core.units memory.ledger memory.lockstep_budget offloading.course "
+        "offloading.policy offloading.schedule "
+        "offloading.unroll planner.tuning tools.gpus tools.profiled"
     ).split()
 )
 OF_INTEGRATIONS = ("transformers", "accelerate", "lightning", "trl", "nnunetv2")
@@ -115,7 +119,8 @@ def edge_fault(module: str, found: Import) -> str | None:
     ours = found.name == FRONT or found.name.startswith(f"{FRONT}.")
     if found.name.startswith("."):
         return "is relative: write the whole name"
-    if found.inside and not within(found.name, OPTIONAL):
+    late = module == LATE and within(found.name, COMMAND)
+    if found.inside and not late and not within(found.name, OPTIONAL):
         return "is inside a function: only optional extras may be"
     if not found.inside and within(found.name, OPTIONAL):
         return "is an optional extra at the top of a file"
@@ -166,6 +171,24 @@ def test_imports_go_down() -> None:
 def test_every_module_without_torch_is_there() -> None:
     there = {module_name(path, SOURCE).removeprefix(f"{FRONT}.") for path in SOURCE.rglob("*.py")}
     assert there >= WITHOUT_TORCH
+
+
+def test_names_that_are_read_late_are_those_that_type_checkers_read() -> None:
+    """Every public module that uses `lazy`: its table beside its imports under TYPE_CHECKING."""
+    found = [path for path in (SOURCE / FRONT).glob("*.py") if " = lazy(" in path.read_text()]
+    assert [path.name for path in sorted(found)] == ["__init__.py", "planning.py"]
+    for path in found:
+        tree = ast.parse(path.read_text())
+        checked = next(node for node in tree.body if isinstance(node, ast.If))
+        read = {
+            (node.module, alias.name)
+            for node in ast.walk(checked)
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+        }
+        table = next(ast.literal_eval(n) for n in ast.walk(tree) if isinstance(n, ast.Dict))
+        late = {(home or FRONT, name) for home, names in table.items() for name in names.split()}
+        assert late == read, path.name
 
 
 def test_the_folders_are_those_of_the_package() -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from anybatch import Loss
-from anybatch.cli.build import RunParts, build, seeded
+from anybatch.cli.build import RunParts, build, make_optimizer, make_schedule, seeded
 from anybatch.cli.faults import TrainingError
 from anybatch.cli.metrics import Metric, make_metric
-from anybatch.cli.settings import Settings, make_optimizer, make_schedule
+from anybatch.cli.settings import Settings
 
 Row = dict[str, Any]
 LossFn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anybatch.offload import recompute, saved_tensors
+from anybatch.offloading import recompute, saved_tensors
 
 
 @contextmanager

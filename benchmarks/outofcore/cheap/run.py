@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.schedule import Trace
 from benchmarks.environment import environment
 from benchmarks.outofcore.schedules.cases import MACHINES, NETWORKS
 from benchmarks.results import console, write

@@ -24,8 +24,8 @@ from torch import nn
 
 from anybatch.cli.models.resnet import Residual, resnet
 from anybatch.core.plan_sections import Link
-from anybatch.offload.policy import plan
-from anybatch.offload.schedule import Trace, simulate
+from anybatch.offloading.policy import plan
+from anybatch.offloading.schedule import Trace, simulate
 from benchmarks.environment import environment
 from benchmarks.results import console, write
 from benchmarks.simulators.machine import Machine

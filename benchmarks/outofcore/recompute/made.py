@@ -8,10 +8,10 @@ import torch
 
 from anybatch.core.plan_sections import Link
 from anybatch.memory.stores import FileStore
-from anybatch.offload.course import Course, Recording, Remake, choices, remade, set_course
-from anybatch.offload.mover import Mover
-from anybatch.offload.recorder import StepRecorder
-from anybatch.offload.saved_tensors import StepHooks as Hooks
+from anybatch.offloading.course import Course, Recording, Remake, choices, remade, set_course
+from anybatch.offloading.mover import Mover
+from anybatch.offloading.recorder import StepRecorder
+from anybatch.offloading.saved_tensors import StepHooks as Hooks
 from benchmarks.outofcore.offload.steps import LOTS, Step
 
 SLOW = Link(1.0, 1.0)

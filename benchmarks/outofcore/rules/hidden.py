@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from anybatch.offload.policy import Gap, all_gaps, as_schedule, fitted
-from anybatch.offload.schedule import Schedule, Trace
+from anybatch.offloading.policy import Gap, all_gaps, as_schedule, fitted
+from anybatch.offloading.schedule import Schedule, Trace
 
 
 def hiding(trace: Trace, budget: int) -> Schedule:

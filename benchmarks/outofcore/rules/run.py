@@ -17,8 +17,8 @@ import typer
 
 from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.offload.policy import belady, ends
-from anybatch.offload.schedule import Schedule, Trace, simulate
+from anybatch.offloading.policy import belady, ends
+from anybatch.offloading.schedule import Schedule, Trace, simulate
 from benchmarks.environment import environment
 from benchmarks.outofcore.rules.hidden import hiding
 from benchmarks.outofcore.schedules.cases import BUDGET, MACHINES, NETWORKS

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anybatch.cli.models.resnet import resnet
 from anybatch.cli.models.unet import UNet
 from anybatch.core.plan_sections import Link
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.schedule import Trace
 from benchmarks.outofcore.models import DeepLabV3Plus, densenet121, pix2pixhd
 from benchmarks.simulators.machine import Machine
 from benchmarks.simulators.tracing import trace_step

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from anybatch.offload.schedule import Trace, Variable
+from anybatch.offloading.schedule import Trace, Variable
 
 PARTS = 4
 WORTH = 1.03

@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any
 
 from anybatch.errors import BudgetError
-from anybatch.offload.policy import belady, plan
-from anybatch.offload.schedule import Schedule, Trace, simulate
+from anybatch.offloading.policy import belady, plan
+from anybatch.offloading.schedule import Schedule, Trace, simulate
 from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.outofcore.schedules.parts import WORTH, in_parts
 from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch

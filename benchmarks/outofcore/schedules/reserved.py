@@ -7,8 +7,8 @@ from functools import cache
 from typing import Any
 
 from anybatch.errors import BudgetError
-from anybatch.offload.policy import fastest, plan
-from anybatch.offload.schedule import Schedule, Trace, simulate
+from anybatch.offloading.policy import fastest, plan
+from anybatch.offloading.schedule import Schedule, Trace, simulate
 from benchmarks.simulators.allocators import (
     MIB,
     Allocator,

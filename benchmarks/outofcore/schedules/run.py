@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.offload.policy import plan
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.policy import plan
+from anybatch.offloading.schedule import Trace
 from benchmarks.environment import environment
 from benchmarks.outofcore.schedules.cases import (
     BUDGET,

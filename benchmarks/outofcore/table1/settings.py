@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from anybatch.cli.models.resnet import resnet, resnet20
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.schedule import Trace
 from benchmarks.outofcore.schedules.cases import NETWORKS, TABLE_1
 from benchmarks.simulators.tracing import trace_step
 

@@ -17,10 +17,10 @@ from benchmarks.simulators.allocators import (
     PowersOfTwo,
 )
 from benchmarks.simulators.fragmentation import Event, events, footprint
-from tests.unit.offload.traces import anything, network
+from tests.unit.offloading.traces import anything, network
 
-from anybatch.offload.policy import belady
-from anybatch.offload.schedule import Schedule, Stage
+from anybatch.offloading.policy import belady
+from anybatch.offloading.schedule import Schedule, Stage
 
 MAKE: dict[str, Callable[[], Allocator]] = {
     "first fit": lambda: Arena(best=False),

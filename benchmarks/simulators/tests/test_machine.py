@@ -6,7 +6,7 @@ import pytest
 from benchmarks.simulators.machine import Machine
 
 from anybatch.core.plan_sections import Link
-from anybatch.offload.schedule import Function, Trace, Variable
+from anybatch.offloading.schedule import Function, Trace, Variable
 
 MACHINE = Machine("some", flops=100.0, memory=10.0, link=Link(1, 1))
 TRACE = Trace(

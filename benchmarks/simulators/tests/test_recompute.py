@@ -15,12 +15,12 @@ from benchmarks.simulators.recompute import cheap, cheap_recipes
 from benchmarks.simulators.recompute_policy import plan_with_recomputation
 from benchmarks.simulators.rewrite import Rewriter, rewrite
 from benchmarks.simulators.sublinear import sublinear
-from tests.unit.offload.traces import anything
+from tests.unit.offloading.traces import anything
 
 from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.offload.policy import plan
-from anybatch.offload.schedule import Function, Trace, Variable, simulate
+from anybatch.offloading.policy import plan
+from anybatch.offloading.schedule import Function, Trace, Variable, simulate
 
 
 class Net:

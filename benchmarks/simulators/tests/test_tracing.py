@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from anybatch.memory.meter import Meter
-from anybatch.offload.schedule import Trace
+from anybatch.offloading.schedule import Trace
 
 
 class Net(nn.Module):

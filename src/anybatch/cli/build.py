@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
+from torch.optim.lr_scheduler import LambdaLR
 
 from anybatch import Adaptive, Loss, Plateau
 from anybatch.cli import allocator
@@ -22,7 +24,14 @@ from anybatch.cli.faults import SettingsError
 from anybatch.cli.metrics import make_loss
 from anybatch.cli.models.find import find_model
 from anybatch.cli.saved_run import versions
-from anybatch.cli.settings import AUTO, Settings, TrainingRecipe, choose, chosen_image_size
+from anybatch.cli.settings import (
+    AUTO,
+    Settings,
+    TrainingRecipe,
+    choose,
+    chosen_image_size,
+    lr_factor,
+)
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.views import Loader, Share, Views, make_views
 from anybatch.devices import absent, forked_rng
@@ -232,3 +241,19 @@ class BatchNormPolicy:
         if state is not None and self.batchnorm is self._adaptive:
             self._adaptive.load_state_dict(state)
             self.exact_from = state["exact_from"]
+
+
+def make_optimizer(recipe: TrainingRecipe, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
+    """Return torch's optimizer with the recipe's numbers."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    lr, decay = recipe.lr, recipe.weight_decay
+    if recipe.optimizer == "sgd":
+        return optim.SGD(trained, lr=lr, momentum=recipe.momentum, weight_decay=decay)
+    if recipe.optimizer == "adam":
+        return optim.Adam(trained, lr=lr, weight_decay=decay)
+    return optim.AdamW(trained, lr=lr, weight_decay=decay)
+
+
+def make_schedule(recipe: TrainingRecipe, optimizer: optim.Optimizer, steps: int) -> LambdaLR:
+    """Return a schedule to be stepped once after each of the run's `steps` optimizer steps."""
+    return LambdaLR(optimizer, functools.partial(lr_factor, recipe.schedule, steps))

@@ -1,36 +1,19 @@
 """The command `anybatch`: train, plan, check, profile, bench and report.
 
-typer reads the options; everything they do is in `train` and in the library, and how a command ends
-is in `outcome`.
+typer reads the options. The code of a command is imported when it runs: torch takes a second, which
+help, the version and a wrong option need not wait for (test_help_needs_no_torch).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from anybatch.cli.bench import bench
-from anybatch.cli.compare import compare as compare_trainings
-from anybatch.cli.explain import check, plan
-from anybatch.cli.faults import SettingsError, terminable
-from anybatch.cli.options import settings_of, takes
-from anybatch.cli.outcome import ending, summary_table
-from anybatch.cli.process import allocate
-from anybatch.cli.profiled import profile
-from anybatch.cli.progress import make_progress
-from anybatch.cli.report.write import report
-from anybatch.cli.saved_run import SavedRun
-from anybatch.cli.settings import Settings
-from anybatch.cli.team import Team
-from anybatch.cli.train import resume as resume_training
-from anybatch.cli.train import train as run_training
+from anybatch.cli.options import PLANNED_DEVICE, WORKSPACE, takes
 
 app = typer.Typer(
     help="Any batch size, in the memory you have, with the gradient of the full batch.",
@@ -76,84 +59,96 @@ def train(context: typer.Context, options: SimpleNamespace) -> None:
 
     Several processes, started by torchrun as "-m anybatch train", share every mini-batch.
     """
-    team = Team.here()
-    console = Console(quiet=not team.leads)
-    with team, ending(team), terminable():
-        if options.compare:
-            team.refuse("compare")
-        _refuse_together(
-            resume=options.resume is not None, replan=options.replan, compare=options.compare
-        )
-        if options.compare:
-            _refuse_leaving(options.offload, options.states, options.spill)
-        budgeted = options.memory is not None or (
-            options.resume is not None and SavedRun.read(options.resume).budgeted
-        )
-        allocated = allocate(context, options.malloc, options.device, budgeted=budgeted)
-        console.print(allocated, highlight=False, soft_wrap=not console.is_terminal)
-        team.meet(options.device)
-        settings = settings_of(
-            options, out=options.out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
-        )
-        if options.compare:
-            console.print(compare_trainings(settings, options.compare_steps))
-            return
-        progress = make_progress(console)
-        if options.resume is None:
-            summary = run_training(settings, progress, team=team)
-        else:
-            named = _named_settings(context, settings)
-            summary = resume_training(
-                options.resume, named, progress, replan=options.replan, team=team
-            )
-        console.print(summary_table(summary))
-        if summary.skipped:
-            plural = ("file", "was") if summary.skipped == 1 else ("files", "were")
-            console.print(
-                f"{summary.skipped} {plural[0]} could not be read and {plural[1]} skipped."
-            )
+    from anybatch.cli import train
+
+    train.command(context, options)
 
 
-app.command()(plan)
-app.command()(profile)
-app.command()(bench)
-app.command()(check)
-app.command()(report)
+@app.command()
+@takes(
+    "data task model batch_size memory micro_batch offload states spill workspace "
+    "measure forget gpus speedup deadline network servers timeline convolutions workspace_total "
+    "cache json html recipe optimizer momentum loss norm batchnorm max_batch image_size crop "
+    "seed threads device malloc skip_corrupt",
+    device=PLANNED_DEVICE,
+)
+def plan(context: typer.Context, options: SimpleNamespace) -> None:
+    """Explain a step's plan, memory and time, as a database explains a query; train nothing.
 
-
-def _refuse_together(*, resume: bool, replan: bool, compare: bool) -> None:
-    if replan and not resume:
-        raise SettingsError(
-            "replan needs a run whose plan is made anew; --resume was not given. Add --resume RUN, "
-            "or leave --replan out: a new run is always planned."
-        )
-    if compare and resume:
-        raise SettingsError(
-            "compare needs trainings from their first step; --resume was given too. Leave one out."
-        )
-
-
-def _refuse_leaving(offload: str, states: str | None, spill: str | None) -> None:
-    """Refuse to compare where tensors are to be offloaded.
-
-    Raises:
-        SettingsError: something is to.
+    The plan is that of `train` for the first mini-batch of the training data; with --batchnorm
+    adaptive, that of the epochs before BatchNorm becomes exact.
     """
-    options = (("offload", offload, "auto"), ("states", states, None), ("spill", spill, None))
-    left = [f"--{name} {value}" for name, value, default in options if value != default]
-    if left:
-        raise SettingsError(
-            "compare trains with everything in memory, as a loop by hand does; "
-            f"{', '.join(left)} was given too. Leave it out."
-        )
+    from anybatch.cli import explain
+
+    explain.plan(context, options)
 
 
-def _named_settings(context: typer.Context, settings: Settings) -> dict[str, Any]:
-    """Return the settings that were named on the command line."""
-    names = {field.name for field in dataclasses.fields(Settings)}
-    return {
-        name: getattr(settings, name)
-        for name in context.params
-        if name in names
-        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
+@app.command()
+@takes(
+    "data task model batch_size memory micro_batch workspace steps workers json recipe "
+    "optimizer momentum loss norm batchnorm max_batch image_size crop crops pad flip seed "
+    "threads device malloc skip_corrupt",
+    workspace=WORKSPACE,
+    steps=(int, "That are measured, after two that are not.", 20),
+    json=(bool, "Print the profile as JSON, and only that."),
+)
+def profile(context: typer.Context, options: SimpleNamespace) -> None:
+    """Show where a training loop's seconds go, which are hidden, and how to reduce the rest.
+
+    A few real steps are run, with real loading, and undone. Time not hidden behind computing is
+    overhead: R_O is its ratio to computing, and bounds the gain by more GPUs.
+    """
+    from anybatch.cli import profiled
+
+    profiled.profile(context, options)
+
+
+@app.command()
+@takes(
+    "convolutions data task model batch_size micro_batch workspace policy cache seconds "
+    "processes recipe loss norm image_size crop seed threads device malloc skip_corrupt",
+    convolutions=(bool, "Measure the convolutions of a model."),
+    workspace=(*WORKSPACE, "64MiB"),
+)
+def bench(context: typer.Context, options: SimpleNamespace) -> None:
+    """Measure a model's convolutions on this machine, and store the times for later processes.
+
+    With --convolutions: every convolution of the model on --micro-batch samples, forward and
+    backward, by all algorithms that --workspace allows. Ctrl-C keeps the measurements so far.
+    """
+    from anybatch.cli import bench
+
+    bench.bench(context, options)
+
+
+@app.command()
+@takes(
+    "data task model batch_size recipe loss norm image_size crop seed threads device skip_corrupt",
+    batch_size=(int, "Samples of the batch that is checked.", 8),
+)
+def check(context: typer.Context, options: SimpleNamespace) -> None:
+    """Compare the gradient in micro-batches with that of the full batch, on real data.
+
+    Exit code 1 when they differ by more than rounding; the report says where, and why.
+    """
+    from anybatch.cli import explain
+
+    explain.check(context, options)
+
+
+@app.command()
+def report(
+    run_folder: Annotated[Path, typer.Argument(help="Of a training, ended or going on.")],
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="Default: report.html in the run folder."),
+    ] = None,
+) -> None:
+    """Write the page about a training anew: curves, throughput, memory, and the plan explained.
+
+    It is one file that needs no network and no other file.
+    """
+    from anybatch.cli.report import write
+
+    write.report(run_folder, out)

@@ -1,11 +1,28 @@
-"""Which device a run is on: the one that was named, if torch can use it here."""
+"""Device of a run, if torch can use it here, and the memory settings of it and of the host.
+
+A GPU's memory is requested in expandable segments (`anybatch.devices.segments_of`). glibc's
+handling of freed memory is fixed when a process begins (`allocator`): the command starts itself
+again for it, and a program or a test that calls it is left as it is.
+"""
 
 from __future__ import annotations
 
-import torch
+import os
 
+import torch
+import typer
+
+from anybatch.cli import allocator
 from anybatch.cli.faults import SettingsError
-from anybatch.devices import AbsentDevice, absent, default_device, parse_device, usable_device
+from anybatch.cli.process import ENTRY
+from anybatch.devices import (
+    AbsentDevice,
+    absent,
+    default_device,
+    parse_device,
+    segments_of,
+    usable_device,
+)
 
 
 def find_device(name: str | None) -> torch.device:
@@ -59,3 +76,18 @@ def refuse_measured(device: AbsentDevice | None, *, measure: bool, workspace: bo
             f"{' and '.join(found)} must be measured on the device; a CUDA device of {device.size} "
             "is not there. Leave them out."
         )
+
+
+def allocate(
+    context: typer.Context, malloc: allocator.RequestedMode, device: str | None, *, budgeted: bool
+) -> str:
+    """Return the memory settings in words; in the command's own process, apply them first."""
+    found = find_device(device)
+    decision = allocator.decide(malloc, found.type, budgeted=budgeted, environment=os.environ)
+    host = str(decision)
+    if decision.environment is not None:
+        if context.obj is ENTRY:
+            allocator.restart(decision.environment)
+        now = allocator.running(os.environ)
+        host = f"malloc: {now} (another mode is only for a process that the command begins)"
+    return "; ".join(filter(None, (host, segments_of(found).ask())))

@@ -13,19 +13,18 @@ from rich.console import Console
 
 from anybatch import Plan
 from anybatch import check as check_gradients
-from anybatch.cli.build import BatchNormPolicy, RunParts, build, describe, seeded
-from anybatch.cli.devices import absent_device, refuse_measured
+from anybatch.cli.build import BatchNormPolicy, RunParts, build, describe, make_optimizer, seeded
+from anybatch.cli.devices import absent_device, allocate, refuse_measured
 from anybatch.cli.faults import SettingsError
 from anybatch.cli.kernels import Explained
-from anybatch.cli.options import PLANNED_DEVICE, settings_of, takes
+from anybatch.cli.options import settings_of
 from anybatch.cli.outcome import ending
 from anybatch.cli.planned import question_of, refuse_to_plan
-from anybatch.cli.process import allocate
 from anybatch.cli.progress import Counted, Progress
 from anybatch.cli.report.history import Envelope
 from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.write import page_of, refuse_page, write_page
-from anybatch.cli.settings import Settings, make_optimizer
+from anybatch.cli.settings import Settings
 from anybatch.cli.team import Team
 from anybatch.cli.timeline import NONE, colored
 from anybatch.cli.views import LoadedBatch, Reading
@@ -39,22 +38,9 @@ NOT_RUN = "Nothing was trained, and nothing was run: the device is not there."
 NO_CHOICE = "Nothing was trained, and no size was timed: there is none to choose."
 
 
-@takes(
-    "data task model batch_size memory micro_batch offload states spill workspace "
-    "measure forget gpus speedup deadline network servers timeline convolutions workspace_total "
-    "cache json html recipe optimizer momentum loss norm batchnorm max_batch image_size crop "
-    "seed threads device malloc skip_corrupt",
-    device=PLANNED_DEVICE,
-)
 def plan(context: typer.Context, options: SimpleNamespace) -> None:
-    """Explain a step's plan, memory and time, as a database explains a query; train nothing.
-
-    The plan is that of `train` for the first mini-batch of the training data; with --batchnorm
-    adaptive, that of the epochs before BatchNorm becomes exact.
-    """
-    team = Team.here()
-    with ending(team):
-        team.refuse("plan")
+    """Print the plan that the options ask for, and write its page."""
+    with ending(Team.here(), single="plan"):
         if options.forget:
             count = forget_plans()
             typer.echo(f"{count} program{'' if count == 1 else 's'} will be planned anew.")
@@ -103,18 +89,9 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
             typer.echo(f"The plan is explained in {options.html}.", err=options.json)
 
 
-@takes(
-    "data task model batch_size recipe loss norm image_size crop seed threads device skip_corrupt",
-    batch_size=(int, "Samples of the batch that is checked.", 8),
-)
 def check(_: typer.Context, options: SimpleNamespace) -> None:
-    """Compare the gradient in micro-batches with that of the full batch, on real data.
-
-    Exit code 1 when they differ by more than rounding; the report says where, and why.
-    """
-    team = Team.here()
-    with ending(team):
-        team.refuse("check")
+    """Print whether the gradient in micro-batches is that of the full batch."""
+    with ending(Team.here(), single="check"):
         settings = settings_of(options)
         with seeded(options.seed, options.threads):
             parts, batch = first_batch(settings)

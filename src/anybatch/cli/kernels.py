@@ -9,8 +9,8 @@ layer   kernel    samples   torch's   chosen       takes   workspace   gain
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,10 +60,10 @@ def table_of(rows: Iterable[MeasuredKernel]) -> Table:
     return table
 
 
-def console_of(stderr: bool = False) -> Console:  # noqa: FBT001, FBT002
+def console_of() -> Console:
     """Return where tables go: as wide as the terminal, or wide enough for a file or a pipe."""
-    console = Console(stderr=stderr, highlight=False, soft_wrap=True)
-    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=WIDE)
+    console = Console(highlight=False, soft_wrap=True)
+    return console if console.is_terminal else Console(highlight=False, width=WIDE)
 
 
 def summary_of(rows: Sequence[MeasuredKernel]) -> str:
@@ -147,14 +147,11 @@ class Explained:
         """Workspace setting that the plan has to choose by itself: "auto", or None."""
         return AUTO if self.workspace == AUTO else None
 
-    @contextmanager
-    def context(self) -> Iterator[None]:
+    def context(self) -> AbstractContextManager[object]:
         """Divide the convolutions of the body, if any are to be in so many bytes."""
         if self.workspace is None or self.workspace == AUTO:
-            yield
-            return
-        with divided(self.workspace, cache=self.cache or True):
-            yield
+            return nullcontext()
+        return divided(self.workspace, cache=self.cache or True)
 
     def rows(self, plan: Plan, parts: RunParts, batch: LoadedBatch) -> list[MeasuredKernel]:
         """Return the kernels of a plan; none where no table is requested."""

@@ -29,10 +29,10 @@ from torch import Tensor
 
 from anybatch import Engine, Plan
 from anybatch import plan as foresee
-from anybatch.cli.build import RunParts, build, seeded
+from anybatch.cli.build import RunParts, build, make_optimizer, make_schedule, seeded
 from anybatch.cli.metrics import plain_loss
 from anybatch.cli.progress import Progress
-from anybatch.cli.settings import Settings, make_optimizer, make_schedule
+from anybatch.cli.settings import Settings
 from anybatch.cli.views import LoadedBatch, Reading
 from anybatch.devices import MemoryLimit, RNGState, live_peak
 from anybatch.errors import AnybatchError

@@ -19,7 +19,6 @@ import typer
 
 from anybatch.cli import settings as kinds
 from anybatch.cli.allocator import RequestedMode
-from anybatch.cli.models.norm import NormName
 from anybatch.cli.settings import Settings, parse_image_size
 
 MODELS = (
@@ -44,7 +43,7 @@ OPTIONS: dict[str, Any] = {
     "model": (str | None, f"One of {MODELS}."),
     "recipe": (kinds.RecipeName | None, "Settings of MBS, section 4.2; explicit options win."),
     "loss": (kinds.LossName | None, "Default: cross-entropy for classes, bce+dice for masks."),
-    "norm": (NormName, "Layer of the built-in models."),
+    "norm": (kinds.NormName, "Layer of the built-in models."),
     "image_size": (str | None, "Resize to N, or WIDTHxHEIGHT, pixels."),
     "crop": (int | None, "Train on random crops of N x N pixels."),
     "offload": (

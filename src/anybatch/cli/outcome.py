@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -15,22 +16,29 @@ from rich.table import Table
 
 from anybatch.cli.faults import Terminated, in_options
 from anybatch.cli.saved_run import Interrupted, Summary
-from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.errors import AnybatchError
+
+if TYPE_CHECKING:
+    from anybatch.cli.team import Team
 
 INTERRUPTED, TERMINATED = 130, 143  # exit codes: 128 + the number of the signal
 
 
 @contextlib.contextmanager
-def ending(team: Team = SINGLE_PROCESS) -> Iterator[None]:
-    """Convert a user's error into one line, for all ranks, and an exit code."""
+def ending(team: Team | None = None, single: str = "") -> Iterator[None]:
+    """Convert a user's error into one line, for all ranks, and an exit code.
+
+    `single`: the name of a command that must be run by one process.
+    """
     errors = Console(stderr=True)
 
-    def say(text: str, *, speaks: bool = team.leads) -> None:
+    def say(text: str, *, speaks: bool = team is None or team.leads) -> None:
         if speaks:
             errors.print(text, markup=False, highlight=False, soft_wrap=not errors.is_terminal)
 
     try:
+        if team is not None and single:
+            team.refuse(single)
         yield
     except Interrupted as stop:
         summary = stop.summary
@@ -44,7 +52,7 @@ def ending(team: Team = SINGLE_PROCESS) -> Iterator[None]:
         terminated = isinstance(stop, Terminated)
         raise typer.Exit(TERMINATED if terminated else INTERRUPTED) from None
     except AnybatchError as error:
-        say(f"error: {in_options(str(error))}", speaks=team.speaks())
+        say(f"error: {in_options(str(error))}", speaks=team is None or team.speaks())
         raise typer.Exit(1) from None
 
 

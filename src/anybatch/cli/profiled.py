@@ -16,37 +16,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from anybatch import Engine
 from anybatch import profile as profile_loop
-from anybatch.cli.build import BatchNormPolicy, RunParts, build, seeded
+from anybatch.cli.build import BatchNormPolicy, RunParts, build, make_optimizer, seeded
 from anybatch.cli.data import corrupt
+from anybatch.cli.devices import allocate
 from anybatch.cli.faults import DataError, SettingsError
-from anybatch.cli.options import WORKSPACE, settings_of, takes
+from anybatch.cli.options import settings_of
 from anybatch.cli.outcome import ending
 from anybatch.cli.planned import refuse_to_plan
-from anybatch.cli.process import allocate
-from anybatch.cli.settings import AUTO, Settings, make_optimizer
+from anybatch.cli.settings import AUTO, Settings
 from anybatch.cli.team import Team
 from anybatch.cli.views import LoadedBatch
 
 DONE = "Nothing was trained: all was put back."
 
 
-@takes(
-    "data task model batch_size memory micro_batch workspace steps workers json recipe "
-    "optimizer momentum loss norm batchnorm max_batch image_size crop crops pad flip seed "
-    "threads device malloc skip_corrupt",
-    workspace=WORKSPACE,
-    steps=(int, "That are measured, after two that are not.", 20),
-    json=(bool, "Print the profile as JSON, and only that."),
-)
 def profile(context: typer.Context, options: SimpleNamespace) -> None:
-    """Show where a training loop's seconds go, which are hidden, and how to reduce the rest.
-
-    A few real steps are run, with real loading, and undone. Time not hidden behind computing is
-    overhead: R_O is its ratio to computing, and bounds the gain by more GPUs.
-    """
-    team = Team.here()
-    with ending(team):
-        team.refuse("profile")
+    """Run and measure steps of a training loop, and print its profile."""
+    with ending(Team.here(), single="profile"):
         if options.steps < 1:
             raise SettingsError(f"steps must be at least 1; got {options.steps}.")
         if options.workspace == AUTO:
@@ -73,7 +59,7 @@ def profile(context: typer.Context, options: SimpleNamespace) -> None:
                 batchnorm=BatchNormPolicy(settings, options.batch_size).batchnorm,
                 workspace=options.workspace,
             )
-            with moving(options.steps) as move:
+            with moving("profiling", options.steps) as move:
                 found = profile_loop(
                     *(loader_of(settings, parts), engine, stepped),
                     steps=options.steps,
@@ -104,10 +90,13 @@ def split_of(*, skip: bool) -> Callable[[LoadedBatch], tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def moving(steps: int) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress, where there is a terminal; yield the function that advances it."""
-    columns = (TextColumn("profiling"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    errors = Console(stderr=True)
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("", total=steps)
-        yield lambda done, _all: bar.update(task, completed=done)
+def moving(title: str, total: int) -> Iterator[Callable[..., None]]:
+    """Show a bar where there is a terminal; yield its update by a count and, if text, the last."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    errors, last = Console(stderr=True), TextColumn("{task.fields[last]}")
+    hidden = not errors.is_terminal
+    with Progress(*columns, last, console=errors, transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=total, last="")
+        yield lambda done, last: bar.update(
+            task, completed=done, last=last if isinstance(last, str) else ""
+        )

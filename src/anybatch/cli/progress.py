@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as Bar
 
-from anybatch.reports import StepReport
 from anybatch.units import show_seconds
+
+if TYPE_CHECKING:
+    from anybatch.reports import StepReport
 
 LEAST_BAR = 10  # of the bar, with the blanks at its ends
 EVERY = 10.0  # seconds between two plain lines within an epoch
@@ -140,11 +142,7 @@ class Live(Counted):
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(console, clock)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(None),
-            TextColumn("{task.fields[f]}"),
-        )
+        columns = TextColumn("{task.description}"), BarColumn(None), TextColumn("{task.fields[f]}")
         self.bar = Bar(*columns, console=console, transient=True, expand=True)
         self.task: TaskID | None = None
 

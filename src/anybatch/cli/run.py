@@ -26,7 +26,13 @@ from torch import Tensor
 
 from anybatch import Engine
 from anybatch.cli import checkpoint
-from anybatch.cli.build import BatchNormPolicy, RunParts, circumstances
+from anybatch.cli.build import (
+    BatchNormPolicy,
+    RunParts,
+    circumstances,
+    make_optimizer,
+    make_schedule,
+)
 from anybatch.cli.checkpoint import AtomicStep, EpochProgress, RunCounters, State, Trained
 from anybatch.cli.faults import Terminated, in_options, refuse_not_finite, unbroken
 from anybatch.cli.metrics import make_metric
@@ -34,7 +40,7 @@ from anybatch.cli.planned import PlannedEngine
 from anybatch.cli.progress import Gauge, Progress, step_row
 from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.saved_run import Interrupted, Summary, epoch_line, figures
-from anybatch.cli.settings import Settings, make_optimizer, make_schedule
+from anybatch.cli.settings import Settings
 from anybatch.cli.team import SINGLE_PROCESS, Team, refuse_unequal
 from anybatch.cli.views import LoadedBatch, Loader, Reading
 from anybatch.devices import RNGState
@@ -305,7 +311,7 @@ class TrainingRun:
                     self._save()
             finally:
                 self.folder.close(dataclasses.asdict(summary))
-        return dataclasses.replace(summary, report=self.folder.report)
+        return dataclasses.replace(summary, report=self.folder.extras.get("report"))
 
     def _summary(self, *, interrupted: bool, stopped: str | None) -> Summary:
         parts, settings, counts = self.parts, self.settings, self.counts

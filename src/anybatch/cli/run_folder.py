@@ -206,11 +206,6 @@ class RunFolder:
         if step is not None:
             self.write_text(saved.STEP, Envelope.of(step).to_json() + "\n")
 
-    @property
-    def report(self) -> str | None:
-        """Name of the page about the run, or why there is none; None before the run has ended."""
-        return self.extras.get("report")
-
     def _write_report(self, summary: Mapping[str, Any]) -> str:
         """Write the page about the run; return its name, or why there is none.
 

@@ -18,8 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from anybatch.cli.faults import RunFolderError, SettingsError
 from anybatch.cli.settings import Settings
 from anybatch.units import parse_bytes
@@ -238,7 +236,7 @@ class Interrupted(KeyboardInterrupt):
 
 def versions() -> dict[str, str]:
     """Return the versions a result depends on."""
-    found: dict[str, Any] = {"anybatch": metadata.version("anybatch"), "torch": torch.__version__}
+    found = {name: metadata.version(name) for name in ("anybatch", "torch")}
     return {**found, "python": platform.python_version(), "system": platform.platform()}
 
 

@@ -9,19 +9,13 @@ A field that is None is filled by the recipe, else by the task's default (`recip
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
-from torch import nn, optim
-from torch.optim.lr_scheduler import LambdaLR
-
+import anybatch
 from anybatch.cli.faults import SettingsError
-from anybatch.cli.models.norm import NormName
-from anybatch.planning import spill_of
 from anybatch.units import parse_bytes
 
 Task = Literal["classification", "segmentation"]
@@ -30,6 +24,7 @@ AUTO = "auto"
 OptimizerName = Literal["sgd", "adam", "adamw"]
 ScheduleName = Literal["constant", "linear", "cosine"]
 BatchNormMode = Literal["exact", "local", "adaptive"]
+NormName = Literal["group", "batch"]
 LossName = Literal["cross-entropy", "bce", "bce+dice", "bce+dice-per-image"]
 OffloadName = Literal["auto", "off", "host", "file"]
 StatesName = Literal["host", "file", "auto"]
@@ -121,7 +116,7 @@ class Settings:
             if self.workspace not in (None, AUTO):
                 parse_bytes(self.workspace, "workspace", word=AUTO)
             if self.offload in get_args(OffloadName):
-                spill_of(self.offload, self.spill)
+                anybatch.planning.spill_of(self.offload, self.spill)
         except ValueError as error:
             return [str(error)]
         spills = self.spill is not None and self.states is None
@@ -146,22 +141,16 @@ class Settings:
                 faults.append(f"{name} must be one of {', '.join(choices)}; got {value!r}")
         return faults
 
+    def _named(self, names: str) -> list[tuple[str, Any]]:
+        return [(name.replace("_", "-"), getattr(self, name)) for name in names.split()]
+
     def _wrong_numbers(self) -> list[str]:
-        height, width = self.image_size or (None, None)
-        at_least_1 = [
-            *(("batch-size", self.batch_size), ("micro-batch", self.micro_batch)),
-            *(("epochs", self.epochs), ("threads", self.threads), ("crop", self.crop)),
-            *(("crops", self.crops), ("max-batch", self.max_batch)),
-            *(("image-size", height), ("image-size", width)),
-        ]
-        not_negative = [
-            *(("lr", self.lr), ("momentum", self.momentum), ("weight-decay", self.weight_decay)),
-            *(("pad", self.pad), ("seed", self.seed), ("workers", self.workers)),
-            ("checkpoint-minutes", self.checkpoint_minutes),
-        ]
+        sides = [("image-size", side) for side in self.image_size or ()]
+        counts = self._named("batch_size micro_batch epochs threads crop crops max_batch")
+        not_negative = self._named("lr momentum weight_decay pad seed workers checkpoint_minutes")
         faults = [
             f"{name} must be at least 1; got {value}"
-            for name, value in at_least_1
+            for name, value in counts + sides
             if value is not None and value < 1
         ]
         faults += [
@@ -276,17 +265,6 @@ def chosen_image_size(settings: Settings) -> tuple[int, int] | None:
     return RECIPES[settings.recipe].image_size
 
 
-def make_optimizer(recipe: TrainingRecipe, parameters: Iterable[nn.Parameter]) -> optim.Optimizer:
-    """Return torch's optimizer with the recipe's numbers."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    lr, decay = recipe.lr, recipe.weight_decay
-    if recipe.optimizer == "sgd":
-        return optim.SGD(trained, lr=lr, momentum=recipe.momentum, weight_decay=decay)
-    if recipe.optimizer == "adam":
-        return optim.Adam(trained, lr=lr, weight_decay=decay)
-    return optim.AdamW(trained, lr=lr, weight_decay=decay)
-
-
 def lr_factor(schedule: str, steps: int, step: int) -> float:
     """Return the factor of the learning rate in `step` (from 0) of `steps`.
 
@@ -298,8 +276,3 @@ def lr_factor(schedule: str, steps: int, step: int) -> float:
     if schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * done))
     return 1.0
-
-
-def make_schedule(recipe: TrainingRecipe, optimizer: optim.Optimizer, steps: int) -> LambdaLR:
-    """Return a schedule to be stepped once after each of the run's `steps` optimizer steps."""
-    return LambdaLR(optimizer, functools.partial(lr_factor, recipe.schedule, steps))

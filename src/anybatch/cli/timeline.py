@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
-from anybatch.reports import StepTimeline
 from anybatch.units import show_bytes
+
+if TYPE_CHECKING:
+    from anybatch.reports import StepTimeline
 
 NONE = "There is no timeline: nothing was foreseen for this plan."
 

@@ -1,4 +1,4 @@
-"""Train a model on a data set in mini-batches of any size: the library function behind the command.
+"""Train a model on a data set in mini-batches of any size: the command, and its library functions.
 
 A training loop of torch's own would hold the mini-batch on the device at once. This one keeps it on
 the host and hands it to the engine, which streams it; all else is an ordinary loop, in `run`.
@@ -12,16 +12,24 @@ Source: MBS, Algorithm 1 and section 4.2.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+
+import typer
+from rich.console import Console
 
 from anybatch.cli.build import build, describe, seeded
 from anybatch.cli.checkpoint import checked
-from anybatch.cli.faults import SettingsError
-from anybatch.cli.progress import Progress
+from anybatch.cli.compare import compare
+from anybatch.cli.devices import allocate
+from anybatch.cli.faults import SettingsError, terminable
+from anybatch.cli.options import settings_of
+from anybatch.cli.outcome import ending, summary_table
+from anybatch.cli.progress import Progress, make_progress
 from anybatch.cli.run import Clock, TrainingRun
 from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.saved_run import SavedRun, Summary
@@ -139,3 +147,73 @@ def resume(
     finally:
         folder.release()
         shown.close()
+
+
+def command(context: typer.Context, options: SimpleNamespace) -> None:
+    """Train, resume or compare as the options say, and print the outcome."""
+    team = Team.here()
+    console = Console(quiet=not team.leads)
+    with team, ending(team), terminable():
+        if options.compare:
+            team.refuse("compare")
+        _refuse_together(options)
+        budgeted = options.memory is not None or (
+            options.resume is not None and SavedRun.read(options.resume).budgeted
+        )
+        allocated = allocate(context, options.malloc, options.device, budgeted=budgeted)
+        console.print(allocated, highlight=False, soft_wrap=not console.is_terminal)
+        team.meet(options.device)
+        settings = settings_of(
+            options, out=options.out or Path("runs") / time.strftime("%Y-%m-%d-%H%M%S")
+        )
+        if options.compare:
+            console.print(compare(settings, options.compare_steps))
+            return
+        progress = make_progress(console)
+        if options.resume is None:
+            summary = train(settings, progress, team=team)
+        else:
+            named = _named_settings(context, settings)
+            summary = resume(options.resume, named, progress, replan=options.replan, team=team)
+        console.print(summary_table(summary))
+        if summary.skipped:
+            plural = ("file", "was") if summary.skipped == 1 else ("files", "were")
+            console.print(
+                f"{summary.skipped} {plural[0]} could not be read and {plural[1]} skipped."
+            )
+
+
+def _refuse_together(options: SimpleNamespace) -> None:
+    """Refuse options that exclude each other.
+
+    Raises:
+        SettingsError: naming them.
+    """
+    if options.replan and options.resume is None:
+        raise SettingsError(
+            "replan needs a run whose plan is made anew; --resume was not given. Add --resume RUN, "
+            "or leave --replan out: a new run is always planned."
+        )
+    if options.compare and options.resume is not None:
+        raise SettingsError(
+            "compare needs trainings from their first step; --resume was given too. Leave one out."
+        )
+    usual = {"offload": "auto", "states": None, "spill": None}
+    requested = ((name, getattr(options, name)) for name in usual)
+    left = [f"--{name} {value}" for name, value in requested if value != usual[name]]
+    if options.compare and left:
+        raise SettingsError(
+            "compare trains with everything in memory, as a loop by hand does; "
+            f"{', '.join(left)} was given too. Leave it out."
+        )
+
+
+def _named_settings(context: typer.Context, settings: Settings) -> dict[str, Any]:
+    """Return the settings that were named on the command line."""
+    names = {field.name for field in dataclasses.fields(Settings)}
+    return {
+        name: getattr(settings, name)
+        for name in context.params
+        if name in names
+        and getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }

@@ -200,7 +200,8 @@ def make_views(
 class Loader:
     """Mini-batches of views, epoch by epoch; the last one of an epoch may be smaller.
 
-    Of several ranks each reads only its `share`. `batch_size` is that of all.
+    Of several ranks each reads only its `share`. `batch_size` is that of all. `torch` is torch's
+    own loader, at the epoch that was requested last.
     """
 
     def __init__(
@@ -214,7 +215,7 @@ class Loader:
         share: Share = FULL_SHARE,
     ) -> None:
         self.order = InEpochs(len(views), batch_size, seed, shuffle=shuffle, share=share)
-        self._loader: DataLoader[View | Unreadable] = DataLoader(
+        self.torch: DataLoader[View | Unreadable] = DataLoader(
             views,
             batch_sampler=self.order,
             num_workers=workers,
@@ -227,15 +228,10 @@ class Loader:
     def __len__(self) -> int:
         return len(self.order)
 
-    @property
-    def torch(self) -> DataLoader[View | Unreadable]:
-        """Torch's own loader, at the epoch that was requested last."""
-        return self._loader
-
     def epoch(self, number: int, skip: int = 0) -> Iterator[LoadedBatch]:
         """Yield the mini-batches of epoch `number` but the first `skip`, which are not read."""
         self.order.epoch, self.order.start = number, skip
-        return iter(self._loader)
+        return iter(self.torch)
 
     def micro_batches(self, micro_batch: int, skip: int = 0) -> int:
         """Return the micro-batches of an epoch, less `skip` mini-batches, if all can be read."""
@@ -265,9 +261,8 @@ def collate(items: Sequence[View | Unreadable], none: View) -> LoadedBatch:
     views = [item for item in items if not isinstance(item, Unreadable)]
     if not views:
         return LoadedBatch(*none, broken)
-    return LoadedBatch(
-        torch.stack([image for image, _ in views]), torch.stack([t for _, t in views]), broken
-    )
+    images, targets = zip(*views, strict=True)
+    return LoadedBatch(torch.stack(images), torch.stack(targets), broken)
 
 
 # Mini-batches of an epoch that can be trained on, and the treatment of broken files.

@@ -92,7 +92,7 @@ class Wanted:
         if found.states is not None:
             return question.with_steps(found, None)
         loader = loader_of(settings, parts)
-        with moving(STEPS) as move:
+        with moving("profiling", STEPS) as move:
             steps = profile_loop(
                 *(loader, question.make(plan=found), optimizer),
                 steps=STEPS,

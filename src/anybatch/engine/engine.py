@@ -56,8 +56,8 @@ from anybatch.loss.model_loss import loss_of
 from anybatch.loss.tracer import CallableLoss
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill, file_folder, spill_of
-from anybatch.offload.optimizer_states import OffloadedStates
-from anybatch.offload.planned_states import start_offload
+from anybatch.offloading.optimizer_states import OffloadedStates
+from anybatch.offloading.planned_states import start_offload
 from anybatch.planner.earlier_plans import EarlierPlans, PlanFile, program, surroundings
 from anybatch.planner.planner import RUNGS, Planner
 

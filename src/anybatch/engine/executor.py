@@ -62,7 +62,7 @@ from anybatch.lockstep.scheduler import LaneInspection
 from anybatch.lockstep.shared_state import refuse_shared_state
 from anybatch.loss.base import Algorithm1
 from anybatch.memory.spill import maker, require_place, require_space
-from anybatch.offload.saved_tensors import Keeping
+from anybatch.offloading.saved_tensors import Keeping
 from anybatch.planner.probe import finish
 
 

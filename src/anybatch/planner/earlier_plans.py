@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from anybatch.conv.convolutions import plan_file
 from anybatch.conv.measure import machine
 from anybatch.core.modules import Modules
 from anybatch.core.plan import Plan
@@ -339,3 +340,20 @@ def _constant(value: Any) -> Any:
     if isinstance(value, frozenset):  # its order is another one in every start
         return sorted(map(repr, value))
     return ADDRESS.sub("", repr(value))
+
+
+def forget_plans() -> int:
+    """Forget the plans of earlier starts; the next start of a program plans anew.
+
+    Returns:
+        How many programs had some in your file.
+
+    Raises:
+        OSError: the file cannot be removed.
+
+    Example:
+        >>> anybatch.planning.forget_plans()
+        0
+    """
+    path = plan_file()
+    return 0 if path is None else PlanFile(path).forget()

@@ -28,11 +28,11 @@ from anybatch.memory.ledger import Timeline
 from anybatch.memory.meter import STEP, Meter
 from anybatch.memory.spill import Spill, clocked, maker, require_space
 from anybatch.memory.stores import BLOCK, BOUNCE, Store
-from anybatch.offload.course import Course, Recording, set_course
-from anybatch.offload.mover import SMALL, Mover
-from anybatch.offload.recorder import FAST, StepRecorder, link_of
-from anybatch.offload.saved_tensors import Hooked, StepHooks, without_outside
-from anybatch.offload.unroll import Stretch, chained
+from anybatch.offloading.course import Course, Recording, set_course
+from anybatch.offloading.mover import SMALL, Mover
+from anybatch.offloading.recorder import FAST, StepRecorder, link_of
+from anybatch.offloading.saved_tensors import Hooked, StepHooks, without_outside
+from anybatch.offloading.unroll import Stretch, chained
 from anybatch.planner import rehearsal
 from anybatch.planner.describe import finite
 from anybatch.planner.forecast import WORKSPACE, Forecast, merged, total

@@ -35,7 +35,7 @@ from anybatch.memory.ledger import Bytes, Phase, StepTimeline, Timeline, joined
 from anybatch.memory.lockstep_budget import Lane, filled
 from anybatch.memory.meter import Meter, tensors_in
 from anybatch.memory.spill import Spill, require_space
-from anybatch.offload.unroll import OUTSIDE
+from anybatch.offloading.unroll import OUTSIDE
 from anybatch.planner import rehearsal
 from anybatch.planner.describe import finite
 from anybatch.planner.forecast import Forecast, merged, total

@@ -33,7 +33,7 @@ from anybatch.execution.streaming import Parts, discoverer
 from anybatch.memory.fakes import Fakes, interrupted_between_functions, large, paged, uncounted
 from anybatch.memory.ledger import Timeline
 from anybatch.memory.meter import FOREIGN, Meter
-from anybatch.offload.state_mover import parts_of, widest
+from anybatch.offloading.state_mover import parts_of, widest
 from anybatch.planner.rehearsal import Inspection, make_step, put_back, unharmed
 
 

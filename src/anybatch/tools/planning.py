@@ -30,7 +30,7 @@ from anybatch.errors import BudgetError, NotYetError
 from anybatch.lockstep.sync_batchnorm import Adaptive
 from anybatch.loss.base import Loss
 from anybatch.memory.spill import takes
-from anybatch.offload.planned_states import plan_offloaded, states_of
+from anybatch.offloading.planned_states import plan_offloaded, states_of
 from anybatch.planner.autocast import autocast_of_absent
 from anybatch.planner.planner import RUNGS
 from anybatch.planner.workspaces import shared

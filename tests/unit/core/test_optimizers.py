@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.offload.trainings import Make, equal, network, pair, trained, values
+from tests.unit.offloading.trainings import Make, equal, network, pair, trained, values
 from torch import Tensor, nn, optim
 
 import anybatch

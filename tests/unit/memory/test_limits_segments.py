@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from anybatch.cli import process
+from anybatch.cli import devices
 from anybatch.core.plan import Facts, decide
 from anybatch.core.plan_sections import Memory
 from anybatch.memory.limits import SETTING, segments_of
@@ -105,9 +105,9 @@ def test_the_command_asks_and_says_so(
     class Context:
         obj = None
 
-    monkeypatch.setattr(process, "find_device", lambda _: CUDA)
+    monkeypatch.setattr(devices, "find_device", lambda _: CUDA)
     context: object = Context()
-    reported = process.allocate(context, "default", "cuda", budgeted=True)  # type: ignore[arg-type]
+    reported = devices.allocate(context, "default", "cuda", budgeted=True)  # type: ignore[arg-type]
     assert reported.startswith("malloc: ")
     assert reported.endswith(
         "CUDA segments: expandable (offloaded and prefetched tensors leave no gaps)"

@@ -29,7 +29,7 @@ from anybatch.errors import BudgetError, StoreError
 from anybatch.memory.meter import Meter
 from anybatch.memory.spill import require_place
 from anybatch.memory.stores import FileStore
-from anybatch.offload import saved_tensors
+from anybatch.offloading import saved_tensors
 from anybatch.planner.tuning import SAME
 
 CPU = torch.device("cpu")

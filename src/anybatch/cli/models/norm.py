@@ -7,13 +7,12 @@ number of groups that divides the channels, which a network of any width cannot 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
 from torch import nn
 
 from anybatch.cli.faults import ModelError
-
-NormName = Literal["group", "batch"]
+from anybatch.cli.settings import NormName
 
 MOST_GROUPS = 32
 LEAST_CHANNELS = 4  # in one group: with fewer, 1x1 feature maps would be normalised to a constant

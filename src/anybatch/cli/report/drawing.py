@@ -20,7 +20,6 @@ from xml.etree import ElementTree
 import numpy as np
 
 from anybatch.cli.report.history import Envelope
-from anybatch.reports import StepTimeline
 
 WIDTH, HEIGHT = 420.0, 270.0
 """Of a figure, in units that are pixels of a telephone's screen, or somewhat more or less."""
@@ -133,7 +132,7 @@ def _mark_phases(axes: Any, step: Envelope, top: float) -> None:
 
 def is_near(step: Envelope) -> bool:
     """Return whether a step's budget is so near its peak that both can be drawn to scale."""
-    return step.budget <= StepTimeline.FAR * step.peak
+    return step.budget <= 3 * step.peak
 
 
 @contextmanager

@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from math import fsum, isfinite
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from anybatch.cli.timeline import COLORS, stacked
-from anybatch.reports import StepTimeline
+
+if TYPE_CHECKING:
+    from anybatch.reports import StepTimeline
 
 
 class Spent(NamedTuple):
@@ -164,15 +166,7 @@ def _epoch(record: Mapping[str, Any]) -> EpochRow:
     if not isinstance(metric, str):
         raise TypeError(metric)
     names = ("train_loss", "test_loss", f"train_{metric}", f"test_{metric}")
-    train_loss, test_loss, train_value, test_value = (_number(record[name]) for name in names)
-    return EpochRow(
-        epoch=_integer(record["epoch"]),
-        metric=metric,
-        train_loss=train_loss,
-        test_loss=test_loss,
-        train_value=train_value,
-        test_value=test_value,
-    )
+    return EpochRow(_integer(record["epoch"]), metric, *(_number(record[name]) for name in names))
 
 
 def _integer(value: Any) -> int:
@@ -282,7 +276,7 @@ class Envelope:
         """
         try:
             found: dict[str, Any] = json.loads(text)
-            rows = {name: _rows(found[name]) for name in ("live", "busy", "phases")}
+            rows = {name: tuple(map(tuple, found[name])) for name in ("live", "busy", "phases")}
             lists = {name: tuple(found[name]) for name in ("owners", "edges")}
             made = cls(**{**found, **rows, **lists})
             wrong = len(made.edges) != len(made.live) + 1 or len(made.busy) != len(made.live)
@@ -291,10 +285,6 @@ class Envelope:
         except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"a step must hold what to_json writes, and {error}") from error
         return made
-
-
-def _rows(found: Any) -> tuple[tuple[Any, ...], ...]:
-    return tuple(tuple(row) for row in found)
 
 
 # Overhead of a run's own steps: R_O, its ratio to computing, the one input of Lemma 3.1.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anybatch import Plan
 from anybatch.cli.report.drawing import Titled, draw_envelope, is_near
@@ -20,8 +20,10 @@ from anybatch.cli.report.parts import (
     seconds,
 )
 from anybatch.cli.report.record import RunRecord
-from anybatch.reports import Division, Divisions, Memory, Pace
 from anybatch.units import show_bytes
+
+if TYPE_CHECKING:
+    from anybatch.reports import Division, Divisions, Memory, Pace
 
 STRETCHES = 48
 """Rows of the table of a step."""

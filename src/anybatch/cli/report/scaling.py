@@ -7,7 +7,9 @@ the gain by more GPUs from these only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from anybatch import planning
 from anybatch.cli.report.drawing import Line, Titled, draw_lines
 from anybatch.cli.report.history import Overhead
 from anybatch.cli.report.parts import (
@@ -23,9 +25,10 @@ from anybatch.cli.report.parts import (
     percent,
 )
 from anybatch.cli.report.record import RunRecord
-from anybatch.planning import efficiency, speedup, speedup_limit
-from anybatch.reports import Scale
 from anybatch.units import show_seconds
+
+if TYPE_CHECKING:
+    from anybatch.reports import Scale
 
 SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
 """GPUs of the table by the lemma, as far as there are samples for them."""
@@ -69,7 +72,7 @@ def _foreseen(found: Scale) -> Section:
 
 def _by_lemma(found: Overhead, samples: int) -> Section:
     ratio = found.ratio
-    limit = f"no number of GPUs gets beyond {number(speedup_limit(ratio))} times the speed"
+    limit = f"no number of GPUs gets beyond {number(planning.speedup_limit(ratio))} times the speed"
     facts = (
         Fact("R_O", number(ratio), "overhead: seconds that are not computing, by computing"),
         Fact("Waiting for data", show_seconds(found.waiting), "of a step, mean"),
@@ -85,14 +88,18 @@ def _by_lemma(found: Overhead, samples: int) -> Section:
     gpus = [count for count in SHOWN if count <= samples]
     rows = tuple(
         (
-            *(str(count), show_seconds(found.seconds(count)), number(speedup(ratio, count))),
-            percent(efficiency(ratio, count)),
+            *(
+                str(count),
+                show_seconds(found.seconds(count)),
+                number(planning.speedup(ratio, count)),
+            ),
+            percent(planning.efficiency(ratio, count)),
         )
         for count in gpus
     )
     columns = ("GPUs", "A step", "Speedup", "Efficiency")
     table = Table("scaling-numbers", "Gain by more GPUs, at most", columns, rows)
-    figure = _curves({"Lemma 3.1": [speedup(ratio, count) for count in gpus]}, gpus, table)
+    figure = _curves({"Lemma 3.1": [planning.speedup(ratio, count) for count in gpus]}, gpus, table)
     return Section("scale", "Scale-out", facts=facts, points=points, figures=(figure,))
 
 

@@ -75,7 +75,7 @@ def what_was_run(record: RunRecord) -> list[Section]:
     settings, recipe, data = record.part("settings"), record.part("recipe"), record.part("data")
     process, versions = record.part("process"), record.part("versions")
     end = record.summary or {}
-    pixels = data.get("size")
+    pixels, exact = data.get("size"), end.get("exact_from")
     size = " x ".join(map(str, pixels)) if isinstance(pixels, list | tuple) else None
     values = {
         "Model": (recipe.get("model"), _counted(end.get("parameters"), "parameters")),
@@ -87,7 +87,7 @@ def what_was_run(record: RunRecord) -> list[Section]:
         "Loss": (recipe.get("loss"), ""),
         "Optimizer": (recipe.get("optimizer"), _rate(recipe)),
         "Epochs": (recipe.get("epochs"), "planned"),
-        "BatchNorm": (settings.get("batchnorm"), _exact_from(end)),
+        "BatchNorm": (settings.get("batchnorm"), f"exact from epoch {exact}" if exact else ""),
         "Seed": (settings.get("seed"), ""),
         "Device": (process.get("device"), _counted(process.get("threads"), "CPU threads")),
         "Processes": (record.ranks if record.ranks > 1 else None, "share every mini-batch"),
@@ -236,8 +236,3 @@ def _rate(recipe: Mapping[str, Any]) -> str:
     if rate is None:
         return ""
     return f"learning rate {rate}" if schedule is None else f"learning rate {rate}, {schedule}"
-
-
-def _exact_from(end: Mapping[str, Any]) -> str:
-    at = end.get("exact_from")
-    return "" if at is None else f"exact from epoch {at}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from functools import cache
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -67,18 +66,8 @@ def write_page(text: str, path: Path) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def report(
-    run_folder: Annotated[Path, typer.Argument(help="Of a training, ended or going on.")],
-    *,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", help="Default: report.html in the run folder."),
-    ] = None,
-) -> None:
-    """Write the page about a training anew: curves, throughput, memory, and the plan explained.
-
-    It is one file that needs no network and no other file.
-    """
+def report(run_folder: Path, out: Path | None) -> None:
+    """Write the page about the run in a folder, to `out` or into the folder."""
     with ending():
         target = out or run_folder / NAME
         if out is not None:

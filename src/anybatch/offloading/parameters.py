@@ -1,0 +1,471 @@
+"""Paged parameters and gradients: pages, their order, and the mode that brings them in.
+
+Hooks on modules would miss a weight that another module uses (attention uses its projection's),
+tied weights, `functional_call` and recomputations in backward. A dispatch mode intercepts every
+kernel of its thread, forward, backward and in an optimizer; a function mode intercepts reads of a
+tensor's address. Both are active only while the context is entered.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from anybatch.core import optimizers
+from anybatch.core.hooks import service
+from anybatch.core.modules import DispatchMode, keywords
+from anybatch.core.norm import ESCAPES
+from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError
+from anybatch.memory.meter import Meter
+from anybatch.memory.page_table import EVICTING, OFFLOADED, PREFETCHING, RESIDENT, Held, Hold
+from anybatch.memory.pager import OTHERS, PLAIN, Paging, key_of
+from anybatch.memory.stores import Store
+from anybatch.offloading.state_mover import state_errors
+
+DETACH = torch.ops.aten.detach.default
+"""The one kernel that reads no memory."""
+
+PARAMETER, GRADIENT = range(2)
+"""The roles of pages."""
+
+
+class PagedModel:
+    """The parameters of a model and their gradients, in a bounded memory.
+
+    Args:
+        model: whose.
+        limit: bytes of them that may be in memory at a time.
+        make: returns the store where the others go.
+        meters: count the resident bytes. Default none.
+
+    Attributes:
+        pages: which are here.
+    """
+
+    def __init__(
+        self, model: nn.Module, limit: int, make: Callable[[], Store], meters: Sequence[Meter] = ()
+    ) -> None:
+        self._model, self._limit, self._make, self._meters = model, limit, make, meters
+        self._stack = ExitStack()
+        self._removers: dict[int, Callable[[], None]] = {}
+
+    def enter(self) -> None:
+        """Begin to see kernels, of this thread."""
+        hold = Hold(self._make(), next(self._model.parameters()).device, self._meters)
+        self.pages = Pages(hold, self._limit, optimizers.SMALL)
+        with ExitStack() as stack:
+            stack.callback(hold.close)
+            self.register_new()
+            stack.callback(self._unhook)
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            stack.enter_context(_Addresses(self.pages))
+            stack.enter_context(_PageInMode(self.pages))
+            self._stack = stack.pop_all()
+
+    def exit(self) -> None:
+        """Bring everything back, and see nothing more."""
+        self._stack.close()
+
+    def register_new(self) -> None:
+        """Take in parameters and gradients that are new."""
+        with torch._C.DisableTorchFunction():
+            for number, parameter in enumerate(self._model.parameters()):
+                if not _plain(parameter):
+                    continue
+                self._take(parameter, PARAMETER, number)
+                if parameter.requires_grad and id(parameter) not in self._removers:
+                    self._hook(parameter, number)
+                if parameter.grad is not None:
+                    self._take(parameter.grad, GRADIENT, number)
+
+    def _take(self, tensor: Tensor, role: int, number: int) -> None:
+        key = key_of(tensor) if _plain(tensor) else None
+        if key is not None:
+            for mode in _get_current_dispatch_mode_stack():
+                if isinstance(mode, Paging):  # a lane has made this gradient
+                    mode.give_up(key)
+            self.pages.add(key, tensor.untyped_storage(), role, number)
+
+    def _hook(self, parameter: Tensor, number: int) -> None:
+        @service
+        def accumulated(leaf: Tensor) -> None:
+            with torch._C.DisableTorchFunction():
+                if leaf.grad is not None:
+                    self._take(leaf.grad, GRADIENT, number)
+
+        handle = parameter.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
+        self._removers[id(parameter)] = handle.remove
+
+    def _unhook(self) -> None:
+        while self._removers:
+            self._removers.popitem()[1]()
+
+
+class _PageInMode(DispatchMode):
+    """Has the operands of every kernel brought in before it runs.
+
+    Args:
+        pages: the pages that do it.
+
+    Attributes:
+        pages: the same; read by forecasts (`anybatch.memory.fakes`).
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        super().__init__()
+        self.pages = pages
+        self._writes: dict[Any, _Writes] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Disable the guard against compilation: compiled code runs eagerly here."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Bring in the storages of a kernel, and run it; torch refuses views of no memory."""
+        kwargs = kwargs or {}
+        if func not in self._writes:
+            self._writes[func] = _Writes(func)
+        with torch._C.DisableTorchFunction():
+            accesses = [] if func is DETACH else list(self._writes[func].of(args, kwargs))
+            if not accesses:
+                return func(*args, **kwargs)
+            halves = [] if self.pages.fit(accesses) else _halves(func, args, kwargs)
+            if not halves:
+                self.pages.use(accesses, str(func))
+                return func(*args, **kwargs)
+        found = [self.__torch_dispatch__(func, types, *half) for half in halves]
+        return None if found[0] is None else [*found[0], *found[1]]
+
+
+def _halves(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Return the two calls that a kernel for many tensors is; none for any other kernel.
+
+    Each of its results is of one tensor of every list, as in `clip_grad_norm_`.
+    """
+    count = len(args[0]) if args and isinstance(args[0], list | tuple) else 0
+    if count < 2 or not str(func).startswith("aten._foreach_"):
+        return []
+
+    def part(value: Any, which: slice) -> Any:
+        return value[which] if isinstance(value, list | tuple) and len(value) == count else value
+
+    return [
+        (tuple(part(v, half) for v in args), {k: part(v, half) for k, v in kwargs.items()})
+        for half in (slice(0, count // 2), slice(count // 2, count))
+    ]
+
+
+class _Writes:
+    """Arguments that a kernel writes to; all of them if it has no schema.
+
+    Args:
+        func: the kernel.
+    """
+
+    def __init__(self, func: Any) -> None:
+        schema = getattr(func, "_schema", None)
+        self._all = schema is None
+        arguments = [] if schema is None else schema.arguments
+        found = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        self._places = found
+        self._names = {a.name for a, writes in zip(arguments, found, strict=True) if writes}
+
+    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int, bool]]:
+        """Yield the keys of the storages in a call, and whether they are written to."""
+        for place, value in enumerate(args):
+            yield from _keys(value, self._all or self._places[place])
+        for name, value in kwargs.items():
+            yield from _keys(value, self._all or name in self._names)
+
+
+class _Addresses(TorchFunctionMode):
+    """Function mode that makes a tensor permanently resident when its address is requested.
+
+    Args:
+        pages: the pages that prefetch it.
+    """
+
+    def __init__(self, pages: Pages) -> None:
+        self._pages = pages
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Make tensors permanently resident for a function that requests their address."""
+        if func in ESCAPES:
+            with torch._C.DisableTorchFunction():
+                for key, _ in _keys(args, writes=True):
+                    self._pages.keep(key)
+        return func(*args, **keywords(func, kwargs))
+
+
+def _keys(value: Any, writes: bool) -> Iterator[tuple[int, bool]]:  # noqa: FBT001
+    type_ = type(value)
+    if type_ in OTHERS:
+        return
+    if type_ in PLAIN or isinstance(value, Tensor):
+        key = key_of(value) if _plain(value) else None
+        if key is not None:
+            yield key, writes
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _keys(item, writes)
+    elif isinstance(value, dict):
+        yield from _keys(list(value.values()), writes)
+
+
+def _plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is plain: strided, materialised, and with a single storage."""
+    if is_lazy(tensor) or tensor.layout is not torch.strided:
+        return False
+    return type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__")
+
+
+# Pages of parameters and gradients in bounded memory: evicted, and prefetched before use.
+#
+# A tensor retains its storage, and the storage frees its memory (`anybatch.memory.page_table`), so
+# views that autograd has saved, tied weights and references remain valid. Before a kernel runs, the
+# tensors that it reads are made resident; those with the latest next use are evicted (Belady's
+# rule, by the order of the step before, in the first step the least recently used), without a write
+# if their copy is still valid.
+#
+# Source: Hayakawa and Narihira, Out-of-core training, section 3; Belady (1966).
+
+WINDOW = 256
+"""Number of future uses that are considered."""
+
+
+class Pages:
+    """Keeps storages within a number of bytes.
+
+    Args:
+        hold: moves them.
+        limit: bytes that may be in memory at a time.
+        small: bytes below which a storage is not offloaded.
+
+    Attributes:
+        limit: those bytes.
+        most: the most bytes that were here at a time.
+        fixed: bytes of those that are pinned, because their address was read.
+    """
+
+    def __init__(self, hold: Hold, limit: int, small: int) -> None:
+        self.limit, self.most, self.fixed = limit, 0, 0
+        self._hold, self._small, self._order = hold, small, Order()
+        self._clock = self._front = 0
+        hold.since = 1 << 62  # no lane ever gets there: none of its own is held back
+
+    @property
+    def moved(self) -> int:
+        """Bytes that were copied out and in."""
+        return self._hold.moved
+
+    @property
+    def here(self) -> int:
+        """Bytes that are here now."""
+        return self._hold.here + self.fixed
+
+    def has(self, key: int) -> bool:
+        """Return whether a storage is registered, resident or offloaded."""
+        return key in self._hold.all
+
+    def fit(self, accesses: list[tuple[int, bool]]) -> bool:
+        """Say whether storages may be here together."""
+        sizes = {key: self._hold.all[key].size for key, _ in accesses if key in self._hold.all}
+        return sum(sizes.values()) + self.fixed <= self.limit
+
+    def add(self, key: int, storage: Any, role: int, number: int) -> None:
+        """Take in a storage that is here, under a name that is the same in every step."""
+        hold = self._hold
+        with state_errors("written to"):
+            if hold.stirred():
+                hold.settle()
+            size = storage.nbytes()
+            if key in hold.all or size < self._small or not storage.resizable():
+                return
+            self._clock += 1
+            self._free(hold.rounded(size), "a tensor")
+            hold.add(key, storage, size, role, number, self._clock)
+            self._note((role, number))
+
+    def use(self, accesses: list[tuple[int, bool]], name: str) -> None:
+        """Make storages be here, before a kernel runs on them.
+
+        Args:
+            accesses: keys of storages, and whether they are written to.
+            name: of the kernel.
+
+        Raises:
+            BudgetError: all of them together are more than the limit.
+        """
+        hold = self._hold
+        if hold.stirred():
+            with state_errors("written to"):
+                hold.settle()
+        pages = [(key, hold.all[key], writes) for key, writes in accesses if key in hold.all]
+        if not pages:
+            return
+        self._clock += 1
+        for _, held, _ in pages:
+            held.used = self._clock
+        for key, held, writes in pages:
+            if held.state != RESIDENT:
+                self._bring(key, held, name)
+            if writes and held.has_copy:
+                with state_errors("written to"):
+                    hold.forget_copy(key, held)
+            self._note((held.lane, held.number))
+        if self._front < len(self._order):
+            with state_errors("written to"):
+                self._prefetch()
+
+    def keep(self, key: int) -> None:
+        """Make a storage permanently resident, because its address was read."""
+        self.use([(key, True)], "a read of its address")
+        held = self._hold.all.get(key)
+        if held is not None and not held.pinned:
+            self._hold.pin(key, held)
+            self.fixed += held.size
+
+    def squeeze(self, limit: int) -> None:
+        """Set the budget, and evict until the resident bytes are within it."""
+        self.limit = limit
+        self._clock += 1
+        with state_errors("written to"):
+            self._free(0, "what stays")
+
+    def ended(self) -> None:
+        """A step is over."""
+        self._order.ended()
+        self._front = 0
+
+    def _bring(self, key: int, held: Held, name: str) -> None:
+        if held.state == OFFLOADED:
+            with state_errors("written to"):
+                self._free(held.size, name)
+        with state_errors("read from"):
+            self._hold.bring_back(key, held)
+
+    def _note(self, item: tuple[int, int]) -> None:
+        self.most = max(self.most, self._hold.here + self.fixed)
+        self._order.used(item)
+
+    def _free(self, size: int, name: str) -> None:
+        """Evict until so many bytes fit in the budget."""
+        hold = self._hold
+        while self._over(size) > hold.going and self._evict(-1):
+            pass
+        while self._over(size) > 0 and hold.wait():
+            pass
+        if self._over(size) > 0 and (size or self._over(0) > 0):
+            needed = hold.here + self.fixed + size
+            raise BudgetError(
+                f"the parameters and gradients that a kernel reads must fit in memory, and {name} "
+                f"needs {show_bytes(needed)} at once, and {show_bytes(self.limit)} is reserved: "
+                f'give memory="{-(-needed // 1024)}KiB" or more for them, or have fewer read at a '
+                "time",
+                needed=needed,
+                budget=self.limit,
+            )
+
+    def _over(self, size: int) -> int:
+        return self._hold.here + self.fixed + size - self.limit
+
+    def _evict(self, beyond: int) -> bool:
+        """Evict the storage of latest next use, if beyond a place; return whether one was."""
+        hold, order = self._hold, self._order
+        if hold.stirred():  # what has died cannot leave
+            hold.settle()
+        best, last = None, (beyond, 0)
+        for key, held in hold.movable.items():
+            if held.used < self._clock and held.state in (RESIDENT, PREFETCHING):
+                later = order.next((held.lane, held.number)), -held.used
+                if later[0] > beyond and (best is None or later > last):
+                    best, last = (key, held), later
+        if best is None:
+            return False
+        hold.evict(*best)
+        return True
+
+    def _prefetch(self) -> None:
+        """Prefetch the storages used next, while they fit or later ones can be evicted."""
+        hold, order = self._hold, self._order
+        self._front = max(self._front, order.at)
+        while self._front < min(len(order), order.at + WINDOW):
+            found = hold.find(*order[self._front])
+            if found is not None and found[1].state == OFFLOADED:
+                size = found[1].size
+                while self._over(size) > hold.going and self._evict(self._front):
+                    pass
+                if self._over(size) > 0:
+                    return
+                hold.call(*found)
+                self.most = max(self.most, hold.here + self.fixed)
+            elif found is not None and found[1].state == EVICTING:
+                hold.bring_back(*found)
+            self._front += 1
+
+
+# In which order things are used, step after step, as the step before has shown.
+#
+# A training step repeats itself: uses follow each other in the order of the last step. In a step
+# with another order only the prediction is wrong.
+
+Use = tuple[int, int]
+"""A used tensor: its role, and its number."""
+
+
+class Order:
+    """Uses of one step, and those of the step before it.
+
+    Attributes:
+        at: how many of the uses of the step before lie behind.
+    """
+
+    def __init__(self) -> None:
+        self.at = 0
+        self._previous: list[Use] = []
+        self._places: dict[Use, list[int]] = {}
+        self._now: list[Use] = []
+
+    def __len__(self) -> int:
+        return len(self._previous)
+
+    def __getitem__(self, place: int) -> Use:
+        """Return the use at a place of the step before."""
+        return self._previous[place]
+
+    def used(self, item: Use) -> None:
+        """Note a use."""
+        if self._now and self._now[-1] == item:
+            return
+        self._now.append(item)
+        places = self._places.get(item, [])
+        index = bisect_left(places, self.at)
+        if index < len(places):
+            self.at = places[index] + 1
+
+    def next(self, item: Use) -> int:
+        """Return the place of the next use: in this step, else in the one behind it, else later."""
+        places = self._places.get(item)
+        if not places:
+            return 2 * len(self._previous)
+        index = bisect_left(places, self.at)
+        return places[index] if index < len(places) else len(self._previous) + places[0]
+
+    def ended(self) -> None:
+        """A step is over; the next one will be like it."""
+        self._previous, self._now, self.at = self._now, [], 0
+        self._places = {}
+        for place, item in enumerate(self._previous):
+            self._places.setdefault(item, []).append(place)
