@@ -104,11 +104,7 @@ class Planned:
         self._number = number
 
     def __call__(self, problem: Problem, one: Tensor, other: Tensor) -> Tensor:
-        """Compute a kernel.
-
-        Raises:
-            NoPlanError: it has no such plan.
-        """
+        """Compute a kernel."""
         result = _empty(problem, one)
         if isinstance(one, FakeTensor):
             return result

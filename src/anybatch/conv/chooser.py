@@ -282,10 +282,6 @@ def spreads(problem: Problem, operands: tuple[Tensor, Tensor]) -> bool:
     """Return whether spectra of operands may be infinite or NaN in places where sums are not.
 
     One pass over each operand, without memory. On a GPU the host waits for it.
-
-    Args:
-        problem: which kernel.
-        operands: as `Problem.operands` has them.
     """
     largest = 1.0
     for one in operands:
@@ -308,13 +304,7 @@ def own_of(parts: Iterable[KernelPart], size: int) -> KernelPart:
 
 
 def worthwhile(parts: list[KernelPart], size: int, limit: int) -> list[Configuration]:
-    """Return torch's own kernel, and the front of clearly faster configurations.
-
-    Args:
-        parts: all that was measured.
-        size: N, the samples of the mini-batch.
-        limit: bytes of workspace.
-    """
+    """Return torch's own kernel, and the front of clearly faster configurations."""
     own = own_of(parts, size)
     faster = [c for c in front(parts, size, limit) if c.seconds <= GAIN * own.seconds]
     return [Configuration((own,)), *(c for c in faster if c.workspace > 0)]

@@ -195,12 +195,7 @@ def fast(lengths: Sequence[int]) -> float:
 
 
 def staged(lengths: Sequence[int], spans: Sequence[int]) -> float:
-    """Return the cost of the transform of one window by products of matrices.
-
-    Args:
-        lengths: of the circles.
-        spans: of the window.
-    """
+    """Return the cost of the transform of one window by products of matrices."""
     sizes, left = frequencies(lengths), list(spans)
     cost = 0.0
     for at, size in enumerate(sizes):

@@ -61,13 +61,6 @@ def takes(
     """Return whether a call of a convolution is one that this library may compute.
 
     What is none at all, such as one with stride 0, is torch's to refuse.
-
-    Args:
-        x: the input of the layer.
-        w: its filters.
-        place: where windows lie.
-        bias: that is added to its output. Default None.
-        transposed: as torch has it.
     """
     stride, padding, dilation, groups = place
     if min(*stride, *dilation, groups) < 1 or min(padding) < 0:
@@ -88,15 +81,7 @@ def takes(
 
 
 def problem_of(kernel: Kernel, x: Tensor, w: Tensor, place: Place, device: str) -> Problem:
-    """Return a kernel of a layer.
-
-    Args:
-        kernel: which.
-        x: the input of the layer.
-        w: its filters.
-        place: where windows lie.
-        device: type of device.
-    """
+    """Return a kernel of a layer."""
     dims = x.dim() - 2
     stride, padding, dilation, groups = place
     return Problem(

@@ -293,11 +293,6 @@ def spectra(problem: Problem, product: Tensor, shape: Sizes) -> Tensor:
 def times(problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
     """Return the product of images, which may be written over, and all filters.
 
-    Args:
-        problem: a forward, or a gradient of the input.
-        one: images.
-        shared: filters.
-
     Returns:
         Matrices; or [N, groups, filters of one, *tiles, *frequencies].
     """

@@ -394,11 +394,6 @@ class Search:
 
         There are none where torch's own kernel was not measured, as there was no time for it. How
         long it takes on all samples is estimated by the fewest.
-
-        Args:
-            size: N, the samples of the mini-batch.
-            measured: earlier measurements.
-            measure: runs an algorithm on so many samples.
         """
         steps, found = sizes(self.policy, size), dict[tuple[int, str], KernelPart]()
         each = dict[str, float]()

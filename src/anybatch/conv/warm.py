@@ -51,12 +51,7 @@ class Warming:
 
 
 def warm(keys: Sequence[Key], how: Warming) -> Iterator[tuple[Key, list[KernelPart]]]:
-    """Measure kernels, and yield each with its measurements; those in the file are not run again.
-
-    Args:
-        keys: kernels and their samples.
-        how: they are measured.
-    """
+    """Measure kernels, and yield each with its measurements; those in the file run no more."""
     if how.processes == 1:
         begin, costs = perf_counter(), Costs(how.path)
         for place, key in enumerate(keys):

@@ -98,11 +98,7 @@ class Pieces:
                 hook.remove()
 
     def send(self, totals: Sequence[Tensor | None]) -> None:
-        """Send the pieces that are not yet sent.
-
-        Args:
-            totals: this rank's sums, one for each of the parameters.
-        """
+        """Send the pieces that are not yet sent."""
         places = {id(parameter): at for at, parameter in enumerate(self._parameters)}
         while len(self._sent) < len(self._pieces):
             self._send_next(lambda parameters: [totals[places[id(p)]] for p in parameters])

@@ -154,11 +154,7 @@ class Coordinator:
         return [row[SLOTS:] for row in rows]
 
     def sum(self, key: str, part: Tensor) -> Tensor:
-        """Return the sum of the parts of all ranks, [n] float64.
-
-        Raises:
-            LockstepError, RankError, Retry: as in `gather`.
-        """
+        """Return the sum of the parts of all ranks, [n] float64."""
         if part.numel() * self.group.size <= FEW:
             return torch.stack(self.gather(key, part)).sum(0)
         self._announce(key, Collective("sum", part.numel()))
@@ -167,11 +163,7 @@ class Coordinator:
         return total[SLOTS:]
 
     def call(self, key: str) -> None:
-        """Check that all ranks reach this barrier, and can run collectives that cannot fail.
-
-        Raises:
-            LockstepError, RankError, Retry: as in `gather`.
-        """
+        """Check that all ranks reach this barrier, and can run collectives that cannot fail."""
         self._expect(HEADER)
         self._header(key, 0)
         self.script.append(HEADER)
@@ -283,12 +275,7 @@ class Coordinator:
 
 
 def guarded(coordinator: Coordinator | None, run: Callable[[], T]) -> T:
-    """Run a rank's own part of a step, and notify the other ranks where it fails.
-
-    Args:
-        coordinator: None for a single process.
-        run: the rest of the step.
-    """
+    """Run a rank's own part of a step, and notify the other ranks where it fails."""
     if coordinator is None:
         return run()
     try:

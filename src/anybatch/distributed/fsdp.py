@@ -44,11 +44,7 @@ FSDP = "torch.distributed.fsdp"
 
 
 def sharded_of(model: nn.Module) -> Sharded | None:
-    """Return the `Sharded` that gathers a model for a step; None for an unsharded model.
-
-    Raises:
-        NotYetError: it is spread in another way than by ``fully_shard``.
-    """
+    """Return the `Sharded` that gathers a model for a step; None for an unsharded model."""
     fsdp = sys.modules.get(FSDP)  # whoever has sharded a model has imported it
     modules = walk(model)
     if fsdp is not None:
@@ -176,9 +172,6 @@ class Sharded:
 
         Returns:
             The totals; None for an unsharded parameter, this rank's part for a sharded one.
-
-        Raises:
-            LossError: a spread parameter has a gradient of its own.
         """
         place = {id(parameter): at for at, (parameter, _) in enumerate(sums)}
         for at, (parameter, _) in enumerate(sums):
@@ -419,14 +412,7 @@ def axis_of(shard: Any) -> tuple[Any, Any]:
 
 
 def policies_of(modules: Modules) -> dict[str, Any]:
-    """Return the policy of each sharded module, by its path.
-
-    Args:
-        modules: those that ``fully_shard`` was called on.
-
-    Raises:
-        NotYetError: this torch has no such attribute.
-    """
+    """Return the policy of each sharded module, by its path."""
     try:
         return {path: _state(module)._mp_policy for path, module in modules}
     except AttributeError as error:

@@ -218,11 +218,7 @@ class Ranks:
 
     @meets
     def agree(self, devices: Sequence[torch.device]) -> None:
-        """Check that all ranks have one RNG state, and copy it to those without samples.
-
-        Raises:
-            NotExactError: a rank has drawn otherwise than another; all of them say so.
-        """
+        """Check that all ranks have one RNG state, and copy it to those without samples."""
         own = RNGState.on(devices)
         check = torch.tensor([own.checksum()], dtype=torch.float64)
         found = [float(row) for row in self._coordinator.gather("the RNG state", check)]
@@ -237,11 +233,7 @@ class Ranks:
                 state.put_on(devices)
 
     def refuse_smaller(self) -> None:
-        """Refuse to run a smaller step: the hooks of other ranks may have fired.
-
-        Raises:
-            RankError: the gradients have been summed.
-        """
+        """Refuse to run a smaller step: the hooks of other ranks may have fired."""
         if self._ending:
             raise RankError(
                 "memory must suffice until a step has ended on all ranks, and it ran out on this "
@@ -506,9 +498,6 @@ def same_rng(coordinator: Coordinator, devices: Sequence[torch.device]) -> None:
     Args:
         coordinator: of a step that has not begun.
         devices: accelerators of this rank's model; the first makes the draws of rank 0's first.
-
-    Raises:
-        RankError: rank 0's model is on another number of accelerators.
     """
     own = RNGState.on(devices)
     coordinator.fact('the beginning of a step with rng="batch"')

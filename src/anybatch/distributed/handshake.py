@@ -143,11 +143,7 @@ WORDS = {
 
 
 def refuse_unlike(ranks: list[Alike]) -> None:
-    """Refuse a step of ranks that differ.
-
-    Raises:
-        RankError: naming the ranks that differ from rank 0, and the difference.
-    """
+    """Refuse a step of ranks that differ."""
     for what, words in WORDS.items():
         every = [getattr(one, what) for one in ranks]
         others = ", ".join(f"rank {rank}" for rank, one in enumerate(every) if one != every[0])

@@ -68,11 +68,7 @@ class ForwardBuffers:
         return [state.path for state in moved]
 
     def refuse_strays(self) -> None:
-        """Refuse those.
-
-        Raises:
-            NotExactError: forward moves some of the times it is run.
-        """
+        """Refuse those."""
         if strays := self.strays():
             raise _meets(strays)
 
@@ -99,11 +95,7 @@ class ForwardBuffers:
                 _give(state, buffers[state.path])
 
     def after(self) -> None:
-        """Check that forward moves the same buffers as before, to the same values.
-
-        Raises:
-            NotExactError: a buffer depends on the samples.
-        """
+        """Check that forward moves the same buffers as before, to the same values."""
         if not self._states:
             self._left = []
             return
@@ -118,11 +110,7 @@ class ForwardBuffers:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """Refuse buffers that the backward inside moves: once for each micro-batch is too often.
-
-        Raises:
-            NotExactError: naming them.
-        """
+        """Refuse buffers that the backward inside moves: once for each micro-batch is too often."""
         before = [(state, _copy(state)) for state, _ in self._left or ()]
         written = {id(state) for state in self._states if state.written()}
         yield
@@ -143,9 +131,6 @@ class ForwardBuffers:
 
         Args:
             tracked: ids of buffers that were moved once for all lanes; for a counter, by how much.
-
-        Raises:
-            NotExactError: naming the others.
         """
         moved = sorted(self.moving)
         for state in [*self._states, *self._exempt]:
@@ -174,11 +159,7 @@ class ForwardBuffers:
             state.put_back()
 
     def go_back(self, statistics: list[Tensor | None]) -> None:
-        """Undo a forward that may have ended halfway.
-
-        Args:
-            statistics: result of `statistics` before it.
-        """
+        """Undo a forward that may have ended halfway."""
         self._undo()
         self.settle(statistics)
 

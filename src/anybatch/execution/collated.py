@@ -80,14 +80,7 @@ class Collates:
         self._recorded: list[tuple[Any, ComparedSizes, dict[str, None]]] = []
 
     def ask(self, step: Step) -> None:
-        """Add the doubts of its collate function to a step.
-
-        Args:
-            step: a divided step that has been inspected.
-
-        Raises:
-            NotExactError: they do not.
-        """
+        """Add the doubts of its collate function to a step."""
         batch = step.batch
         if not isinstance(batch, LazyBatch) or _per_item(batch.collate_fn):
             return
@@ -129,9 +122,6 @@ def doubts_of_collate(batch: LazyBatch, micro_batch: int = 0, samples: int = 0) 
         batch: the batch.
         micro_batch: samples of a micro-batch; 0 (default) compares only a few items in halves.
         samples: of all ranks; 0 (default) where there is one.
-
-    Raises:
-        NotExactError: they do not.
     """
     count = min(batch.size, FEW)
     if _per_item(batch.collate_fn) or batch.size < 2:
@@ -156,11 +146,7 @@ def _per_item(collate_fn: Any) -> bool:
 
 
 def _compared(batch: LazyBatch, count: int, cuts: Cuts) -> Found:
-    """Load the first items of a batch, and compare them collated at once and in parts.
-
-    Raises:
-        NotExactError: samples meet in it.
-    """
+    """Load the first items of a batch, and compare them collated at once and in parts."""
     assert batch.collate_fn is not None
     rng = RNGState.now()
     loader = DataLoader(

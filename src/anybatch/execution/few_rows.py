@@ -65,11 +65,7 @@ def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBat
 
 
 def _joined(few: Sequence[MicroBatch]) -> MicroBatch:
-    """Return the rows of some micro-batches as those of one.
-
-    Raises:
-        AnybatchError: they cannot be.
-    """
+    """Return the rows of some micro-batches as those of one."""
     if len(few) == 1:
         return few[0]
     sizes = [micro.size for micro in few]
@@ -207,15 +203,7 @@ def rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
 
 
 def layouts(loss: Loss, outputs: Any, fewer: Any, n: int, m: int) -> tuple[Layout, Layout]:
-    """Return the layout for a loss, and the one by which outputs of fewer rows are compared.
-
-    Args:
-        loss: of the step.
-        outputs: of `n` rows.
-        fewer: of `m` rows; None where the model takes no so few.
-        n: rows.
-        m: fewer rows.
-    """
+    """Return the layout for a loss, and the one by which outputs of fewer rows are compared."""
     if not loss.takes_outputs:
         return (), rough_layout(outputs, fewer, n, m)
     if fewer is None:
@@ -260,12 +248,7 @@ def row_mismatch(
 
 
 def kernel_tolerance(dtype: torch.dtype, computed: Iterable[torch.dtype]) -> float:
-    """Return the relative difference that kernels may make of the same rows.
-
-    Args:
-        dtype: of an output.
-        computed: dtypes of the model.
-    """
+    """Return the relative difference that kernels may make of the same rows."""
     eps = max(torch.finfo(one).eps for one in {dtype, *computed})
     return float(eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25))
 
@@ -273,14 +256,7 @@ def kernel_tolerance(dtype: torch.dtype, computed: Iterable[torch.dtype]) -> flo
 def comparable(
     outputs: Any, fewer: Any, layout: Layout, rows: int
 ) -> Iterator[tuple[str, Tensor, Tensor, int]]:
-    """Yield each output that can be compared: name, last rows, those of fewer, dimension of rows.
-
-    Args:
-        outputs: of some rows.
-        fewer: outputs of the last of these.
-        layout: where both hold the samples.
-        rows: how many are in `fewer`.
-    """
+    """Yield each output that can be compared: name, last rows, those of fewer, axis of rows."""
     for (path, a), (_, b), axis in zip(
         pytree.tensors(outputs, "outputs"), pytree.tensors(fewer), layout, strict=False
     ):

@@ -39,10 +39,6 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
 
     A difference for a micro-batch of one sample leaves a doubt: its kernels may be others.
 
-    Args:
-        step: a step whose `sizes` are set.
-        some: rows of it.
-
     Raises:
         Retry: rows of these shapes call other kernels than those that were inspected.
     """
@@ -120,9 +116,6 @@ def _compared(compare: Compare, sizes: list[int], found: Verdict | None = None) 
 
 def compare_new_sizes(step: Step) -> None:
     """Compare sizes that no earlier step of the signature has had, before anything is computed.
-
-    Args:
-        step: a step that has not begun; its `doubts` and `sizes` record the results.
 
     Raises:
         NotExactError: forward or a declared loss depends on how many samples there are.

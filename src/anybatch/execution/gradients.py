@@ -73,11 +73,7 @@ class Gradients:
         self._half = [p for p in every if (getattr(p, "grad_dtype", None) or p.dtype) in HALF]
 
     def divide(self, *, accumulator: bool) -> None:
-        """Sum as the gradients of several micro-batches need it.
-
-        Args:
-            accumulator: keep every sum outside of ``.grad``.
-        """
+        """Sum as the gradients of several micro-batches need it."""
         self._choose(wide=True, accumulator=accumulator)
 
     @property
@@ -113,11 +109,7 @@ class Gradients:
                 parameter.grad = None
 
     def add(self, leaves: Iterable[Tensor]) -> None:
-        """Add more leaves before they get a gradient, and set their present gradients aside.
-
-        Args:
-            leaves: tensors found during the step; those already here are skipped.
-        """
+        """Add more leaves before they get a gradient, and set their present gradients aside."""
         here = {id(parameter) for parameter in self.parameters}
         more = {id(leaf): leaf for leaf in leaves if id(leaf) not in here}
         self.parameters += more.values()
@@ -130,14 +122,7 @@ class Gradients:
         return [(one, 0 if one is None else one._version) for one in there]
 
     def refuse_moved(self, before: list[tuple[Tensor | None, int]]) -> None:
-        """Refuse an observer that has changed the sum that is on its way.
-
-        Args:
-            before: `marks` before it was called.
-
-        Raises:
-            NotExactError: it has.
-        """
+        """Refuse an observer that has changed the sum that is on its way."""
         pairs = zip(before, self.marks(), strict=True)
         # The version shows a write in place (test_an_observer_that_changes_gradients_is_refused).
         if any(one is not other or n != m for (one, n), (other, m) in pairs):
@@ -282,11 +267,7 @@ class Gradients:
                 self._prepare(parameter, total)
 
     def amend(self, sums: Iterable[tuple[Tensor, Tensor | None]]) -> None:
-        """Replace the sums of some parameters after `finish`.
-
-        Args:
-            sums: (parameter, its sum, or None where it has none).
-        """
+        """Replace the sums of some parameters after `finish`."""
         sums = list(sums)
         if not sums:
             return
@@ -301,9 +282,6 @@ class Gradients:
 
         They find the final values in ``.grad`` of other parameters, and their changes are
         delivered. Only `deliver` writes to the previous gradients.
-
-        Args:
-            in_order: as in `LeafHooks.fire`.
         """
         hooks = self.hooks
         assert hooks is not None

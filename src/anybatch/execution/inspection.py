@@ -198,9 +198,6 @@ class _Inspection:
     def forwards(self, before: RNGState) -> tuple[MicroBatch, MicroBatch, Any, bool]:
         """Run forward on a few rows and on the last of them, and again where these call for it.
 
-        Args:
-            before: the random state before.
-
         Returns:
             Both rows, the outputs of the fewer ones, and whether forward draws.
         """
@@ -335,13 +332,7 @@ class _Inspection:
             self.doubt(f"each call of forward puts another tensor into {name}, and reads it")
 
     def pads(self, full: MicroBatch, rng: RNGState, *, draws: bool) -> None:
-        """Refuse outputs that depend on how long the longest of some rows is.
-
-        Args:
-            full: all rows.
-            rng: its state before the first call.
-            draws: forward draws.
-        """
+        """Refuse outputs that depend on how long the longest of some rows is."""
         places = [place for run in self._runs for place in run.notes.longest]
         if not places:
             return

@@ -92,11 +92,7 @@ HELD = "held"
 
 
 def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
-    """Return the forwards and hooks of modules, for comparison.
-
-    Args:
-        modules: paths and modules.
-    """
+    """Return the forwards and hooks of modules, for comparison."""
     # Classes, not ids: a new class may have the id of one that was freed
     # (test_a_class_that_takes_the_address_of_another_is_another).
     found: list[Any] = []
@@ -121,9 +117,6 @@ def plain_numbers(
     modules: Iterable[tuple[str, nn.Module]],
 ) -> tuple[dict[Named, Any], list[tuple[Named, dict[str, Any]]]]:
     """Return the numbers, strings and functions in the plain attributes of modules.
-
-    Args:
-        modules: paths and modules.
 
     Returns:
         (path, name of the attribute) -> the number, or the code of the function; of a user's
@@ -168,9 +161,6 @@ def _form(buffer: Tensor | None) -> Any:
 def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, float]:
     """Return the tensors of one number that modules hold, but for counters of BatchNorm.
 
-    Args:
-        modules: paths and modules.
-
     Returns:
         (path, name) -> the number, which a device is waited for.
     """
@@ -186,9 +176,6 @@ def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, floa
 
 def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
     """Return the plain numbers in a user's modules, and in closures and globals they use.
-
-    Args:
-        modules: paths and modules.
 
     Returns:
         (path, name) -> value.
@@ -383,10 +370,6 @@ GENERATORS: dict[type, Callable[[Any], Any]] = {
 
 def plain(value: Any, depth: int = DEPTH) -> Any:
     """Return the numbers and functions that a value is or holds, for comparison.
-
-    Args:
-        value: any.
-        depth: nested lists, dicts and objects that are searched.
 
     Returns:
         Of tensors, modules and all other values, only the class; None of classes and files.

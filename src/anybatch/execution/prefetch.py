@@ -190,14 +190,7 @@ class StreamLink:
 
 
 def _staged(tensor: Tensor, place: Tensor, buffers: dict[int, Tensor], leaf: int) -> Tensor:
-    """Return a copy in pinned memory, with the strides of where it goes: it is one run of bytes.
-
-    Args:
-        tensor: on the host.
-        place: on the device.
-        buffers: by leaf.
-        leaf: number of the tensor in its micro-batch.
-    """
+    """Return a copy in pinned memory, with the strides of where it goes: it is one run of bytes."""
     buffer = buffers.get(leaf)
     if buffer is None or buffer.dtype != tensor.dtype or buffer.numel() < tensor.numel():
         buffer = torch.empty(tensor.numel(), dtype=tensor.dtype, pin_memory=True)

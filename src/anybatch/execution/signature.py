@@ -398,13 +398,7 @@ def first_rows(case: Case, size: int) -> Case:
 
 
 def stretched(rows: TensorBatch, shapes: Sequence[tuple[int, ...]], count: int) -> TensorBatch:
-    """Return the first rows in other shapes: short dimensions are repeated, long ones cut.
-
-    Args:
-        rows: at least one.
-        shapes: of a row of each of its tensors, in order.
-        count: rows to take, or all that there are.
-    """
+    """Return the first rows in other shapes: short dimensions are repeated, long ones cut."""
     count, wanted = min(count, rows.size), iter(shapes)
 
     def one(tensor: Tensor) -> Tensor:
@@ -455,11 +449,7 @@ class Reach:
             self._take(retry.learned["micro"])
 
     def watch(self, micro_batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield micro-batches.
-
-        Raises:
-            Retry: one has larger rows than any before it.
-        """
+        """Yield micro-batches."""
         for micro in micro_batches:
             largest = self._largest_rows.get(tensor_signature(micro))
             if largest is None or shapes_of(largest) != _largest(largest, micro):

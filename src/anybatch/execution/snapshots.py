@@ -83,11 +83,7 @@ class Attempts:
     times: Counter[str] = field(default_factory=Counter)
 
     def learn(self, retry: Retry) -> None:
-        """Take in why an attempt ended.
-
-        Raises:
-            NotExactError: for a reason that does not end, because the model changes each time.
-        """
+        """Take in why an attempt ended."""
         self.times[retry.reason] += 1
         self.other_model |= retry.reason == "inspection"
         if self.times[retry.reason] > MOST.get(retry.reason, sys.maxsize):
@@ -351,11 +347,7 @@ def _tried(step: Back) -> Exception | None:
 
 
 def restorer(one: Any) -> Back:
-    """Return a function that restores a tensor's values, or all entries of a list or mapping.
-
-    Raises:
-        NotYetError: a tensor has no data: it waits elsewhere.
-    """
+    """Return a function that restores a tensor's values, or all entries of a list or mapping."""
     if isinstance(one, Tensor):
         if one.is_meta:
             raise NotYetError(

@@ -205,9 +205,6 @@ class Step(Repeatable):
         """Return the terms of the full batch's loss; None where it couples samples.
 
         A loss that changes state of its own is taken so, too: it is called once.
-
-        Raises:
-            Retry: the loss that the model returns was not inspected.
         """
         scope = self.scope(outputs, micro)
         try:
@@ -221,11 +218,7 @@ class Step(Repeatable):
             raise Retry("inspection") from error
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
-        """Return a micro-batch's part of each of `totals`.
-
-        Raises:
-            Retry: it is no part of them, or the loss changes state of its own.
-        """
+        """Return a micro-batch's part of each of `totals`."""
         if self.calls is None:
             return self.loss.parts(outputs, micro, totals)
         found = self.calls.called(partial(self.loss.parts, outputs, micro, totals))
@@ -285,11 +278,7 @@ class Step(Repeatable):
         return Scope(self.batch.size, self.count, full_batch, outputs, first, layout, samples)
 
     def _refuse_single_sample(self, error: Exception, micro: MicroBatch) -> None:
-        """Say in one sentence that a forward fails where a micro-batch holds one sample.
-
-        Raises:
-            NotExactError: it does, and the batch holds more.
-        """
+        """Say in one sentence that a forward fails where a micro-batch holds one sample."""
         own = isinstance(error, AnybatchError) or looks_here() or out_of_memory(error)
         own |= OF_NORMS in str(error)
         if (
@@ -439,11 +428,7 @@ class Step(Repeatable):
         return len(roots)
 
     def recognise(self, *, found: bool) -> None:
-        """Have the model inspected again where a graph or a kernel was not `found` among others.
-
-        Raises:
-            Retry: it is to be inspected; it is doubted where that was done often.
-        """
+        """Have the model inspected again where a graph or a kernel was not `found` among others."""
         if found or self.familiar is None:
             return
         if not self.familiar.full:
@@ -532,11 +517,7 @@ class Step(Repeatable):
         return totals if self.sharded is None else self.sharded.cut(sums, totals)
 
     def fire_hooks(self) -> None:
-        """Fire the hooks of the leaves, once: a failure from here on is not retried.
-
-        Raises:
-            NotExactError: one draws random numbers, and there are several ranks.
-        """
+        """Fire the hooks of the leaves, once: a failure from here on is not retried."""
         if self.gradients is None or not self.gradients.hooks:
             return
         several = self.global_batch.several

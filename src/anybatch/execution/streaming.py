@@ -73,11 +73,7 @@ class Streaming:
         self.normalize: Normalization | None = None
 
     def train(self, micro: MicroBatch) -> None:
-        """Train on a micro-batch; when it returns or fails, its memory is free.
-
-        Raises:
-            Retry: the loss couples samples.
-        """
+        """Train on a micro-batch; when it returns or fails, its memory is free."""
         with self.step.in_chunks():
             self._train(micro)
 
@@ -116,15 +112,7 @@ class Streaming:
 
 
 def of_parts(step: Step, totals: list[Total] | None) -> Normalization:
-    """Return the denominators of a loss that must be a sum over samples.
-
-    Args:
-        step: the step.
-        totals: as in `normalization`.
-
-    Raises:
-        Retry: the loss couples samples, here or elsewhere.
-    """
+    """Return the denominators of a loss that must be a sum over samples."""
     found = normalization(step, totals)
     if found is None:
         raise Retry("coupled")
@@ -182,12 +170,7 @@ class Normalization:
         self._denominator: Number = 0
 
     def __call__(self, parts: list[Part], n: int) -> list[Tensor]:
-        """Return the weight of each numerator; the numerators' values are stored until `count`.
-
-        Args:
-            parts: a micro-batch's numerators, one for each of `totals`.
-            n: its samples.
-        """
+        """Return the weight of each numerator; the numerators' values are stored until `count`."""
         values = [part.numerator.detach() for part in parts]
         if not self._weights:
             self._scales = self._first_scales(parts, n)
@@ -296,9 +279,6 @@ def _wide(share: Tensor) -> Tensor:
 
 def undivided(step: Step) -> Tensor:
     """Run forward, loss and backward once.
-
-    Args:
-        step: the mini-batch and the model; see `anybatch.execution.step`.
 
     Returns:
         The loss, a detached 0-dim tensor.
@@ -472,13 +452,7 @@ def in_pieces(
 
 
 def attempt(step: Step, work: Callable[..., None], *piece: MicroBatch) -> Exception | None:
-    """Do `work` on a piece, and return the out-of-memory error that ended it; None if it is done.
-
-    Args:
-        step: the step.
-        work: called with `piece`.
-        piece: a micro-batch, or nothing where `work` needs none.
-    """
+    """Do `work` on a piece; return the out-of-memory error that ended it, None if it is done."""
     outside = sys.exception()
     step.phase = "forward"
     try:

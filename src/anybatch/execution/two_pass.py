@@ -53,9 +53,6 @@ COUPLED = "coupled"
 def gather(step: Step) -> Tensor:
     """Run the step in two passes; in one, where there are no gradients to take.
 
-    Args:
-        step: the mini-batch and the model; see `anybatch.execution.step`.
-
     Returns:
         The loss of the full batch, a detached 0-dim tensor.
 
@@ -423,13 +420,6 @@ def shares(
 
     An output without samples is the same for all micro-batches: the first one hands it back. Others
     that wait for each other hand zeros back, for it may be a value in whose backward all meet.
-
-    Args:
-        step: the step.
-        tensors: the outputs of a micro-batch, or a part of them.
-        gradients: of all outputs of all samples.
-        begin: the first row.
-        place: of the first of them among all. Default 0.
     """
     roots, shares = [], []
     here = slice(place, place + len(tensors))
@@ -512,9 +502,6 @@ def loss_of_all(step: Step, rows: Rows) -> LossGradients:
         step: the step.
         rows: outputs and targets of all ranks. Parameters of the loss itself get their gradient on
             the rank that leads.
-
-    Raises:
-        LossError: the loss uses tensors that it was not given.
     """
     own = isinstance(step.loss, Contrastive)
     outputs = _here(step, rows) if own else rows.outputs
@@ -556,11 +543,7 @@ def loss_of_all(step: Step, rows: Rows) -> LossGradients:
 
 
 def _of_copies(step: Step, outputs: Any, micro: MicroBatch) -> Tensor:
-    """Return the loss of copies of the outputs, without the graphs that made them.
-
-    Raises:
-        LossError: the loss differentiates one by another.
-    """
+    """Return the loss of copies of the outputs, without the graphs that made them."""
     try:
         return step.full_loss(outputs, micro)
     except RuntimeError as error:

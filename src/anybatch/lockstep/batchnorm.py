@@ -179,29 +179,17 @@ class MeetingNorms(Norms):
         return out
 
     def meets(self, site: Site) -> None:
-        """Take in a place of forward where samples meet.
-
-        Raises:
-            Retry: it was not inspected.
-        """
+        """Take in a place of forward where samples meet."""
         if self._route is not None:
             self._route.comes_to(site)
 
     def arrives(self) -> None:
-        """Record the end of forward: later places are not checked against the route.
-
-        Raises:
-            Retry: it has never ended there.
-        """
+        """Record the end of forward: later places are not checked against the route."""
         self.meets(END)
         self._route = None
 
     def by_itself(self, x: Tensor) -> bool:
-        """Return whether samples are normalised singly; refuse one sample where that is unknown.
-
-        Raises:
-            NotExactError: it cannot.
-        """
+        """Return whether samples are normalised singly; refuse one sample where that is unknown."""
         found = super().by_itself(x)
         if self._singles and x.shape[0] == 1 and self.samples == 1:
             raise NotExactError(
@@ -577,11 +565,7 @@ TWICE = "marked with @once_differentiable"
 
 @contextmanager
 def values_of_a_part() -> Iterator[None]:
-    """Translate torch's error for one value a channel, where the full batch has several samples.
-
-    Raises:
-        NotExactError: batch normalisation was given so few of them, or was differentiated twice.
-    """
+    """Translate torch's error for one value a channel, where the full batch has several samples."""
     try:
         yield
     except ValueError as error:

@@ -69,11 +69,7 @@ class CapturedSamples(DispatchMode):
         return self._follow.masks.of(one) is not None
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
-        """Return the result of a call, and refuse samples that are not among its arguments.
-
-        Raises:
-            LossError: it computes with samples that it was not given.
-        """
+        """Return the result of a call, and refuse samples that are not among its arguments."""
         try:
             with self:
                 return call()

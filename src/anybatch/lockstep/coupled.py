@@ -165,11 +165,7 @@ def _gradients(value: Tensor, needs: list[Tensor]) -> tuple[list[Tensor | None],
 
 
 def _refuse_moved(name: str, leaves: list[Tensor], versions: list[int]) -> None:
-    """Refuse a function that writes to its arguments: no other micro-batch would observe that.
-
-    Raises:
-        LossError: it does.
-    """
+    """Refuse a function that writes to its arguments: no other micro-batch would observe that."""
     if any(leaf._version != before for leaf, before in zip(leaves, versions, strict=True)):
         raise LossError(
             f"a coupled function must not change its arguments, and {name} writes to one of them: "
@@ -178,11 +174,7 @@ def _refuse_moved(name: str, leaves: list[Tensor], versions: list[int]) -> None:
 
 
 def _refuse_hidden(name: str, leaves: list[Tensor], value: Tensor) -> None:
-    """Refuse a function that trains something else than its arguments.
-
-    Raises:
-        LossError: it does.
-    """
+    """Refuse a function that trains something else than its arguments."""
     leaf_ids = set(map(id, leaves))
     if any(id(leaf) not in leaf_ids for leaf in modules.leaves([value])):
         raise LossError(
@@ -364,9 +356,6 @@ def refuse_looks(calls: list[CallRecord]) -> None:
 
     Rows that are one and the same may be as many as the samples (a mask) or belong to none (weights
     of one), which micro-batches of one size cannot show; `refuse_constants` covers all others.
-
-    Raises:
-        LossError: something differs that has no rows, or equal rows are as many as before.
     """
     half, odd = divmod(len(calls), 2)
     for full, part in zip(calls[:half], calls[half:], strict=False):
@@ -382,17 +371,7 @@ def refuse_looks(calls: list[CallRecord]) -> None:
 
 
 def meets_alike(name: str, fn: Callable[..., Any], arguments: Any, place: Around) -> None:
-    """Compare the arguments without rows with those of all other micro-batches.
-
-    Args:
-        name: of the function.
-        fn: the function.
-        arguments: its arguments.
-        place: where it is called.
-
-    Raises:
-        LossError: it differs.
-    """
+    """Compare the arguments without rows with those of all other micro-batches."""
     assert place.meeting is not None
     own = record_call(name, fn, arguments, place.part)
     values: list[float] = [zlib.crc32(own.words.encode())]
@@ -476,9 +455,6 @@ def refuse_constants(
         every: the rows of all for each of them.
         place: where it is called.
         parts: of each micro-batch, `rows_and_memory` of its tensors.
-
-    Raises:
-        LossError: there is one.
     """
     for one, full, each in zip(own, every, zip(*parts, strict=True), strict=True):
         if not one.dim() or place.empty:

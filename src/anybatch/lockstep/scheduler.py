@@ -214,11 +214,7 @@ class Lanes:
         return found
 
     def _arrive(self, key: Any) -> int:
-        """Return the lane that has reached the barrier of `key`.
-
-        Raises:
-            LockstepError: the first lane of this round is at another barrier.
-        """
+        """Return the lane that has reached the barrier of `key`."""
         if self._failure is not None:
             raise LaneLeft
         lane, first = self._order[self._at], self._order[0]
@@ -448,11 +444,7 @@ class LaneInspection:
             self.follow.record_norm(x)
 
     def record_site(self, site: Site) -> None:
-        """Take in a place where samples meet.
-
-        Raises:
-            NotExactError: forward has changed a setting that all threads share.
-        """
+        """Take in a place where samples meet."""
         self._sites.append((forwards_here(), site))
         self._compare()
         if _settings() != self._settings:
@@ -495,10 +487,6 @@ class LaneSlot:
 
         A count of calls is the same in each lane; a count of samples is not
         (test_numbers_and_logs_of_lanes_are_those_of_all_samples).
-
-        Args:
-            start: content from before.
-            lanes: content of each lane at its end.
         """
         last = lanes[-1]
         if isinstance(start, dict):

@@ -117,9 +117,6 @@ def refuse_shared_state(step: Step, slots: Sequence[LaneSlot]) -> None:
     Args:
         step: whose model has been inspected; its random state and its buffers are left as they are.
         slots: attributes and containers that each lane has of its own; their sums are set.
-
-    Raises:
-        NotExactError: a few rows give something else in two lanes.
     """
     before = RNGState.now()
     full, part = two_sizes(step, most=ENOUGH)
@@ -171,12 +168,6 @@ def _in_order(
     """Return the outputs of one after the other, and the contents before and after each.
 
     The outputs are None where the model cannot take them.
-
-    Args:
-        step: whose model runs.
-        pair: rows of the two calls.
-        before: random state at the beginning of each.
-        contents: returns those of the model's slots.
     """
     found, states = [], [contents()]
     for micro in pair:
@@ -205,14 +196,7 @@ def _note_numbers(
     rows: tuple[int, int],
     states: Iterable[Sequence[Any]],
 ) -> None:
-    """Set the sums of slots, and doubt a model of which each call moves a number.
-
-    Args:
-        step: whose model has run.
-        slots: those of `states`.
-        rows: of the first and of the second call.
-        states: contents of the slots at the times that `_moved` takes.
-    """
+    """Set the sums of slots, and doubt a model of which each call moves a number."""
     for slot, *contents in zip(slots, *states, strict=True):
         moved = _moved(*contents) if isinstance(slot.held, dict) else []
         # A mean of samples adds other numbers, too: only a count beside it tells that it is a sum.
@@ -276,15 +260,7 @@ def _doubt_tensors(
     before: RNGState,
     slots: LaneSlots,
 ) -> None:
-    """Doubt a model of which a call leaves other tensors after another call than without it.
-
-    Args:
-        step: whose model has been called on other rows, and then on these.
-        rows: of the second call.
-        start: tensors before both, which are put back.
-        before: random state at the beginning of each.
-        slots: those of the model.
-    """
+    """Doubt a model of which a call leaves other tensors after another call than without it."""
     after = _tensors(step)
     _put_back(slots, start)
     before.put_back()
@@ -314,11 +290,7 @@ def _path(step: Step, held: Any, key: Any) -> str:
 def _in_lanes(
     step: Step, pair: tuple[MicroBatch, MicroBatch], turns: Sequence[_Turns]
 ) -> list[Any] | None:
-    """Return the outputs of two lanes; None where these do not meet equally often.
-
-    Raises:
-        NotExactError: they fail, as the same rows one after the other do not.
-    """
+    """Return the outputs of two lanes; None where these do not meet equally often."""
     try:
         return _run_lanes(step, pair, turns[0])
     except Exception as error:

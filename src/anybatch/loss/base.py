@@ -375,11 +375,7 @@ class Algorithm1(Loss):
 
 @contextmanager
 def _derivative_errors() -> Iterator[None]:
-    """Convert torch's error about an unused tensor to a `LossError` of one sentence.
-
-    Raises:
-        LossError: it differentiates by something that the outputs were not computed from.
-    """
+    """Convert torch's error about an unused tensor to a `LossError` of one sentence."""
     try:
         yield
     except RuntimeError as error:

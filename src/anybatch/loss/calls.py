@@ -194,11 +194,7 @@ def _without_gradients(call: Callable[[], T], parameters: set[int]) -> T:
 
 
 def _refuse(found: list[str]) -> None:
-    """Refuse a loss that reads state written by forward.
-
-    Raises:
-        LossError: it does.
-    """
+    """Refuse a loss that reads state written by forward."""
     if found:
         raise LossError(
             "a loss must compute from its outputs and targets, and it reads "
@@ -345,9 +341,6 @@ def refuse_hidden(
         guards: the context of each call, which restores large tensors, and a function that restores
             the listed state after it.
         trains: compare gradients, too.
-
-    Raises:
-        LossError: it does.
     """
     around, restore = guards
     rng_state, found, outside = RNGState.now(), list[list[Tensor]](), sys.exception()

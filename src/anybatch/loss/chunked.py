@@ -170,12 +170,7 @@ _PRODUCTS: dict[Any, Callable[..., WideMap | None]] = {
 
 
 def with_few_columns(forward: Callable[[], Any], nbytes: int) -> Any:
-    """Run forward for an inspection: few columns of wide linear maps are computed.
-
-    Args:
-        forward: runs the model.
-        nbytes: of the chunks in which the values of their losses are computed.
-    """
+    """Run forward for an inspection: few columns of wide linear maps are computed."""
     with Deferring(ChunkedLosses(nbytes=nbytes), planned=True, few=True):
         return forward()
 

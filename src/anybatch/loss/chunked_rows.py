@@ -353,11 +353,7 @@ def plain(one: Tensor) -> AbstractContextManager[Any]:
 
 
 def refuse_second_derivatives() -> None:
-    """Refuse a backward for a second derivative.
-
-    Raises:
-        LossError: it is one.
-    """
+    """Refuse a backward for a second derivative."""
     if torch.is_grad_enabled():
         raise LossError(
             "a loss that is computed in chunks has no second derivatives, and backward was called "
@@ -409,11 +405,6 @@ def fast_chunks(columns: int, features: int, rows: Tensor) -> tuple[int, int]:
 
     A chunk reads the weight twice and its gradient is added to, so on a CPU it has about as many
     rows as there are features, and 256 at most; a GPU needs more (`benchmarks/ucudnn/heads`).
-
-    Args:
-        columns: of the logits.
-        features: of a row.
-        rows: their type and device.
     """
     row = columns * rows.element_size()
     if not accelerator.of(rows.device).host:
@@ -459,11 +450,7 @@ class LogitsSource:
         return [tensor for one in self.maps for tensor in one.tensors]
 
     def refuse_written(self) -> None:
-        """Refuse maps of which a tensor has been written to since they were called.
-
-        Raises:
-            LossError: one has been.
-        """
+        """Refuse maps of which a tensor has been written to since they were called."""
         if any(one._version != version for one, version in self.fixed):
             raise LossError(
                 "a wide linear map that is computed in chunks must find its input and weight as "

@@ -540,11 +540,7 @@ def _are_numbers(values: Any) -> bool:
 
 
 def _several(name: str, result: Any) -> list[Tensor]:
-    """Return the tensors that a function returns.
-
-    Raises:
-        UnfollowableError: it has read a value: what follows may depend on it.
-    """
+    """Return the tensors that a function returns."""
     many = name in functionals.SPLITS or name in functionals.REDUCTIONS
     every = list(result) if many and isinstance(result, tuple | list) else []
     tensors = [one for one in every if isinstance(one, Tensor)]

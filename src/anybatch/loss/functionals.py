@@ -329,16 +329,7 @@ STATEFUL = frozenset(
 def axis_after(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor, axis: int, size: int
 ) -> int | None:
-    """Return the axis of `result`, or None where samples may be coupled.
-
-    Args:
-        name: the function's name, without its module.
-        args: its positional arguments; the first is the tensor whose axis is given.
-        kwargs: its keyword arguments.
-        result: its return value.
-        axis: the dimension of ``args[0]`` along which the samples lie.
-        size: the number of samples.
-    """
+    """Return the axis of `result`, or None where samples may be coupled."""
     tensor = args[0]
     if name in ELEMENTWISE:
         return axis if _only_numbers(name, args[1:], kwargs) else None
@@ -425,14 +416,7 @@ def _after_split(
 def axis_after_join(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], operands: list[tuple[Tensor, int]]
 ) -> int | None:
-    """Return the axis of a result of several tensors with samples, or None where these may meet.
-
-    Args:
-        name: the function's name; none of `JOINS`.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        operands: every tensor among these, and its axis.
-    """
+    """Return the axis of a result of several tensors with samples, or None where these may meet."""
     (first, axis), dims = operands[0], operands[0][0].dim()
     alike = all(at == axis and one.dim() == dims for one, at in operands)
     if not alike or any(one.shape[axis] != first.shape[axis] for one, _ in operands):

@@ -155,11 +155,7 @@ class Logits(Tensor):
         return self._source.column() if stored is None else stored[..., :1]
 
     def materialise(self, reader: str) -> Tensor:
-        """Return the logits, computed once for the function `reader`.
-
-        Raises:
-            LossError: it asks for their gradient, and a loss of them has been computed in chunks.
-        """
+        """Return the logits, computed once for the function `reader`."""
         if reader in OF_GRAPH and self._used:
             raise LossError(
                 f"{reader} of logits must come before their loss where they are computed in "

@@ -48,11 +48,7 @@ class ModelLoss(OfModel):
         self._model = model
 
     def run(self, forward: Callable[[], Any], inputs: Any) -> Any:
-        """Run the model, and trace its loss.
-
-        Raises:
-            LossError: it returns none, or is compiled.
-        """
+        """Run the model, and trace its loss."""
         if is_compiled(self._model):
             raise LossError(
                 "the loss that a model returns must be traced to divide its batch, and a model "
@@ -218,11 +214,7 @@ class Counts:
         return float(self.declared), float(self.traced)
 
     def refuse_other(self, other: Counts, name: str) -> None:
-        """Refuse counts that are not in proportion to those of `other` samples.
-
-        Raises:
-            LossError: with all numbers.
-        """
+        """Refuse counts that are not in proportion to those of `other` samples."""
         (a, b), (c, d) = other.numbers(), self.numbers()
         if same(a * d, c * b):
             return
@@ -236,11 +228,7 @@ class Counts:
 
 
 def returned_loss(outputs: Any) -> Tensor:
-    """Return the loss that a model returned, which must be one number.
-
-    Raises:
-        LossError: there is none.
-    """
+    """Return the loss that a model returned, which must be one number."""
     loss = loss_among(outputs)
     if isinstance(loss, Tensor) and loss.dim() == 0:
         return loss

@@ -132,16 +132,7 @@ class Tally:
         self.done = False
 
     def add(self, micro: MicroBatch, counts: Sequence[Count], names: Sequence[str]) -> None:
-        """Add the denominators of a micro-batch; pieces of one that is run again replace it.
-
-        Args:
-            micro: its rows.
-            counts: of each term.
-            names: of each term.
-
-        Raises:
-            LossError: it was the last one, and the sum is not that of the full batch.
-        """
+        """Add the denominators of a micro-batch; pieces of one that is run again replace it."""
         end = micro.begin + micro.size
         others = [
             (at, n) for at, (n, _) in self._parts.items() if at < end and at + n > micro.begin
@@ -239,11 +230,7 @@ class Recipe:
     kwargs: dict[str, Any]
 
     def made(self, inputs: list[Tensor]) -> Tensor:
-        """Return the tensor, of other rows.
-
-        Args:
-            inputs: the tensors of a batch, in order.
-        """
+        """Return the tensor, of other rows."""
         if self.function is None:
             return inputs[int(self.args[0])]
         args = _mapped(self.args, inputs)
@@ -272,14 +259,7 @@ class Recipes:
     def follow(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
-        """Record the recipe for a call's result, or drop those of a tensor that it wrote to.
-
-        Args:
-            function: the called function, accepted by `touches`.
-            args: its arguments.
-            kwargs: its keyword arguments.
-            result: its return value.
-        """
+        """Record the recipe for a call's result, or drop those of a tensor that it wrote to."""
         if name_of(function) not in PURE:
             self._forget(args[0] if args else None)
         elif isinstance(result, Tensor) and args and id(args[0]) in self._made:

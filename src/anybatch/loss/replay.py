@@ -135,10 +135,6 @@ def read_values(fn: Any, found: list[Any]) -> bool:
 
     They are not where a function of torch has been replaced, by whatever: the new one may read more
     (test_a_change_between_steps_counts).
-
-    Args:
-        fn: the loss.
-        found: the values are added to it.
     """
     unbound = torch.nn is nn and nn.functional is F  # as code reads them
     return UNPATCHED and unbound and _runnable() == AS_IMPORTED and _values(fn, found)
@@ -332,13 +328,7 @@ Sources = list[dict[str, Recipe]]
 def recipes_of(
     terms: Sequence[tuple[float, Term]], trace: LossTrace, values: list[Any]
 ) -> Sources | None:
-    """Return the computation of all arguments of terms; None where it is unknown.
-
-    Args:
-        terms: with their weights.
-        trace: in which they were called.
-        values: read by the loss, which are arguments without a computation.
-    """
+    """Return the computation of all arguments of terms; None where it is unknown."""
     assert isinstance(trace, RecipeTrace)
     fixed, found = {id(one) for one in values}, []
     called = any(is_own(term) for _, term in terms)
@@ -450,11 +440,7 @@ class Replay:
         return same_values(values, self._values)
 
     def totals(self, targets: Any) -> list[Total]:
-        """Return the terms of the full batch, with their denominators.
-
-        Args:
-            targets: of the full batch.
-        """
+        """Return the terms of the full batch, with their denominators."""
         tensors, totals = [*self._outputs, *pytree.flat(targets)], []
         for call in self._calls:
             totals.append(Total(call.weight, call.count(tensors), call.term))

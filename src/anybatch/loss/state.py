@@ -133,11 +133,7 @@ class LossState:
         return all(read_values(fn, []) for fn in self._functions)
 
     def snapshot(self, depth: Depth = Depth.QUICK) -> Snapshot:
-        """Return the content of every place.
-
-        Args:
-            depth: how much of it is recorded. Default: enough to show a change.
-        """
+        """Return the content of every place."""
         return [place.copy(depth) for place in self._places]
 
     def __bool__(self) -> bool:

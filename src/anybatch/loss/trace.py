@@ -406,13 +406,7 @@ def converts(name: str, result: Tensor) -> bool:
 
 
 def filled_with(name: str, first: Any, result: Tensor) -> float | None:
-    """Return the number of a tensor of one, which its type does not round; None for others.
-
-    Args:
-        name: the function that made it.
-        first: its first argument.
-        result: the tensor.
-    """
+    """Return the number of a tensor of one, which its type does not round; None for others."""
     number = first if name in ("tensor", "scalar_tensor") else 0.0 if "zeros" in name else 1.0
     single = result.numel() == 1 and isinstance(number, Real) and not result.requires_grad
     return float(number) if single and is_exact(float(number), result.dtype) else None

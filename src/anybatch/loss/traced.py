@@ -205,11 +205,6 @@ class Tracer:
     ) -> tuple[Any, TracedOutputs]:
         """Run a model on some rows, and follow its loss.
 
-        Args:
-            forward: runs the model; returns its outputs.
-            inputs: of these rows: any tree of tensors [n, ...].
-            loss_of: takes the loss out of the outputs.
-
         Returns:
             The outputs, and the terms of the loss.
         """
@@ -296,11 +291,7 @@ class OfModel(Loss):
         return loss_inside(outputs)
 
     def totals(self, scope: Scope) -> list[Total]:
-        """Count denominators from the full batch's labels; any others are counted late.
-
-        Raises:
-            LossError: the loss is not a weighted sum of recognised losses over samples.
-        """
+        """Count denominators from the full batch's labels; any others are counted late."""
         terms = self._terms(scope.outputs)
         self._refuse_joined(terms)
         terms = _means(terms, scope.outputs.rows, self._divided(scope.outputs))
@@ -387,11 +378,7 @@ class OfModel(Loss):
         )
 
     def _divided(self, traced: TracedOutputs) -> frozenset[int]:
-        """Return the places of sums that the model divides by the samples.
-
-        Raises:
-            OtherFormError: it has divided otherwise before.
-        """
+        """Return the places of sums that the model divides by the samples."""
         ways = self._tracer.sizes.divided(traced)
         if not ways:
             raise OtherFormError(

@@ -257,11 +257,7 @@ class CallableLoss(Loss):
             raise Retry("coupled") from error
 
     def _called(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
-        """Call the loss, and take the numerators from it.
-
-        Raises:
-            Retry: it is another function of these samples than of the full batch.
-        """
+        """Call the loss, and take the numerators from it."""
         terms = [total.term for total in totals if total.term is not None]
         called = [term for term in terms if not isinstance(term, ConstantTerm)]
         straight = _replay_of(totals) is not None  # it calls the same in every step

@@ -468,12 +468,7 @@ class BoundedMemory(Protocol):
         """Return whether a storage is in it, resident or offloaded."""
 
     def use(self, accesses: list[tuple[int, bool]], name: str) -> None:
-        """Make storages be here.
-
-        Args:
-            accesses: their keys, and whether they are written to.
-            name: of the kernel that needs them.
-        """
+        """Make storages be here."""
 
 
 @dataclass(frozen=True)
@@ -552,13 +547,7 @@ def large(tensor: Tensor) -> bool:
 
 @contextmanager
 def uncounted(meter: Meter, leaves: Iterable[Tensor], ids: frozenset[int]) -> Iterator[None]:
-    """Count a gradient in the body until it has been added, and then no more.
-
-    Args:
-        meter: counts.
-        leaves: tensors that receive gradients, real or fake.
-        ids: of those of them whose memory comes and goes.
-    """
+    """Count a gradient in the body until it has been added, and then no more."""
 
     @service
     def added(leaf: Tensor) -> None:

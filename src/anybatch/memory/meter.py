@@ -289,12 +289,7 @@ _RUNNING = _Running()
 
 @contextmanager
 def within_kernel(device: torch.device, count: int) -> Iterator[None]:
-    """Have the meters that count a kernel of this thread count more while its body runs.
-
-    Args:
-        device: where the kernel computes.
-        count: bytes that it allocates.
-    """
+    """Have the meters that count a kernel of this thread count more while its body runs."""
     meters = list(_RUNNING.meters)
     for meter in meters:
         meter.more(device, count)

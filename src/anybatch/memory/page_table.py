@@ -423,11 +423,7 @@ class Copier:
         return job
 
     def wait(self, job: Job) -> None:
-        """Return when it has ended.
-
-        Raises:
-            BaseException: the exception that it raised.
-        """
+        """Return when it has ended."""
         if not job.done:
             with self._done:
                 self._done.wait_for(lambda: job.done)

@@ -113,12 +113,7 @@ class Pager:
         self._call_next(None if self.limit is None else limit)
 
     def end(self, lane: int, waiting: Iterable[int]) -> None:
-        """End a lane's segment, and evict storages for the next lane.
-
-        Args:
-            lane: which.
-            waiting: all lanes, the one that runs next first.
-        """
+        """End a lane's segment, and evict storages for the next lane."""
         self._hold.settle()
         self._last[lane] = self._segment
         self._untouched()

@@ -42,11 +42,7 @@ class Spill:
     folder: str | None = None
 
     def refuse_on(self, device: torch.device) -> None:
-        """Refuse a store that a `device` does not support.
-
-        Raises:
-            ValueError: naming it.
-        """
+        """Refuse a store that a `device` does not support."""
         nearest = store_of(device)
         if self.way in ("host", "file") and self.way not in takes(device):
             raise ValueError(
@@ -159,11 +155,7 @@ def maker(
 
 
 def require_place(store: str, device: torch.device) -> None:
-    """Require that saved tensors go where a plan says; it was made for a device, maybe another.
-
-    Raises:
-        ValueError: from this one they go elsewhere.
-    """
+    """Require that saved tensors go where a plan says; it was made for a device, maybe another."""
     if store not in takes(device):
         raise ValueError(
             "a plan must be executed without changes, and by this one saved tensors go to "
@@ -210,11 +202,7 @@ def file_folder(destination: str | None, device: torch.device) -> str | None:
 
 
 def require_space(size: int, destination: str) -> None:
-    """Require that `size` bytes can go to a store, "host", "file" or the folder of a file.
-
-    Raises:
-        StoreError: the folder of the file has less left, or is gone.
-    """
+    """Require that `size` bytes can go to a store, "host", "file" or the folder of a file."""
     if destination == "host" or not size:
         return
     where = str(stores.system_folder()) if destination == "file" else destination

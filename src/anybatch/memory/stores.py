@@ -96,9 +96,6 @@ def require_space(
         of: the sent tensors, in words.
         folder: of its file, in words.
         otherwise: another remedy than freeing space there.
-
-    Raises:
-        StoreError: it has not.
     """
     if space is not None and space < size:
         raise StoreError(
@@ -442,11 +439,7 @@ ON_DISK = Path("/var/tmp")
 
 
 def system_folder() -> Path:
-    """Return the system's folder for temporary files, or `ON_DISK` where that one is memory.
-
-    Raises:
-        StoreError: both are memory.
-    """
+    """Return the system's folder for temporary files, or `ON_DISK` where that one is memory."""
     folder = Path(tempfile.gettempdir())
     if not in_memory(folder):
         return folder
@@ -540,9 +533,6 @@ def require_same(memory: memoryview, sums: Sums, where: str) -> None:
         memory: the returned bytes.
         sums: of the offloaded bytes.
         where: it was meanwhile, in words.
-
-    Raises:
-        StoreError: a block differs.
     """
     for number, (found, wanted) in enumerate(zip(checksums(memory), sums, strict=True)):
         if found != wanted:

@@ -164,12 +164,7 @@ class Again:
 
 
 def remade(recording: Recording, chosen: Collection[int]) -> Again:
-    """Return a step in which the chosen storages are made again.
-
-    Args:
-        recording: the step.
-        chosen: those of `Recording.remakes` that are.
-    """
+    """Return a step in which the chosen storages are made again."""
     return _Rewriting(recording, frozenset(chosen)).rewritten()
 
 

@@ -170,11 +170,7 @@ class Mover:
                 self._store.drop(key)
 
     def require_space(self, size: int) -> None:
-        """Require capacity for so many bytes in the store, where it can be checked in advance.
-
-        Raises:
-            StoreError: it has not.
-        """
+        """Require capacity for so many bytes in the store, where it can be checked in advance."""
         if size == 0:
             return
         with _store_errors("opened"):
@@ -418,10 +414,6 @@ def one_count(counted: Tensor, tensor: Tensor) -> bool:
     """Say whether a write to one tensor counts as a write to the other.
 
     torch has no query for it, so the count is moved and restored.
-
-    Args:
-        counted: a `probe`.
-        tensor: any tensor.
     """
     before, now = counted._version, tensor._version
     if before != now:

@@ -301,10 +301,6 @@ class Pages:
     def use(self, accesses: list[tuple[int, bool]], name: str) -> None:
         """Make storages be here, before a kernel runs on them.
 
-        Args:
-            accesses: keys of storages, and whether they are written to.
-            name: of the kernel.
-
         Raises:
             BudgetError: all of them together are more than the limit.
         """

@@ -74,9 +74,6 @@ def start_offload(
         optimizer: whose.
         model: whose parameters and gradients are offloaded too, inside the context, if the plan
             says so.
-
-    Raises:
-        ValueError: there is no optimizer.
     """
     if optimizer is None:
         raise ValueError(
@@ -95,13 +92,6 @@ def plan_offloaded(
     size: int,
 ) -> Plan:
     """Return the plan of a training with offloaded optimizer state, and model if necessary.
-
-    Args:
-        foresee: as in `plan_with_model`, and so are the others.
-        where: where it goes.
-        optimizer: whose it is.
-        model: whose parameters and gradients go with it.
-        size: N_B, samples in the mini-batch.
 
     Raises:
         BudgetError: not even one sample fits.

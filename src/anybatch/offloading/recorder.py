@@ -330,12 +330,7 @@ class Recorded:
         return max(0, (there or sum(map(gradient_bytes, leaves))) - self._then)
 
     def course(self, memory: int, more: int = 0) -> Course | None:
-        """Return the course of the step within a memory; None where no course fits.
-
-        Args:
-            memory: bytes.
-            more: bytes that are there by now and were not. Default 0.
-        """
+        """Return the course of the step within a memory; None where no course fits."""
         key = memory, more
         if key not in self._courses:
             try:

@@ -221,9 +221,6 @@ def parts_of(
         optimizer: whose step it is.
         size_of: group and parameter -> bytes of its state.
         resident_bytes: bytes of state that may be in memory at a time.
-
-    Raises:
-        BudgetError: the state of a single parameter needs more.
     """
     members, sizes = [], []
     for number, group in enumerate(optimizer.param_groups):
@@ -318,9 +315,6 @@ class StateMover:
 
         Args:
             wait: for so many of those under way, the first ones first. Default 0.
-
-        Raises:
-            StoreError: a copy has failed; its tensor is where it was.
         """
         while self._leaving and (wait > 0 or _done(self._leaving[0])):
             placeholder, wait = self._leaving[0], wait - 1
@@ -380,9 +374,6 @@ class StateMover:
         """Require that the stand-ins of offloaded tensors are in place and unchanged.
 
         Entries that were replaced or removed are dropped.
-
-        Raises:
-            StoreError: a stand-in was written to, or one stands there whose store is closed.
         """
         found = set()
         for state in states:
@@ -397,11 +388,7 @@ class StateMover:
             self._forget(self._placeholders.pop(key))
 
     def require_space(self, size: int) -> None:
-        """Require capacity for so many bytes in the store, where it can be checked in advance.
-
-        Raises:
-            StoreError: it has not.
-        """
+        """Require capacity for so many bytes in the store, where it can be checked in advance."""
         if size == 0:
             return
         with state_errors("opened"):

@@ -105,11 +105,7 @@ class Report(Printed):
 
 
 def copied(model: nn.Module, loss_fn: Any) -> tuple[nn.Module, Any]:
-    """Return copies of both; a loss function or a hook that reads the model reads the copy.
-
-    Raises:
-        AnybatchError: something in them cannot be copied.
-    """
+    """Return copies of both; a loss function or a hook that reads the model reads the copy."""
     memo: dict[int, Any] = {}
     try:
         twin = copy.deepcopy(model, memo)

@@ -183,11 +183,7 @@ class Measured:
             positive(seconds=seconds)
 
     def seconds(self, samples: int) -> float:
-        """Return the seconds of so many samples.
-
-        Raises:
-            ValueError: that is more than was measured.
-        """
+        """Return the seconds of so many samples."""
         if samples > max(self.timed):
             raise ValueError(
                 f"computing must be measured up to the mini-batch, and {samples} samples are "
@@ -422,11 +418,7 @@ class Loop:
         return Saturation(worth, fastest)
 
     def gpus_for(self, speedup: float) -> Needed:
-        """Return the fewest GPUs that are so many times as fast as one.
-
-        Raises:
-            ValueError: `speedup` is not above 0.
-        """
+        """Return the fewest GPUs that are so many times as fast as one."""
         positive(speedup=speedup)
         return self._within(self._all[0] / speedup)
 
@@ -437,9 +429,6 @@ class Loop:
             deadline: seconds for all of it.
             steps: of an epoch.
             epochs: Default 1.
-
-        Raises:
-            ValueError: a number is out of range.
         """
         positive(deadline=deadline)
         positive_integer(steps=steps, epochs=epochs)
@@ -459,44 +448,28 @@ ROUNDING = 1e-9
 
 
 def at_least(least: float, **numbers: float) -> None:
-    """Check that every number is finite and not below `least`.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Check that every number is finite and not below `least`."""
     for name, value in numbers.items():
         if not isfinite(value) or value < least:
             raise ValueError(f"{name} must be a finite number of at least {least}, not {value!r}")
 
 
 def positive(**numbers: float) -> None:
-    """Check that every number is finite and above 0.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Check that every number is finite and above 0."""
     for name, value in numbers.items():
         if not isfinite(value) or value <= 0:
             raise ValueError(f"{name} must be a finite number above 0, not {value!r}")
 
 
 def share(**numbers: float) -> None:
-    """Check that every number is from 0 to 1.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Check that every number is from 0 to 1."""
     for name, value in numbers.items():
         if not 0 <= value <= 1:
             raise ValueError(f"{name} must be a share from 0 to 1, not {value!r}")
 
 
 def positive_integer(**numbers: int) -> None:
-    """Check that every number is an integer of at least 1.
-
-    Raises:
-        ValueError: one is not.
-    """
+    """Check that every number is an integer of at least 1."""
     for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name} must be an integer of at least 1, not {value!r}")

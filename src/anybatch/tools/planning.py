@@ -187,11 +187,7 @@ def plan(
 
 
 def _absent_device(device: str, loader: Iterable[Any] | None) -> AbsentDevice:
-    """Return the device that is not there.
-
-    Raises:
-        ValueError: `device` does not describe one, or a loop is to be measured on it.
-    """
+    """Return the device that is not there."""
     found = parse_device(device) if isinstance(device, str) else None
     if found is None:
         raise ValueError(
@@ -207,11 +203,7 @@ def _absent_device(device: str, loader: Iterable[Any] | None) -> AbsentDevice:
 
 
 def _refuse(batch: Any, *, shares: bool, foresees: bool) -> None:
-    """Refuse requests that need one process, or a mini-batch that can run more than once.
-
-    Raises:
-        NotYetError: ranks would find other seconds, or a batch can be run once only.
-    """
+    """Refuse requests that need one process, or a mini-batch that can run more than once."""
     if shares and isinstance(batch, LazyBatch):
         raise NotYetError(
             "a budget is shared with convolutions by running steps of a mini-batch, and a "

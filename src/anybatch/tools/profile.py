@@ -95,12 +95,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def hidden_of(loader: Any, clock: Clock) -> Loading | None:
-    """Return one worker's seconds for a mini-batch; None without workers, or if it loads none.
-
-    Args:
-        loader: of the training.
-        clock: is read in the worker.
-    """
+    """Return one worker's seconds for a mini-batch; None without workers, or if it loads none."""
     if not queue_of(loader):
         return None
     try:
@@ -335,11 +330,7 @@ def _loading(waited: float, busy: float, hidden: Loading | None) -> dict[str, fl
 
 
 def again_and_again(loader: Iterable[Any]) -> Iterator[tuple[bool, Any]]:
-    """Yield mini-batches, epoch after epoch, and whether each is the first of one.
-
-    Raises:
-        ValueError: there are none, or it can be passed through once only.
-    """
+    """Yield mini-batches, epoch after epoch, and whether each is the first of one."""
     if iter(loader) is loader:
         raise ValueError(
             "loader must be one that can be started again, and it is an iterator, which ends: "
@@ -443,14 +434,7 @@ def pair(batch: Any) -> tuple[Any, Any]:
 def step_seconds(
     engine: Engine, optimizer: torch.optim.Optimizer | None, inputs: Any, targets: Any
 ) -> float:
-    """Run a mini-batch as an engine's plan has it, a few times, and return its seconds.
-
-    Args:
-        engine: with a plan.
-        optimizer: whose parameters are restored; None where there is none.
-        inputs: of the mini-batch.
-        targets: of the mini-batch.
-    """
+    """Run a mini-batch as an engine's plan has it, a few times, and return its seconds."""
     setup = engine._inputs
 
     def once() -> float:
@@ -474,12 +458,7 @@ def trained(modules: Modules, optimizer: torch.optim.Optimizer | None) -> list[T
 
 
 def pace_of(found: Profile, loader: Iterable[Any]) -> Pace:
-    """Return how fast a training is of which some steps have been profiled.
-
-    Args:
-        found: of the steps.
-        loader: of the mini-batches, which may know how many an epoch has.
-    """
+    """Return how fast a training is of which some steps have been profiled."""
     return Pace(found.seconds, found.spread, found.steps, found.overhead, length_of(loader))
 
 

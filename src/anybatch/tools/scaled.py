@@ -451,9 +451,6 @@ class Cluster:
         Args:
             utilisation: above 0 and at most 1. Default 1: all traffic is hidden.
 
-        Raises:
-            ValueError: it is out of range.
-
         Source: guide, Lemma 3.2.
         """
         if not 0 < utilisation <= 1:

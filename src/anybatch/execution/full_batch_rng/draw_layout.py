@@ -71,12 +71,6 @@ def learn(step: Step) -> None:
     """Learn the layouts of the draws that the step will make and that have none yet.
 
     RNGState, buffers and attributes are left as they were.
-
-    Args:
-        step: a step that has not begun; its `draws` record the layouts.
-
-    Raises:
-        NotExactError: a draw cannot be made for the full batch.
     """
     assert step.draws is not None
     rng = RNGState.now()

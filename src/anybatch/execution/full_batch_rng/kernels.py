@@ -232,13 +232,7 @@ def _aligned(own: Tensor, rows: RowRange) -> bool:
 
 
 def fault_of(name: str, law: Law, dims: int) -> str | None:
-    """Return why a micro-batch cannot make a draw for the full batch; None where it can.
-
-    Args:
-        name: of the kernel.
-        law: layout of the draw.
-        dims: how many dimensions it has.
-    """
+    """Return why a micro-batch cannot make a draw for the full batch; None where it can."""
     if law.dim is None:
         return None
     if name == "randperm" or (name == "multinomial" and law.dim == dims - 1):
@@ -266,11 +260,7 @@ def state_now() -> Any:
 
 
 def unmoved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a kernel that may draw inside, and refuse it if it draws.
-
-    Raises:
-        NotExactError: it did, or would from an RNG of its own.
-    """
+    """Run a kernel that may draw inside, and refuse it if it draws."""
     _refuse_stateful(func, args, kwargs)
     with torch._C.DisableTorchFunction():
         before = state_now()
@@ -298,11 +288,7 @@ def _refuse_stateful(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def refuse_generator(draw: Draw) -> None:
-    """Refuse a draw from a generator that is not the global one.
-
-    Raises:
-        NotExactError: naming the draw.
-    """
+    """Refuse a draw from a generator that is not the global one."""
     if draw.generator:
         raise NotExactError(
             f"random draws must come from the global generators, and {draw.name} has one of its "
@@ -321,11 +307,7 @@ def drawn_late(draw: Draw) -> NotExactError:
 
 
 def refuse_scripted(model: nn.Module) -> None:
-    """Refuse a scripted part in training mode: its interpreter does not let a mode intercept draws.
-
-    Raises:
-        NotExactError: there is one.
-    """
+    """Refuse a scripted part in training mode: its interpreter lets no mode intercept draws."""
     if any(isinstance(m, torch.jit.ScriptModule) and in_training(m) for m in model.modules()):
         raise NotExactError(
             "random draws must be intercepted to be made for the full batch, and a part of the "
@@ -357,13 +339,7 @@ class Weighing(DispatchMode):
 
 
 def largest_draw(found: Sequence[Sequence[int]], counts: Sequence[int], size: int) -> int:
-    """Return the bytes of the largest draw of `size` samples, from those at a few.
-
-    Args:
-        found: bytes of the draws of a forward, at each number of samples.
-        counts: these numbers.
-        size: N_B.
-    """
+    """Return the bytes of the largest draw of `size` samples, from those at a few."""
     lines = list(zip(*found, strict=False))
     if len({len(one) for one in found}) > 1 or len(counts) < 2:  # another path: the most there is
         each = max((-(-max(one, default=0) // n) for one, n in zip(found, counts, strict=True)))

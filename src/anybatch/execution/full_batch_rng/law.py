@@ -114,10 +114,6 @@ class Law:
     def full_pattern(self, own: Pattern, rows: RowRange) -> Pattern | None:
         """Return the pattern of the full-batch draw, from that of a micro-batch.
 
-        Args:
-            own: of the micro-batch.
-            rows: its rows.
-
         Returns:
             The pattern; None if the one passed in has another layout.
         """

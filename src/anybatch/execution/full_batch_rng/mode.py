@@ -76,11 +76,7 @@ class FullBatchRNG(DispatchMode):
         return FullBatchRNG(self.shared)
 
     def watch(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield micro-batches as they are loaded; the first to be computed records the RNG state.
-
-        Raises:
-            NotExactError: loading draws, between the forwards of micro-batches.
-        """
+        """Yield micro-batches as they are loaded; the first one computed records the RNG state."""
         shared, loaded = self.shared, iter(micro_batches)
         shared.begin()
         before = RNGState.now() if shared.several else None
@@ -372,9 +368,6 @@ def site(modules: Collection[int]) -> Site:
 
     Args:
         modules: ids of the modules of the model; others come and go.
-
-    Raises:
-        NotExactError: it is in compiled code.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):

@@ -491,21 +491,7 @@ def trace(
     singles: bool = False,
     backward: bool = False,
 ) -> None:
-    """Run the model on fake tensors of `size` rows, and record its calls.
-
-    Args:
-        fakes: of the model and of the rows.
-        model: on fakes.
-        inputs: rows without data.
-        size: how many.
-        run: calls the model.
-        record: records the calls.
-        full: the calls of the full batch, and its samples.
-        trains: build a graph.
-        values: Python's reads of tensors, in order.
-        singles: record computations with a single number, too. Default False.
-        backward: run that, too. Default False.
-    """
+    """Run the model on fake tensors of `size` rows, and record its calls."""
     paths = Paths(model)
     norms = _Norms(
         counters(walk(model)), _NormRecorder(record, paths.now), full[0], record, full[1]

@@ -140,9 +140,6 @@ class DeclaredSizes:
         """Compare the calls for the full batch with those for its micro-batches.
 
         A difference for a single sample leaves a doubt: its kernels may be others.
-
-        Args:
-            sizes: numbers of samples, the first of which is the full batch.
         """
         many = [size for size in sizes if size > 1]
         found = self._compare(many) if len(many) > 1 else Verdict()
@@ -208,9 +205,6 @@ class Declared:
 
         Args:
             sizes: numbers of samples, the first of which is the full batch.
-
-        Raises:
-            GatherError: it calls a function marked by `anybatch.coupled`, outside of lockstep.
         """
         if all(axis is None for axis in self._layout):
             return Verdict("", ("the outputs hold no samples that a declared loss could be of",))
@@ -502,12 +496,7 @@ class Entries:
 
 
 def mixed_outputs(outputs: Iterable[Output], layout: Sequence[int | None]) -> frozenset[int]:
-    """Return which outputs have a gradient and no rows, and samples have had a part in them.
-
-    Args:
-        outputs: of a forward under masks.
-        layout: where each holds the samples; None where it holds none.
-    """
+    """Return which outputs have a gradient and no rows, and samples have had a part in them."""
     pairs = enumerate(zip(outputs, layout, strict=False))
     return frozenset(
         at
@@ -520,16 +509,7 @@ def mixed_outputs(outputs: Iterable[Output], layout: Sequence[int | None]) -> fr
 
 
 def refuse_trained(paths: Sequence[str], trained: Iterable[bool], mixed: frozenset[int]) -> None:
-    """Refuse a loss that trains an output of `mixed`.
-
-    Args:
-        paths: of the outputs.
-        trained: whether the loss gives each a gradient.
-        mixed: outputs without rows that samples have had a part in.
-
-    Raises:
-        NotExactError: it does.
-    """
+    """Refuse a loss that trains an output of `mixed`."""
     for at, (path, trains) in enumerate(zip(paths, trained, strict=True)):
         if trains and at in mixed:
             raise NotExactError(
@@ -543,17 +523,7 @@ def refuse_trained(paths: Sequence[str], trained: Iterable[bool], mixed: frozens
 def refuse_declared_use(
     own: Own, rows: LossRows, layout: Sequence[int | None], mixed: frozenset[int]
 ) -> None:
-    """Refuse a declared loss that trains an output of `mixed`.
-
-    Args:
-        own: the loss.
-        rows: outputs and targets of a few samples.
-        layout: where each output holds the samples; None where it holds none.
-        mixed: outputs without rows that samples have had a part in.
-
-    Raises:
-        NotExactError: it does.
-    """
+    """Refuse a declared loss that trains an output of `mixed`."""
     if not mixed:
         return
     leaves: list[Tensor] = []

@@ -228,11 +228,7 @@ class Follow(DispatchMode):
                 getattr(notes, name).extend(getattr(inner, name))
 
     def pads(self, sizes: Tensor) -> None:
-        """Note that rows are padded to the longest of them.
-
-        Args:
-            sizes: how many rows each step has.
-        """
+        """Note that rows are padded to the longest of them."""
         with _disable_current_modes():  # or Python would read numbers of samples
             several = bool((sizes != sizes[0]).any())
         self.notes.longest.append((self.path, several))

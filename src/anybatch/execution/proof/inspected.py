@@ -112,11 +112,7 @@ class Familiar:
         return self._parts, some
 
     def keep(self, *, reads: bool) -> None:
-        """Make the model of this step familiar: the step was made, so it was not refused.
-
-        Args:
-            reads: Python reads numbers of tensors in forward.
-        """
+        """Make the model of this step familiar: the step was made, so it was not refused."""
         if self._reads and not reads:
             now, numbers = self._now
             self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")

@@ -136,14 +136,7 @@ def _leaves(arguments: Any) -> Iterator[Any]:
 
 
 def breaks(full: Called, part: Called, n: int, m: int) -> bool:
-    """Say whether a call breaks the rule of sizes.
-
-    Args:
-        full: of `n` samples.
-        part: the same call of `m`.
-        n: samples of the full batch.
-        m: those of a micro-batch, fewer.
-    """
+    """Say whether a call breaks the rule of sizes."""
     if len(full.shapes) != len(part.shapes):
         full, part = _once(full), _once(part)
     alike = (full.path, full.name, full.words) == (part.path, part.name, part.words)

@@ -71,12 +71,7 @@ Lengths = Mapping[int, Made]
 
 
 def sized(full: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths | None:
-    """Return the calls with tensors that are longer for more rows; None where the kernels differ.
-
-    Args:
-        full: calls of a forward, by number.
-        part: those of the same forward on fewer rows, in the same order.
-    """
+    """Return the calls with tensors that are longer for more rows; None if the kernels differ."""
     if [made.name for made in full.values()] != [made.name for made in part.values()]:
         return None
     pairs = zip(full.items(), part.values(), strict=True)
@@ -84,12 +79,7 @@ def sized(full: Mapping[int, Made], part: Mapping[int, Made]) -> Lengths | None:
 
 
 def counted_in(full: Mapping[int, Made], part: Mapping[int, Made]) -> str:
-    """Return a kernel that makes other numbers, as many, of more rows than of fewer; "" if none.
-
-    Args:
-        full: calls of a forward, by number.
-        part: those of the same forward on fewer rows, in the same order.
-    """
+    """Return a kernel that makes other numbers, as many, of more rows than of fewer; "" if none."""
     pairs = zip(full.values(), part.values(), strict=False)
     every = ((a.name, *one) for a, b in pairs for one in zip(a.made, b.made, strict=False))
     return next((name for name, x, y in every if x.shape == y.shape and not _rounded(x, y)), "")
@@ -276,9 +266,6 @@ class FreeCall:
 
         A table of zeros is one like any other. Numbers that are never trained, and are the same
         along a dimension, remain so.
-
-        Args:
-            n: how many rows there are.
         """
         schema = self._func._schema
         never = self._random or schema.is_mutable or torch.Tag.pointwise in self._func.tags
@@ -445,14 +432,7 @@ class FreeTensors:
         )
 
     def gave(self, name: str, arguments: Any, result: Any, *, free: bool) -> None:
-        """Record the results of a function, or the tensor that it writes to.
-
-        Args:
-            name: of the function.
-            arguments: its arguments.
-            result: of it.
-            free: no sample has a part in the arguments.
-        """
+        """Record the results of a function, or the tensor that it writes to."""
         made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
         if name == "__setitem__":
             made = [arguments[0][0]]

@@ -49,11 +49,7 @@ class Verdict:
     doubts: tuple[str, ...] = ()
 
     def refuse(self) -> None:
-        """Refuse to divide a batch in which samples meet.
-
-        Raises:
-            NotExactError: they do.
-        """
+        """Refuse to divide a batch in which samples meet."""
         if self.meets:
             raise NotExactError(self.meets)
 
@@ -110,13 +106,7 @@ class Forward:
 
 
 def ended(follow: Follow, samples: Sequence[int], outputs: Any) -> Forward:
-    """Return a forward that has just ended.
-
-    Args:
-        follow: has followed it.
-        samples: the samples of its rows, in order.
-        outputs: of it.
-    """
+    """Return a forward that has just ended."""
     masks = follow.masks
     found = [
         Output(path, masks.of(one), masks.origin(one), one.requires_grad, follow.alike(one))
@@ -175,12 +165,7 @@ def _without_refuted(full: Forward, part: Forward) -> Forward:
 
 
 def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
-    """Return an error where outputs mix samples, or hold those of an earlier call; "" for none.
-
-    Args:
-        run: the forward.
-        axes: where each output holds the samples; None where it holds none.
-    """
+    """Return an error where outputs mix samples, or hold those of an earlier call; "" for none."""
     for (path, mask, place, trains, _), axis in zip(run.outputs, axes, strict=False):
         if mask is not None and WEIGHTS in path and bool((mask & SAMPLES).any()):
             return (
@@ -226,13 +211,7 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
 
 
 def strange_row(mask: Tensor, axis: int, samples: Sequence[int]) -> tuple[int, list[int]] | None:
-    """Return a row that has had a part of other samples, and these; None where none has.
-
-    Args:
-        mask: of an output.
-        axis: where it holds the samples.
-        samples: which they are.
-    """
+    """Return a row that has had a part of other samples, and these; None where none has."""
     mask = mask & SAMPLES
     others = [d for d in range(mask.dim()) if d != axis]
     rows = fold(mask, others, keep=True).reshape(-1)
@@ -422,12 +401,7 @@ def doubts_of(run: Forward) -> Iterable[str]:
 
 
 def unfollowed(runs: Sequence[Forward], axes: Sequence[int | None]) -> Iterable[str]:
-    """Yield a doubt for each output without samples; outputs of parameters only are exempt.
-
-    Args:
-        runs: the forwards.
-        axes: where each output holds the samples; None where it holds none.
-    """
+    """Yield a doubt for each output without samples; outputs of parameters only are exempt."""
     honest = {one.path for run in runs for one in run.outputs if one.alike}
     pairs = [pair for run in runs for pair in zip(run.outputs, axes, strict=False)]
     for (path, mask, _, trains, _), axis in pairs:
