@@ -61,7 +61,6 @@ def lower_bound(
     Raises:
         ValueError: no schedule exists at all.
     """
-    assert not trace.hosted  # the program has all that is there before the step on the device
     return _Program(trace, budget, link, looks, least).solved()
 
 

@@ -169,7 +169,7 @@ class Draft:
         self.here = set(trace.before)
         self.leaving: dict[int, None] = {}
         self.held = trace.bytes_of(self.here)
-        self._copied = set(trace.hosted)
+        self._copied: set[int] = set()
         self._frees: list[int] = []
         self._ins: list[int] = []
         self._stages: list[Stage] = []
@@ -216,10 +216,7 @@ class Draft:
             self._free(v)
 
     def schedule(self, policy: str) -> Schedule:
-        """Evict the host's variables, bring in those needed at the end; return the schedule."""
-        self.evict(v for v in self.trace.hosted if v in self.here)
-        for v in [v for v in self.trace.hosted if v in self.leaving]:
-            self._free(v)
+        """Bring in the variables needed at the end, and return the schedule."""
         self.bring(self.trace.after)
         self._close()
         return Schedule(policy, self.budget, tuple(self._stages))

@@ -34,12 +34,13 @@ class Machine:
 
     def timed(self, trace: Trace) -> Trace:
         """Return the trace with the seconds of its functions on this machine."""
-        return trace.with_seconds(
-            [
-                self.scale * max(function.flops / self.flops, function.touched / self.memory)
-                for function in trace.functions
-            ]
+        functions = (
+            replace(
+                one, seconds=self.scale * max(one.flops / self.flops, one.touched / self.memory)
+            )
+            for one in trace.functions
         )
+        return Trace(trace.variables, tuple(functions))
 
     def scaled_to(self, trace: Trace, seconds: float) -> Machine:
         """Return the machine on which a step in memory takes so many seconds."""

@@ -50,7 +50,7 @@ class _Sequence:
         self._trace, self._size = trace, size
         self._left = self._right = self._bytes = 0
         self._count: dict[int, int] = {}
-        self.made = {*trace.before, *trace.hosted}
+        self.made = set(trace.before)
 
     def slide_to(self, i: int) -> tuple[dict[int, int], list[int]]:
         """Move the window to function `i`.

@@ -83,7 +83,7 @@ def furthest_leaves(trace: Trace, budget: int) -> list[Gap]:
         walk.dead(i)
     walk.stage(len(trace.functions), trace.after)
     end = len(trace.functions) + 1
-    return forced_gaps(trace) + [gap for gap in walk.gaps if gap.next < end]
+    return [gap for gap in walk.gaps if gap.next < end]
 
 
 class _Walk:
@@ -171,9 +171,7 @@ def ends(trace: Trace, budget: int) -> Schedule:
 #     v  ────────p═══════════freed ─ ─ ─ ─ ─ ─ ─ ─ ─back══════════════q──────
 #                └copy.......└awaited               └.............
 #
-# A schedule is a choice of gaps, with two stages for each. A variable on the host when the step
-# begins and ends has a gap before its first use and one after its last, and these are no choice:
-# the first frees nothing, and from the last nothing returns.
+# A schedule is a choice of gaps, with two stages for each.
 
 
 @dataclass(frozen=True)
@@ -185,9 +183,7 @@ class Gap:
         last: the function that used it last before, -1 for none.
         freed: the stage that gives its bytes up.
         back: the stage at which its return begins.
-        next: the function that uses it next; the number of functions for the end, and one more
-            where it does not return.
-        forced: it is on the host in any case.
+        next: the function that uses it next; the number of functions for the end.
     """
 
     v: int
@@ -195,7 +191,6 @@ class Gap:
     freed: int
     back: int
     next: int
-    forced: bool = False
 
     @classmethod
     def between(cls, v: int, last: int, following: int) -> Gap:
@@ -203,24 +198,14 @@ class Gap:
         return cls(v, last, max(last, 0) + 1, following, following)
 
 
-def forced_gaps(trace: Trace) -> list[Gap]:
-    """Return the gaps before and after all uses of variables that begin and end on the host."""
-    found = []
-    for v in trace.hosted:
-        first, last, end = trace.uses[v][0], trace.uses[v][-1], len(trace.functions) + 1
-        found.append(Gap(v, -1, 0, first, first, forced=True))
-        found.append(Gap(v, last, last + 1, end, end, forced=True))
-    return found
-
-
 def all_gaps(trace: Trace) -> list[Gap]:
     """Return every gap between uses of the variables that may be offloaded."""
-    found = forced_gaps(trace)
+    found: list[Gap] = []
     for v, variable in enumerate(trace.variables):
         if variable.stays or (variable.before and not trace.uses[v] and not variable.after):
             continue
-        first = [-1] if variable.before and not variable.host else []
-        end = [len(trace.functions)] if variable.after and not variable.host else []
+        first = [-1] if variable.before else []
+        end = [len(trace.functions)] if variable.after else []
         gaps = (Gap.between(v, *pair) for pair in pairwise([*first, *trace.uses[v], *end]))
         found += [gap for gap in gaps if gap.freed < gap.next]
     return found
@@ -232,12 +217,10 @@ def as_schedule(policy: str, trace: Trace, budget: int, gaps: Iterable[Gap]) -> 
     frees: list[list[int]] = [[] for _ in range(count)]
     ins: list[list[int]] = [[] for _ in range(count)]
     outs: list[list[int]] = [[] for _ in range(count)]
-    copied = dict.fromkeys(trace.hosted, -1)  # variable -> the use before its last copy
+    copied: dict[int, int] = {}  # variable -> the use before its last copy
     for gap in sorted(gaps, key=lambda gap: gap.next):
-        if gap.last >= 0 or not gap.forced:
-            frees[gap.freed].append(gap.v)
-        if gap.back < count:
-            ins[gap.back].append(gap.v)
+        frees[gap.freed].append(gap.v)
+        ins[gap.back].append(gap.v)
         before = copied.get(gap.v)
         if before is None or _written_between(trace, gap.v, before, gap.last):
             outs[max(gap.last, 0)].append(gap.v)
@@ -297,7 +280,7 @@ def _needed(trace: Trace, gaps: list[Gap], spare: SpareBytes, order: Order) -> l
     left = []
     for gap in sorted(gaps, key=lambda gap: (order(gap), gap.v, gap.next)):
         size, spare_meanwhile = trace.size(gap.v), spare[gap.freed : gap.next]
-        if not gap.forced and spare_meanwhile.min() >= size:
+        if spare_meanwhile.min() >= size:
             spare_meanwhile -= size
         else:
             left.append(gap)
@@ -309,8 +292,7 @@ def _freed_late(trace: Trace, gaps: list[Gap], spare: SpareBytes) -> list[Gap]:
     found = []
     for gap in sorted(gaps, key=lambda gap: (gap.last, gap.next), reverse=True):
         size, freed = trace.size(gap.v), gap.freed
-        here = gap.last >= 0 or not gap.forced  # or there is nothing to give up
-        while here and freed + 1 < gap.next and spare[freed] >= size:
+        while freed + 1 < gap.next and spare[freed] >= size:
             spare[freed] -= size
             freed += 1
         found.append(replace(gap, freed=freed))
@@ -322,9 +304,7 @@ def _back_early(trace: Trace, gaps: list[Gap], spare: SpareBytes) -> list[Gap]:
     found = []
     for gap in sorted(gaps, key=lambda gap: gap.next):
         size, back = trace.size(gap.v), gap.next
-        least = gap.freed + (not gap.forced)
-        returns = back <= len(trace.functions)
-        while returns and back > least and spare[back - 1] >= size:
+        while back > gap.freed + 1 and spare[back - 1] >= size:
             back -= 1
             spare[back] -= size
         found.append(replace(gap, back=back))

@@ -12,15 +12,12 @@ and variable-sequence.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from anybatch.core.plan_sections import Interval, Link
-from anybatch.core.units import show_bytes
 from anybatch.errors import ScheduleError
 
 NEVER = 1 << 60
@@ -37,7 +34,6 @@ class Variable:
         before: it is on the device when the step begins.
         after: it must be there when the step ends, so it never dies.
         stays: it is never offloaded; a copy of a few bytes costs more than it frees.
-        host: where it is before and after the step, it is on the host then, not on the device.
     """
 
     name: str
@@ -45,7 +41,6 @@ class Variable:
     before: bool = False
     after: bool = False
     stays: bool = False
-    host: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,8 +82,7 @@ class Trace:
     """A step: its variables, and its functions in order.
 
     Raises:
-        ValueError: a variable is used before it is made, made twice, written but not read, or on
-            the host between steps and not there before and after.
+        ValueError: a variable is used before it is made, made twice, or written but not read.
     """
 
     variables: tuple[Variable, ...]
@@ -96,12 +90,6 @@ class Trace:
 
     def __post_init__(self) -> None:
         made = {v for v, variable in enumerate(self.variables) if variable.before}
-        for one in self.variables:
-            if one.host and (one.stays or not (one.before and one.after)):
-                raise ValueError(
-                    "a variable on the host between steps must be there before and after them and "
-                    f"not on the device, and {one.name} is not so: set before and after"
-                )
         for i, function in enumerate(self.functions):
             for v in function.reads:
                 self._require(v in made, v, i, "made before it is used")
@@ -150,23 +138,18 @@ class Trace:
         return tuple(
             v
             for v, variable in enumerate(self.variables)
-            if variable.before and not variable.host and (variable.after or self.uses[v])
+            if variable.before and (variable.after or self.uses[v])
         )
-
-    @cached_property
-    def hosted(self) -> tuple[int, ...]:
-        """Return the variables that begin on the host, and end there."""
-        return tuple(v for v, one in enumerate(self.variables) if one.host and self.uses[v])
 
     @cached_property
     def after(self) -> tuple[int, ...]:
         """Return the variables that must be on the device when the step ends."""
-        return tuple(v for v, one in enumerate(self.variables) if one.after and not one.host)
+        return tuple(v for v, one in enumerate(self.variables) if one.after)
 
     @cached_property
     def in_the_end(self) -> int:
         """Bytes at the end of the step without offloading."""
-        return self.bytes_of(self.after) + self.bytes_of(self.hosted)
+        return self.bytes_of(self.after)
 
     @cached_property
     def seconds(self) -> float:
@@ -176,7 +159,7 @@ class Trace:
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Live bytes during each function without offloading."""
-        held, found = self.bytes_of(self.before) + self.bytes_of(self.hosted), []
+        held, found = self.bytes_of(self.before), []
         for function, dead in zip(self.functions, self.dies, strict=True):
             held += self.bytes_of(function.makes)
             found.append(held)
@@ -214,30 +197,14 @@ class Trace:
         """Return the first function after `i` that uses `v`.
 
         Returns:
-            The number of functions where none does and `v` must be there at the end, one more
-            where it must be on the host then; `NEVER` where `v` is dead.
+            The number of functions where none does and `v` must be there at the end; `NEVER`
+            where `v` is dead.
         """
         uses = self.uses[v]
         place = bisect_right(uses, i)
         if place < len(uses):
             return uses[place]
-        return len(self.functions) + self.variables[v].host if self.variables[v].after else NEVER
-
-    def with_states_on_the_host(self) -> Trace:
-        """Return the same step with its persistent variables on the host before and after it.
-
-        These are parameters, statistics and optimizer states; so the floor of a step on the device
-        contains only the states of one function.
-        """
-        return Trace(
-            tuple(replace(v, host=v.before and v.after and not v.stays) for v in self.variables),
-            self.functions,
-        )
-
-    def with_seconds(self, seconds: Sequence[float]) -> Trace:
-        """Return the same step with other seconds for its functions."""
-        pairs = zip(self.functions, seconds, strict=True)
-        return Trace(self.variables, tuple(replace(f, seconds=s) for f, s in pairs))
+        return len(self.functions) if self.variables[v].after else NEVER
 
 
 # Schedule, as data: variables evicted and prefetched before and after each function.
@@ -287,40 +254,10 @@ class Schedule:
     budget: int
     stages: tuple[Stage, ...]
 
-    def to_json(self) -> str:
-        """Return it as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Schedule:
-        """Return the schedule that `to_json` has written."""
-        found: dict[str, Any] = json.loads(text)
-        stages = (Stage(**{key: tuple(v) for key, v in one.items()}) for one in found["stages"])
-        return cls(found["policy"], found["budget"], tuple(stages))
-
     def moved(self, trace: Trace) -> tuple[int, int]:
         """Return the bytes copied to the host, and the bytes copied from it."""
         outs = sum(trace.bytes_of(stage.outs) for stage in self.stages)
         return outs, sum(trace.bytes_of(stage.ins) for stage in self.stages)
-
-    def show(self, trace: Trace) -> str:
-        """Return a line for each function around which something moves."""
-        names = [function.name for function in trace.functions] + ["end"]
-        lines = [f"{self.policy}, within {show_bytes(self.budget)}"]
-        for i, (name, stage) in enumerate(zip(names, self.stages, strict=True)):
-            parts = (("free", stage.frees), ("in", stage.ins), ("out", stage.outs))
-            words = [
-                f"{word} {', '.join(_named(trace, v) for v in moved)}"
-                for word, moved in parts
-                if moved
-            ]
-            if words:
-                lines.append(f"{i:5} {name}: {'; '.join(words)}")
-        return "\n".join(lines)
-
-
-def _named(trace: Trace, v: int) -> str:
-    return f"{trace.variables[v].name} ({show_bytes(trace.size(v))})"
 
 
 # Simulation of a schedule on a machine: its seconds, and a check against its trace.
@@ -401,7 +338,7 @@ class _Run:
         self.trace, self.schedule, self.link = trace, schedule, link
         self.clock = self.stall = self.out_clock = self.in_clock = 0.0
         self.here = dict.fromkeys(trace.before, 0.0)  # variable -> when it is there
-        self.copied = dict.fromkeys(trace.hosted, 0.0)  # variable -> when its copy has ended
+        self.copied: dict[int, float] = {}  # variable -> when its copy has ended
         self.held = trace.bytes_of(self.here)
         self.gate = 0.0  # when the stage's returns may begin
         self.trail: list[int] = []
@@ -470,11 +407,8 @@ class _Run:
         last = len(self.trace.functions)
         for v in self.trace.after:
             self._require(v in self.here, last, v, "resident at the end", "offloaded")
-        for v in self.trace.hosted:
-            self._require(v not in self.here, last, v, "on the host at the end", "resident")
         self.trail.append(self.held)
-        copies = (self.copied[v] for v in self.trace.hosted)
-        seconds = max([self.clock, *self.here.values(), *copies])
+        seconds = max([self.clock, *self.here.values()])
         outs, ins = self.schedule.moved(self.trace)
         return Simulation(
             seconds=seconds,
