@@ -33,7 +33,7 @@ from anybatch.distributed.buckets import Pieces
 from anybatch.distributed.coordinator import END, Coordinator, Scripts
 from anybatch.distributed.gradients import GradientSums
 from anybatch.distributed.handshake import Alike, Beginning, Here
-from anybatch.distributed.local_batch import Amended, Layout, Moved, Rows, Take
+from anybatch.distributed.local_batch import Amended, Layout, LocalBatch, Rows, Take
 from anybatch.distributed.process_group import Group, packed
 from anybatch.errors import NotExactError, RankError
 from anybatch.loss.base import Total
@@ -53,7 +53,7 @@ def meets(method: Callable[Concatenate[Ranks, P], R]) -> Callable[Concatenate[Ra
     return wrapped
 
 
-class Ranks:
+class Ranks(LocalBatch):
     """Ranks of one step, joined by collectives.
 
     Args:
@@ -95,7 +95,7 @@ class Ranks:
         self._ending = False
         self._sums: GradientSums | None = None
         self._loss: tuple[Tensor, Tensor] | None = None
-        self._moves: Moved | None = None
+        self._moves: Any = None
         with coordinator.shielded():
             facts = coordinator.begin([*map(float, here), *alike], scripts or {})
             found = Beginning(facts, coordinator.group.rank)
@@ -241,7 +241,7 @@ class Ranks:
                 "micro_batch"
             )
 
-    def moves(self, buffers: Moved) -> None:
+    def moves(self, buffers: Any) -> None:
         """Copy buffers that forward moved to ranks without samples, when the step ends."""
         self._moves = buffers
 

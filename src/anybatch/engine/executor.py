@@ -35,7 +35,7 @@ from anybatch.core.python_state import Attributes
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import Before
-from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
+from anybatch.distributed.local_batch import LocalBatch
 from anybatch.engine.inputs import LOSS, StepInputs
 from anybatch.errors import NotExactError
 from anybatch.execution.buffers import ForwardBuffers
@@ -96,7 +96,7 @@ class Runner:
         *,
         accumulator: bool = False,
         lane_bytes: Capacity = 0,
-        global_batch: GlobalBatch | None = None,
+        global_batch: LocalBatch | None = None,
         offload: OffloadPlan | None = None,
         attempts: Attempts | None = None,
         signature: Any = None,

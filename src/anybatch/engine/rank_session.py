@@ -22,7 +22,7 @@ from anybatch.distributed.coordinator import Coordinator, Scripts, guarded
 from anybatch.distributed.fsdp import Sharded, coordinated
 from anybatch.distributed.global_batch import Ranks, devices_of, same_rng
 from anybatch.distributed.handshake import Alike, Form, Here, Named, has_lazy, values_of
-from anybatch.distributed.local_batch import Amended, GlobalBatch, LocalBatch
+from anybatch.distributed.local_batch import Amended, LocalBatch
 from anybatch.distributed.process_group import Group, group_of
 from anybatch.errors import NotExactError, RankError
 from anybatch.lockstep.sync_batchnorm import meeting_layers, plain
@@ -72,7 +72,7 @@ class RankSession:
         shared_rng: bool = False,
         sharded: Sharded | None = None,
     ) -> None:
-        self.global_batch: GlobalBatch = LocalBatch()
+        self.global_batch: LocalBatch = LocalBatch()
         self._handle, self._model = None if _is_all(handle) else handle, model
         self._adaptive, self._shared_rng = adaptive, shared_rng
         self._rolls = False
@@ -135,7 +135,7 @@ class RankSession:
 
     def join(
         self, here: Here, signature: Any, named: Named, scale: float = 1.0, hooks: int = 0
-    ) -> GlobalBatch:
+    ) -> LocalBatch:
         """Return the batch over all ranks; the RNG state may change.
 
         Args:

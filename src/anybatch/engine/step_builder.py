@@ -36,7 +36,7 @@ from anybatch.core.status import STATUS
 from anybatch.core.transaction import Before
 from anybatch.core.units import show_samples
 from anybatch.distributed.handshake import ANY, Here, hooks_of, named_parameters
-from anybatch.distributed.local_batch import GlobalBatch
+from anybatch.distributed.local_batch import LocalBatch
 from anybatch.engine.executor import Runner
 from anybatch.engine.inputs import StepInputs
 from anybatch.engine.rank_session import RankSession
@@ -187,11 +187,11 @@ class Arranger:
 
     def _together(
         self,
-        join: Callable[..., GlobalBatch],
+        join: Callable[..., LocalBatch],
         plan: Callable[[int], Planned] | None,
         micro_batch: int,
         trains: bool,  # noqa: FBT001
-    ) -> tuple[GlobalBatch, Planned | None]:
+    ) -> tuple[LocalBatch, Planned | None]:
         """Return the batch over all ranks, and how this one runs its share."""
         rank_session, adaptive = self._rank_session, isinstance(self._inputs.norms, Adaptive)
         total = 0
@@ -323,7 +323,7 @@ class Arranger:
         hooks: LeafHooks,
         micro_batch: int,
         covers: int = ANY,
-    ) -> GlobalBatch:
+    ) -> LocalBatch:
         """Return the batch over all ranks."""
         here = here._replace(micro_batch=micro_batch, covers=covers)
         if not self._rank_session.several:

@@ -28,7 +28,7 @@ from anybatch.core.oom import forget
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import Before, uninterrupted
-from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
+from anybatch.distributed.local_batch import LocalBatch
 from anybatch.errors import NotExactError, NotYetError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
@@ -146,7 +146,7 @@ class Repeatable(ABC):
     start: RNGState | None = None
     traits: Traits = field(default_factory=Traits)
     attempts: Attempts = field(default_factory=Attempts)
-    global_batch: GlobalBatch = field(default_factory=LocalBatch)
+    global_batch: LocalBatch = field(default_factory=LocalBatch)
     draws: FullBatchRNG | None = None
 
     def __post_init__(self) -> None:

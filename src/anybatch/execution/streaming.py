@@ -29,7 +29,7 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import Before
-from anybatch.distributed.local_batch import GlobalBatch, LocalBatch
+from anybatch.distributed.local_batch import LocalBatch
 from anybatch.execution.composite import SCALE, Encoders
 from anybatch.execution.gradients import HALF
 from anybatch.execution.step import Step, check_trains
@@ -151,7 +151,7 @@ class Normalization:
         self,
         totals: list[Total],
         size: int,
-        global_batch: GlobalBatch | None = None,
+        global_batch: LocalBatch | None = None,
         nothing: Callable[[], Tensor] | None = None,
     ) -> None:
         self.totals = totals

@@ -34,21 +34,11 @@ from anybatch.core.modules import Modules
 from anybatch.core.python_state import PythonState, appended, fill
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import uninterrupted
+from anybatch.distributed.local_batch import LocalBatch
 from anybatch.errors import LockstepError, NotExactError
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.proof.follow import Follow
 from anybatch.memory.pager import Pager
-
-
-class Beyond(Protocol):
-    """Lanes of other processes."""
-
-    def reduce(self, key: Any, part: Any, add: Callable[[Any, Any], Any]) -> Any:
-        """Return the sum of the parts of all processes."""
-
-    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
-        """Return the rows of all processes, and where these begin among them."""
-
 
 END = "the end"
 """The key with which a lane ends."""
@@ -97,7 +87,7 @@ class Lanes:
         count: int,
         turns: Turns,
         entered: Callable[[], AbstractContextManager[Any]],
-        beyond: Beyond | None = None,
+        beyond: LocalBatch | None = None,
     ) -> None:
         self._count, self._turns, self._entered = count, turns, entered
         self._beyond = beyond
