@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,16 +34,6 @@ class Shipment:
     micro_batch: MicroBatch
     copied: Any = None
     borrowed: bool = False
-
-
-class DeviceLink(Protocol):
-    """How a micro-batch reaches the device."""
-
-    def send(self, micro_batch: MicroBatch) -> Shipment:
-        """Start the copy."""
-
-    def receive(self, shipment: Shipment) -> MicroBatch:
-        """Make the present stream wait for that copy, and return the micro-batch."""
 
 
 def feed(
@@ -187,6 +177,10 @@ class StreamLink:
         here = tensor if tensor.is_pinned() else _staged(tensor, place, buffers, len(copies))
         copies.append((place, here))
         return place
+
+
+DeviceLink = HostLink | StreamLink
+"""How a micro-batch reaches the device."""
 
 
 def _staged(tensor: Tensor, place: Tensor, buffers: dict[int, Tensor], leaf: int) -> Tensor:

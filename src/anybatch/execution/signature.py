@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,18 +34,6 @@ from anybatch.memory.meter import Meter
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of one row of each tensor of a batch."""
-
-
-class HasRows(Protocol):
-    """Inputs and targets with rows: a mini-batch or a micro-batch."""
-
-    @property
-    def inputs(self) -> Any:
-        """Tree of tensors [n, ...]."""
-
-    @property
-    def targets(self) -> Any:
-        """The same."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +129,7 @@ class RunPlan:
         return replace(self, memory=replace(self.memory, predicted=self.memory.predicted + nbytes))
 
 
-def tensor_signature(rows: HasRows) -> tuple[Any, ...]:
+def tensor_signature(rows: TensorBatch | MicroBatch) -> tuple[Any, ...]:
     """Return path, dimensions and dtype of every tensor."""
     if isinstance(rows, TensorBatch):
         return rows.form
@@ -149,12 +137,12 @@ def tensor_signature(rows: HasRows) -> tuple[Any, ...]:
     return tuple([(path, t.dim(), t.dtype) for path, t in every])
 
 
-def shapes_of(rows: HasRows) -> Shapes:
+def shapes_of(rows: TensorBatch | MicroBatch) -> Shapes:
     """Return the shape of one row of every tensor."""
     return row_shapes((rows.inputs, rows.targets))
 
 
-def numbers_of(rows: HasRows) -> tuple[tuple[str, Any], ...]:
+def numbers_of(rows: TensorBatch | MicroBatch) -> tuple[tuple[str, Any], ...]:
     """Return path and value of every number, flag and text that is no row."""
     leaves = pytree.leaves((rows.inputs, rows.targets))
     return tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, PLAIN))
@@ -464,7 +452,7 @@ class Reach:
         self._largest_rows[tensor_signature(micro)] = TensorBatch(inputs, targets, few.size)
 
 
-def _largest(one: HasRows, other: HasRows) -> Shapes:
+def _largest(one: TensorBatch | MicroBatch, other: TensorBatch | MicroBatch) -> Shapes:
     """Return the shapes that hold the rows of both."""
     pairs = zip(shapes_of(one), shapes_of(other), strict=True)
     return tuple(tuple(map(max, a, b)) for a, b in pairs)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import _lru_cache_wrapper, cache
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -449,37 +449,15 @@ PAGES = "pages"
 """The attribute of a mode that prefetches parameters for kernels: where parameters are."""
 
 
-class BoundedMemory(Protocol):
-    """A bounded memory for parameters and gradients.
-
-    Attributes:
-        limit: bytes that may be here.
-        most: the most bytes that were here at a time.
-    """
-
-    limit: int
-    most: int
-
-    @property
-    def here(self) -> int:
-        """Bytes that are here now."""
-
-    def has(self, key: int) -> bool:
-        """Return whether a storage is in it, resident or offloaded."""
-
-    def use(self, accesses: list[tuple[int, bool]], name: str) -> None:
-        """Make storages be here."""
-
-
 @dataclass(frozen=True)
 class Paged:
     """Every bounded memory that is in use in this thread.
 
     Attributes:
-        every: they are few: one for each model.
+        every: the `Pages` of `anybatch.offload.parameters`: few, one for each model.
     """
 
-    every: tuple[BoundedMemory, ...]
+    every: tuple[Any, ...]
 
     @property
     def limit(self) -> int:

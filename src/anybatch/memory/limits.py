@@ -17,7 +17,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -189,16 +188,6 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Where a user sets it; the first one that is set counts."""
 
 
-class Segments(Protocol):
-    """Protocol of the memory segments of a device."""
-
-    def in_words(self) -> str:
-        """Return the plan's words on the segments; empty where there is nothing to report."""
-
-    def ask(self) -> str:
-        """Request pages from now on, where permitted, and return the resulting state in words."""
-
-
 def segments_of(device: torch.device) -> Segments:
     """Return the memory segments of a device.
 
@@ -210,32 +199,19 @@ def segments_of(device: torch.device) -> Segments:
         person has set them or it is too late, and returns the resulting state in words; and with
         ``in_words()``, the words that a plan has on it.
     """
-    there = accelerator.of(device)
-    pages = there.host or not there.has("get_allocator_backend")
-    return HostSegments() if pages else CudaSegments(device)
+    return Segments(device)
 
 
-class HostSegments:
-    """The null object: the host's memory is always made of pages."""
-
-    def in_words(self) -> str:
-        """Return nothing."""
-        return ""
-
-    def ask(self) -> str:
-        """Do nothing."""
-        return ""
-
-
-class CudaSegments:
-    """torch's allocator for a CUDA device."""
+class Segments:
+    """The segments of torch's allocator for a CUDA device; the host's memory is made of pages."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._there = device, accelerator.of(device)
+        self._paged = self._there.host or not self._there.has("get_allocator_backend")
 
     def in_words(self) -> str:
-        """Return how it is, and how to change it."""
-        if self._there.allocator != "native":
+        """Return how it is, and how to change it; empty where there is nothing to report."""
+        if self._paged or self._there.allocator != "native":
             return ""
         if SETTING in _settings():
             return "CUDA memory is in expandable segments: fragments cost little"
@@ -245,7 +221,9 @@ class CudaSegments:
         )
 
     def ask(self) -> str:
-        """Request pages, unless there is a setting or it is too late."""
+        """Request pages, unless there is a setting or it is too late; return the state in words."""
+        if self._paged:
+            return ""
         settings, backend = _settings(), self._there.allocator
         if backend != "native":
             return f"CUDA segments: none, the allocator is {backend}"
