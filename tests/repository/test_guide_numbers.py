@@ -6,9 +6,10 @@ import pytest
 from benchmarks.guide.alexnet import ALEXNET, SAMPLES, TABLE_2, convolutions
 from benchmarks.simulators.fft_memory import ratio
 from benchmarks.simulators.layers import Shape
+from benchmarks.simulators.lemma import gpus_for, overhead_limit
+from benchmarks.simulators.parameter_servers import Cluster, servers_for
 
-from anybatch.tools.gpus import efficiency, gpus_for, overhead_limit, speedup
-from anybatch.tools.scaled import Cluster, servers_for
+from anybatch.tools.gpus import efficiency, speedup
 
 GIGABIT = 1e9 / 8
 """Bytes a second of a link of 1 Gbit/s."""

@@ -14,13 +14,14 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.tools.gpus import efficiency, gpus_for, overhead_limit, speedup, speedup_limit
-from anybatch.tools.scaled import Cluster, servers_for
+from anybatch.tools.gpus import efficiency, speedup, speedup_limit
 from benchmarks.environment import environment
 from benchmarks.guide.alexnet import ALEXNET, SAMPLES, TABLE_2
 from benchmarks.guide.numbers.table2 import OURS, formulas
 from benchmarks.results import write
 from benchmarks.simulators.class_counts import samples_for
+from benchmarks.simulators.lemma import gpus_for, overhead_limit
+from benchmarks.simulators.parameter_servers import Cluster, servers_for
 
 HERE = Path(__file__).parent
 DEVICE = 12 << 30

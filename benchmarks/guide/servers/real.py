@@ -10,10 +10,9 @@ from itertools import pairwise
 from math import isinf
 from statistics import median
 
-from anybatch.tools.scaled import Cluster
 from benchmarks.guide.servers.wires import Wires, wired
 from benchmarks.results import console
-from benchmarks.simulators.parameter_servers import simulate
+from benchmarks.simulators.parameter_servers import Cluster, simulate
 
 RATE = 32e6
 """Bits a second of a server's wire each way."""

@@ -17,11 +17,10 @@ from typing import Annotated, Any
 
 import typer
 
-from anybatch.tools.scaled import Cluster
 from benchmarks.environment import environment
 from benchmarks.guide.servers.real import JITTER, ROUNDS, WARM, all_cases
 from benchmarks.results import console, read, write
-from benchmarks.simulators.parameter_servers import simulate
+from benchmarks.simulators.parameter_servers import Cluster, simulate
 
 HERE = Path(__file__).parent
 WORKERS, SERVERS, JITTERS, SEEDS = (2, 4, 8, 16), (2, 4, 8), (0.0, 0.1, 0.5), (0, 1, 2)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from benchmarks.simulators.parameter_servers import PIECES, simulate
-
-from anybatch.tools.scaled import Cluster
+from benchmarks.simulators.parameter_servers import PIECES, Cluster, simulate
 
 ONE = Cluster(1, 2.0, 1000, 1000.0)
 """A pull and a push of one second each, while a worker computes for two."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import ceil, inf, isfinite, log
+from math import inf, isfinite, log
 
 
 @dataclass(frozen=True)
@@ -84,60 +84,6 @@ def speedup_limit(overhead: float) -> float:
     """
     at_least(0, overhead=overhead)
     return 1 + 1 / overhead if overhead > 0 else inf
-
-
-def overhead_limit(efficiency: float, gpus: int) -> float:
-    """Return the largest R_O at which G GPUs have an efficiency: (1 - alpha) / (alpha G - 1).
-
-    Args:
-        efficiency: alpha, above 0 and at most 1.
-        gpus: G, at least 1.
-
-    Returns:
-        R_O; infinite where alpha G <= 1, since G GPUs are never slower than one here.
-
-    Raises:
-        ValueError: a number is out of range.
-
-    Example:
-        >>> round(overhead_allowed(0.80, 4), 3)  # "must not exceed 9 %"
-        0.091
-
-    Source: guide, Equation 12.
-    """
-    positive_integer(gpus=gpus)
-    if not 0 < efficiency <= 1:
-        raise ValueError(f"efficiency must be above 0 and at most 1, not {efficiency!r}")
-    spare = efficiency * gpus - 1
-    return (1 - efficiency) / spare if spare > 0 else inf
-
-
-def gpus_for(speedup: float, overhead: float) -> Needed:
-    """Return the fewest GPUs that are so many times as fast as one.
-
-    From G (1 + R_O) / (1 + G R_O) >= s follows G >= s / (1 + R_O - s R_O), if that is above 0. A
-    billionth of the speedup may be missing: that is rounding.
-
-    Args:
-        speedup: s, above 0.
-        overhead: R_O, at least 0.
-
-    Raises:
-        ValueError: a number is out of range.
-
-    Example:
-        >>> str(gpus_for(3, 0.10)), str(gpus_for(12, 0.10))
-        ('4 GPUs', 'no number of GPUs: none gets beyond a speedup of 11')
-
-    Source: guide, section 3.2.
-    """
-    positive(speedup=speedup)
-    limit = speedup_limit(overhead)
-    wanted = speedup * (1 - ROUNDING)
-    divisor = 1 + overhead - wanted * overhead
-    if speedup >= limit or divisor <= 0:
-        return Needed(None, limit)
-    return Needed(max(1, ceil(wanted / divisor)), limit)
 
 
 # Cost model of a step on G GPUs: seconds of computing, of other work and of summing gradients.
@@ -307,16 +253,6 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One line of a scale-out table: GPUs, seconds of a step, speedup, and that over the GPUs."""
-
-    gpus: int
-    seconds: float
-    speedup: float
-    efficiency: float
-
-
-@dataclass(frozen=True)
 class Saturation:
     """Where more GPUs stop to pay.
 
@@ -382,14 +318,6 @@ class Loop:
         """R_O, other seconds of one GPU over its seconds of computing: the lemma's measure."""
         single = self.step(1)
         return (single.seconds - single.compute) / single.compute
-
-    def curve(self, most: int) -> list[Point]:
-        """Return the points of 1, 2, ... `most` GPUs."""
-        positive_integer(most=most)
-        return [
-            Point(g, self.seconds(g), self.speedup(g), self.efficiency(g))
-            for g in range(1, most + 1)
-        ]
 
     @cached_property
     def _all(self) -> list[float]:

@@ -6,10 +6,11 @@ from fractions import Fraction
 from math import inf, isinf
 
 import pytest
+from benchmarks.simulators.lemma import gpus_for, overhead_limit
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.tools.gpus import efficiency, gpus_for, overhead_limit, speedup, speedup_limit
+from anybatch.tools.gpus import efficiency, speedup, speedup_limit
 
 overheads = st.integers(0, 300).map(lambda k: Fraction(k, 100))
 counts = st.integers(1, 200)

@@ -127,16 +127,8 @@ def test_more_work_is_never_faster_and_a_better_link_never_slower(loop: Loop, mo
 @given(loops.filter(lambda loop: loop.gradients is None))
 def test_without_a_sum_more_gpus_are_never_slower(loop: Loop) -> None:
     line = Loop(loop.samples, Affine(0.1, 0.01), loop.work, loop.hidden, loop.update)
-    times = [point.seconds for point in line.curve(20)]
+    times = [line.seconds(gpus) for gpus in range(1, 21)]
     assert all(a >= b * (1 - 1e-12) for a, b in pairwise(times))
-
-
-def test_a_curve_has_a_point_for_each_count() -> None:
-    points = drawn(3).curve(5)
-    assert [p.gpus for p in points] == [1, 2, 3, 4, 5]
-    assert points[0].speedup == points[0].efficiency == 1
-    with pytest.raises(ValueError, match="most must be an integer of at least 1"):
-        drawn(3).curve(0)
 
 
 def test_a_mini_batch_must_be_measured() -> None:

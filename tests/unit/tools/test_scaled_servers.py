@@ -8,11 +8,12 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from benchmarks.simulators.parameter_servers import simulate
+from benchmarks.simulators.parameter_servers import Cluster, remedies, servers_for, simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.tools.scaled import Cluster, remedies, servers_for
+from anybatch.tools.gpus import NetworkLink
+from anybatch.tools.scaled import _served
 
 
 def drawn(seed: int) -> Cluster:
@@ -43,6 +44,20 @@ def test_the_lemma_is_the_fewest_servers_that_keep_equation_7(
 
     assert holds(found) or found > 10**7  # a billionth is rounding
     assert found == 1 or not holds(found - 1)
+
+
+@given(st.integers(1, 50), st.floats(0.1, 3), st.integers(1, 10**9), st.floats(1e6, 3e9))
+def test_a_plan_states_the_servers_and_the_traffic_of_the_lemma(
+    workers: int, compute: float, parameters: int, bandwidth: float
+) -> None:
+    cluster = Cluster(workers, compute, parameters, bandwidth, worker=bandwidth)
+    wanted = cluster.servers_for()
+    for servers in ("auto", 3):
+        found = _served(servers, workers, compute, parameters, NetworkLink(bandwidth))
+        assert (found.fewest, found.reason) == (wanted.count, wanted.reason)
+        count = wanted.count if servers == "auto" else servers
+        traffic = cluster.own_seconds if count is None else cluster.io_seconds(count)
+        assert found.traffic == traffic / compute
 
 
 @given(clusters, st.floats(0.05, 1))
