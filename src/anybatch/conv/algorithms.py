@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -291,40 +291,17 @@ def _places(problem: Problem, number: int) -> list[slice]:
     return [slice(i * d, i * d + (o - 1) * s + 1, s) for i, d, o, s in rows]
 
 
-class Algorithm(Protocol):
-    """A way to compute a kernel, part after part.
+class Plain:
+    """A way to compute a kernel, part after part, that has nothing in common between parts.
 
         forward, data    shared(w), then part(x, shared) of each
         filter           add(total, dy, x) of each, then finish(total)
 
-    Attributes:
-        once: `shared` and `finish` take time, which all parts have in common.
-    """
-
-    once: bool
-
-    def shared(self, problem: Problem, w: Tensor) -> Tensor:
-        """Return the data of the filters that all parts share."""
-        ...
-
-    def part(self, problem: Problem, one: Tensor, shared: Tensor) -> Tensor:
-        """Return the result of a forward or of a gradient of the input for some samples."""
-        ...
-
-    def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
-        """Add the contribution of some samples to the gradient of the filters."""
-        ...
-
-    def finish(self, problem: Problem, total: Tensor) -> Tensor:
-        """Return the gradient of the filters."""
-        ...
-
-
-class Plain:
-    """An algorithm that has nothing in common between parts.
-
     Args:
         compute: a kernel.
+
+    Attributes:
+        once: `shared` and `finish` take time, which all parts have in common.
     """
 
     once = False
@@ -333,7 +310,7 @@ class Plain:
         self.part = compute
 
     def shared(self, problem: Problem, w: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the filters."""
+        """Return the data of the filters that all parts share."""
         return w
 
     def add(self, problem: Problem, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
@@ -344,7 +321,7 @@ class Plain:
         return (total.float() if total.dtype in HALVES else total).add_(found)
 
     def finish(self, problem: Problem, total: Tensor) -> Tensor:  # noqa: ARG002
-        """Return the sum."""
+        """Return the gradient of the filters."""
         return total
 
 
@@ -355,7 +332,7 @@ def _smaller(problem: Problem) -> tuple[Circle, ...]:
     return found
 
 
-ALGORITHMS: dict[str, Algorithm] = {
+ALGORITHMS: dict[str, Plain | Fourier] = {
     NATIVE: Plain(native),
     "channels_last": Plain(channels_last),
     "im2col": Plain(im2col),
@@ -363,13 +340,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "overlap_save": Fourier(_smaller),
     **{f"cudnn:{number}": Plain(Planned(number)) for number in range(PLANS)},
 }
-
-
-def computed(way: Algorithm, problem: Problem, one: Tensor, other: Tensor) -> Tensor:
-    """Return a kernel of all samples at once."""
-    if problem.kernel == "filter":
-        return way.finish(problem, way.add(problem, None, one, other))
-    return way.part(problem, one, way.shared(problem, other))
 
 
 def candidates(problem: Problem) -> list[str]:

@@ -88,32 +88,6 @@ def _front(parts: Sequence[KernelPart], size: int) -> list[Configuration]:
     return found
 
 
-def fastest(parts: Iterable[KernelPart], size: int, limit: int) -> Configuration:
-    """Return the fastest configuration within a workspace: the paper's WR.
-
-    Args:
-        parts: all that was measured.
-        size: N, the samples of the mini-batch.
-        limit: bytes of workspace.
-
-    Raises:
-        BudgetError: none of it fits.
-    """
-    every = list(parts)
-    found = front(every, size, limit)
-    if found:
-        return found[-1]
-    least = front(every, size)
-    needed = least[0].workspace if least else limit
-    raise BudgetError(
-        f"a convolution must fit in its workspace, and for {size} samples it needs at least "
-        f"{show_bytes(needed)}, and {show_bytes(limit)} is there: give workspace="
-        f'"{-(-needed // 1024)}KiB" or more',
-        needed=needed,
-        budget=limit,
-    )
-
-
 def sizes(policy: str, size: int) -> Sequence[int]:
     """Return the micro-batches that are measured of a mini-batch.
 

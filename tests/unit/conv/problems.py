@@ -9,7 +9,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from anybatch.conv.algorithms import native
+from anybatch.conv.algorithms import Plain, native
+from anybatch.conv.fourier import Fourier
 from anybatch.conv.problem import KERNELS, Problem
 
 KINDS: dict[str, dict[str, object]] = {
@@ -93,3 +94,10 @@ def distance(found: Tensor, true: Tensor, scale: float = 0.0) -> float:
 def bound(problem: Problem, own: float) -> float:
     """What an algorithm may be off, where torch's own kernel is off by `own`."""
     return 1e-12 if problem.dtype == "float64" else max(1e-6, 2 * own)
+
+
+def computed(way: Plain | Fourier, problem: Problem, one: Tensor, other: Tensor) -> Tensor:
+    """Return a kernel of all samples at once."""
+    if problem.kernel == "filter":
+        return way.finish(problem, way.add(problem, None, one, other))
+    return way.part(problem, one, way.shared(problem, other))

@@ -8,9 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.unit.conv.problems import KINDS, bound, distance, drawn, operands, problem, wanted
+from tests.unit.conv.problems import (
+    KINDS,
+    bound,
+    computed,
+    distance,
+    drawn,
+    operands,
+    problem,
+    wanted,
+)
 
-from anybatch.conv.algorithms import ALGORITHMS, candidates, computed, native
+from anybatch.conv.algorithms import ALGORITHMS, candidates, native
 from anybatch.conv.circles import full_circles, good_length, options, rate, tiled
 from anybatch.conv.fourier import Fourier
 from anybatch.conv.measure import held
