@@ -46,6 +46,7 @@ from anybatch.loss.trace import (
     listed,
     lower_bound,
     numbers_of,
+    scaled_sum,
     tensors_of,
     torchs_name,
     version_of,
@@ -197,7 +198,7 @@ class LossTrace(TermTrace[Term]):
         if name not in SIGNS or len(other) != 1 or not isinstance(other[0], Real):
             return None
         sign, of_number = SIGNS[name]
-        found = {index: sign * weight for index, weight in sums.items()}
+        found = scaled_sum([sums], sign)
         found[len(self.terms)] = of_number * float(other[0])
         empty = _nothing()
         self.terms.append(ConstantTerm(-1, float, {}, (), empty, samples=self._size))
@@ -245,12 +246,9 @@ class LossTrace(TermTrace[Term]):
 
     def _of_stacked(self, stack: list[Sum], reduction: str) -> Tensor:
         """Return the mean or the sum of several terms, which are weighted sums of others."""
-        share, found = (1.0 / len(stack) if reduction == "mean" else 1.0), Sum()
-        for one in stack:
-            for index, weight in one.items():
-                found[index] = found.get(index, 0.0) + share * weight
         empty = _nothing()
-        self._record(empty).sums = found
+        share = 1.0 / len(stack) if reduction == "mean" else 1.0
+        self._record(empty).sums = scaled_sum(stack, share)
         self._note(reduction, (len(stack),), empty, [])
         return empty
 

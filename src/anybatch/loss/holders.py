@@ -63,7 +63,21 @@ class Change(NamedTuple):
     name: str
 
 
-class Container:
+class StatePlace:
+    """A place with content; a change of it is one of the place."""
+
+    owner: Any = None
+    path: str
+    via: tuple[Any, str] | None = None
+
+    def changes(self, was: Any) -> Iterator[Change]:
+        """Yield the place."""
+        del was
+        owner, name = self.via or (None, self.path)
+        yield Change(self.path, owner, name)
+
+
+class Container(StatePlace):
     """The content of a list, dict, set or deque, or the attributes of an object."""
 
     def __init__(self, held: Any, path: str, owner: Any, via: tuple[Any, str] | None) -> None:
@@ -90,8 +104,7 @@ class Container:
     def changes(self, was: Any) -> Iterator[Change]:
         """Yield each changed place; a list has no names and is one place."""
         if self.owner is None or type(was) is int:
-            owner, name = self.via or (None, self.path)
-            yield Change(self.path, owner, name)
+            yield from super().changes(was)
             return
         held = self.held
         for name in {**held, **was}:
@@ -220,7 +233,7 @@ class TensorWas(NamedTuple):
     values: Tensor | None
 
 
-class TensorPlace:
+class TensorPlace(StatePlace):
     """Place of a tensor that is written to in place, or gets another ``.data``.
 
     Attributes:
@@ -252,12 +265,6 @@ class TensorPlace:
             return tensor._version == was.version and _address(tensor) == was.place
         return same_values(tensor.detach().to(values.device), values)
 
-    def changes(self, was: Any) -> Iterator[Change]:
-        """Yield the place."""
-        del was
-        owner, name = self.via or (None, self.path)
-        yield Change(self.path, owner, name)
-
     def restore(self, was: TensorWas) -> None:
         """Give it the memory and the values that it had, as far as they were noted."""
         tensor, data, values = self.tensor, was.data, was.values
@@ -287,7 +294,7 @@ def _comes_and_goes(tensor: Tensor) -> bool:
     return bool(held.every) and held.holds(tensor)
 
 
-class ArrayPlace:
+class ArrayPlace(StatePlace):
     """The values of an array: of numpy, of the standard library, or of C."""
 
     def __init__(self, array: Any, path: str, via: tuple[Any, str] | None) -> None:
@@ -312,12 +319,6 @@ class ArrayPlace:
             return all(starmap(same_value, zip(now.flat, was.flat, strict=True)))
         return np.array_equal(now, was, equal_nan=now.dtype.kind in "fc")
 
-    def changes(self, was: Any) -> Iterator[Change]:
-        """Yield the place."""
-        del was
-        owner, name = self.via or (None, self.path)
-        yield Change(self.path, owner, name)
-
     def restore(self, was: Any) -> None:
         """Write the values that it had."""
         if was is None:
@@ -335,7 +336,7 @@ def memory_of(array: Any) -> int:
     return int(array.nbytes) if isinstance(array, np.ndarray) else memoryview(array).nbytes
 
 
-class Random:
+class Random(StatePlace):
     """The state of a generator of random numbers, or of Python's and numpy's global ones."""
 
     def __init__(self, generator: Any, path: str) -> None:
@@ -361,11 +362,6 @@ class Random:
         if isinstance(was, Tensor):
             return torch.equal(now, was)
         return repr(now) == repr(was) if isinstance(was, dict) else bool(_tuple(now) == _tuple(was))
-
-    def changes(self, was: Any) -> Iterator[Change]:
-        """Yield the place."""
-        del was
-        yield Change(self.path, None, self.path)
 
     def restore(self, was: Any) -> None:
         """Restore the RNG state."""

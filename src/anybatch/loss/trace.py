@@ -354,6 +354,15 @@ def in_order(name: str, operands: list[Any]) -> tuple[str, list[Any]]:
     return name, operands
 
 
+def scaled_sum(every: Sequence[Sum], factor: float) -> Sum:
+    """Return the sum of weighted sums, times a factor."""
+    found = Sum()
+    for one in every:
+        for index, weight in one.items():
+            found[index] = found.get(index, 0.0) + factor * weight
+    return found
+
+
 def arithmetic(name: str, operands: list[Any]) -> Sum | None:
     """Return the weighted sum that ``name(*operands)`` is, or None.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial, reduce
+from functools import cache, partial
 from numbers import Real
 from threading import get_ident
 from typing import Any
@@ -46,6 +46,7 @@ from anybatch.loss.trace import (
     is_exact,
     lower_bound,
     name_of,
+    scaled_sum,
 )
 
 SAME = frozenset("to contiguous reshape view squeeze unsqueeze mean sum".split())
@@ -239,7 +240,7 @@ class TracingMode(TermTrace[TracedTerm]):
         stacked = self._intact(values)
         if stacked is not None and stacked.stack is not None:
             share = 1.0 / len(stacked.stack) if reduction == "mean" else 1.0
-            self._record(result).sums = reduce(_plus, [_times(one, share) for one in stacked.stack])
+            self._record(result).sums = scaled_sum(stacked.stack, share)
             return
         if reduction == "sum" and not result.requires_grad:
             self._record(result).weights = Weighed(values, Record.of(result.detach()))
@@ -299,7 +300,7 @@ class TracingMode(TermTrace[TracedTerm]):
                 return None
         if name in SIGNS:
             sign, other = SIGNS[name]
-            found = {**_times(sums, sign), len(self.terms): other * weight}
+            found = {**scaled_sum([sums], sign), len(self.terms): other * weight}
             term = self._shared(Constant, None, value * self.rows)
             self.terms.append(replace(term, factors=factors))
             return found
@@ -418,14 +419,6 @@ def _is_wrapped(value: Any) -> bool:
         value
     )
     return wrapped
-
-
-def _times(sums: Sum, factor: float) -> Sum:
-    return {index: weight * factor for index, weight in sums.items()}
-
-
-def _plus(a: Sum, b: Sum) -> Sum:
-    return {index: a.get(index, 0.0) + b.get(index, 0.0) for index in {**a, **b}}
 
 
 def is_parameter(value: Any) -> bool:

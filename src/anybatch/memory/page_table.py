@@ -459,3 +459,49 @@ class Copier:
         with self._done:
             job.done = True
             self._done.notify_all()
+
+
+class StoreCopies:
+    """Copies between a device and a store, which is opened at the first of them.
+
+    Args:
+        make: returns the store.
+        device: of the tensors.
+
+    Attributes:
+        out: bytes that were copied out since `begin`.
+        back: bytes that were copied back.
+        waited: seconds of waiting for either.
+    """
+
+    def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
+        self._make, self._device = make, device
+        self._store: Store | None = None
+        self._writer, self._reader = Copier(device), Copier(device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from nothing again."""
+        self.out = self.back = 0
+        self.waited = 0.0
+
+    def rest(self) -> None:
+        """Finish all queued copies, and end the threads."""
+        try:
+            self._writer.close()
+        finally:
+            self._reader.close()
+
+    def close(self) -> None:
+        """End the threads, and close the store; its contents are lost."""
+        try:
+            self.rest()
+        finally:
+            store, self._store = self._store, None
+            if store is not None:
+                store.close()
+
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = self._make()
+        return self._store

@@ -25,40 +25,24 @@ from torch.utils._python_dispatch import _disable_current_modes
 from anybatch.core import accelerator
 from anybatch.errors import NotExactError, StoreError
 from anybatch.memory.fakes import uncached
-from anybatch.memory.page_table import Copier, Job
+from anybatch.memory.page_table import Copier, Job, StoreCopies
 from anybatch.memory.stores import SENT, Store, empty, require_space, space_of, store_errors
 
 
-class Mover:
+class Mover(StoreCopies):
     """Storages on their way.
 
-    Args:
-        make: returns a store, called at the first eviction.
-        device: of the storages.
-
     Attributes:
-        out: bytes that were copied out since `begin`.
-        back: bytes that were copied back.
-        waited: seconds of waiting for either.
         rates: bytes and seconds of the copies out, and of those back, that nothing else hid.
         ended: names and last copies of storages that are not needed any more.
     """
 
     def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
-        self._make, self._device = make, device
-        self._store: Store | None = None
-        self._writer, self._reader = Copier(device), Copier(device)
+        super().__init__(make, device)
         self.ended: deque[tuple[int, Job | None]] = deque()
         self._jobs: list[Job] = []
         self._keys = 0
-        self.out = self.back = 0
-        self.waited = 0.0
         self.rates = [[0, 0.0], [0, 0.0]]
-
-    def begin(self) -> None:
-        """Count from nothing again."""
-        self.out = self.back = 0
-        self.waited = 0.0
 
     def ready(self) -> None:
         """Begin the threads that copy, while there is memory for them."""
@@ -181,23 +165,11 @@ class Mover:
 
     def rest(self) -> None:
         """Finish all queued copies, and end the threads."""
-        try:
-            self._writer.close()
-        finally:
-            self._reader.close()
+        super().rest()
         for job in self._jobs:
             job.work = None
         self._jobs.clear()
         self.settle()
-
-    def close(self) -> None:
-        """End the threads, and close the store; its contents are lost."""
-        try:
-            self.rest()
-        finally:
-            store, self._store = self._store, None
-            if store is not None:
-                store.close()
 
     def _reading(self, saved: Saved, storage: Any) -> Callable[[], None]:
         if self._store is None:
@@ -206,11 +178,6 @@ class Mover:
             return self._store.reading(saved.key, storage)
         except KeyError:  # of a store that was closed
             raise gone() from None
-
-    def _opened(self) -> Store:
-        if self._store is None:
-            self._store = self._make()
-        return self._store
 
     def _clocked(self, way: int, size: int, seconds: float) -> None:
         self.waited += seconds

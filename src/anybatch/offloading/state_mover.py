@@ -21,7 +21,7 @@ from anybatch.core import optimizers
 from anybatch.core.optimizers import allocated, state_bound
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError, StoreError
-from anybatch.memory.page_table import Copier, Job
+from anybatch.memory.page_table import Copier, Job, StoreCopies
 from anybatch.memory.stores import Store, require_space, space_of
 from anybatch.memory.stores import store_errors as errors_of
 
@@ -255,32 +255,14 @@ def parts_of(
 # So after any failure in between, every tensor is in the dictionary or complete in the store.
 
 
-class StateMover:
-    """Moves the state of parameters out and in.
-
-    Args:
-        make: returns a store, called at the first eviction.
-        device: of the tensors; others are not offloaded.
-
-    Attributes:
-        out: bytes that were copied out since `begin`.
-        back: bytes that were copied back.
-        waited: seconds in which the step waited for either.
-    """
+class StateMover(StoreCopies):
+    """Moves the state of parameters out and in; tensors elsewhere are not offloaded."""
 
     def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
-        self._make, self._device = make, device
-        self._store: Store | None = None
-        self._writer, self._reader = Copier(device), Copier(device)
+        super().__init__(make, device)
         self._placeholders: dict[int, Placeholder] = {}
         self._leaving: deque[Placeholder] = deque()
         self._keys = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """Count from nothing again."""
-        self.out = self.back = 0
-        self.waited = 0.0
 
     @property
     def offloaded_bytes(self) -> int:
@@ -397,10 +379,7 @@ class StateMover:
 
     def rest(self) -> None:
         """Finish all queued copies, and end the threads; tensors with failed copies remain."""
-        try:
-            self._writer.close()
-        finally:
-            self._reader.close()
+        super().rest()
         while self._leaving:
             placeholder = self._leaving.popleft()
             if placeholder.job is not None and placeholder.job.error is None:
@@ -413,12 +392,9 @@ class StateMover:
     def close(self) -> None:
         """End the threads, and close the store; its contents are lost."""
         try:
-            self.rest()
+            super().close()
         finally:
             self._placeholders.clear()
-            store, self._store = self._store, None
-            if store is not None:
-                store.close()
 
     def _moves(self, value: Any) -> bool:
         """Return whether a value of a state is a tensor that may be offloaded."""
@@ -455,11 +431,6 @@ class StateMover:
         placeholder.job = placeholder.tensor = None
         if self._store is not None:
             self._store.drop(placeholder.key)
-
-    def _opened(self) -> Store:
-        if self._store is None:
-            self._store = self._make()
-        return self._store
 
     def _wait(self, copier: Copier, job: Job) -> None:
         start = perf_counter()
