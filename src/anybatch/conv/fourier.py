@@ -47,11 +47,7 @@ matrices, which need more workspace; in the inverse they need less."""
 
 
 class Fourier:
-    """Kernels as products of spectra; sums are of float32 where operands are of half precision.
-
-    Args:
-        circles: of a problem.
-    """
+    """Kernels as products of spectra; sums are of float32 where operands are of half precision."""
 
     once = True
 

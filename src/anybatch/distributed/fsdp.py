@@ -70,9 +70,6 @@ def sharded_of(model: nn.Module) -> Sharded | None:
 class Sharded:
     """The parameters of a model that ``fully_shard`` has spread.
 
-    Args:
-        model: the user's.
-
     Attributes:
         shards: during a step, the parameters as they are spread; each once.
     """

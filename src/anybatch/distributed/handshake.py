@@ -51,10 +51,6 @@ class Here(NamedTuple):
 class Beginning:
     """Mini-batch over all ranks, from the facts of each.
 
-    Args:
-        rows: of all ranks.
-        rank: of this one.
-
     Attributes:
         sizes: samples of each rank.
         size: N_B over all ranks.

@@ -136,11 +136,7 @@ class LocalBatch:
 
 
 class AbsentRanks(LocalBatch):
-    """The ranks of a rehearsal, of which this one is the first and the others are not there.
-
-    Args:
-        size: N_B over all ranks.
-    """
+    """The ranks of a rehearsal, of which this one is the first and the others are not there."""
 
     several = True
 

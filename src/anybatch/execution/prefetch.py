@@ -120,10 +120,6 @@ class StreamLink:
     launched before it. So the next inputs reuse the memory of those of the micro-batch before the
     last one, however far the host runs ahead; with `Tensor.record_stream` each would be held until
     the device has reached its end, and they would exceed the budget.
-
-    Args:
-        device: where micro-batches are needed.
-        there: its accelerator, which has streams.
     """
 
     def __init__(self, device: torch.device, there: Accelerator) -> None:

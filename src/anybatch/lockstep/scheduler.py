@@ -409,9 +409,6 @@ class LaneTurns:
 class LaneInspection:
     """Comparison, wherever samples meet in the first inspection, of state that lanes would share.
 
-    Args:
-        modules: of the step.
-
     Attributes:
         follow: the mode that follows the forward which runs; None where none does.
         forwards: number of forwards of the inspection.
@@ -492,10 +489,6 @@ class LaneSlot:
 
 class LaneSlots:
     """Contents of attributes and containers, stored and restored for each lane.
-
-    Args:
-        slots: those that change.
-        lanes: how many lanes.
 
     Attributes:
         start: content of each slot from before.

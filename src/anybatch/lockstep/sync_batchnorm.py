@@ -34,11 +34,7 @@ from anybatch.lockstep.batchnorm import BatchPlace, batch_norm
 
 
 class GroupMeeting:
-    """All ranks of a group, each with one part.
-
-    Args:
-        group: the ranks.
-    """
+    """All ranks of a group, each with one part."""
 
     def __init__(self, group: Group) -> None:
         self._group = group

@@ -162,11 +162,7 @@ class LossCalls:
 
 
 class _Gradients(TorchFunctionMode):
-    """Refuses to give the gradient of some parameters: micro-batches are adding to it.
-
-    Args:
-        parameters: their ids.
-    """
+    """Refuses to give the gradient of some parameters: micro-batches are adding to it."""
 
     def __init__(self, parameters: set[int]) -> None:
         super().__init__()

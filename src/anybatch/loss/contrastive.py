@@ -84,13 +84,7 @@ def contrastive(
 
 
 class Contrastive(Loss):
-    """`contrastive`.
-
-    Args:
-        temperature: as there.
-        symmetric: as there.
-        within: as there.
-    """
+    """`contrastive`."""
 
     couples = True
 
@@ -509,11 +503,7 @@ def _weights(tile: Tensor, rows: Column | None, columns: Column | None) -> Tenso
 
 
 class Partners(TorchFunctionMode):
-    """Counts the cross-entropies in which sample i is to find the i-th of all.
-
-    Args:
-        size: N, samples in the batch.
-    """
+    """Counts the cross-entropies in which sample i is to find the i-th of all."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -103,9 +103,6 @@ class Logits(Tensor):
     """Result of a wide linear map, which is computed when it must be.
 
     Views share the values of the logits that they were made of, once these are computed.
-
-    Args:
-        source: their computation.
     """
 
     _source: LogitsSource

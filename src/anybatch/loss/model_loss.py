@@ -35,12 +35,7 @@ WAY_OUT = (
 
 
 class ModelLoss(OfModel):
-    """The loss that a model returns.
-
-    Args:
-        model: any module that returns its loss: a 0-dim tensor, an object with ``.loss``, a mapping
-            with ``"loss"``, or a tuple that begins with it.
-    """
+    """The loss that a model returns."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(Tracer(model), WAY_OUT)
@@ -71,10 +66,6 @@ class ModelLoss(OfModel):
 
 class DeclaredLoss(ModelLoss):
     """Loss of `Loss.inside`, traced in the model as far as possible.
-
-    Args:
-        model: the model.
-        declared: the user's declaration of its loss.
 
     Attributes:
         believed: the current step divides by the declared count, which is not shown.

@@ -240,11 +240,7 @@ class Recipe:
 
 
 class Recipes:
-    """Recipes for the tensors of one forward.
-
-    Args:
-        inputs: the batch: any tree of tensors.
-    """
+    """Recipes for the tensors of one forward."""
 
     def __init__(self, inputs: Any) -> None:
         self._made: dict[int, Recipe] = {}

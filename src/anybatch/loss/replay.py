@@ -399,13 +399,6 @@ class ReplayedCall:
 class Replay:
     """The calls of functionals that make up a loss of the full batch.
 
-    Args:
-        values: read by the loss beside its arguments.
-        terms: with their weights, as called with rows without data.
-        sources: of their arguments.
-        outputs: of these rows.
-        trace: of the same call.
-
     Attributes:
         forms: of the rows that were compared with the full batch.
         name: of the loss.

@@ -477,10 +477,6 @@ def numbers_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]
 class CallLog:
     """All calls of torch in one call of a loss, for comparison with another one.
 
-    Args:
-        outputs: of the model.
-        targets: of the batch.
-
     Attributes:
         calls: for each the function, the numbers that it was given, the tensors by their places
             among outputs, targets and results, and the modes that change what it does.

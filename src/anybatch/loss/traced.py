@@ -237,9 +237,6 @@ class Tracer:
 class TracedModel(nn.Module):
     """Wrapper of a model, with a forward that returns its loss and the traced terms.
 
-    Args:
-        model: any module that returns its loss, as for `Tracer`.
-
     Attributes:
         lists: the last forward returned a list.
     """

@@ -65,11 +65,6 @@ class Held:
 class Hold:
     """Mover of storages out and in, with a count of the resident bytes that may be offloaded.
 
-    Args:
-        store: where they go.
-        device: of the storages.
-        meters: count the resident bytes.
-
     Attributes:
         all: by the address of the storage.
         movable: those of them that have memory and may be evicted.
@@ -389,9 +384,6 @@ class Copier:
     """Does jobs in order, in a thread of the pool from the first of them on, or before.
 
     Where no thread can be started, the caller does the job.
-
-    Args:
-        device: the other side of a copy from or to the host.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -463,10 +455,6 @@ class Copier:
 
 class StoreCopies:
     """Copies between a device and a store, which is opened at the first of them.
-
-    Args:
-        make: returns the store.
-        device: of the tensors.
 
     Attributes:
         out: bytes that were copied out since `begin`.

@@ -373,11 +373,7 @@ class KernelObserver(Protocol):
 
 
 class Paging(DispatchMode):
-    """Dispatch mode that makes operands of kernels resident, and registers their results.
-
-    Args:
-        pager: the pager that does it.
-    """
+    """Dispatch mode that makes operands of kernels resident, and registers their results."""
 
     def __init__(self, pager: KernelObserver) -> None:
         super().__init__()

@@ -306,13 +306,7 @@ def _flat(storage: Any) -> Tensor:
 
 
 class StagedStore(FileStore):
-    """A file for storages of another device, by way of host memory, page-locked where that helps.
-
-    Args:
-        folder: as of `FileStore`.
-        direct: as there.
-        check: as there.
-    """
+    """A file for storages of another device, by way of host memory, page-locked where that helps."""
 
     def __init__(
         self, folder: Path | None = None, *, direct: bool = False, check: bool = False

@@ -416,12 +416,7 @@ def _nothing(like: Tensor) -> Tensor:
 
 
 class Fingerprints:
-    """Fingerprints of the storages that a step drops, to compare those that are made again.
-
-    Args:
-        count: how many are dropped, at most.
-        device: of the storages.
-    """
+    """Fingerprints of the storages that a step drops, to compare those that are made again."""
 
     def __init__(self, count: int, device: torch.device) -> None:
         with _disable_current_modes():  # which would count them

@@ -113,9 +113,6 @@ class PagedModel:
 class _PageInMode(DispatchMode):
     """Has the operands of every kernel brought in before it runs.
 
-    Args:
-        pages: the pages that do it.
-
     Attributes:
         pages: the same; read by forecasts (`anybatch.memory.fakes`).
     """
@@ -168,11 +165,7 @@ def _halves(
 
 
 class _Writes:
-    """Arguments that a kernel writes to; all of them if it has no schema.
-
-    Args:
-        func: the kernel.
-    """
+    """Arguments that a kernel writes to; all of them if it has no schema."""
 
     def __init__(self, func: Any) -> None:
         schema = getattr(func, "_schema", None)
@@ -191,11 +184,7 @@ class _Writes:
 
 
 class _Addresses(TorchFunctionMode):
-    """Function mode that makes a tensor permanently resident when its address is requested.
-
-    Args:
-        pages: the pages that prefetch it.
-    """
+    """Function mode that makes a tensor permanently resident when its address is requested."""
 
     def __init__(self, pages: Pages) -> None:
         self._pages = pages

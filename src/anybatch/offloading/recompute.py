@@ -177,12 +177,7 @@ Value = Operand | Leaf | Number | Operation | None
 
 
 class RecomputeRecipe:
-    """How to have a storage again.
-
-    Args:
-        operation: the last one of the recipe.
-        tensor: fills the storage.
-    """
+    """How to have a storage again."""
 
     __slots__ = ("_operation", "_shape", "_size", "_stride")
 

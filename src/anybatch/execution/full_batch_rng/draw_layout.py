@@ -121,14 +121,7 @@ def _made_up(step: Step) -> tuple[MicroBatch, MicroBatch]:
 
 
 class Lesson:
-    """The forwards from which layouts are learnt; `run` runs them.
-
-    Args:
-        step: the step.
-        rng: the state with which the forward of the full batch begins.
-        full: the first rows of the batch.
-        part: the last of these, in reverse.
-    """
+    """The forwards from which layouts are learnt; `run` runs them."""
 
     def __init__(self, step: Step, rng: RNGState, full: MicroBatch, part: MicroBatch) -> None:
         assert step.draws is not None

@@ -47,11 +47,7 @@ NOWHERE = Pattern((), ())
 
 
 class FullBatchRNG(DispatchMode):
-    """Dispatch mode of full-batch draws, for a micro-batch's forward, loss and backward.
-
-    Args:
-        shared: of the step.
-    """
+    """Dispatch mode of full-batch draws, for a micro-batch's forward, loss and backward."""
 
     def __init__(self, shared: SharedDraws) -> None:
         super().__init__()

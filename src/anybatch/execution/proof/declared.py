@@ -387,13 +387,7 @@ MOST = 1 << 20
 
 @dataclass(frozen=True)
 class Entries:
-    """The lists, texts and arrays of a batch, and a declared loss.
-
-    Args:
-        own: of the loss.
-        few: a few rows.
-        layout: where each output holds the samples; None where it holds none.
-    """
+    """The lists, texts and arrays of a batch, and a declared loss."""
 
     own: Own
     few: LossRows

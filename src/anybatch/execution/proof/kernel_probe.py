@@ -133,14 +133,7 @@ def _isnan(tensor: Tensor) -> Tensor:
 
 
 class _Again:
-    """Rerun of a kernel with other values of one sample, from the RNG state of its first run.
-
-    Args:
-        call: the call.
-        leaves: its arguments before the call.
-        spec: how these lie in its arguments.
-        chosen: where the sample has a part in each; None where it has none.
-    """
+    """Rerun of a kernel with other values of one sample, from the RNG state of its first run."""
 
     def __init__(
         self, call: Call, leaves: list[Any], spec: Any, chosen: list[Tensor | None]

@@ -239,9 +239,6 @@ BEGINS = frozenset(("forward", "backward", "trace"))
 class Paths:
     """Names the modules of a model.
 
-    Args:
-        model: whose modules are named.
-
     Attributes:
         outside: the name of what runs in none of them.
     """

@@ -402,12 +402,7 @@ ALONG = frozenset(
 
 
 class FreeTensors:
-    """Record of the tensors in which no sample has a part.
-
-    Args:
-        names: names of parameters and buffers, by id.
-        rows: how many there are.
-    """
+    """Record of the tensors in which no sample has a part."""
 
     def __init__(self, names: Mapping[int, str], rows: int) -> None:
         self._names, self._rows = names, rows

@@ -85,11 +85,7 @@ class NeededError(Exception):
 
 
 class Reads(TorchFunctionMode):
-    """Take note of sizes that are read, and of reads past all kernels.
-
-    Args:
-        follow: traces the forward; reads are recorded there.
-    """
+    """Take note of sizes that are read, and of reads past all kernels."""
 
     def __init__(self, follow: Follow) -> None:
         super().__init__()
@@ -222,9 +218,6 @@ class _Within:
 
     This is no generator: one that an interrupt has left behind ends when it is forgotten, and would
     then pop modes that are not its own. Those that a step has left entered the step takes off.
-
-    Args:
-        contexts: makes each when it is entered.
     """
 
     def __init__(self, contexts: Callable[[], Iterable[AbstractContextManager[Any]]]) -> None:
