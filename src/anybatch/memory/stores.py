@@ -306,7 +306,7 @@ def _flat(storage: Any) -> Tensor:
 
 
 class StagedStore(FileStore):
-    """A file for storages of another device, by way of host memory, page-locked where that helps."""
+    """A file for storages of another device, by way of host memory, pinned where that helps."""
 
     def __init__(
         self, folder: Path | None = None, *, direct: bool = False, check: bool = False
