@@ -49,7 +49,7 @@ __getattr__, __dir__ = lazy(
     },
 )
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Adaptive",

@@ -54,7 +54,6 @@ EXTRAS = {
 }
 """Extra -> what it brings; `conv-cuda` is used where it is there and missed nowhere."""
 
-NOT_SHOWN = "Not shown yet"
 
 WITHOUT = """
 import sys
@@ -188,12 +187,10 @@ def test_both_say_what_they_are(built: Path, wheel: Path) -> None:
     assert plain == {"torch", "numpy"}
 
 
-def test_the_changelog_is_of_this_version() -> None:
-    text = (ROOT / "CHANGELOG.md").read_text()
-    versions = re.findall(r"^## \[([^\]]+)\]", text, re.MULTILINE)
-    assert versions[:2] == ["Unreleased", anybatch.__version__]
-    kinds = set(re.findall(r"^### (.+)$", text, re.MULTILINE))
-    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", NOT_SHOWN}
+def test_the_changelog_is_of_this_version_and_can_be_read() -> None:
+    parts = re.split(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert parts[1:5:2] == ["Unreleased", anybatch.__version__]
+    assert max(text.count("\n") for text in parts) <= 90
 
 
 def test_the_command_runs(empty: Path) -> None:
