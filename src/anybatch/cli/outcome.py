@@ -72,6 +72,7 @@ def summary_table(summary: Summary) -> Table:
         "micro-batch": str(summary.micro_batch),
         name: percent(summary.last),
         **({"ranks": str(summary.ranks)} if summary.ranks > 1 else {}),
+        **({"exact": summary.exact.partition(":")[0]} if summary.exact else {}),
         **({"BatchNorm": f"exact from epoch {at}"} if (at := summary.exact_from) else {}),
         "seconds": f"{summary.seconds:.1f}",
         "images/s": f"{summary.images_per_second:,.0f}",

@@ -315,6 +315,7 @@ class TrainingRun:
 
     def _summary(self, *, interrupted: bool, stopped: str | None) -> Summary:
         parts, settings, counts = self.parts, self.settings, self.counts
+        plan = self.planned.engine.plan
         train_seconds = counts.train_seconds + (self.part.seconds if self.part is not None else 0)
         return Summary(
             **circumstances(settings, parts, self.team),
@@ -327,6 +328,7 @@ class TrainingRun:
             train_seconds=train_seconds,
             images_per_second=counts.images / max(train_seconds, 1e-9),
             exact_from=self.norms.exact_from,
+            exact=str(plan.exact) if plan is not None and counts.step else None,
             skipped=len(self.reading.unreadable),
             resumed=counts.resumed,
             interrupted=interrupted,

@@ -190,7 +190,8 @@ class Summary:
     `stopped` says why a run ended early. `malloc` is the host allocator's mode: see `allocator`.
     `ranks` is how many processes shared each mini-batch; but for `micro_batch`, figures are those
     of all of them. `report` names the page about the run, or says why there is none; None where no
-    folder is written. `exact_from` is the epoch from which on an adaptive BatchNorm was exact.
+    folder is written. `exact_from` is the epoch from which on an adaptive BatchNorm was exact,
+    `exact` the evidence of the last step's plan, None before a step.
     """
 
     metric: str
@@ -219,6 +220,7 @@ class Summary:
     versions: dict[str, str]
     ranks: int = 1
     exact_from: int | None = None
+    exact: str | None = None
     resumed: int
     interrupted: bool
     stopped: str | None

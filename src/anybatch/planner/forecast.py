@@ -302,7 +302,7 @@ class Forecast:
         divided = self.divides(n, size)
         held = self.held(size, divided=divided)
         if divided:
-            found["first look"] = self.looked.at(min(n, 2)).plus(merged(held, self._masks(n)))
+            found["first inspection"] = self.looked.at(min(n, 2)).plus(merged(held, self._masks(n)))
         sums = self.accumulated if accumulator and divided else None
         step = self._line(n, size) if sums is None else sums.at(n)
         if self.global_samples:

@@ -101,7 +101,12 @@ def test_a_budget_is_drawn_on_the_scale_of_the_bytes_or_not_at_all() -> None:
 
 
 def test_names_of_phases_do_not_lie_on_each_other() -> None:
-    phases = (("first look", 0.0), ("three micro-batches", 3.0), ("update", 30.0), ("end", 39.5))
+    phases = (
+        ("first inspection", 0.0),
+        ("three micro-batches", 3.0),
+        ("update", 30.0),
+        ("end", 39.5),
+    )
     svg = read(draw_envelope(TITLED, replace(Envelope.of(ordered()), phases=phases), 1))
     texts = [one for one in svg.all("text") if one.text in dict(phases)]
     assert [one.text for one in texts] == list(dict(phases))

@@ -227,7 +227,8 @@ def test_memory_is_shown_by_owner_against_the_budget() -> None:
         ["budget", "4.0 MiB", "100.00 %"],
     ]
     assert (
-        "Measured peak 1.0 MiB most of the measured steps; 50.00 % of the prediction" in page.text
+        "Measured peak 1.0 MiB most of the measured steps, in any size; 50.00 % of the prediction"
+        in page.text
     )
     step = record.step
     assert step is not None

@@ -58,7 +58,7 @@ def test_the_peak_is_the_plans_and_so_are_its_owners(
     assert title in step.title
     names = [phase.name for phase in step.phases]
     divided = plan.mechanism != "undivided"
-    assert names == (["first look", DIVIDED, "update"] if divided else [UNDIVIDED, "update"])
+    assert names == (["first inspection", DIVIDED, "update"] if divided else [UNDIVIDED, "update"])
     firsts = [phase.first for phase in step.phases]
     assert firsts == sorted({*firsts})
     assert firsts[-1] < len(step.ledger.events)

@@ -43,12 +43,16 @@ def memory(record: RunRecord) -> list[Section]:
             lead = [f"A step was measured to hold {more} more than the budget."]
     if measured is not None:
         of = "" if found is None else f"; {percent(measured / found.predicted)} of the prediction"
-        facts.append(Fact("Measured peak", show_bytes(measured), f"most of the measured steps{of}"))
-    figures = (_timeline(record.step),) if record.step is not None and record.step.live else ()
+        more = f"most of the measured steps, in any size{of}"
+        facts.append(Fact("Measured peak", show_bytes(measured), more))
+    step = record.step
+    figures = (_timeline(step),) if step is not None and step.live else ()
     tables = () if found is None else (_owners(found),)
     if not facts and not figures:
         return []
-    return [Section("memory", "Memory", tuple(lead), tuple(facts), figures=figures, tables=tables)]
+    points = () if step is None or not step.live or step.timed else (_EVENTS,)
+    told = (tuple(lead), tuple(facts), False, points)
+    return [Section("memory", "Memory", *told, figures=figures, tables=tables)]
 
 
 def _against_budget(found: Memory) -> list[Fact]:
@@ -123,25 +127,19 @@ def explained(record: RunRecord) -> list[Section]:
     plan = record.plan
     if plan is None:
         return []
+    state, _, by = str((record.summary or {}).get("exact") or plan.exact).partition(": ")
     facts = (
         Fact("Micro-batch", f"{plan.micro_batch} samples"),
         Fact("Mechanism", plan.mechanism, _MECHANISMS.get(plan.mechanism, "")),
         Fact("Gradients", plan.accumulate, _GRADIENTS.get(plan.accumulate, "")),
-        Fact("Exact", plan.exact.state, f"{_EXACT[plan.exact.state]}: {plan.exact.by}"),
+        Fact("Exact", state, f"{_EXACT.get(state, state)}: {by}"),
         *(() if plan.states is None else (Fact("Optimizer's state", str(plan.states)),)),
         *(() if plan.pace is None else _pace(plan.pace)),
     )
     points = tuple(f"{reason[:1].upper()}{reason[1:]}." for reason in plan.reasons)
-    return [
-        Section(
-            *("plan", "The plan, and why"),
-            facts=facts,
-            points=points,
-            tables=_candidates(plan),
-            text=str(plan),
-            text_name="The plan in its own words",
-        )
-    ]
+    told = {"text": str(plan), "text_name": "The plan in its own words"}
+    tables = _candidates(plan)
+    return [Section("plan", "The plan, and why", (), facts, False, points, (), tables, **told)]
 
 
 def _pace(pace: Pace) -> tuple[Fact, ...]:
@@ -153,6 +151,9 @@ def _pace(pace: Pace) -> tuple[Fact, ...]:
     return fact("A step of the real loop", 1), *epoch
 
 
+_EVENTS = (
+    "Events are in their order, without a scale of time; the first inspection is of a few rows."
+)
 _MECHANISMS = {
     "undivided": "the mini-batch in one piece",
     "streaming": "one micro-batch after another, one pass",
@@ -197,19 +198,11 @@ def convolutions(record: RunRecord) -> list[Section]:
         return []
     rows = tuple(_kernel(one) for one in found.kernels)
     names = ("Kernel", "Samples", "Channels", "Window", "Computed by", "Takes", "Torch takes")
-    table = Table(
-        *("kernels", "Kernels of the convolutions", (*names, "Workspace", "Times as fast")),
-        rows,
-        words=frozenset({2, 3, 4}),
-    )
-    return [
-        Section(
-            *("convolutions", "Convolutions"),
-            facts=_workspace(found),
-            lead=(f"{found}."[:1].upper() + f"{found}."[1:],),
-            tables=(table,) if rows else (),
-        )
-    ]
+    columns = (*names, "Workspace", "Times as fast")
+    caption = "Kernels; fft@24 x 2 is two parts of 24 samples, by fft"
+    table = Table("kernels", caption, columns, rows, words=frozenset({2, 3, 4}))
+    lead, tables = (f"{found}."[:1].upper() + f"{found}."[1:],), (table,) if rows else ()
+    return [Section("convolutions", "Convolutions", lead, _workspace(found), tables=tables)]
 
 
 def _workspace(found: Divisions) -> tuple[Fact, ...]:

@@ -34,8 +34,8 @@ SHOWN = (1, 2, 3, 4, 6, 8, 12, 16)
 """GPUs of the table by the lemma, as far as there are samples for them."""
 
 LEFT_OUT = (
-    "By Lemma 3.1 computing is divided among the GPUs, and what else a step took here stays as it "
-    "is",
+    "Lemma 3.1 is of Zou et al., Distributed Training Large-Scale Deep Architectures: computing is "
+    "divided among the GPUs, all else that a step took here stays as it is",
     "Left out: summing gradients over a network, which was not measured, and that a small share of "
     "a mini-batch is computed less well; anybatch plan counts both where --gpus, --speedup or "
     "--deadline is given",
@@ -74,7 +74,7 @@ def _by_lemma(found: Overhead, samples: int) -> Section:
     ratio = found.ratio
     limit = f"no number of GPUs gets beyond {number(planning.speedup_limit(ratio))} times the speed"
     facts = (
-        Fact("R_O", number(ratio), "overhead: seconds that are not computing, by computing"),
+        Fact("R_O", number(ratio), "overhead: all other seconds of a step / seconds of computing"),
         Fact("Waiting for data", show_seconds(found.waiting), "of a step, mean"),
         Fact("Computing", show_seconds(found.computing), "of a step, mean"),
         Fact("All else", show_seconds(found.rest), "of a step, mean: the update above all"),

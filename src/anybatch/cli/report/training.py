@@ -28,7 +28,8 @@ POINTS, ROWS = 240, 60
 """Places of a curve, and rows of a table, at most."""
 
 _VERSIONS = {"python": "Python", "system": "System"}
-METRICS = {"accuracy": "Accuracy", "iou": "IoU"}
+METRICS = {"accuracy": "Accuracy", "iou": "IoU (intersection over union)"}
+_FREED = {"tight": "freed memory is returned at once", "fast": "freed memory is kept"}
 
 
 def outcome(record: RunRecord) -> list[Section]:
@@ -91,7 +92,7 @@ def what_was_run(record: RunRecord) -> list[Section]:
         "Seed": (settings.get("seed"), ""),
         "Device": (process.get("device"), _counted(process.get("threads"), "CPU threads")),
         "Processes": (record.ranks if record.ranks > 1 else None, "share every mini-batch"),
-        "Host allocator": (process.get("malloc"), ""),
+        "Host allocator": (process.get("malloc"), _FREED.get(str(process.get("malloc")), "")),
         **{_VERSIONS.get(name, name): (value, "") for name, value in versions.items()},
     }
     facts = [
