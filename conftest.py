@@ -9,7 +9,7 @@ import random
 import signal
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,18 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_collection_finish(session: pytest.Session) -> None:
     fakes.caches = lambda: [*FOUND_CACHES, *FIND()]
     freeze()
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """A headless browser."""
+    from scripts import screens
+
+    pytest.importorskip("playwright", reason="playwright drives it: pip install 'anybatch[dev]'")
+    if screens.BROWSER is None:
+        pytest.skip("no browser on the path: install chromium, with your system's tool")
+    with screens.chromium() as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -24,8 +24,8 @@ import typer
 ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*(?:\.py|\.toml|\.json|LICENSE))\)")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", "": "text"}
-BESIDE = (".png", ".css", ".js")
-"""Files that a page needs beside itself."""
+BESIDE = (".png", ".svg", ".css", ".js")
+"""Files that a page needs beside itself, or in a folder of its name."""
 LARGEST = 200_000
 """Bytes of a file that is shown; of a longer one, what comes first."""
 
@@ -49,12 +49,10 @@ def lay_out(root: Path, folder: Path) -> None:
         linked |= {(page.parent / name).resolve() for name in LINK.findall(text)}
         name = page.relative_to(root)
         _write(folder / name, boost(name) + LINK.sub(r"](\1.md)", text))
-        for extra in (
-            *page.parent.glob("*.png"),
-            *page.parent.glob("*.css"),
-            *page.parent.glob("*.js"),
-        ):
-            shutil.copy(extra, folder / extra.relative_to(root))
+        for extra in (*page.parent.iterdir(), *page.with_suffix("").glob("*")):
+            if extra.suffix in BESIDE:
+                (folder / extra.relative_to(root)).parent.mkdir(exist_ok=True)
+                shutil.copy(extra, folder / extra.relative_to(root))
     for path in sorted(path for path in linked if path.is_file()):
         name = path.relative_to(root)
         _write(folder / f"{name}.md", code_page(str(name), path.read_text()))

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from scripts.website import ROOT, build, lay_out, pages
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-BROWSER = next(filter(None, map(shutil.which, NAMES)), None)
-ARGUMENTS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
-opened = pytest.mark.skipif(
-    BROWSER is None or importlib.util.find_spec("playwright") is None,
-    reason="no browser on the path: install chromium, and pip install 'anybatch[dev]'",
-)
 WIDER = """() => document.documentElement.scrollWidth - document.documentElement.clientWidth"""
 CONFIG = ROOT / "mkdocs.yml"
 FROM_ELSEWHERE = re.compile(
@@ -37,17 +24,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lay_out(ROOT, pages_there)
     build(pages_there, out)
     return out
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    """A browser, which may open files and nothing else."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=BROWSER, args=list(ARGUMENTS))
-        yield browser
-        browser.close()
 
 
 def html(site: Path, page: Path) -> Path:
@@ -89,7 +65,6 @@ def test_nothing_is_requested_of_a_network(site: Path) -> None:
     assert FROM_ELSEWHERE.search('<link rel="stylesheet" href="//example.org/x.css">')
 
 
-@opened
 def test_the_search_finds_a_refusal_in_a_page_that_was_opened_from_a_folder(
     site: Path, chromium: Any
 ) -> None:
@@ -103,7 +78,6 @@ def test_the_search_finds_a_refusal_in_a_page_that_was_opened_from_a_folder(
     page.close()
 
 
-@opened
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_page_is_wider_than_its_window(
@@ -112,7 +86,7 @@ def test_no_page_is_wider_than_its_window(
     """Wide tables and code scroll by themselves; the theme is that of the reader."""
     context = chromium.new_context(viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = context.new_page()
-    for name in ("index.html", "docs/start.html", "docs/shown.html", "docs/benchmarks/honest.html"):
+    for name in ("index.html", "docs/start.html", "docs/shown.html", "docs/benchmarks/tables.html"):
         page.goto((site / name).as_uri())
         assert page.evaluate(WIDER) == 0, name
         wanted = "slate" if scheme == "dark" else "default"

@@ -6,35 +6,17 @@ without a mouse. So a headless Chromium opens the page, and measures.
 
 from __future__ import annotations
 
-import importlib.util
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.report.pages import in_order, log_of, plan_of, record_of, with_offload
+from tests.cli.report.pages import in_order, log_of, plan_of, record_of, scaled, with_offload
 
 from anybatch.cli.report.history import RunHistory
 from anybatch.cli.report.write import page_of
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-FOUND = next(filter(None, map(shutil.which, NAMES)), None)
-ARGUMENTS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
-    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
-)
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("playwright") is None,
-        reason="playwright drives the browser: pip install 'anybatch[dev]'",
-    ),
-    pytest.mark.skipif(
-        FOUND is None,
-        reason="no browser on the path: install chromium or google-chrome, with your system's tool",
-    ),
-]
 LONG = "a_folder_with_a_name_that_no_telephone_shows_in_one_line_" * 3
 
 WIDTHS = (320, 360, 768, 1440)
@@ -92,16 +74,6 @@ LISTEN = """node => { window.scrolled = new Promise((done, fail) => {
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=FOUND, args=list(ARGUMENTS))
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A page with everything that a page can have, and long names."""
     path = tmp_path_factory.mktemp("page") / "report.html"
@@ -156,12 +128,26 @@ def test_every_word_can_be_read_and_nothing_is_cut_off(
         assert (sum(map(int, ground[4:-1].split(","))) > 384) is (scheme == "light")
 
 
+@pytest.mark.parametrize("epochs", [0, 1, 300])
+def test_a_run_of_any_length_fits_a_telephone(chromium: Any, epochs: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.html"
+    history = RunHistory.of(log_of(epochs, metric="iou"))
+    path.write_text(page_of(record_of(history=history, plan=scaled(plan_of()))))
+    with opened(chromium, path, 390, color_scheme="dark") as page:
+        open_all(page)
+        assert page.evaluate("document.documentElement.scrollWidth") == 390
+        assert page.evaluate(OVERFLOW) == []
+        assert page.locator(".drawing").count() >= 2
+
+
 def test_figures_stand_side_by_side_where_the_page_is_wide(chromium: Any, file: Path) -> None:
     tops = {}
     for width in (360, 1440):
         with opened(chromium, file, width) as page:
             boxes = [page.locator(f"#{name}-figure").bounding_box() for name in ("loss", "metric")]
             tops[width] = [box["y"] for box in boxes]
+            width_of = page.locator("main").bounding_box()["width"]
+        assert width_of > 0.9 * width
     assert tops[1440][0] == tops[1440][1]
     assert tops[360][0] < tops[360][1]
 
