@@ -34,7 +34,7 @@ from benchmarks.integrations.transformers import rows as of_transformers
 from benchmarks.mbs.adversary import rows as adversary_rows
 from benchmarks.mbs.choice import rows as choice
 from benchmarks.mbs.draw_layouts import rows as draw_rows
-from benchmarks.mbs.first_step.rows import first_step
+from benchmarks.mbs.first_step.rows import first_step, first_step_summary
 from benchmarks.mbs.honest import rows as honest_rows
 from benchmarks.mbs.peak.rows import peak
 from benchmarks.mbs.prediction import rows as prediction
@@ -110,6 +110,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "overhead": ("mbs/overhead", overhead),
     "own_losses": ("mbs/own_losses", own_losses),
     "first_step": ("mbs/first_step", first_step),
+    "first_step_summary": ("mbs/first_step", first_step_summary),
     "peak": ("mbs/peak", peak),
     "soak": ("mbs/soak", soak),
     "gpu": ("platforms/gpu", gpu),

@@ -60,7 +60,8 @@ def sections(docstring: str) -> Iterator[tuple[str, str]]:
     name, lines = "", list[str]()
     for line in docstring.splitlines():
         start = re.match(rf"({SECTIONS}):\s*(.*)", line)
-        if start or (name and line and not line.startswith(" ")):
+        after = name in LISTS or name == "Example" or not lines or not lines[-1].strip()
+        if start or (name and line and not line.startswith(" ") and after):
             yield name, dedent("\n".join(lines)).strip()
             name, lines = (start[1], [start[2]]) if start else ("", [line])
         else:
@@ -228,7 +229,8 @@ def _argument(parameter: inspect.Parameter) -> str:
         text = f"*{text}"
     if parameter.annotation is not parameter.empty:
         text += f": {_words(parameter.annotation)}"
-    return text if parameter.default is parameter.empty else f"{text} = {parameter.default!r}"
+    default = re.sub(r"<built-in function (\w+)>", r"\1", repr(parameter.default))
+    return text if parameter.default is parameter.empty else f"{text} = {default}"
 
 
 def _words(annotation: Any) -> str:
