@@ -6,6 +6,8 @@ in float64 put torch's operations in its place, for both.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,8 @@ from benchmarks.hosts.trl.runs import (
     train,
 )
 from datasets import Dataset
+from tests.hosts import trl_on_ranks
+from torch.nn import functional as F
 
 from anybatch.errors import NotExactError, NotYetError
 from anybatch.integrations import trl as ours
@@ -142,6 +146,68 @@ def test_a_budget_holds(name: str) -> None:
     assert last.peak_bytes <= last.predicted_bytes <= 500 << 10
 
 
+RANKED = [
+    "SFT completions, LoRA",
+    "SFT padding-free",
+    "SFT packed, bfd",
+    "DPO sigmoid",
+    "DPO sigmoid, LoRA",
+    "GRPO dapo, LoRA, KL",
+    "GRPO bnpo",
+    "GRPO dr_grpo",
+    "GRPO dapo, each batch twice",
+    "GRPO dapo, two steps a generation",
+]
+
+
+@pytest.mark.large(few=3)
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("name", RANKED)
+def test_two_ranks_have_the_gradient_and_the_metrics_of_the_batch_of_both(
+    name: str, tmp_path: Path
+) -> None:
+    """Real processes on gloo, with other micro-batches than one process with both batches."""
+    words = ["tests.integrations.forked", "tests.hosts.trl_on_ranks", str(tmp_path), name]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt", weights_only=False) for rank in range(2)]
+    case = BY_NAME[name]
+    options: dict[str, Any] = {"train_dataset": trl_on_ranks.rows_of(case), "steps": 2}
+    want = train(case, host(case), **options, runs=case.method != "GRPO")
+    if case.method == "GRPO":  # ranks draw completions of their own
+        want.gradients = [of_both(want.trainer, ranks, step) for step in range(2)]
+    for rank in ranks:
+        assert rank["samples"] == 2 * trl_on_ranks.BATCH
+        assert rank["micro_batches"] == [2, 2]
+        got = Found(rank["gradients"], rank["logs"], None)
+        assert got.error(want) <= FLOOR
+    if case.method != "GRPO":
+        assert_metrics(Found([], ranks[0]["logs"], None), want)
+
+
+def of_both(trainer: Any, ranks: list[Any], step: int) -> dict[str, torch.Tensor]:
+    """The gradient of TRL's own loss of the completions of all ranks, in one process."""
+    trainer.model.load_state_dict(ranks[0]["before"][step])
+    trainer.model.train().zero_grad()
+    trainer.current_gradient_accumulation_steps = 1
+    rows = [rank["inputs"][step] for rank in ranks]
+    wide = max(len(one["completion_mask"][0]) for one in rows)
+
+    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
+        if parts[0].dim() == 0:
+            return parts[0]
+        prompts = parts[0].dim() == 2 and parts[0].shape[1] == rows[0]["prompt_ids"].shape[1]
+        fill = [0 if prompts or part.dim() == 1 else wide - part.shape[1] for part in parts]
+        return torch.cat([F.pad(p, (0, n)) if n else p for p, n in zip(parts, fill, strict=True)])
+
+    both = {name: joined([one[name] for one in rows]) for name in rows[0]}
+    trainer.compute_loss(trainer.model, both).backward()
+    named = trainer.model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+
 def made(method: str, settings: dict[str, Any] | None = None, **named: Any) -> Any:
     case = Case("", method, settings or {})
     config = getattr(trl, f"{method}Config")
@@ -180,6 +246,16 @@ def test_settings_that_were_not_shown_to_be_exact_are_refused_by_name(
 ) -> None:
     with pytest.raises(NotYetError, match=words):
         made(method, settings)
+
+
+def test_two_processes_are_refused_where_samples_meet_in_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trl.DPOConfig, "world_size", 1)
+    trainer = made("DPO", {"loss_type": ["aot"]})
+    monkeypatch.setattr(trl.DPOConfig, "world_size", 2)
+    with pytest.raises(NotYetError, match="in which samples meet, with 2 processes, is not supp"):
+        trainer._refuse_untried(trainer._in_model())
 
 
 def test_a_loss_function_of_ones_own_is_refused_by_name() -> None:

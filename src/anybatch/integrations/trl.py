@@ -73,6 +73,7 @@ class BatchTrainer(Trainer):
     _trusted = (trl.SFTTrainer, trl.DPOTrainer, trl.GRPOTrainer, _BaseTrainer)
     _options: dict[str, Any]
     _metrics: dict[str, Any]
+    accelerator: Any
     ref_model: Any
     data_collator: Any
 
@@ -88,7 +89,6 @@ class BatchTrainer(Trainer):
 
     def _in_settings(self, args: Any) -> Iterator[Refusal]:
         """Yield settings that are refused, each as a condition, a name and a remedy."""
-        yield args.world_size > 1, f"world_size={args.world_size}", "run one process"
         yield (
             getattr(args, "activation_offloading", False),
             "activation_offloading=True",
@@ -97,6 +97,12 @@ class BatchTrainer(Trainer):
 
     def _in_model(self) -> Iterator[Refusal]:
         """Yield refusals of a trainer that is made, in the same form."""
+        ranks = self.args.world_size
+        yield (
+            ranks > 1 and self._sum() is None,
+            f"a loss in which samples meet, with {ranks} processes,",
+            "run one process",
+        )
         yield self.aux_loss_enabled, "the auxiliary loss of experts", "set router_aux_loss_coef=0.0"
         adapters = getattr(self.model, "peft_config", {}).values()
         yield (
@@ -202,6 +208,7 @@ class BatchTrainer(Trainer):
         """Restore TRL's notes after the body: metrics, counts, coefficients that adapt."""
         before = dict(vars(self))
         self._metrics = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self.accelerator = OneRank(self.accelerator)
         try:
             yield
         finally:
@@ -223,6 +230,11 @@ class BatchTrainer(Trainer):
             self._verified = engine
         with torch.no_grad():
             own = self._of_rows(outputs, targets, self._items_passed)
+            if self._declared is not None and self.args.world_size > 1:
+                here = self._declared.numerator(outputs, targets), self._declared.count(targets)
+                both = torch.stack([torch.as_tensor(value, device=device) for value in here])
+                numerator, count = self.accelerator.reduce(both)
+                own = numerator / count
         bound = torch.finfo(own.dtype).eps ** 0.5 * max(1.0, abs(float(own)))
         if not abs(float(loss) - float(own)) <= bound and float(own) == float(own):
             raise NotExactError(
@@ -265,6 +277,20 @@ class BatchTrainer(Trainer):
             )
 
 
+class OneRank:
+    """An accelerator whose collectives return the rows of this rank.
+
+    A loss is computed once for each micro-batch, of which ranks may have different numbers.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        collective = name in ("gather", "gather_for_metrics", "reduce")
+        return (lambda rows, *_, **__: rows) if collective else getattr(self._accelerator, name)
+
+
 class Budget:
     """The arguments of an engine, stored before TRL's own `__init__`."""
 
@@ -293,9 +319,10 @@ class SFTTrainer(Budget, trl.SFTTrainer, BatchTrainer):  # type: ignore[misc]
     padding-free documents are rows, told apart by their positions.
 
     Raises:
-        NotYetError: several processes, images, experts that are balanced, virtual tokens,
-            ``activation_offloading``, ``compute_loss_func``, ``label_smoothing_factor``, and what
-            `anybatch.integrations.transformers.Trainer` refuses.
+        NotYetError: images, experts that are balanced, virtual tokens, several processes with a
+            loss in which samples meet, ``activation_offloading``, ``compute_loss_func``,
+            ``label_smoothing_factor``, and what `anybatch.integrations.transformers.Trainer`
+            refuses.
         NotExactError: `compute_loss` is overridden; at the first step, the model does not tell
             packed documents apart.
 

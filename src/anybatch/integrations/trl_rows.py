@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor, nn
 from trl.trainer.utils import FusedCausalLMOutput, use_adapter
 
@@ -197,7 +198,8 @@ def _completions(rows: Rows) -> int:
 
 
 def _generated(rows: Rows) -> Tensor:
-    counted: Tensor = rows["num_items_in_batch"].clamp(min=1)
+    """Return this rank's share, by which TRL divides, of the tokens of all ranks."""
+    counted: Tensor = rows["num_items_in_batch"].clamp(min=1) / PartialState().num_processes
     return counted
 
 
