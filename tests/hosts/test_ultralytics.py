@@ -138,9 +138,21 @@ def test_a_loss_of_its_own_is_refused() -> None:
         trainer.preprocess_batch({})
 
 
+@pytest.mark.parametrize(("devices", "rank"), [(2, -1), (0, 1)])
+def test_several_processes_are_refused_before_they_start(
+    monkeypatch: pytest.MonkeyPatch, devices: int, rank: int
+) -> None:
+    """Of GPUs that ultralytics would start, and of torchrun on the CPU, which it does not see."""
+    monkeypatch.setattr("ultralytics.utils.RANK", rank)
+    trainer: Any = type("Trainer", (AnyBatch,), {"world_size": devices})()
+    trainer.args = type("Args", (), {"device": "0,1" if devices else "cpu"})
+    with pytest.raises(NotYetError, match="trains in one process, on one device"):
+        trainer.train()
+
+
 def test_another_task_is_refused() -> None:
     class Other(AnyBatch):
-        accumulate, batch_size, world_size = 1, 4, 1
+        accumulate, batch_size = 1, 4
 
     trainer: Any = Other()
     trainer.model = DetectionModel("yolov8n.yaml", nc=2, verbose=False)

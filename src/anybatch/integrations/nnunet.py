@@ -59,7 +59,7 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
         ImportError: nnunetv2 is not installed.
         NotExactError: at a step, if a `train_step` uses the outputs of the network other than in
             the loss.
-        NotYetError: at a step, on several GPUs.
+        NotYetError: at the start, on several GPUs.
 
     Example:
         >>> class Trainer6GiB(AnyBatchTrainer):
@@ -72,6 +72,11 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
     micro_batch: int | None = None
     engine: Engine | None = None
     _parts: tuple[Any, ...] = ()
+
+    def initialize(self) -> None:
+        """Make network, loss and optimizer as the next class does, on one GPU."""
+        self._refuse_ranks()
+        super().initialize()
 
     def build_engine(self) -> Engine:
         """Return the engine of `network`, `loss` and `optimizer`; override it to pass more.
@@ -130,13 +135,21 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
             found: dict[str, Any] = super().validation_step(batch)
         return found
 
-    def _engine(self) -> Engine:
-        """Return the engine of the present network, loss and optimizer."""
+    def _refuse_ranks(self) -> None:
+        """Refuse several processes, in which nnU-Net's Dice gathers by itself.
+
+        Raises:
+            NotYetError: there are.
+        """
         if self.is_ddp:
             raise NotYetError(
                 "AnyBatchTrainer trains on one GPU, and -num_gpus has started several: leave it "
                 "out, the batch of the plan fits on one within the budget"
             )
+
+    def _engine(self) -> Engine:
+        """Return the engine of the present network, loss and optimizer."""
+        self._refuse_ranks()  # a class may initialize in its own way
         parts = self.network, self.loss, self.optimizer
         if self.engine is None or any(a is not b for a, b in zip(parts, self._parts, strict=True)):
             self.engine, self._parts = self.build_engine(), parts

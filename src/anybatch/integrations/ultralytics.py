@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from anybatch.core.pytree import BySample, by_sample
@@ -83,9 +84,9 @@ class AnyBatch:
 
     Raises:
         ValueError: at the first step, ``nbs`` is larger than ``batch``.
-        NotYetError: at the first step, another task than detect, segment, pose and obb; several
-            processes; a compiled or distilled model; masks that do not overlap; a model with a
-            ``loss`` of its own, such as YOLO-World and RT-DETR.
+        NotYetError: at the start, several processes; at the first step, another task than detect,
+            segment, pose and obb; a compiled or distilled model; masks that do not overlap; a
+            model with a ``loss`` of its own, such as YOLO-World and RT-DETR.
 
     Example:
         >>> class Trainer(AnyBatch, DetectionTrainer):
@@ -97,6 +98,25 @@ class AnyBatch:
     micro_batch: ClassVar[int | None] = None
     engine: Engine | None = None
     _criterion: DetectionLoss | None = None
+
+    def train(self: Any) -> Any:
+        """Train as the next class does, in one process.
+
+        Raises:
+            NotYetError: there are several.
+        """
+        from ultralytics.utils import RANK
+
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        # Under torchrun each process of a CPU would train on the whole data set, with a loss that
+        # ultralytics multiplies by no GPUs (test_several_processes_are_refused_before_they_start).
+        if max(ranks, self.world_size) > 1 or RANK != -1:
+            raise NotYetError(
+                f"AnyBatch trains in one process, on one device, and device={self.args.device!s} "
+                "or torchrun has started several: name one device, without torchrun; the batch "
+                "fits there within the budget"
+            )
+        return super().train()  # type: ignore[misc]
 
     def preprocess_batch(self: Any, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the batch, prepared on the host, and let the next call of the model train it."""
@@ -141,7 +161,6 @@ class AnyBatch:
             )
         refused = {
             f"task={args.task}": args.task not in TASKS,
-            "several processes": self.world_size > 1,
             "compile": bool(args.compile),
             "distill_model": bool(getattr(args, "distill_model", None)),
             "overlap_mask=False": args.task == "segment" and not args.overlap_mask,
