@@ -229,6 +229,27 @@ def test_every_sort_of_broken_file_becomes_a_value(tmp_path: Path) -> None:
     assert isinstance(read_header(tmp_path / "gone.png"), Unreadable)
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_broken_tiff_becomes_one_sentence_and_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """libtiff writes to the file descriptor of stderr, and Pillow warns of tags."""
+    file = tmp_path / "a.tif"
+    draw = np.random.default_rng(0).integers(0, 255, (32, 32, 3)).astype(np.uint8)
+    Image.fromarray(draw).save(file, compression="tiff_adobe_deflate")
+    content = file.read_bytes()
+    file.write_bytes(content[:60] + bytes(200) + content[260:])
+    found = read_pixels(file, 3, None)
+    assert isinstance(found, Unreadable)
+    assert found.reason == "its pixels cannot be decoded (decoder error -2)"
+    two_widths = content.replace(struct.pack("<HHI", 256, 4, 1), struct.pack("<HHI", 256, 4, 2))
+    two_widths = two_widths.replace(struct.pack("<HHI", 256, 3, 1), struct.pack("<HHI", 256, 3, 2))
+    file.write_bytes(two_widths)
+    assert two_widths != content
+    read_header(file)
+    assert capfd.readouterr().err == ""
+
+
 def test_deep_and_odd_pixels(tmp_path: Path) -> None:
     wide = tmp_path / "wide.png"
     Image.fromarray(np.array([[0, 1000], [65535, 5]], np.uint16)).save(wide)

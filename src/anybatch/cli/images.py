@@ -12,14 +12,16 @@ floating-point, the `Range` of the folder.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import struct
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError, _imaging
 
 from anybatch.cli.faults import DataError
 
@@ -37,6 +39,8 @@ ORIENTATION, SAMPLE_FORMAT, UNSIGNED = 0x0112, 339, (1,)  # tags of EXIF and TIF
 LEVELS, GREYS = 32, 128  # more values in masks may be levels of grey, then read from 128 on as 1
 NO_FOREGROUND = "no mask has a foreground pixel: masks must be 0, and 255 for foreground."
 LOSSY = (".jpeg", ".jpg", ".webp")
+with contextlib.suppress(AttributeError, OSError):  # libtiff would print to stderr what becomes a reason
+    ctypes.CDLL(_imaging.__file__).TIFFSetErrorHandler(None)
 
 
 class Unreadable(NamedTuple):
@@ -87,8 +91,7 @@ def read_pixels(
     (height, width) that it is resized to, bilinearly; None: its own. `scale`: what pixels of 32
     bits are read by.
     """
-    header = read_header(path)
-    if isinstance(header, Unreadable):
+    if isinstance(header := read_header(path), Unreadable):
         return header
     if header.bits == 32 and scale is None:
         return Unreadable(str(path), "pixels have 32 bits, unlike those of the images looked at")
@@ -213,7 +216,8 @@ def unit_range(pixels: Pixels) -> NDArray[np.float32]:
 def _opened(path: Path) -> Iterator[Image.Image]:
     # By its name Pillow would map the file, and mix up the rows of a TIFF that lies on its side
     # (test_a_photo_and_its_mask_are_turned_as_their_exif_says).
-    with path.open("rb") as file, Image.open(file) as image:
+    quiet = warnings.catch_warnings(action="ignore", category=UserWarning)
+    with path.open("rb") as file, quiet, Image.open(file) as image:
         yield image
 
 
@@ -226,28 +230,25 @@ def _orientation(image: Image.Image) -> int:
 
 def _turned(image: Image.Image) -> Image.Image:
     """Return the image as its EXIF orientation says."""
-    if image.format == "TIFF" or _orientation(image) == 1:  # a TIFF is turned where it is decoded
-        return image
-    return ImageOps.exif_transpose(image)
+    as_it_is = image.format == "TIFF" or _orientation(image) == 1  # decoding turns a TIFF
+    return image if as_it_is else ImageOps.exif_transpose(image)
 
 
 def _numbers(image: Image.Image) -> NDArray[np.float64]:
     """Return the numbers of an image with one channel, in their own range."""
     tags = getattr(image, "tag_v2", {})
     array = np.asarray(image)
-    if array.dtype == np.int32 and tags.get(SAMPLE_FORMAT, UNSIGNED) == UNSIGNED:
-        array = array.view(np.uint32) if tags else array
-    return array.astype(np.float64)
+    unsigned = tags and array.dtype == np.int32 and tags.get(SAMPLE_FORMAT, UNSIGNED) == UNSIGNED
+    return (array.view(np.uint32) if unsigned else array).astype(np.float64)
 
 
 def _resized(image: Image.Image, size: Size | None, how: Image.Resampling) -> Image.Image:
-    if size is None or (image.height, image.width) == size:
-        return image
-    return image.resize((size[1], size[0]), how)
+    height, width = size or (image.height, image.width)
+    return image if image.size == (width, height) else image.resize((width, height), how)
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, UnidentifiedImageError):
-        return "cannot identify image file"
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(text).splitlines()[0]
+    unknown = isinstance(error, UnidentifiedImageError)
+    text = "cannot identify image file" if unknown else getattr(error, "strerror", None)
+    text = str(text or str(error) or type(error).__name__).splitlines()[0]
+    return f"its pixels cannot be decoded ({text})" if text.startswith("decoder error") else text

@@ -273,6 +273,4 @@ def lr_factor(schedule: str, steps: int, step: int) -> float:
     done = min(1.0, step / steps)
     if schedule == "linear":
         return 1 - done
-    if schedule == "cosine":
-        return 0.5 * (1 + math.cos(math.pi * done))
-    return 1.0
+    return 0.5 * (1 + math.cos(math.pi * done)) if schedule == "cosine" else 1.0
