@@ -17,7 +17,9 @@ FOUND := $(VENV)/.found
 
 # Other packages, which want a torch of their own: tests/hosts and benchmarks/hosts are about them.
 HOSTS := .hosts
-WITH_HOSTS := OMP_NUM_THREADS=1 $(HOSTS)/bin/python
+# ultralytics would look for a network, keep settings in the home folder, and install what it misses.
+YOLO := YOLO_OFFLINE=1 YOLO_AUTOINSTALL=false YOLO_CONFIG_DIR=$(CURDIR)/$(HOSTS)
+WITH_HOSTS := OMP_NUM_THREADS=1 $(YOLO) $(HOSTS)/bin/python
 OF_HOSTS := $(subst /,.,$(basename $(wildcard benchmarks/hosts/*/run.py)))
 
 .PHONY: demo test types imports soak bench gpu-check hosts docs site matrix clean
@@ -79,9 +81,10 @@ gpu-check: $(READY)  ## tests/gpu and the CUDA benchmarks; says so where there i
 	  $(BIN)/python -m benchmarks.ucudnn.networks.run --device cuda --out benchmarks/ucudnn/networks/cuda; \
 	else echo "no CUDA device here: the CUDA benchmarks were not run"; fi
 
-hosts: $(HOSTS)/.ready  ## other packages' networks and loops: tests/hosts, benchmarks/hosts (gigabytes)
+hosts: $(HOSTS)/.ready $(READY)  ## other packages' networks and loops: tests/hosts, benchmarks/hosts (gigabytes)
 	$(WITH_HOSTS) -m pytest tests/hosts
 	@for run in $(OF_HOSTS); do echo $$run; $(WITH_HOSTS) -m $$run || exit 1; done
+	$(BIN)/python -m scripts.docs
 
 docs: $(READY)  ## write docs/api/, docs/benchmarks/, docs/papers.md and the tables of README from their sources
 	$(BIN)/python -m scripts.docs

@@ -44,7 +44,7 @@ def measure(case: Case, seeds: list[int]) -> dict[str, Any]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Where the results go.")] = HERE / "results.json",
+    out: Annotated[Path, typer.Option(help="Folder for results.json.")] = HERE,
     seeds: Annotated[int, typer.Option(help="How many seeds.")] = 3,
 ) -> None:
     """Measure all cases."""
@@ -60,7 +60,7 @@ def main(
         "rows": rows,
         "seeds": list(range(seeds)),
     }
-    write(out, results)
+    write(out / "results.json", results)
 
 
 if __name__ == "__main__":
