@@ -39,7 +39,7 @@ ORIENTATION, SAMPLE_FORMAT, UNSIGNED = 0x0112, 339, (1,)  # tags of EXIF and TIF
 LEVELS, GREYS = 32, 128  # more values in masks may be levels of grey, then read from 128 on as 1
 NO_FOREGROUND = "no mask has a foreground pixel: masks must be 0, and 255 for foreground."
 LOSSY = (".jpeg", ".jpg", ".webp")
-with contextlib.suppress(AttributeError, OSError):  # libtiff would print to stderr what becomes a reason
+with contextlib.suppress(AttributeError, OSError):  # libtiff would print the reason to stderr
     ctypes.CDLL(_imaging.__file__).TIFFSetErrorHandler(None)
 
 

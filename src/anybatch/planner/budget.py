@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import accelerator, accelerators
-from anybatch.core.absent import ASSUMED, AbsentDevice, absent, enough
+from anybatch.core.absent import ASSUMED, AbsentDevice, absent
 from anybatch.core.oom import out_of_memory
 from anybatch.core.optimizers import rounded
 from anybatch.core.pytree import tensors
@@ -24,37 +24,13 @@ from anybatch.execution.signature import MICRO_BATCHES, Case, Signature, bytes_o
 from anybatch.memory.fakes import paged
 from anybatch.memory.limits import available_memory
 from anybatch.memory.meter import storages
-from anybatch.planner.forecast import LOSS, WORKSPACE, Forecast
+from anybatch.planner.forecast import LOSS, Forecast
 from anybatch.planner.full_batch import FULL_BATCH, Suffices
 from anybatch.planner.ladder import FARTHER, SMALL, forecast
 from anybatch.planner.probe import state_bytes, workspace
 
 CUBLAS = "cuBLAS"
 """The owner of its workspaces, as they are assumed of a device that is not there."""
-
-
-def budget_error(budget: int, source: str, foreseen: Forecast, size: int, most: int) -> BudgetError:
-    """Return the error with the bytes needed, the budget, and a budget that would fit.
-
-    Args:
-        budget: bytes.
-        source: where they come from.
-        foreseen: forecast of the step.
-        size: samples of the batch.
-        most: samples of a micro-batch, above which memory has run out before.
-    """
-    n, floor = foreseen.least(size, most)
-    owners = sorted(foreseen.owners(n, size).items(), key=lambda pair: -pair[1])
-    listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
-    cut = "undivided" if n == size else "with micro-batches of one sample"
-    workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
-    return BudgetError(
-        f"a step must fit in memory, and {cut} it needs {show_bytes(floor)} ({listed}), and the "
-        f"budget is {show_bytes(budget)} ({source}): give {enough(floor)} or more, {workspace}a "
-        "smaller model, smaller samples, or an optimizer with less state",
-        needed=floor,
-        budget=budget,
-    )
 
 
 def other_tensors(case: Case, optimizer: torch.optim.Optimizer | None) -> int:

@@ -15,23 +15,15 @@ decide between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
-import torch
-
-from anybatch.core import accelerator
 from anybatch.core.norm import ScriptedNormError
-from anybatch.core.plan_sections import Candidate
 from anybatch.errors import BudgetError, NotExactError, NotYetError, StoreError
-from anybatch.execution.signature import Case, RunPlan, Signature
-from anybatch.loss.chunked import WIDE
-from anybatch.loss.chunked_rows import fast_chunks
-from anybatch.memory.spill import Spill
+from anybatch.execution.signature import RunPlan, Signature
 from anybatch.planner.budget import Foreseen
 from anybatch.planner.forecast import ASIDE, WORKSPACE, Forecast
 from anybatch.planner.full_batch import Suffices
+from anybatch.planner.memory_model import MemoryModel, PlanningRequest, Terms
 from anybatch.planner.offload_memory import OffloadedSizes
 from anybatch.planner.paged_lockstep import PagedLockstep
 from anybatch.planner.resident_memory import ResidentSizes, in_no_cache
@@ -51,25 +43,6 @@ from anybatch.planner.tuning import (
     next_size,
 )
 from anybatch.planner.workspaces import Workspaces
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Constraints on a plan: budget, store, and whether sizes are timed.
-
-    Attributes:
-        budget: bytes.
-        source: where these come from, in words.
-        spill: store of offloaded tensors.
-        timed: steps in different sizes may show the fastest.
-        thorough: they are to tell the seconds of many sizes, of an undivided batch that fits, too.
-    """
-
-    budget: int
-    source: str
-    spill: Spill
-    timed: bool
-    thorough: bool = False
 
 
 class Decision:
@@ -154,14 +127,13 @@ class Decision:
         one_size = request.full_batch or resident.foreseen.indivisible
         one_size = one_size or signature in self._precedent.undivided
         if self._precedent.fixed is None and cap == signature.size and one_size:
-            return resident.planned(cap)
+            return resident.planned(cap, checked=True)
         divides = cap < signature.size or resident.worth_dividing or self._terms.thorough
         if self._tunes and divides:
             return self._next(resident, may=may)
         n = self._precedent.pick(signature, cap)
-        found = resident.planned(
-            self._precedent.without_single(n if resident.fits(n) else cap, signature)
-        )
+        n = self._precedent.without_single(n if resident.fits(n) else cap, signature)
+        found = resident.planned(n, checked=True)
         if self._precedent.best is None and signature.trains and not signature.most:
             self._precedent.follow(
                 TrialStep(found.micro_batch, "resident"), signature, settled=True
@@ -179,7 +151,10 @@ class Decision:
         """Return how the next step is run, to find the fastest way: a trial, or the one found."""
         signature, foreseen = self._request.signature, resident.foreseen
         tuning = self._precedent.tuning_of(signature)
-        offloading, paged = self._offloading(foreseen), self._paged_lockstep(foreseen)
+        every = foreseen, self._request, self._terms, tuning
+        offloading, paged = OffloadedSizes(*every), PagedLockstep(*every)
+        models: dict[Place, MemoryModel]
+        models = {one.place: one for one in (resident, paged, offloading)}
         elsewhere = may and not signature.global_samples  # each rank has a clock of its own
         # A step may have held more than was foreseen when they were tried.
         for n in tuning.of("resident"):
@@ -193,10 +168,8 @@ class Decision:
             chosen = trial or tuning.best() or TrialStep(start, "resident")
             n, place = chosen
             try:
-                if place == "resident":
-                    found = resident.planned(n, trial=trial is not None and tuning.steps > 0)
-                else:
-                    found = paged.planned(n) if place == "paged" else offloading.planned(n)
+                first = place == "resident" and not (trial and tuning.steps)
+                found = models[place].planned(n, checked=first)
                 break
             except (BudgetError, NotExactError, StoreError):
                 if place == "resident":
@@ -205,13 +178,12 @@ class Decision:
         tuning.trial = trial
         # The first step of a trial records what leaves, under the meter.
         self._precedent.decided += place != "resident" and chosen not in tuning.recorded
-        rows: dict[Place, Callable[[], Iterable[Candidate]]]
-        rows = {"resident": resident.rows, "paged": paged.rows, "offloaded": offloading.rows}
-        every = [*found.memory.candidates]
-        every += [row for one in rows if one != place and tuning.of(one) for row in rows[one]()]
-        every.sort(key=lambda row: (row.micro_batch, row.offloaded))
+        rows = [*found.memory.candidates]
+        for other, model in models.items():
+            rows += model.rows() if other != place and tuning.of(other) else ()
+        rows.sort(key=lambda row: (row.micro_batch, row.offloaded))
         self._precedent.follow(chosen, signature, settled=trial is None)
-        memory = replace(found.memory, candidates=tuple(every))
+        memory = replace(found.memory, candidates=tuple(rows))
         return replace(found, memory=memory, trying=tuning.in_words())
 
     def _size_to_try(self, resident: ResidentSizes, tuning: Tuning, most: int) -> TrialStep | None:
@@ -237,7 +209,7 @@ class Decision:
         if not offloading.full_batch:
             trials = [TrialStep(n, "offloaded") for n in larger(cap, size)]
         elif paged.possible:
-            trials.insert(0, TrialStep(paged.best(), "paged"))
+            trials.insert(0, TrialStep(paged.largest, "paged"))
         for trial in trials:
             n = trial.micro_batch
             if tuning.steps >= MOST or trial in tuning.seconds:
@@ -273,16 +245,9 @@ class Decision:
         request, signature = self._request, self._request.signature
 
         def choice(foreseen: Forecast, *, fresh: bool) -> ResidentSizes:
-            found = ResidentSizes(
-                self._completed(foreseen),
-                signature,
-                budget=self._terms.budget,
-                source=self._terms.source,
-                confirmed=fresh,
-                seconds={} if self._tuning is None else self._tuning.of("resident"),
-                host=accelerator.of(request.case().device).host,
-            )
-            found.require(self._precedent.fixed_for(signature), request.refuse_division)
+            every = self._completed(foreseen), request, self._terms, self._tuning
+            found = ResidentSizes(*every, confirmed=fresh)
+            found.require(self._precedent.fixed_for(signature))
             return found
 
         foreseen = self._bound()
@@ -303,37 +268,6 @@ class Decision:
             found = choice(self._foresee(rounded=False), fresh=True)
         return found
 
-    def _offloading(self, foreseen: Forecast) -> OffloadedSizes:
-        """Return the choice of a size with saved tensors offloaded."""
-        request, tuning = self._request, self._tuning
-        return OffloadedSizes(
-            foreseen,
-            request.case,
-            request.signature.size,
-            most=request.signature.largest,
-            budget=self._terms.budget,
-            source=self._terms.source,
-            spill=self._terms.spill,
-            full_batch=request.full_batch,
-            steps={} if tuning is None else tuning.dry_runs.setdefault("offloaded", {}),
-            seconds={} if tuning is None else tuning.of("offloaded"),
-        )
-
-    def _paged_lockstep(self, foreseen: Forecast) -> PagedLockstep:
-        """Return the choice of a size for lanes that are paged between kernels."""
-        request, tuning = self._request, self._tuning
-        return PagedLockstep(
-            foreseen,
-            request.signature.size,
-            request.case().device,
-            most=request.signature.largest,
-            budget=self._terms.budget,
-            source=self._terms.source,
-            spill=self._terms.spill,
-            widths={} if tuning is None else tuning.dry_runs.setdefault("paged", {}),
-            seconds={} if tuning is None else tuning.of("paged"),
-        )
-
     @property
     def _tuning(self) -> Tuning | None:
         """The search that steps of this signature are a part of; None where they are in none."""
@@ -350,17 +284,18 @@ class Decision:
         foreseen, fresh = self._bound(), self._precedent.best is None
         if foreseen is None:
             foreseen = self._foresee(rounded=True)
-        offloading = self._offloading(self._completed(foreseen))
+        foreseen = self._completed(foreseen)
+        offloading = OffloadedSizes(foreseen, request, self._terms, self._tuning)
         n = self._offloaded_size(offloading)
         divided = max(n, 1) < signature.size or signature.global_samples
         if signature.lanes and divided and not request.undivided:
-            return self._in_paged_lockstep(offloading.foreseen, failed)
+            return self._in_paged_lockstep(foreseen, failed)
         if failed is not None and ((offloading.full_batch and n == 0) or not offloading.helps(n)):
             return None
         least = offloading.floor(offloading.smallest) if n == 0 else 0
         if isinstance(failed, BudgetError) and failed.needed <= least:
             return None
-        found = offloading.planned(n or offloading.smallest, real=fresh)
+        found = offloading.planned(n or offloading.smallest, checked=fresh)
         trying = "" if self._tuning is None else self._tuning.in_words()
         now = TrialStep(found.micro_batch, "offloaded")
         self._precedent.follow(now, signature, settled=not trying)
@@ -372,7 +307,8 @@ class Decision:
         Raises:
             BudgetError: it cannot be.
         """
-        signature, paged = self._request.signature, self._paged_lockstep(foreseen)
+        request, signature = self._request, self._request.signature
+        paged = PagedLockstep(foreseen, request, self._terms, self._tuning)
         if not paged.possible:  # on real rows one lane would have to fit first
             return None if failed is not None else self._in_memory(may=False)
         fixed = self._precedent.fixed_for(signature)
@@ -384,7 +320,7 @@ class Decision:
                 if self._precedent.best is None
                 else self._precedent.pick(signature, signature.largest)
             )
-            n = chosen if chosen and paged.fits(chosen) else paged.best() or 1
+            n = chosen if chosen and paged.fits(chosen) else paged.largest or 1
         try:
             found = paged.planned(n)
         except BudgetError as error:
@@ -400,7 +336,7 @@ class Decision:
         fixed = self._precedent.fixed_for(signature)
         if fixed is not None:
             return fixed
-        cap = offloading.largest()
+        cap = offloading.largest
         if cap == 0 or offloading.full_batch:
             return cap
         if not self._tunes:
@@ -483,83 +419,3 @@ def completed(foreseen: Forecast, signature: Signature, workspace: int) -> Forec
     foreseen = replace(foreseen, global_samples=signature.global_samples)
     foreseen = foreseen.with_more(WORKSPACE, workspace) if workspace else foreseen
     return foreseen.with_more(ASIDE, signature.before) if signature.before else foreseen
-
-
-# Planning request: one mini-batch, its signature, and the queries about it.
-#
-# A planner gets questions, not answers: rehearsing a case and trying whether a batch may be divided
-# cost something, so each is done when a decision hangs on it.
-
-
-@dataclass(frozen=True)
-class PlanningRequest:
-    """Planning request for one mini-batch.
-
-    Attributes:
-        signature: of the batch.
-        case: returns the case of a dry run.
-        optimizer: its state counts, as it will be.
-        refuse_division: raises where the batch must not be divided.
-        follows: a step of it follows, so what it does not need is not foreseen.
-        chunked: bytes of the chunks of its wide linear maps and losses; 0 (default) is none.
-    """
-
-    signature: Signature
-    case: Callable[[], Case]
-    optimizer: torch.optim.Optimizer | None
-    refuse_division: Callable[[], object]
-    follows: bool = False
-    chunked: int = 0
-
-    @cached_property
-    def full_batch(self) -> bool:
-        """Whether micro-batches that know nothing of each other would be another training."""
-        return self.signature.lanes or self.undivided
-
-    @property
-    def may_be_chunked(self) -> bool:
-        """Whether wide linear maps and losses can be computed in chunks of rows.
-
-        Not in lockstep, over ranks, or with draws of the full batch, which a mode would not hear.
-        Where no weight is wide, nothing would be.
-        """
-        case = self.case()
-        if self.signature.lanes or self.signature.global_samples or case.draws:
-            return False
-        if case.loss.declares:  # an inspection calls it with outputs, which hold one column then
-            return False
-        weights = (one for one in case.leaves if one.dim() == 2)
-        return any(max(one.shape) > WIDE * min(one.shape) for one in weights)
-
-    @property
-    def fast_chunks(self) -> tuple[int, int]:
-        """Bytes of the fast chunks of the widest linear map: one to prefer, and the least one."""
-        wide = [one for one in self.case().leaves if one.dim() == 2]
-        every = (fast_chunks(max(one.shape), min(one.shape), one) for one in wide)
-        return max(every, default=(0, 0))
-
-    @property
-    def spread(self) -> bool:
-        """Whether the parameters are, over ranks."""
-        return self.signature.global_samples > 0 and self.case().sharded is not None
-
-    def refuse_spread(self) -> None:
-        """Refuse to offload saved tensors where parameters are sharded over ranks.
-
-        Raises:
-            NotYetError: they are.
-        """
-        if self.spread:
-            raise NotYetError(
-                "saved tensors cannot be offloaded today where parameters are sharded over ranks: "
-                'plan with offload="off", or without sharding'
-            )
-
-    @cached_property
-    def undivided(self) -> bool:
-        """Whether the batch must not be divided."""
-        try:
-            self.refuse_division()
-        except NotExactError:
-            return True
-        return False

@@ -10,23 +10,24 @@ may have workspace that no fake shows; that also measures the speed of the store
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 
-from anybatch.core.absent import absent, enough
+from anybatch.core.absent import absent
 from anybatch.core.batch import count_micro_batches
 from anybatch.core.plan import OffloadPlan
-from anybatch.core.plan_sections import Candidate, Link, Memory
-from anybatch.core.units import show_bytes, show_samples
+from anybatch.core.plan_sections import Candidate, Link
+from anybatch.core.units import show_samples
 from anybatch.errors import BudgetError, NotYetError
 from anybatch.execution.signature import MICRO_BATCHES, Case, RunPlan, few, first_rows
 from anybatch.memory.ledger import Timeline
 from anybatch.memory.meter import STEP, Meter
-from anybatch.memory.spill import Spill, clocked, maker, require_space
+from anybatch.memory.spill import clocked, maker, require_space
 from anybatch.memory.stores import BLOCK, BOUNCE, Store
 from anybatch.offloading.course import Course, Recording, set_course
 from anybatch.offloading.mover import SMALL, Mover
@@ -34,8 +35,8 @@ from anybatch.offloading.recorder import FAST, StepRecorder, link_of
 from anybatch.offloading.saved_tensors import Hooked, StepHooks, without_outside
 from anybatch.offloading.unroll import Stretch, chained
 from anybatch.planner import rehearsal
-from anybatch.planner.describe import finite
-from anybatch.planner.forecast import WORKSPACE, Forecast, merged, total
+from anybatch.planner.forecast import Forecast, merged, total
+from anybatch.planner.memory_model import MemoryModel, finite
 
 MOVED = 0.5
 """Share of the excess that has to move at least: the rest may be recomputed instead."""
@@ -51,46 +52,18 @@ KERNEL = 250e-6
 """About the seconds of a kernel in a dry run on fakes; with shapes that are new it takes longer."""
 
 
-class OffloadedSizes:
-    """Choice of a size with saved tensors offloaded, for one signature.
+class OffloadedSizes(MemoryModel):
+    """Choice of a size with saved tensors offloaded, for one signature."""
 
-    Attributes:
-        foreseen: forecast of its steps.
-        full_batch: the batch must not be divided.
+    place = "offloaded"
+    _steps: dict[int, OffloadedStep]
 
-    Args:
-        foreseen: forecast of its steps.
-        case: returns the real one.
-        size: N_B, samples in the mini-batch.
-        most: samples that a micro-batch may have.
-        budget: bytes.
-        source: where these come from, in words.
-        spill: where saved tensors go.
-        full_batch: the batch must not be divided.
-        steps: samples -> a dry run, of those made so far; more are added. Default: none.
-        seconds: samples -> seconds of a step, where some were run. Default: none were.
-    """
+    @property
+    def full_batch(self) -> bool:
+        """Whether the batch must not be divided."""
+        return self._request.full_batch
 
-    def __init__(
-        self,
-        foreseen: Forecast,
-        case: Callable[[], Case],
-        size: int,
-        *,
-        most: int,
-        budget: int,
-        source: str,
-        spill: Spill,
-        full_batch: bool,
-        steps: dict[int, OffloadedStep] | None = None,
-        seconds: Mapping[int, float] | None = None,
-    ) -> None:
-        self.foreseen, self._case, self._size, self._most = foreseen, case, size, most
-        self._budget, self._source, self._spill = budget, source, spill
-        self.full_batch = full_batch
-        self._steps = {} if steps is None else steps
-        self._seconds = seconds or {}
-
+    @cached_property
     def largest(self) -> int:
         """Return the most samples that fit fully offloaded, of 1, 2, 4 ... and most; or 0."""
         if self.full_batch:
@@ -135,7 +108,7 @@ class OffloadedSizes:
         owners = self.foreseen.owners(1, self._size)
         available = self._budget - sum(owners.values()) + owners.get(STEP, 0)
         try:
-            return clocked(self._where, min(BOUNCE, max(available, BLOCK)), self._case().device)
+            return clocked(self._where, min(BOUNCE, max(available, BLOCK)), self._device)
         except OSError:  # a trial will say it
             return Link(out=FAST, back=FAST)
 
@@ -157,27 +130,47 @@ class OffloadedSizes:
             if k == n or one.floor <= self._budget
         )
 
-    def planned(self, n: int, *, real: bool = False) -> RunPlan:
-        """Return how a batch is run in micro-batches of `n`.
-
-        Args:
-            n: samples.
-            real: see on real rows that they fit. Default False.
-
-        Raises:
-            BudgetError: they do not.
-            StoreError: the offloaded tensors do not fit in the store.
-        """
+    def planned(self, n: int, *, checked: bool = False) -> RunPlan:
+        """Return how a batch is run in micro-batches of `n`, `checked` on real rows or not."""
         if not self.fits(n):
             self._refuse(n)
-        found = self._step(n)
-        require_space(found.most, self._where)
-        if real and self.foreseen.case is not None and absent() is None:
-            found = self._really(n)
-            self._steps[n] = found
-            if found.floor > self._budget:
+        require_space(self._step(n).most, self._where)
+        if checked and self.foreseen.case is not None and absent() is None:
+            self._steps[n] = self._really(n)
+            if not self.fits(n):
                 self._refuse(n)
-        return self._described(n, found, found.within(self._budget))
+        found, foreseen = self._step(n), self.foreseen
+        fitted, count = found.within(self._budget), count_micro_batches(self._size, n)
+        owners = found.all_owners
+        resident = fitted.predicted - total(owners)
+        if resident > 0:
+            owners = merged(owners, {SAVED: resident})
+        memory = self._memory(
+            owners,
+            fitted.predicted,
+            how=", with all saved tensors offloaded",
+            floor=min(one.floor for one in self._steps.values()),
+            candidates=self.rows(n),
+        )
+        offload = OffloadPlan(
+            store=self._terms.spill.store(self._device),
+            folder=self._terms.spill.folder,
+            capacity=fitted.capacity,
+            saved=found.saved,
+            sent=fitted.sent(count),
+            most=found.most,
+            stall=fitted.stall(count) if found.clocked else None,
+            remade=fitted.remade(count),
+        )
+        passes = partial(
+            chained,
+            found.stretches(fitted),
+            budget=self._budget,
+            most=fitted.predicted,
+            clocked=found.clocked,
+        )
+        coupled, loss = foreseen.inspection.coupled, foreseen.inspection.loss
+        return RunPlan(n, False, memory, coupled, loss, offload=offload, passes=passes)
 
     @property
     def smallest(self) -> int:
@@ -200,20 +193,13 @@ class OffloadedSizes:
         Raises:
             BudgetError: always.
         """
-        needed = self.floor(n)
         fits = 0 if self.full_batch else self._most_below(n)
-        owners = sorted(self._step(n).all_owners.items(), key=lambda pair: -pair[1])
-        listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in owners)
         cut = "undivided" if n >= self._size else f"with micro-batches of {show_samples(n)}"
-        smaller = f"micro_batch={fits} or less, or " if fits else ""
-        workspace = "a smaller workspace, " if any(name == WORKSPACE for name, _ in owners) else ""
-        raise BudgetError(
-            f"a step must fit in memory, and {cut}, with all saved tensors offloaded, it needs "
-            f"{show_bytes(needed)} ({listed}), and the budget is {show_bytes(self._budget)} "
-            f"({self._source}): give {smaller}{enough(needed)} or more, {workspace}smaller "
-            "samples, or an optimizer with less state",
-            needed=needed,
-            budget=self._budget,
+        raise self._too_small(
+            self.floor(n),
+            f"{cut}, with all saved tensors offloaded,",
+            self._step(n).all_owners,
+            size=f"micro_batch={fits} or less, or " if fits else "",
         )
 
     def _most_below(self, n: int) -> int:
@@ -235,57 +221,21 @@ class OffloadedSizes:
         return self._steps[n]
 
     def _really(self, n: int) -> OffloadedStep:
+        store = maker(self._where, self._device)
         return rehearse_offloaded(
-            self.foreseen, self._case(), n, self._size, self._maker(), self._budget
+            self.foreseen, self._request.case(), n, self._size, store, self._budget
         )
 
     @property
-    def _where(self) -> str:
-        return self._spill.where(self._case().device)
+    def _device(self) -> torch.device:
+        return self._request.case().device
 
-    def _maker(self) -> Callable[[], Store]:
-        return maker(self._where, self._case().device)
+    @property
+    def _where(self) -> str:
+        return self._terms.spill.where(self._device)
 
     def _sent(self, n: int) -> int:
         return self._step(n).within(self._budget).sent(count_micro_batches(self._size, n))
-
-    def _described(self, n: int, found: OffloadedStep, fitted: Fitted) -> RunPlan:
-        foreseen, size, count = self.foreseen, self._size, count_micro_batches(self._size, n)
-        owners = found.all_owners
-        resident = fitted.predicted - sum(owners.values())
-        if resident > 0:
-            owners = merged(owners, {SAVED: resident})
-        memory = Memory(
-            budget=self._budget,
-            source=self._source,
-            predicted=fitted.predicted,
-            owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
-            floor=min(one.floor for one in self._steps.values()),
-            undivided=foreseen.peak(size, size),
-            how=f"{foreseen.how}, with all saved tensors offloaded",
-            candidates=self.rows(n),
-        )
-        offload = OffloadPlan(
-            store=self._spill.store(self._case().device),
-            folder=self._spill.folder,
-            capacity=fitted.capacity,
-            saved=found.saved,
-            sent=fitted.sent(count),
-            most=found.most,
-            stall=fitted.stall(count) if found.clocked else None,
-            remade=fitted.remade(count),
-        )
-        inspection = foreseen.inspection
-        passes = partial(
-            chained,
-            found.stretches(fitted),
-            budget=self._budget,
-            most=fitted.predicted,
-            clocked=found.clocked,
-        )
-        return RunPlan(
-            n, False, memory, inspection.coupled, inspection.loss, offload=offload, passes=passes
-        )
 
 
 # Dry run of a step with all saved tensors offloaded: its floor, and its plan for a budget.

@@ -13,32 +13,30 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple, NoReturn
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from anybatch.core import pytree
-from anybatch.core.absent import enough
 from anybatch.core.batch import count_micro_batches
 from anybatch.core.modules import DispatchMode
 from anybatch.core.optimizers import allocated, rounded, rounding
 from anybatch.core.plan import OffloadPlan
 from anybatch.core.plan_sections import Candidate, Memory
-from anybatch.core.units import show_bytes, show_samples
-from anybatch.errors import BudgetError
+from anybatch.core.units import show_samples
 from anybatch.execution.signature import Case, RunPlan, bytes_of, first_rows
 from anybatch.memory.ledger import Bytes, Phase, StepTimeline, Timeline, joined
 from anybatch.memory.lockstep_budget import Lane, filled
 from anybatch.memory.meter import Meter, tensors_in
-from anybatch.memory.spill import Spill, require_space
+from anybatch.memory.spill import require_space
 from anybatch.offloading.unroll import OUTSIDE
 from anybatch.planner import rehearsal
-from anybatch.planner.describe import finite
 from anybatch.planner.forecast import Forecast, merged, total
+from anybatch.planner.memory_model import MemoryModel, finite
 from anybatch.planner.working_set import GRADIENTS, lane_of
 
 OF_LANES = "all micro-batches, kernel by kernel"
@@ -67,93 +65,65 @@ class LockstepPhase(NamedTuple):
     more: int
 
 
-class PagedLockstep:
-    """Choice of a size for lanes that are paged between kernels, for one signature.
+class PagedLockstep(MemoryModel):
+    """Choice of a size for lanes that are paged between kernels, for one signature."""
 
-    Args:
-        foreseen: forecast of its steps.
-        size: N_B, samples in the mini-batch.
-        device: where it is computed.
-        most: samples that a micro-batch may have.
-        budget: bytes.
-        source: where these come from, in words.
-        spill: store of evicted storages.
-        widths: samples -> a dry run, of those made so far; more are added. Default: none.
-        seconds: samples -> seconds of a step, where some were run. Default: none were.
-    """
-
-    def __init__(
-        self,
-        foreseen: Forecast,
-        size: int,
-        device: torch.device,
-        *,
-        most: int,
-        budget: int,
-        source: str,
-        spill: Spill,
-        widths: dict[int, Widths] | None = None,
-        seconds: Mapping[int, float] | None = None,
-    ) -> None:
-        self._foreseen, self._size, self._device, self._most = foreseen, size, device, most
-        self._budget, self._source, self._spill = budget, source, spill
-        self._widths = {} if widths is None else widths
-        self._seconds = seconds or {}
+    place = "paged"
+    _steps: dict[int, Widths]
 
     @property
     def possible(self) -> bool:
         """Whether a dry run is possible, and the batch can be divided or is over ranks."""
-        return self._foreseen.case is not None and (
-            self._size > 1 or self._foreseen.global_samples > 0
+        return self.foreseen.case is not None and (
+            self._size > 1 or self.foreseen.global_samples > 0
         )
 
     def fits(self, n: int) -> bool:
         """Say whether lanes of `n` samples do."""
         return self._of(n).floor <= self._budget
 
-    def best(self) -> int:
-        """Return the most samples, of 1, 2, 4 ..., that fit; 0 where none do.
+    @cached_property
+    def largest(self) -> int:
+        """The most samples, of 1, 2, 4 ..., that fit; 0 where none do.
 
         Larger lanes evict no less, but they wait less often and their kernels are larger. Over
         ranks all samples may be in one lane. More samples hold no less, so a few of these sizes run
         dry, and not all.
         """
-        undivided = self._most >= self._size and not self._foreseen.global_samples
+        undivided = self._most >= self._size and not self.foreseen.global_samples
         sizes = [1 << k for k in range(self._most.bit_length()) if 1 << k < self._most]
         sizes += [] if undivided else [self._most]
         first = bisect_left(sizes, True, key=lambda n: not self.fits(n))
         return sizes[first - 1] if first else 0
 
-    def planned(self, n: int) -> RunPlan:
-        """Return how a batch is run in lanes of `n` samples.
-
-        Raises:
-            BudgetError: they do not fit.
-            StoreError: the evicted tensors do not fit in the store.
-        """
+    def planned(self, n: int, *, checked: bool = False) -> RunPlan:
+        """Return how a batch is run in lanes of `n` samples."""
+        del checked
         found, count = self._of(n), count_micro_batches(self._size, n)
         if not self.fits(n):
-            self._refuse(n)
+            smaller = f"micro_batch={self.largest} or less, or " if n > 1 and self.largest else ""
+            step = (
+                f"in lanes of {show_samples(n)}, with all tensors that a kernel does not need "
+                "offloaded,"
+            )
+            raise self._too_small(found.floor, step, {}, size=smaller)
+        spill, device = self._terms.spill, self._request.case().device
         every, limit = found.every(count), self._left(n)
         sent = max(0, every - limit)
-        require_space(every if sent else 0, self._spill.where(self._device))
+        require_space(every if sent else 0, spill.where(device))
         phases = self._phases(n)
         inside = self._fullest(n, phases)
         owners = max(inside, found.other_peak, key=total)
-        foreseen, size = self._foreseen, self._size
-        memory = Memory(
-            budget=self._budget,
-            source=self._source,
-            predicted=total(owners),
-            owners=tuple(sorted(owners.items(), key=lambda pair: -pair[1])),
+        memory = self._memory(
+            owners,
+            total(owners),
+            how=", with all that a kernel does not need offloaded",
             floor=self._of(1).floor,
-            undivided=foreseen.peak(size, size),
-            how=f"{foreseen.how}, with all that a kernel does not need offloaded",
             candidates=self.rows(),
         )
         offload = OffloadPlan(
-            store=self._spill.store(self._device),
-            folder=self._spill.folder,
+            store=spill.store(device),
+            folder=spill.folder,
             capacity=(limit, limit),
             saved=found.holds,
             sent=sent,
@@ -161,47 +131,21 @@ class PagedLockstep:
             segment_extra=tuple(phase.more for phase in phases),
             segment_kernel=tuple(phase.makes for phase in phases),
         )
-        inspection = foreseen.inspection
+        coupled, loss = self.foreseen.inspection.coupled, self.foreseen.inspection.loss
         passes = partial(_passes, found, limit, count, memory)
-        return RunPlan(
-            n,
-            False,
-            memory,
-            inspection.coupled,
-            inspection.loss,
-            lanes=True,
-            offload=offload,
-            passes=passes,
-        )
-
-    def _refuse(self, n: int) -> NoReturn:
-        """Raise an error with the bytes that lanes of `n` samples need.
-
-        Raises:
-            BudgetError: always.
-        """
-        found = self._of(n)
-        smaller = f"micro_batch={self.best()} or less, or " if n > 1 and self.best() else ""
-        raise BudgetError(
-            f"a step must fit in memory, and in lanes of {show_samples(n)}, with all tensors that "
-            f"a kernel does not need offloaded, it needs {show_bytes(found.floor)}, and the budget "
-            f"is {show_bytes(self._budget)} ({self._source}): give {smaller}{enough(found.floor)} "
-            "or more, smaller samples, or an optimizer with less state",
-            needed=found.floor,
-            budget=self._budget,
-        )
+        return RunPlan(n, False, memory, coupled, loss, True, offload, passes)
 
     def rows(self) -> tuple[Candidate, ...]:
         """Return the sizes worth a line in a plan: those of which a dry run was made."""
         return tuple(
             Candidate(n, one.floor, finite(self._seconds.get(n)), offloaded=True)
-            for n, one in sorted(self._widths.items())
+            for n, one in sorted(self._steps.items())
         )
 
     def _phases(self, n: int) -> list[LockstepPhase]:
         """Return the phases of lanes of `n` samples; none where they cannot be traced."""
-        lane, found = lane_of(self._foreseen, n, self._size), self._of(n)
-        case, count = self._foreseen.case, count_micro_batches(self._size, n)
+        lane, found = lane_of(self.foreseen, n, self._size), self._of(n)
+        case, count = self.foreseen.case, count_micro_batches(self._size, n)
         if lane is None or case is None:
             return []
         counted = found.there.get(GRADIENTS, 0)
@@ -240,18 +184,18 @@ class PagedLockstep:
         return self._of(n).limit(self._budget)
 
     def _of(self, n: int) -> Widths:
-        if n not in self._widths:
-            fakes = self._foreseen.case
+        if n not in self._steps:
+            fakes = self.foreseen.case
             assert fakes is not None
-            found = widths(self._foreseen, fakes, n, self._size)
-            lane = lane_of(self._foreseen, n, self._size)
+            found = widths(self.foreseen, fakes, n, self._size)
+            lane = lane_of(self.foreseen, n, self._size)
             shared = max(self._shared(lane, n)) + self._backwards()
-            self._widths[n] = replace(found, there=merged(found.there, {SHARED: shared}))
-        return self._widths[n]
+            self._steps[n] = replace(found, there=merged(found.there, {SHARED: shared}))
+        return self._steps[n]
 
     def _backwards(self) -> int:
         """Return the bytes of gradients of rows that were gathered, which all lanes share, too."""
-        case, foreseen = self._foreseen.case, self._foreseen
+        case, foreseen = self.foreseen.case, self.foreseen
         trains = case is not None and case.trains
         return (
             foreseen.inspection.gathers * max(self._size, foreseen.global_samples) if trains else 0

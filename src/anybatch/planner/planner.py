@@ -33,12 +33,13 @@ from anybatch.execution.step import SINGLE_SAMPLE
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen, default_budget, ran_out
-from anybatch.planner.decision import Decision, PlanningRequest, Terms, completed
-from anybatch.planner.describe import depict
+from anybatch.planner.decision import Decision, completed
 from anybatch.planner.earlier_plans import EarlierPlans, run_plan_of
 from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
+from anybatch.planner.memory_model import PlanningRequest, Terms
+from anybatch.planner.resident_memory import depict
 from anybatch.planner.tuning import Precedent
 from anybatch.planner.workspaces import Workspaces
 

@@ -1,24 +1,27 @@
 """Choice of a micro-batch size with all saved tensors resident, for one signature.
 
-    forecast <= budget ──> cap, rehearsed once more ──> a first size ──> the fastest, found by steps
-
-`anybatch.planner.offload_memory` is the same choice where saved tensors may be offloaded, and
-`anybatch.planner.paged_lockstep` that of lanes that are paged between kernels.
+forecast <= budget ──> cap, rehearsed once more ──> a first size ──> the fastest, found by steps
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cached_property
 
-from anybatch.core.plan_sections import Candidate
+import torch
+
+from anybatch.core import accelerator
+from anybatch.core.plan_sections import Candidate, Capacity
+from anybatch.core.retry import Retry
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError, NotExactError
-from anybatch.execution.signature import RunPlan, Signature
-from anybatch.planner.budget import budget_error
-from anybatch.planner.describe import candidates, describe
-from anybatch.planner.forecast import Forecast
-from anybatch.planner.tuning import even
+from anybatch.execution.signature import MICRO_BATCHES, RunPlan
+from anybatch.memory.ledger import Phase, StepTimeline, joined
+from anybatch.memory.lockstep_budget import WAITING, least
+from anybatch.planner.forecast import DIVIDED, Forecast, total
+from anybatch.planner.memory_model import MemoryModel, PlanningRequest, Terms, finite
+from anybatch.planner.tuning import Tuning, even
+from anybatch.planner.working_set import lane_of, step_of
 
 CACHED = 32 << 20
 """Bytes of samples from which a smaller micro-batch may be faster on a host: they are in no cache,
@@ -27,48 +30,40 @@ and the host's allocator maps blocks of this size anew each time."""
 START = 4
 """Samples of the first size on a host, at least, where so many fit."""
 
+SHARED = ("parameters", "buffers", "optimizer", "transfer buffers", "shards")
+"""Owners of bytes that exist once for all lanes."""
+
 
 def in_no_cache(foreseen: Forecast, size: int) -> bool:
     """Say whether an undivided batch of `size` samples holds more than a host's caches do."""
     return foreseen.of_samples(size) > CACHED
 
 
-class ResidentSizes:
+class ResidentSizes(MemoryModel):
     """Choice of a size with all saved tensors resident, for one signature.
 
-    Attributes:
-        foreseen: forecast of steps.
-
     Args:
-        foreseen: forecast of its steps.
-        signature: of the batch.
-        budget: bytes.
-        source: where these come from, in words.
         confirmed: rehearse the sizes that matter, where that costs no memory.
-        host: the steps run on a host.
-        seconds: samples -> seconds of a step, where some were run.
     """
+
+    place = "resident"
 
     def __init__(
         self,
         foreseen: Forecast,
-        signature: Signature,
+        request: PlanningRequest,
+        terms: Terms,
+        tuning: Tuning | None,
         *,
-        budget: int,
-        source: str,
         confirmed: bool,
-        host: bool,
-        seconds: Mapping[int, float],
     ) -> None:
-        self.foreseen, self._signature, self._host = foreseen, signature, host
-        self._budget, self._source, self._confirmed = budget, source, confirmed
-        self._seconds = seconds
+        super().__init__(foreseen, request, terms, tuning)
+        self._confirmed = confirmed
 
     @cached_property
     def largest(self) -> int:
         """The most samples that fit; 0 where not even one does."""
-        size, foreseen = self._signature.size, self.foreseen
-        cap = min(foreseen.largest(self._budget, size), self._signature.largest)
+        cap = min(self.foreseen.largest(self._budget, self._size), self._most)
         while self._confirmed and cap > 0 and not self._confirms(cap):
             cap = min(cap - 1, 7 * cap // 8)
         return cap
@@ -78,32 +73,41 @@ class ResidentSizes:
 
         First with an accumulator, where that may fit: its plan takes one, and asks for that.
         """
-        size, foreseen, budget = self._signature.size, self.foreseen, self._budget
-        sums = n < size and self._signature.trains and not foreseen.inspection.lanes
+        size, foreseen, budget = self._size, self.foreseen, self._budget
+        sums = n < size and self._request.signature.trains and not foreseen.inspection.lanes
         may = sums and foreseen.peak(n, size) + foreseen.gradients <= budget
         if may and foreseen.accumulator_peak(n, size, confirmed=True) <= budget:
             return True
         return foreseen.confirm(n, size) <= budget
 
-    def require(self, fixed: int | None, refuse_division: Callable[[], object]) -> None:
+    def require(self, fixed: int | None) -> None:
         """Require that a step fits, in micro-batches of `fixed` samples if that is set.
 
         Raises:
             NotExactError: it would have to be divided, and must not be.
             BudgetError: it does not fit.
         """
-        size, cap = self._signature.size, self.largest
+        size, cap, foreseen = self._size, self.largest, self.foreseen
+        shown = f"{show_bytes(self._budget)} ({self._terms.source})"
         if cap < size:
-            self._refuse(refuse_division)
+            try:
+                self._request.refuse_division()
+            except NotExactError as error:
+                raise NotExactError(
+                    f"{error}. Undivided the batch needs {show_bytes(foreseen.peak(size, size))}, "
+                    f"and the budget is {shown}"
+                ) from None
         if cap == 0:
-            most = self._signature.largest
-            raise budget_error(self._budget, self._source, self.foreseen, size, most)
+            n, floor = foreseen.least(size, self._most)
+            step = "undivided" if n == size else "with micro-batches of one sample"
+            owners = foreseen.owners(n, size)
+            raise self._too_small(floor, step, owners, model="a smaller model, ")
         n = cap if fixed is None else min(fixed, size)
         if n != cap and (n > cap or not self.fits(n)):
-            needed = self.foreseen.peak(n, size)
+            needed = foreseen.peak(n, size)
             raise BudgetError(
                 f"a step must fit in memory, and micro-batches of {fixed} samples need "
-                f"{show_bytes(needed)} of {show_bytes(self._budget)} ({self._source}): give "
+                f"{show_bytes(needed)} of {shown}: give "
                 f"micro_batch={cap}{' or less' if n > cap else ''}, or leave it out",
                 needed=needed,
                 budget=self._budget,
@@ -111,7 +115,11 @@ class ResidentSizes:
 
     def fits(self, n: int) -> bool:
         """Say whether a size does: sums of gradients may cost more than dividing a batch saves."""
-        return self.foreseen.peak(n, self._signature.size) <= self._budget
+        return self.foreseen.peak(n, self._size) <= self._budget
+
+    @property
+    def _on_host(self) -> bool:
+        return accelerator.of(self._request.case().device).host
 
     @property
     def start(self) -> int:
@@ -119,8 +127,8 @@ class ResidentSizes:
 
         Micro-batches are as equal as can be. In lockstep each costs waits, so it is the largest.
         """
-        size, cap = self._signature.size, self.largest
-        if self._host and not self._signature.lanes and cap < size:
+        size, cap = self._size, self.largest
+        if cap < size and not self._request.signature.lanes and self._on_host:
             per_sample = self.foreseen.of_samples(size) / size
             cap = min(cap, max(START, int(CACHED / per_sample) if per_sample else cap))
         n = even(size, cap)
@@ -129,39 +137,154 @@ class ResidentSizes:
     @property
     def worth_dividing(self) -> bool:
         """Whether smaller micro-batches may be clearly faster than the undivided batch."""
-        return self._host and in_no_cache(self.foreseen, self._signature.size)
+        return self._on_host and in_no_cache(self.foreseen, self._size)
 
-    def planned(self, n: int, *, trial: bool = False) -> RunPlan:
+    def planned(self, n: int, *, checked: bool = False) -> RunPlan:
         """Return how a batch is run in micro-batches of `n`.
 
         Args:
             n: samples.
-            trial: one of several steps in different sizes, all of them below one that was
-                rehearsed. Default False: it is rehearsed itself.
+            checked: rehearse the size. Default False: one above it was, or they are lanes.
         """
-        return describe(
-            self.foreseen,
-            n,
-            self._signature.size,
-            self._seconds,
-            budget=self._budget,
-            source=self._source,
-            trains=self._signature.trains,
-            confirmed=self._confirmed and (not trial or self._signature.lanes),
+        foreseen, size, budget = self.foreseen, self._size, self._budget
+        inspection, signature = foreseen.inspection, self._request.signature
+        confirmed = self._confirmed and (checked or signature.lanes)
+        owners, peak = foreseen.owners(n, size), 0
+        accumulator, lanes = False, inspection.lanes and n < size
+        if signature.trains and n < size and not lanes:
+            peak = foreseen.accumulator_peak(n, size, confirmed=confirmed)
+            accumulator = peak <= budget
+        if not accumulator:  # else that was rehearsed, and holds a set of gradients more
+            peak = foreseen.confirm(n, size) if confirmed else total(owners)
+        elif by_line := foreseen.accumulator_owners(n, size):
+            owners = by_line
+        more = peak - total(owners)
+        owner = "gradients" if accumulator and more > 0 else "activations"
+        owners[owner] = more + owners.get(owner, 0)
+        predicted = peak
+        capacity: Capacity = 0
+        if lanes:
+            predicted, owners, capacity = self._in_lanes(n, peak, owners, confirmed=confirmed)
+        memory = self._memory(
+            {owner: count for owner, count in owners.items() if count},
+            predicted,
+            waiting_capacity=capacity,
+            floor=self._floor(confirmed=confirmed),
+            candidates=self._candidates(n),
         )
+        coupled = inspection.coupled and not lanes
+        return RunPlan(n, accumulator, memory, coupled, inspection.loss, lanes)
+
+    def _floor(self, *, confirmed: bool) -> int | None:
+        """Return the bytes of a step in micro-batches of one sample, rehearsed as in an error."""
+        foreseen, exact = self.foreseen, 0
+        if foreseen.full_batch:
+            return None
+        if confirmed:
+            try:
+                exact = foreseen.confirm(1, self._size)
+            except (Retry, MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception:  # of a model that takes no such micro-batch, by any error of its own
+                exact = 0
+        return max(exact, foreseen.peak(1, self._size))  # on no line once it was rehearsed
+
+    def _in_lanes(
+        self, n: int, peak: int, owners: dict[str, int], *, confirmed: bool
+    ) -> tuple[int, dict[str, int], Capacity]:
+        """Return the bytes of a step in lanes, their owners, and the budget of waiting lanes.
+
+        Where the bytes that a lane touches are unknown, all those of its peak wait.
+        """
+        foreseen, size, budget = self.foreseen, self._size, self._budget
+        lane = lane_of(foreseen, n, size, rehearsed=confirmed)
+        if lane is not None:
+            step, waiting = step_of(lane, foreseen, n, size, budget)
+            if least(waiting) >= 0:
+                owners = max([step.at_peak(), *foreseen.other_peaks(n, size)], key=total)
+                return total(owners), owners, waiting
+        each = sum(count for owner, count in owners.items() if owner not in SHARED)
+        left = budget - peak
+        capacity = None if left >= (-(-size // n) - 1) * each else max(0, left)
+        return min(budget, peak + foreseen.of_samples(size)), owners, capacity
 
     def rows(self) -> tuple[Candidate, ...]:
         """Return the sizes worth a line in a plan: those of which a step was run."""
-        size = self._signature.size
-        return candidates(self.foreseen, self.largest, size, self._seconds, self._budget)
+        return self._candidates(self.largest)
 
-    def _refuse(self, refuse_division: Callable[[], object]) -> None:
-        """Refuse to divide an indivisible batch, and name the bytes that it needs undivided."""
-        try:
-            refuse_division()
-        except NotExactError as error:
-            needed = self.foreseen.peak(self._signature.size, self._signature.size)
-            raise NotExactError(
-                f"{error}. Undivided the batch needs {show_bytes(needed)}, and the budget is "
-                f"{show_bytes(self._budget)} ({self._source})"
-            ) from None
+    def _candidates(self, n: int) -> tuple[Candidate, ...]:
+        """Return the candidates worth a row: the sizes run, and the first that does not fit."""
+        foreseen, size = self.foreseen, self._size
+        if foreseen.full_batch:
+            return (Candidate(size, foreseen.peak(size, size), None),)
+        doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
+        fits = [k for k in doubling if self.fits(k)]
+        too_large = [k for k in doubling if k not in fits][:1]
+        return tuple(
+            Candidate(k, foreseen.peak(k, size), finite(self._seconds.get(k)))
+            for k in sorted({n, size, *too_large, *(self._seconds or fits)})
+        )
+
+
+# A plan as the step it stands for: a forecast at the micro-batch that was chosen, as it passes.
+#
+# A plan has the peak and its owners. Why it is the peak, and how far below it the rest of a step
+# is, follows from the lines of its forecast:
+#
+#     inspection │ mu_0  mu_1 │ update        at n: a_t + b_t * n bytes after every event
+#
+# The peak of it is the plan's. Bytes that the plan counts in addition to the lines have no position
+# in time: those found by another dry run are drawn from beginning to end, and the bytes of waiting
+# micro-batches as long as there are any.
+
+
+def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
+    """Return the step of a plan as it passes.
+
+    Args:
+        foreseen: the forecast of the plan.
+        planned: the plan.
+        size: N_B, samples in the mini-batch.
+
+    Returns:
+        The step, in the order of its events. Its peak is what the plan predicts, or less where
+        micro-batches wait and the peak is not in theirs but in the update. Where saved tensors
+        are offloaded it has the seconds that they were planned with, if it was run for that.
+    """
+    n, memory = min(planned.micro_batch, size), planned.memory
+    shown = foreseen.micro_batches if planned.passes is None else MICRO_BATCHES
+    title = _title(n, size, lanes=planned.lanes, shown=shown)
+    if planned.passes is not None:
+        return replace(planned.passes(), title=f"{title}, saved tensors offloaded")
+    parts = foreseen.phases(n, size, accumulator=planned.accumulator)
+    lane = lane_of(foreseen, n, size, rehearsed=False) if planned.lanes else None
+    if lane is not None:
+        found, waiting = step_of(lane, foreseen, n, size, memory.budget)
+        if waiting == memory.waiting_capacity and found.peak <= memory.predicted:
+            parts[DIVIDED] = found
+    more = max(0, memory.predicted - joined(list(parts.values())).peak)
+    if more and planned.lanes:
+        parts[DIVIDED] = parts[DIVIDED].plus({WAITING: more})
+    elif more:
+        owner = "gradients" if planned.accumulator else "activations"
+        parts = {name: part.plus({owner: more}) for name, part in parts.items()}
+    phases, first = list[Phase](), 0
+    for name, part in parts.items():
+        phases.append(Phase(name, first))
+        first += len(part.events)
+    return StepTimeline(
+        title=title,
+        ledger=joined(list(parts.values())),
+        budget=memory.budget,
+        phases=tuple(phases),
+    )
+
+
+def _title(n: int, size: int, *, lanes: bool, shown: int) -> str:
+    if n >= size:
+        return f"the batch of {size} undivided"
+    count = -(-size // n)
+    title = f"{size} samples in {count} micro-batches of {n}"
+    if lanes:
+        return f"{title}, one of them and the bytes of waiting ones"
+    return f"{title}, the first of them" if count > shown else title

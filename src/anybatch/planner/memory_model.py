@@ -1,0 +1,237 @@
+"""Memory models: where the tensors of a step are, which sizes fit so, and the plan of one.
+
+    resident     all of them on the device                      `anybatch.planner.resident_memory`
+    offloaded    saved tensors in a store                       `anybatch.planner.offload_memory`
+    paged        all of a lane, but what its kernel needs       `anybatch.planner.paged_lockstep`
+
+Each answers the same questions for one signature: whether a size fits, which is the largest that
+does, and how a batch is run in it. `anybatch.planner.decision` chooses between them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import isinf
+from typing import Any, ClassVar
+
+import torch
+
+from anybatch.core.absent import enough
+from anybatch.core.plan_sections import Candidate, Memory
+from anybatch.core.units import show_bytes
+from anybatch.errors import BudgetError, NotExactError, NotYetError
+from anybatch.execution.signature import Case, RunPlan, Signature
+from anybatch.loss.chunked import WIDE
+from anybatch.loss.chunked_rows import fast_chunks
+from anybatch.memory.spill import Spill
+from anybatch.planner.forecast import WORKSPACE, Forecast
+from anybatch.planner.tuning import Place, Tuning
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Constraints on a plan: budget, store, and whether sizes are timed.
+
+    Attributes:
+        budget: bytes.
+        source: where these come from, in words.
+        spill: store of offloaded tensors.
+        timed: steps in different sizes may show the fastest.
+        thorough: they are to tell the seconds of many sizes, of an undivided batch that fits, too.
+    """
+
+    budget: int
+    source: str
+    spill: Spill
+    timed: bool
+    thorough: bool = False
+
+
+# Planning request: one mini-batch, its signature, and the queries about it.
+#
+# A planner gets questions, not answers: rehearsing a case and trying whether a batch may be divided
+# cost something, so each is done when a decision hangs on it.
+
+
+@dataclass(frozen=True)
+class PlanningRequest:
+    """Planning request for one mini-batch.
+
+    Attributes:
+        signature: of the batch.
+        case: returns the case of a dry run.
+        optimizer: its state counts, as it will be.
+        refuse_division: raises where the batch must not be divided.
+        follows: a step of it follows, so what it does not need is not foreseen.
+        chunked: bytes of the chunks of its wide linear maps and losses; 0 (default) is none.
+    """
+
+    signature: Signature
+    case: Callable[[], Case]
+    optimizer: torch.optim.Optimizer | None
+    refuse_division: Callable[[], object]
+    follows: bool = False
+    chunked: int = 0
+
+    @cached_property
+    def full_batch(self) -> bool:
+        """Whether micro-batches that know nothing of each other would be another training."""
+        return self.signature.lanes or self.undivided
+
+    @property
+    def may_be_chunked(self) -> bool:
+        """Whether wide linear maps and losses can be computed in chunks of rows.
+
+        Not in lockstep, over ranks, or with draws of the full batch, which a mode would not hear.
+        Where no weight is wide, nothing would be.
+        """
+        case = self.case()
+        if self.signature.lanes or self.signature.global_samples or case.draws:
+            return False
+        if case.loss.declares:  # an inspection calls it with outputs, which hold one column then
+            return False
+        weights = (one for one in case.leaves if one.dim() == 2)
+        return any(max(one.shape) > WIDE * min(one.shape) for one in weights)
+
+    @property
+    def fast_chunks(self) -> tuple[int, int]:
+        """Bytes of the fast chunks of the widest linear map: one to prefer, and the least one."""
+        wide = [one for one in self.case().leaves if one.dim() == 2]
+        every = (fast_chunks(max(one.shape), min(one.shape), one) for one in wide)
+        return max(every, default=(0, 0))
+
+    @property
+    def spread(self) -> bool:
+        """Whether the parameters are, over ranks."""
+        return self.signature.global_samples > 0 and self.case().sharded is not None
+
+    def refuse_spread(self) -> None:
+        """Refuse to offload saved tensors where parameters are sharded over ranks.
+
+        Raises:
+            NotYetError: they are.
+        """
+        if self.spread:
+            raise NotYetError(
+                "saved tensors cannot be offloaded today where parameters are sharded over ranks: "
+                'plan with offload="off", or without sharding'
+            )
+
+    @cached_property
+    def undivided(self) -> bool:
+        """Whether the batch must not be divided."""
+        try:
+            self.refuse_division()
+        except NotExactError:
+            return True
+        return False
+
+
+class MemoryModel(ABC):
+    """Choice of a micro-batch size with the tensors of a step in one place, for one signature.
+
+    Attributes:
+        place: where they are.
+        foreseen: forecast of its steps.
+
+    Args:
+        foreseen: forecast of its steps.
+        request: the batch.
+        terms: budget and store.
+        tuning: the search, whose dry runs are used and added to; None where there is none.
+    """
+
+    place: ClassVar[Place]
+
+    def __init__(
+        self, foreseen: Forecast, request: PlanningRequest, terms: Terms, tuning: Tuning | None
+    ) -> None:
+        self.foreseen, self._request, self._terms = foreseen, request, terms
+        self._size, self._most = request.signature.size, request.signature.largest
+        self._budget = terms.budget
+        runs = {} if tuning is None else tuning.dry_runs
+        self._steps: dict[int, Any] = runs.setdefault(self.place, {})
+        self._seconds = {} if tuning is None else tuning.of(self.place)
+
+    @property
+    @abstractmethod
+    def largest(self) -> int:
+        """The most samples in a micro-batch that fit; 0 where none do."""
+
+    @abstractmethod
+    def fits(self, n: int) -> bool:
+        """Say whether micro-batches of `n` samples fit."""
+
+    @abstractmethod
+    def planned(self, n: int, *, checked: bool = False) -> RunPlan:
+        """Return how a batch is run in micro-batches of `n` samples.
+
+        Args:
+            n: samples.
+            checked: see once more that they fit. Default False.
+
+        Raises:
+            BudgetError: they do not fit.
+            StoreError: the tensors that leave do not fit in the store.
+        """
+
+    @abstractmethod
+    def rows(self) -> Iterable[Candidate]:
+        """Return the sizes worth a line in a plan."""
+
+    def _memory(
+        self, owners: Mapping[str, int], predicted: int, *, how: str = "", **more: Any
+    ) -> Memory:
+        """Return the memory of a plan.
+
+        Args:
+            owners: owner -> bytes at the peak.
+            predicted: bytes of it.
+            how: added to that of the forecast. Default: nothing.
+            more: other fields.
+        """
+        return Memory(
+            budget=self._budget,
+            source=self._terms.source,
+            predicted=predicted,
+            owners=ranked(owners),
+            undivided=self.foreseen.peak(self._size, self._size),
+            how=f"{self.foreseen.how}{how}",
+            **more,
+        )
+
+    def _too_small(
+        self, needed: int, step: str, owners: Mapping[str, int], *, size: str = "", model: str = ""
+    ) -> BudgetError:
+        """Return the error with the bytes needed, the budget, and a budget that would fit.
+
+        Args:
+            needed: bytes.
+            step: how it would be run, in words.
+            owners: owner -> bytes of these; empty where they are unknown.
+            size: what to give instead of more bytes, in words. Default: nothing.
+            model: what to give in addition to those. Default: nothing.
+        """
+        listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in ranked(owners))
+        workspace = "a smaller workspace, " if WORKSPACE in owners else ""
+        return BudgetError(
+            f"a step must fit in memory, and {step} it needs {show_bytes(needed)}"
+            f"{listed and f' ({listed})'}, and the budget is {show_bytes(self._budget)} "
+            f"({self._terms.source}): give {size}{enough(needed)} or more, {workspace}{model}"
+            "smaller samples, or an optimizer with less state",
+            needed=needed,
+            budget=self._budget,
+        )
+
+
+def ranked(owners: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """Return owners and their bytes, the largest first."""
+    return tuple(sorted(owners.items(), key=lambda pair: -pair[1]))
+
+
+def finite(seconds: float | None) -> float | None:
+    """Return the seconds of a step; None where it was not run, or ran out of memory."""
+    return None if seconds is None or isinf(seconds) else seconds
