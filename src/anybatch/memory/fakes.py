@@ -454,7 +454,7 @@ class Paged:
     """Every bounded memory that is in use in this thread.
 
     Attributes:
-        every: the `Pages` of `anybatch.offload.parameters`: few, one for each model.
+        every: the `Pages` of `anybatch.offloading.parameters`: few, one for each model.
     """
 
     every: tuple[Any, ...]

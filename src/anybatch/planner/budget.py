@@ -411,7 +411,7 @@ def _same_ranks(saved: Signature, forecast: Forecast, signature: Signature) -> b
     """Say whether samples of other ranks make no difference: there are none, or they hold none."""
     if saved.global_samples == 0 or signature.global_samples == 0:
         return saved.global_samples == signature.global_samples
-    return not forecast.meets_ranks
+    return not (forecast.inspection.coupled or forecast.inspection.lanes)
 
 
 def _of_rows(signature: Signature) -> Any:

@@ -19,9 +19,9 @@ from dataclasses import replace
 
 from anybatch.core.norm import ScriptedNormError
 from anybatch.errors import BudgetError, NotExactError, NotYetError, StoreError
-from anybatch.execution.signature import RunPlan, Signature
+from anybatch.execution.signature import RunPlan
 from anybatch.planner.budget import Foreseen
-from anybatch.planner.forecast import ASIDE, WORKSPACE, Forecast
+from anybatch.planner.forecast import Forecast
 from anybatch.planner.full_batch import Suffices
 from anybatch.planner.memory_model import MemoryModel, PlanningRequest, Terms
 from anybatch.planner.offload_memory import OffloadedSizes
@@ -411,11 +411,4 @@ class Decision:
 
     def _completed(self, foreseen: Forecast) -> Forecast:
         """Return the forecast plus the bytes that it does not contain."""
-        return completed(foreseen, self._request.signature, self._workspaces.most(foreseen))
-
-
-def completed(foreseen: Forecast, signature: Signature, workspace: int) -> Forecast:
-    """Return the forecast plus samples of all ranks, gradients before the step, and workspace."""
-    foreseen = replace(foreseen, global_samples=signature.global_samples)
-    foreseen = foreseen.with_more(WORKSPACE, workspace) if workspace else foreseen
-    return foreseen.with_more(ASIDE, signature.before) if signature.before else foreseen
+        return foreseen.completed(self._request.signature, self._workspaces.most(foreseen))

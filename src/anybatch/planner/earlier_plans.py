@@ -144,9 +144,19 @@ class Followed:
     steps: int = 0
     closed: bool = False
 
-    def next(self) -> Plan | None:
-        """Return the earlier plan of the next step, if there is one."""
-        return self.earlier.get(self.steps, self.earlier.get(LAST))
+    def next(self) -> RunPlan | None:
+        """Return the plan that an earlier start had for the next step; None where it had none."""
+        plan = self.earlier.get(self.steps, self.earlier.get(LAST))
+        return None if plan is None else run_plan_of(plan)
+
+    def most(self) -> int:
+        """Return the most bytes of any plan of an earlier start; 0 where it had none."""
+        every = self.earlier.values()
+        return max((plan.memory.predicted for plan in every if plan.memory is not None), default=0)
+
+    def give_up(self) -> None:
+        """Follow the earlier start no more: this one decides, and its plans replace those."""
+        self.earlier.clear()
 
 
 class EarlierPlans:
@@ -162,28 +172,6 @@ class EarlierPlans:
         self._program = ""
         self._followed: dict[Signature, Followed] = {}
 
-    def next(self, signature: Signature) -> RunPlan | None:
-        """Return the plan that an earlier start had for the next step; None where it had none."""
-        plan = self._of(signature).next()
-        return None if plan is None else run_plan_of(plan)
-
-    def first(self, signature: Signature) -> bool:
-        """Return whether the next step of a signature is the first one."""
-        return self._of(signature).steps == 0
-
-    def last(self, signature: Signature) -> Plan | None:
-        """Return the plan with which the search of an earlier start ended, if it did."""
-        return self._of(signature).earlier.get(LAST)
-
-    def most(self, signature: Signature) -> int:
-        """Return the most bytes of any plan of an earlier start; 0 where it had none."""
-        every = self._of(signature).earlier.values()
-        return max((plan.memory.predicted for plan in every if plan.memory is not None), default=0)
-
-    def give_up(self, signature: Signature) -> None:
-        """Follow the earlier start no more: this one decides, and its plans replace those."""
-        self._of(signature).earlier.clear()
-
     def done(self, signature: Signature, run_plan: RunPlan, *, settled: bool) -> None:
         """Record the plan of a step that is complete.
 
@@ -192,7 +180,7 @@ class EarlierPlans:
             run_plan: how it was run.
             settled: no search goes on: later steps are run like this one.
         """
-        followed = self._of(signature)
+        followed = self.of(signature)
         follows = followed.next() is not None
         followed.steps += 1
         if follows or followed.closed:
@@ -212,7 +200,8 @@ class EarlierPlans:
         followed.recorded.clear()
         self._file.keep(self._program, _batch(signature), plans)
 
-    def _of(self, signature: Signature) -> Followed:
+    def of(self, signature: Signature) -> Followed:
+        """Return the plans of a signature; those of an earlier start are read at the first call."""
         if signature not in self._followed:
             self._program = self._program or self._make()
             earlier = self._file.plans(self._program, _batch(signature))

@@ -15,7 +15,7 @@ import torch
 from anybatch.conv.dispatch import KernelRecorder
 from anybatch.errors import AnybatchError
 from anybatch.execution.full_batch_rng.kernels import largest_draw
-from anybatch.execution.signature import MICRO_BATCHES, Case, first_rows
+from anybatch.execution.signature import MICRO_BATCHES, Case, Signature, first_rows
 from anybatch.memory.ledger import BentTimeline, Line, Timeline
 from anybatch.memory.lockstep_budget import Lane
 from anybatch.planner import rehearsal
@@ -44,6 +44,9 @@ STATES = ("parameters", "buffers", "gradients")
 
 DIVIDED, UNDIVIDED = "the first micro-batches", "the full batch"
 """Phases of a step, as `Forecast.phases` names them."""
+
+LOOK = "first look"
+"""The phase before them, the first inspection of a model."""
 
 SHARE = 24
 """Masks hold this part of an inspection's bytes or less: a byte a row of a tensor, or few."""
@@ -120,11 +123,6 @@ class Forecast:
         default_factory=dict, repr=False, compare=False
     )
 
-    @property
-    def meets_ranks(self) -> bool:
-        """Whether more samples on other ranks are more bytes here."""
-        return self.inspection.coupled or self.inspection.lanes
-
     def owners(self, n: int, size: int) -> dict[str, int]:
         """Return owner -> bytes at the peak of a step of `size` samples in micro-batches of `n`."""
         return max(self._peaks(n, size), key=lambda found: sum(found.values()))
@@ -188,9 +186,7 @@ class Forecast:
             # A sparse sum is a new tensor beside the old one and the micro-batch's
             # (test_sparse_gradients_are_in_the_forecast).
             return self.peak(n, size) + self.gradients + self.entries * size
-        return max(
-            self._rehearsed(n, size, accumulator=True), *map(total, self.other_peaks(n, size))
-        )
+        return self.confirm(n, size, accumulator=True)
 
     def accumulator_owners(self, n: int, size: int) -> dict[str, int]:
         """Return owner -> bytes at that peak, by a line; nothing where there is none."""
@@ -200,19 +196,13 @@ class Forecast:
         held = merged(held, {"gradients": self.grown(n, size)})
         return max([held, *self.other_peaks(n, size)], key=total)
 
-    def confirm(self, n: int, size: int) -> int:
+    def confirm(self, n: int, size: int, *, accumulator: bool = False) -> int:
         """Return the bytes of the peak at just this size: rehearsed, where that costs nothing."""
         if self.case is None:
             return self.peak(n, size)
-        return max(
-            self._rehearsed(n, size, accumulator=False), *map(total, self.other_peaks(n, size))
-        )
-
-    def _rehearsed(self, n: int, size: int, *, accumulator: bool) -> int:
-        """Return the peak of one more rehearsal, in the sizes that the micro-batches will have."""
         found = self.rehearsed(n, size, accumulator=accumulator)
         held = self.held(size, divided=self.divides(n, size))
-        return total(self.summed(found)) + total(held)
+        return max(total(self.summed(found)) + total(held), *map(total, self.other_peaks(n, size)))
 
     def rehearsed(self, n: int, size: int, *, accumulator: bool) -> Timeline:
         """Return one more rehearsal of a step, which is made once.
@@ -223,20 +213,19 @@ class Forecast:
             accumulator: gradients are summed in an accumulator.
         """
         key = n, size, self.global_samples, accumulator
-        found = self.confirmed.get(key)
-        if found is None:
-            found = self.confirmed[key] = self._rehearse(n, size, accumulator=accumulator)
-        return found
-
-    def _rehearse(self, n: int, size: int, *, accumulator: bool) -> Timeline:
+        if key in self.confirmed:
+            return self.confirmed[key]
         assert self.case is not None
-        if not self.divides(n, size):
-            return rehearsal.full_batch(self.case, size, self.inspection)
         line = self.accumulated if accumulator else self.divided
-        if line is not None and self.measured and self._fakes_agree(n):
-            return line.at(n)
-        case = replace(first_rows(self.case, size), global_samples=self.global_samples)
-        return rehearsal.divided(case, n, self.inspection, accumulator=accumulator)
+        if not self.divides(n, size):
+            found, _ = rehearsal.full_batch(self.case, size, self.inspection)
+        elif line is not None and self.measured and self._fakes_agree(n):
+            found = line.at(n)
+        else:
+            case = replace(first_rows(self.case, size), global_samples=self.global_samples)
+            found = rehearsal.divided(case, n, self.inspection, accumulator=accumulator)
+        self.confirmed[key] = found
+        return found
 
     def _fakes_agree(self, n: int) -> bool:
         """Say whether fakes of `n` samples, undivided, have the bytes of their line at every event.
@@ -250,7 +239,7 @@ class Forecast:
         if any(agrees and m >= n for m, agrees in self.on_line.items()):
             return True
         if n not in self.on_line:
-            found = rehearsal.full_batch(self.case, n)
+            found = rehearsal.full_batch(self.case, n)[0]
             # The bytes of a loss of all pairs are below the line, and on the parabola.
             line = rehearsal.extrapolated(self.few, 2, n) if self.few else self.undivided.at(n)
             self.on_line[n] = rehearsal.holds_all_of(line, found)
@@ -275,6 +264,12 @@ class Forecast:
         """Return the forecast with `count` more bytes of one owner."""
         return self.with_constant({owner: self.constant.get(owner, 0) + count})
 
+    def completed(self, signature: Signature, workspace: int) -> Forecast:
+        """Return the forecast plus samples of all ranks, gradients of before, and workspace."""
+        found = replace(self, global_samples=signature.global_samples)
+        found = found.with_more(WORKSPACE, workspace) if workspace else found
+        return found.with_more(ASIDE, signature.before) if signature.before else found
+
     def steeper(self, each: int) -> Forecast:
         """Return the forecast with `each` bytes more for each sample of a micro-batch."""
         sums = self.accumulated
@@ -298,21 +293,14 @@ class Forecast:
             Name -> its timeline; of a divided step the first micro-batches. The peak of all
             is `peak`, where `accumulator` is False.
         """
-        found = dict[str, Timeline]()
-        divided = self.divides(n, size)
-        held = self.held(size, divided=divided)
-        if divided:
-            found["first inspection"] = self.looked.at(min(n, 2)).plus(merged(held, self._masks(n)))
+        divided, others = self.divides(n, size), self._other_phases(n, size)
         sums = self.accumulated if accumulator and divided else None
         step = self._line(n, size) if sums is None else sums.at(n)
         if self.global_samples:
             step = step.ended("sum over ranks", {"gradients": self.pieces})
-        found[DIVIDED if divided else UNDIVIDED] = step.plus(
-            {**held, "gradients": self.grown(n, size)}
-        )
-        if self.update is not None:
-            found["update"] = self.update.plus(self._outside_update())
-        return found
+        more = {**self.held(size, divided=divided), "gradients": self.grown(n, size)}
+        found = {name: others.pop(name) for name in [LOOK] if name in others}
+        return {**found, DIVIDED if divided else UNDIVIDED: step.plus(more), **others}
 
     def divides(self, n: int, size: int) -> bool:
         """Say whether a step goes the way of several micro-batches; over ranks it always does."""
@@ -355,45 +343,33 @@ class Forecast:
 
     def other_peaks(self, n: int, size: int) -> list[dict[str, int]]:
         """Return owner -> bytes at the peaks of the first inspection, if any, and the update."""
-        found: list[dict[str, int]] = [{}]
-        if self.divides(
-            n, size
-        ):  # in units of two rows, at most four: `anybatch.execution.few_rows.two_sizes`
-            looked = merged(self.looked.at(min(n, 2)).at_peak(), self._masks(n))
-            found.append(merged(looked, self.held(size, divided=True)))
+        return [{}, *(one.at_peak() for one in self._other_phases(n, size).values())]
+
+    def _other_phases(self, n: int, size: int) -> dict[str, Timeline]:
+        """Return the first inspection, if any, and the update, with what is live beside them."""
+        found = dict[str, Timeline]()
+        if self.divides(n, size):
+            # In units of two rows, at most four: `anybatch.execution.few_rows.two_sizes`.
+            looked = self.looked.at(min(n, 2))
+            masks = {"activations": looked.peak // SHARE + MASKS * self.grain}
+            found[LOOK] = looked.plus(merged(self.held(size, divided=True), masks))
         if self.update is not None:
-            found.append(merged(self.update.at_peak(), self._outside_update()))
+            outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
+            found["update"] = self.update.plus(
+                merged(outside, {"activations": self._rounded(LOSS)})
+            )
         return found
-
-    def _masks(self, n: int) -> dict[str, int]:
-        """Return owner -> bytes of tensor masks during the first inspection."""
-        peak = total(self.looked.at(min(n, 2)).at_peak())
-        return {"activations": peak // SHARE + MASKS * self.grain}
-
-    def _outside_update(self) -> dict[str, int]:
-        """Return owner -> bytes that are live during the update and not its own."""
-        outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
-        return merged(outside, {"activations": self._rounded(LOSS)})
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.grain) * self.grain
 
     def held(self, size: int, *, divided: bool) -> dict[str, int]:
         """Return owner -> bytes that are live throughout a step of `size` samples."""
-        copies = self.copied * (2 if divided else 1)
+        copies, samples = self.copied * (2 if divided else 1), max(size, self.global_samples)
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
-        shared = any(found) and divided
-        draw = (
-            self._rounded(largest_draw(found, counts, max(size, self.global_samples)))
-            if shared
-            else 0
-        )
-        gathered = (
-            self._rounded(self.inspection.gathers * max(size, self.global_samples))
-            if divided
-            else 0
-        )
-        extra = {"buffers": copies, DRAW: draw, GATHERED: gathered}
+        draw = largest_draw(found, counts, samples) if any(found) and divided else 0
+        gathered = self.inspection.gathers * samples if divided else 0
+        extra = {"buffers": copies, DRAW: self._rounded(draw), GATHERED: self._rounded(gathered)}
         return merged(self.constant, {owner: count for owner, count in extra.items() if count})
 
 

@@ -102,7 +102,7 @@ def guess(case: Case, state: State, available: int, suffices: Suffices) -> Forec
     """
     for n in GUESSED:
         try:
-            step, entries = rehearsal.of_batch(unharmed(few(case, n), n, writes=True), n)
+            step, entries = rehearsal.full_batch(unharmed(few(case, n), n, writes=True), n)
         except (MemoryError, torch.OutOfMemoryError):
             raise
         except Exception:  # the model takes no so few, or the step raises what there is to say
@@ -119,7 +119,7 @@ def guess(case: Case, state: State, available: int, suffices: Suffices) -> Forec
 
 def of_all(fakes: Case, size: int) -> Timeline:
     """Return the timeline of an undivided step of `size` samples on fakes."""
-    return rehearsal.full_batch(replace(fakes, size=size), size)
+    return rehearsal.full_batch(replace(fakes, size=size), size)[0]
 
 
 def _constant(case: Case, state: State, how: str, step: Timeline) -> Forecast:

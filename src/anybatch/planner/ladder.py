@@ -202,7 +202,7 @@ def _dry_run(
         found, inspected = _on_few_rows(case, state, step, spare, most, single)
         if found is not None:
             return replace(found, how=ROWS_AND_FAKES, case=fakes, measured=True)
-    line = _line([rehearsal.full_batch(fakes, n) for n in sizes], sizes, FAKE)
+    line = _line([rehearsal.full_batch(fakes, n)[0] for n in sizes], sizes, FAKE)
     inspected = inspected or _inspected(fakes, SIZES, FAKE)
     return _rehearsed(fakes, state, FAKE, sizes, inspected=inspected, undivided=line)
 
@@ -237,7 +237,7 @@ def _on_few_rows(
         inspection = inspected[1]
         case = unharmed(case, MICRO_BATCHES * max(SIZES), writes=inspection.copies)
         for n in (*SIZES, *([SMALL + 2] if inspection.coupled else [])):
-            small, entries = rehearsal.of_batch(case, n, inspection, limit=most)
+            small, entries = rehearsal.full_batch(case, n, inspection, limit=most)
             if entries or not _fit_few_rows(case, small, n, spare):
                 return None, inspected  # sparse sums grow with the batch, which few do not show
             undivided.append(small)
@@ -438,7 +438,7 @@ def _rehearsed(
     case = unharmed(case, MICRO_BATCHES * max(sizes), writes=inspection.copies)
     entries = 0
     if undivided is None:
-        steps = [rehearsal.of_batch(case, n, inspection) for n in sizes]
+        steps = [rehearsal.full_batch(case, n, inspection) for n in sizes]
         entries = steps[0][1]
         undivided = _line([step for step, _ in steps], sizes, how, entries)
     run = partial(rehearsal.divided, accumulator=False, limit=limit)
@@ -525,7 +525,7 @@ def _farther(found: Forecast, case: Case, far: int) -> Forecast:
         divided=bent(found.divided, divided(accumulator=False), growing),
         undivided=bent(
             found.undivided,
-            [rehearsal.full_batch(case, n, found.inspection) for n in (SMALL, NEAR, far)],
+            [rehearsal.full_batch(case, n, found.inspection)[0] for n in (SMALL, NEAR, far)],
             found.entries,
         ),
         accumulated=None if first is None else bent(first, summed, growing),
@@ -584,8 +584,8 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
                 if again
                 else _divided(fakes, found, n)
             )
-            undivided = rehearsal.full_batch(fakes, n, found.inspection).peak
-        all_at_once = rehearsal.full_batch(real, n, found.inspection).peak
+            undivided = rehearsal.full_batch(fakes, n, found.inspection)[0].peak
+        all_at_once = rehearsal.full_batch(real, n, found.inspection)[0].peak
         return max(_divided(real, found, n) - divided, all_at_once - undivided)
     except Exception as error:
         few_rows = fewer or isinstance(error, ValueError | IndexError)

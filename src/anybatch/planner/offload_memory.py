@@ -419,7 +419,7 @@ def rehearse_offloaded(
             )
             line = rehearsal.divided(case, n, inspection, accumulator=False, sends=sends)
         else:
-            line = rehearsal.full_batch(_rows(case, size, size), size, inspection, sends=sends)
+            line = rehearsal.full_batch(_rows(case, size, size), size, inspection, sends=sends)[0]
     finally:
         for recorder in recorders:
             recorder.close()

@@ -33,9 +33,9 @@ from anybatch.execution.step import SINGLE_SAMPLE
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen, default_budget, ran_out
-from anybatch.planner.decision import Decision, completed
-from anybatch.planner.earlier_plans import EarlierPlans, run_plan_of
-from anybatch.planner.forecast import WORKSPACE, Forecast
+from anybatch.planner.decision import Decision
+from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed, run_plan_of
+from anybatch.planner.forecast import WORKSPACE
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
 from anybatch.planner.memory_model import PlanningRequest, Terms
@@ -156,16 +156,18 @@ class Planner:
             BudgetError: not even a micro-batch of one sample fits.
         """
         signature = self._foreseen.plain(signature)
-        if self.earlier is not None and not follow:
-            self.earlier.give_up(signature)  # the plan that a person has asked for is followed
+        if not follow:
+            self._followed(signature).give_up()  # the plan that a person has asked for is followed
         found = self._earlier(signature) or self._planned.get(signature)
         if found is None or not (follow or found.memory.floor):
             self._say_stopped(signature)
             chunked = self._chunked.get(signature.trains, 0)
             case = cache(lambda: replace(make_case(), chunked=chunked))
             request = PlanningRequest(signature, case, optimizer, refuse_division, follow, chunked)
-            found = self.workspaces.within(self._fixed_budget, partial(self._decide, request))
-            found = self._settled_in(found, signature)
+            found = self.workspaces.within(lambda: self.budget or 0, partial(self._decide, request))
+            known = self._foreseen.knows(signature)
+            foreseen = self._foreseen.bound(signature) if known else None
+            found = self.workspaces.settle(found, foreseen, signature)
             # Another plan was wrong, so the engine measures this one
             # (test_the_first_step_of_the_smaller_plan_is_measured).
             self._precedent.decided += signature.most > 0
@@ -174,13 +176,13 @@ class Planner:
 
     def _earlier(self, signature: Signature) -> RunPlan | None:
         """Return the plan that an earlier start had for this step; None where there is none."""
-        if self.earlier is None or signature.most or signature.global_samples:
+        if signature.most or signature.global_samples:
             return None
-        found, last = self.earlier.next(signature), self.earlier.last(signature)
+        followed = self._followed(signature)
+        found, last = followed.next(), followed.earlier.get(LAST)
         if found is None:
             return None
-        if self.earlier.first(signature):
-            self._precedent.decided += 1  # its first step is metered, as every first one is
+        self._precedent.decided += followed.steps == 0  # metered, as every first step is
         if self._precedent.best is None:
             fastest = found if last is None else run_plan_of(last)
             self._precedent.best = fastest.micro_batch, signature.elements
@@ -201,7 +203,7 @@ class Planner:
             return None
         held = dict(planned.memory.owners).get(WORKSPACE, 0)
         more = max(0, held - foreseen.constant.get(WORKSPACE, 0))
-        return depict(completed(foreseen, signature, more), planned, signature.size)
+        return depict(foreseen.completed(signature, more), planned, signature.size)
 
     def varies(self, signature: Signature) -> bool:
         """Say whether the bytes of a planned step may depend on the values of its batch."""
@@ -221,7 +223,9 @@ class Planner:
         signature = self._foreseen.plain(signature)
         foreseen, planned = self._foreseen.bound(signature), self._planned[signature]
         size, smaller = signature.size, {1, planned.micro_batch // 2} - {0, planned.micro_batch}
-        if again and self._follows(signature):  # without a forecast, and it stops where that did
+        if (
+            again and self._followed(signature).next()
+        ):  # without a forecast, and it stops where that did
             less = not planned.lanes and bool(smaller)
         elif foreseen is None or not (again or foreseen.full_batch or _may_vary(planned)):
             return None
@@ -230,9 +234,9 @@ class Planner:
             less |= bool(smaller) and foreseen.full_batch
         return planned.memory.budget - planned.states_to_add(states) if less else None
 
-    def _follows(self, signature: Signature) -> bool:
-        """Say whether the next step has the plan of an earlier start."""
-        return self.earlier is not None and self.earlier.next(signature) is not None
+    def _followed(self, signature: Signature) -> Followed:
+        """Return the plans of earlier starts for a signature, and those of this one."""
+        return Followed({}) if self.earlier is None else self.earlier.of(signature)
 
     def learn(
         self,
@@ -265,7 +269,7 @@ class Planner:
         missing = peak + coming - planned.memory.predicted
         stopped &= again
         fits = peak + coming <= planned.memory.budget
-        follows = self._follows(signature)
+        follows = self._followed(signature).next() is not None
         # Else a start that is measured at another step would not go the way of an earlier one
         # (test_five_starts_end_in_the_same_bits).
         no_news = again and fits and (follows or missing <= SLACK * planned.memory.predicted)
@@ -290,10 +294,11 @@ class Planner:
         varies = _may_vary(planned)
         self._corrected = True
         self._missing += missing if signature.trains else 0
-        if self.earlier is not None and self._follows(signature):
-            if self.earlier.most(signature) + missing <= planned.memory.budget:
+        followed = self._followed(signature)
+        if followed.next() is not None:
+            if followed.most() + missing <= planned.memory.budget:
                 return
-            self.earlier.give_up(signature)
+            followed.give_up()
             self._precedent.best, self._precedent.sends = None, False
         del self._planned[signature]
         if varies and planned.lanes and not self._renewed:
@@ -313,8 +318,7 @@ class Planner:
         """Drop all forecasts, of a model that has changed; not where a plan is obeyed."""
         if self._passed_in and not self._foreseen.rehearsed:
             return False
-        if self.earlier is not None:
-            self.earlier.give_up(signature)
+        self._followed(signature).give_up()
         self._forgot = True
         self._foreseen.forget()
         self._planned.clear()
@@ -361,8 +365,7 @@ class Planner:
             return False
         else:
             precedent.undivided.add(signature)
-        if self.earlier is not None:
-            self.earlier.give_up(signature)
+        self._followed(signature).give_up()
         first = str(error).strip().split("\n")[0]
         how = f"micro-batches of {show_samples(n)} of {size}"
         say(f"{how} cannot be run, so others are: {type(error).__name__}: {first}")
@@ -395,7 +398,7 @@ class Planner:
             if failed:  # another start may have the memory, and would go another way
                 self.earlier = None
             else:
-                if self.earlier.next(signature) is None:
+                if self._followed(signature).next() is None:
                     run_plan = run_plan.with_more(self._missing)
                     self._missing = 0  # forecasts of later steps have it
                 self.earlier.done(signature, run_plan, settled=settled)
@@ -437,10 +440,6 @@ class Planner:
                 "a step that was foreseen to fit undivided was stopped at its budget: its memory "
                 "depends on the values of a batch, so it is planned again by rows of this one"
             )
-
-    def _fixed_budget(self) -> int:
-        assert self.budget is not None
-        return self.budget
 
     def _decide(self, request: PlanningRequest) -> RunPlan:
         """Return how a batch is run; in chunks where no sample, or fewer, fit otherwise."""
@@ -530,7 +529,7 @@ class Planner:
         bound = self._foreseen.bound(request.signature)
         if bound is None:
             return 0
-        every = completed(bound, request.signature, self.workspaces.most(bound))
+        every = bound.completed(request.signature, self.workspaces.most(bound))
         return every.largest(self.budget, request.signature.size)
 
     def _in_chunks(self, request: PlanningRequest, nbytes: int) -> RunPlan:
@@ -579,16 +578,6 @@ class Planner:
         self._settled = None
         self._precedent.decided += 1
         return settled
-
-    def _settled_in(self, found: RunPlan, signature: Signature) -> RunPlan:
-        """Return how a batch is run, with the workspace that its convolutions really take."""
-        foreseen = self._foreseen.bound(signature) if self._foreseen.knows(signature) else None
-
-        def taking(workspace: int) -> Forecast:
-            assert foreseen is not None
-            return completed(foreseen, signature, workspace)
-
-        return self.workspaces.settle(found, foreseen, signature.size, taking)
 
 
 def _may_vary(planned: RunPlan) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -101,8 +101,13 @@ def _run(step: Step, micro: MicroBatch) -> None:
 
     def train(micro: MicroBatch) -> None:
         parts = Parts(step, micro.inputs)
-        if step.coupled:  # such a loss is never called with a part of the batch
-            _train_in_parts(step, parts, micro)
+        if step.coupled:
+            # Such a loss is never called with a part of the batch: each part of the model is run,
+            # and backward from it.
+            for at in range(len(parts)):
+                roots = [t for _, t in pytree.tensors(parts.forward(micro, at)) if t.requires_grad]
+                step.pull(roots, [torch.ones_like(root) for root in roots])
+                del roots
             return
         with step.in_chunks():
             loss = step.loss.full_batch(step.forward(micro), micro)
@@ -110,14 +115,6 @@ def _run(step: Step, micro: MicroBatch) -> None:
 
     step.under(train)(micro)
     finish(step.device)
-
-
-def _train_in_parts(step: Step, parts: Parts, micro: MicroBatch) -> None:
-    """Run each part, and backward from it: where a loss of all outputs begins is another matter."""
-    for at in range(len(parts)):
-        roots = [t for _, t in pytree.tensors(parts.forward(micro, at)) if t.requires_grad]
-        step.pull(roots, [torch.ones_like(root) for root in roots])
-        del roots
 
 
 def finish(device: torch.device) -> None:
@@ -132,11 +129,8 @@ Peak = Callable[[], int | None]
 """Returns the most bytes that were held; None if unknown."""
 
 
-def _unknown() -> None:
-    return None
-
-
-def read_peak(device: torch.device, *, anew: bool = False) -> AbstractContextManager[Peak]:
+@contextmanager
+def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Peak]:
     """Read the most bytes that a device's allocator has handed out in the body.
 
     Its statistic is the user's, too, and cannot be restored after a reset. It shows this peak if it
@@ -146,17 +140,13 @@ def read_peak(device: torch.device, *, anew: bool = False) -> AbstractContextMan
         device: without such a statistic, the peak is unknown.
         anew: reset the statistic if it would not show the peak. Default False.
 
-    Returns:
-        A context whose value is a function that returns the bytes; None if unknown.
+    Yields:
+        A function that returns the bytes; None if unknown.
     """
     counts = accelerator.of(device)
-    return _read_peak(counts, device, anew=anew) if counts.peaks else nullcontext(_unknown)
-
-
-@contextmanager
-def _read_peak(
-    counts: accelerator.Accelerator, device: torch.device, *, anew: bool
-) -> Iterator[Peak]:
+    if not counts.peaks:
+        yield lambda: None
+        return
     before = counts.peak(device)
     recorded = before == counts.allocated(device)
     if anew and not recorded:
@@ -345,12 +335,17 @@ def update(
             other_gradients = [torch.empty_like(p) for p in others]
             for parameter in stepped:
                 parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
-        _by_lists(twin, device)
+        foreach = accelerator.of(type_of(device)).facts.foreach
+        for group in twin.param_groups:  # over lists of tensors, as torch does on some devices
+            if foreach and group.get("foreach", 0) is None and not group.get("fused"):
+                group["foreach"] = True
         pairs = [*zip(others, other_gradients, strict=True), *((p, p.grad) for p in stepped)]
         made = [(p, gradient) for p, gradient in pairs if gradient is not None]
+        parameters = [*stepped, *map(fakes.of, resident)]
+        gradients = [gradient for p, gradient in made if id(p) in paged_ids and large(gradient)]
         owned = {
-            FOREIGN: _paged(made, [*stepped, *map(fakes.of, resident)], paged_ids),
-            "parameters": [*stepped, *map(fakes.of, resident)],
+            FOREIGN: [*(p for p in parameters if id(p) in paged_ids), *gradients],
+            "parameters": parameters,
             "buffers": map(fakes.of, tensors_of(modules, "_buffers")),
             "gradients": [gradient for _, gradient in made],
         }
@@ -373,42 +368,17 @@ def update(
     return found if available is None else _with_parts(found, 0 if paged_ids else available)
 
 
-def _by_lists(twin: torch.optim.Optimizer, device: torch.device) -> None:
-    """Let a fake optimizer step over lists of tensors, as torch does on some devices."""
-    foreach = accelerator.of(type_of(device)).facts.foreach
-    for group in twin.param_groups:
-        if foreach and group.get("foreach", 0) is None and not group.get("fused"):
-            group["foreach"] = True
-
-
-def _paged(
-    made: list[tuple[Tensor, Tensor]], parameters: list[Tensor], paged_ids: frozenset[int]
-) -> list[Tensor]:
-    """Return parameters that are paged, and gradients that are."""
-    gradients = [gradient for p, gradient in made if id(p) in paged_ids and large(gradient)]
-    return [*(p for p in parameters if id(p) in paged_ids), *gradients]
-
-
 def _step_in_parts(
-    twin: torch.optim.Optimizer,
-    available: int,
-    meter: Meter,
-    *,
-    both: bool,
+    twin: torch.optim.Optimizer, available: int, meter: Meter, *, both: bool
 ) -> None:
     """Step a few parameters at a time; only small entries of their state remain.
 
-    Args:
-        twin: the optimizer, of fakes.
-        available: bytes of state that may be in memory at a time.
-        meter: counts.
-        both: parameters and gradients are paged within half of these.
+    With `both`, parameters and gradients are paged within half of the available bytes.
     """
     every, inner = twin.param_groups, inner_step(twin)
     size_of = partial(state_bound, twin)
-    size_of, available = (
-        (partial(widest, size_of), available // 2) if both else (size_of, available)
-    )
+    if both:
+        size_of, available = partial(widest, size_of), available // 2
     for part in parts_of(twin, size_of, available):
         twin.param_groups = part.groups(every)
         inner(twin)

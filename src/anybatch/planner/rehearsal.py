@@ -114,7 +114,10 @@ def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Time
     ):
         step = make_step(case, Claiming(case.device, meter), n, None, MICRO_BATCHES)
         full, part = two_sizes(step)
-        outputs, gathered = _inspected(case, step, full), _gathered_so_far()
+        outputs = _inspected(case, step, full)
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        gathering = [mode.gathered for mode in modes if isinstance(mode, NonReducingNorms)]
+        gathered = max(gathering, default=0)
         fewer = _inspected(case, step, part)
         find = layout_of if step.loss.takes_outputs else rough_layout
         held = find(outputs, fewer, full.size, part.size)
@@ -138,12 +141,6 @@ def _inspected(case: Case, step: Step, micro: MicroBatch) -> Any:
     with torch.set_grad_enabled(case.trains):
         outputs = saving_nothing(partial(step.inspected, micro))
     return pytree.map_tensors(Tensor.detach, outputs)
-
-
-def _gathered_so_far() -> int:
-    """Return the bytes of the rows of all samples that forward has gathered."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return max((mode.gathered for mode in modes if isinstance(mode, NonReducingNorms)), default=0)
 
 
 DRY, REAL = "dry run", "step on few rows"
@@ -261,29 +258,6 @@ def draws(case: Case, n: int) -> list[int]:
 
 
 def full_batch(
-    case: Case,
-    size: int,
-    inspection: Inspection | None = None,
-    *,
-    sends: Sends | None = None,
-    limit: int | None = None,
-) -> Timeline:
-    """Run an undivided step under the meter; return its bytes.
-
-    Args:
-        case: the case of the dry run.
-        size: samples.
-        inspection: findings of the first inspection. Default None: unknown.
-        sends: returns the offloader of saved tensors; None (default) offloads none.
-        limit: bytes at which it stops. Default None: any.
-
-    Raises:
-        torch.OutOfMemoryError: it holds more than `limit`.
-    """
-    return of_batch(case, size, inspection, sends=sends, limit=limit)[0]
-
-
-def of_batch(
     case: Case,
     size: int,
     inspection: Inspection | None = None,
@@ -478,6 +452,7 @@ def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
     attributes = PythonState()
     attributes.modules((module for _, module in case.modules), attributes=not case.fake)
     state = None if case.state is None else case.state.snapshot(Depth.THOROUGH)
+    norms = NonReducingNorms if undivided else LoneNorms  # one lane runs; no statistics move
     _forget_casts(case)
     try:
         before.suspend_hooks()  # what a hook adds up elsewhere must not hear of a rehearsal
@@ -486,9 +461,10 @@ def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
             module.max_norm = None  # or a rehearsal would write to its weight
         with (
             no_optimizer_step(before),
-            _in_one_piece(case),
+            # C++ code that asks a fake its device cannot fail, so Ctrl-C is held back.
+            uninterrupted() if case.fake else nullcontext(),
             case.mode(),
-            _single_lane(case, undivided),
+            norms(counters(case.modules), rows=case.together) if case.lanes else nullcontext(),
         ):
             yield before
     finally:
@@ -527,17 +503,6 @@ class LoneNorms(NonReducingNorms):
         return batch_norm(x, weight, bias, eps, moments=shapes_of_moments)[0]
 
 
-def _single_lane(case: Case, undivided: bool) -> AbstractContextManager[Any]:  # noqa: FBT001
-    """Return a context without BatchNorm's barrier: one lane runs, and no statistics move."""
-    norms = NonReducingNorms if undivided else LoneNorms
-    return norms(counters(case.modules), rows=case.together) if case.lanes else nullcontext()
-
-
-def _in_one_piece(case: Case) -> AbstractContextManager[Any]:
-    """Hold back Ctrl-C while fakes are computed: C++ code that asks one its device cannot fail."""
-    return uninterrupted() if case.fake else nullcontext()
-
-
 @contextmanager
 def metered(
     case: Case, *, undivided: bool = False, limit: int | None = None
@@ -553,7 +518,7 @@ def metered(
     with (
         quietly(),
         put_back(case, undivided=undivided) as before,
-        _keep_large(case),
+        nullcontext() if case.fake or case.state is None else case.state.large_restored(),
         Meter(case.device, owned, spare=case.spare, limit=limit) as meter,
         uncounted(meter, case.leaves, case.paged),
     ):
@@ -564,7 +529,8 @@ def make_step(
     case: Case, link: DeviceLink, n: int, gradients: Gradients | None, count: int
 ) -> Step:
     """Return the step of a case in micro-batches of `n`, of which `count` will be run."""
-    buffers = tensors_of((module for _, module in case.modules), "_buffers")
+    buffers, state = tensors_of((module for _, module in case.modules), "_buffers"), case.state
+    called = state is not None and (state or state.written_by_person)
     return Step(
         model=case.model,
         loss=Rehearsed(case.loss) if type(case.loss) is CallableLoss else case.loss,
@@ -574,22 +540,10 @@ def make_step(
         buffers=ForwardBuffers([], set(), None if buffers else frozenset()),
         gradients=gradients,
         batchnorm=case.batchnorm,
-        calls=_calls(case),
+        calls=LossCalls(state) if state is not None and called else None,
         budgeted=True,
         chunked=chunks_of(case.chunked),
     )
-
-
-def _keep_large(case: Case) -> AbstractContextManager[None]:
-    state = case.state
-    return nullcontext() if case.fake or state is None else state.large_restored()
-
-
-def _calls(case: Case) -> LossCalls | None:
-    state = case.state
-    if state is None or not (state or state.written_by_person):
-        return None
-    return LossCalls(state)
 
 
 def claim_gradients(meter: Meter, gradients: Gradients | None) -> None:

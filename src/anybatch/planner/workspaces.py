@@ -24,11 +24,11 @@ from anybatch.conv.convolutions import Engaged
 from anybatch.conv.dispatch import sizes_of
 from anybatch.conv.divide import Key
 from anybatch.core.plan import TRIED, Plan
-from anybatch.core.plan_sections import Memory
 from anybatch.core.units import show_bytes, show_seconds
 from anybatch.errors import BudgetError
-from anybatch.execution.signature import RunPlan
+from anybatch.execution.signature import RunPlan, Signature
 from anybatch.planner.forecast import WORKSPACE, Forecast, total
+from anybatch.planner.memory_model import ranked
 
 
 class Workspaces:
@@ -80,13 +80,7 @@ class Workspaces:
             own.limit(0)
         return decide()
 
-    def settle(
-        self,
-        found: RunPlan,
-        foreseen: Forecast | None,
-        size: int,
-        forecast_with: Callable[[int], Forecast],
-    ) -> RunPlan:
+    def settle(self, found: RunPlan, foreseen: Forecast | None, signature: Signature) -> RunPlan:
         """Choose how all convolutions of a step are computed, and count their actual workspace.
 
         In lockstep, with offloading or a workspace for a network, all of it is counted.
@@ -94,8 +88,7 @@ class Workspaces:
         Args:
             found: how the step is run.
             foreseen: its forecast; None if there is none with its kernels.
-            size: N_B, samples in the mini-batch.
-            forecast_with: returns the forecast with so many bytes of workspace.
+            signature: of the mini-batch.
         """
         chooser = self.chooser
         if chooser is None:
@@ -103,7 +96,7 @@ class Workspaces:
         chooser.forget()  # what only planning has run
         if foreseen is None or chooser.found.shared:
             return found
-        every = [foreseen.convolutions(n) for n in sizes_of(size, found.micro_batch)]
+        every = [foreseen.convolutions(n) for n in sizes_of(signature.size, found.micro_batch)]
         keys = [key for recorded in every if recorded is not None for key in recorded.keys]
         chooser.choose(keys)
         self.kernels.update(keys)
@@ -114,32 +107,25 @@ class Workspaces:
         less = min(owners[WORKSPACE], chooser.most) - used
         predicted = found.memory.predicted - less
         owners[WORKSPACE] -= less
-        after = forecast_with(used).owners(found.micro_batch, size)
+        after = foreseen.completed(signature, used).owners(found.micro_batch, signature.size)
         if total(after) > predicted:  # now it is the update that holds most
             owners, predicted = after, total(after)
-        rows = tuple(sorted(owners.items(), key=lambda pair: -pair[1]))
-        return replace(found, memory=_settled(found, predicted, rows))
-
-
-def _settled(found: RunPlan, predicted: int, rows: tuple[tuple[str, int], ...]) -> Memory:
-    """Return the memory of a plan, with the predicted bytes in the chosen candidate.
-
-    The others count all the workspace that they may use: theirs was not recorded.
-    """
-    memory = found.memory
-    candidates = tuple(
-        replace(one, peak_bytes=min(one.peak_bytes, predicted))
-        if (one.micro_batch, one.offloaded) == (found.micro_batch, False)
-        else one
-        for one in memory.candidates
-    )
-    return replace(
-        memory,
-        predicted=predicted,
-        owners=rows,
-        candidates=candidates,
-        floor=None if memory.floor is None else min(memory.floor, predicted),
-    )
+        memory = found.memory
+        candidates = tuple(  # the others count all that they may use: theirs was not recorded
+            replace(one, peak_bytes=min(one.peak_bytes, predicted))
+            if (one.micro_batch, one.offloaded) == (found.micro_batch, False)
+            else one
+            for one in memory.candidates
+        )
+        floor = None if memory.floor is None else min(memory.floor, predicted)
+        memory = replace(
+            memory,
+            predicted=predicted,
+            owners=ranked(owners),
+            candidates=candidates,
+            floor=floor,
+        )
+        return replace(found, memory=memory)
 
 
 # How a budget is shared between micro-batches and the workspace of their convolutions.

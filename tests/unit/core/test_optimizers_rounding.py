@@ -181,7 +181,7 @@ def test_a_plan_predicts_the_step_that_its_size_would_be(name: str, share: float
         line = (
             rehearsal.divided(first, n, observed, accumulator=found.accumulate == "accumulator")
             if n < size
-            else rehearsal.full_batch(case, size, observed)
+            else rehearsal.full_batch(case, size, observed)[0]
         )
     owners = dict(found.memory.owners)
     assert (n == size) == (share == 1)

@@ -70,7 +70,7 @@ def test_fakes_and_real_rows_show_the_same_peaks(
                 for n in (2, 5)
                 for a in (True, False)
             ),
-            *(rehearsal.full_batch(it, n).peak for n in (2, 24)),
+            *(rehearsal.full_batch(it, n)[0].peak for n in (2, 24)),
         ]
         assert same(before, snapshot(model))
     # A loss of a person's own is compared with itself, two rows of it: on fakes alone, because
@@ -84,7 +84,7 @@ def test_tied_weights_count_once() -> None:
     model = TransformerLM(64, 16, 1, 2, 32, tied=True)
     x = torch.randint(0, 64, (12, 16))
     it = as_fakes(case(model, tokenwise, x, x))
-    found = rehearsal.full_batch(it, 2).at_peak()
+    found = rehearsal.full_batch(it, 2)[0].at_peak()
     assert found["parameters"] == sum(p.nbytes for p in model.parameters())
 
 
