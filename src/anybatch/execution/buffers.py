@@ -20,6 +20,16 @@ from torch.nn.parameter import is_lazy
 from anybatch.core.transaction import BufferState, same_values
 from anybatch.errors import NotExactError
 
+IN_BACKWARD = (
+    "a buffer must not move in backward where a loss is computed on all outputs at once",
+    "a checkpoint runs forward again). Take the modules that own them out of the checkpoint",
+)
+IN_LOSS = (
+    "a buffer must not move in a loss that is computed on all outputs at once",
+    "it calls a part of the model). Let forward call it and return its result, leave a module that "
+    "only the loss calls out of the model",
+)
+
 
 class ForwardBuffers:
     """Keeps the buffers of a step as one forward would have them.
@@ -109,8 +119,15 @@ class ForwardBuffers:
             raise _meets(late + other)
 
     @contextmanager
-    def unmoved(self) -> Iterator[None]:
-        """Refuse buffers that the backward inside moves: once for each micro-batch is too often."""
+    def unmoved(self, *, in_loss: bool = False) -> Iterator[None]:
+        """Refuse buffers that backward or a loss inside moves: forward sets them again afterwards.
+
+        Args:
+            in_loss: the body is a loss. Default False: it is a backward.
+
+        Raises:
+            NotExactError: naming them.
+        """
         before = [(state, _copy(state)) for state, _ in self._left or ()]
         written = {id(state) for state in self._states if state.written()}
         yield
@@ -119,11 +136,10 @@ class ForwardBuffers:
             s.path for s in self._states if id(s) not in written and s.written() and s.moved()
         ]
         if moved:
+            begin, mend = IN_LOSS if in_loss else IN_BACKWARD
             raise NotExactError(
-                "a buffer must not move in backward where a loss is computed on all outputs at "
-                f"once, and these do: {', '.join(moved)} (a checkpoint runs forward again). Take "
-                "the modules that own them out of the checkpoint, call eval() on them, or give "
-                "micro_batch >= the batch size"
+                f"{begin}, and these do: {', '.join(moved)} ({mend}, call eval() on the modules "
+                "that own them, or give micro_batch >= the batch size"
             )
 
     def refuse_moved(self, tracked: Mapping[int, int | None]) -> None:

@@ -229,9 +229,9 @@ class Step(Repeatable):
 
     def full_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of the full batch, from all outputs."""
-        if self.calls is None:
-            return self.loss.full_batch(outputs, micro)
-        return self.calls.called(partial(self.loss.full_batch, outputs, micro))
+        call = partial(self.loss.full_batch, outputs, micro)
+        with self.buffers.unmoved(in_loss=True):
+            return call() if self.calls is None else self.calls.called(call)
 
     def compare(self, outputs: Any, micro: MicroBatch, *, once: bool = False) -> None:
         """Compare a custom loss with itself, which the step calls once only where so flagged."""

@@ -27,7 +27,7 @@ from anybatch.core.modules import keywords, unheard
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import places
 from anybatch.core.rng import RNGState
-from anybatch.core.transaction import same_values
+from anybatch.core.transaction import BufferState, note_buffers, same_values
 from anybatch.errors import LossError
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.logits import Logits
@@ -102,7 +102,12 @@ class LossCalls:
         if not self._again or (single and not self._rehearsed):
             return
         self._again = False
-        restore = partial(self._state.restore, self._state.snapshot(Depth.THOROUGH))
+        noted, buffers = self._state.snapshot(Depth.THOROUGH), note_buffers(self._state.called)
+
+        def restore() -> None:
+            self._state.restore(noted)
+            _put_back(buffers)
+
         guards = self._state.large_restored, restore
         with self._state.uncounted(self._start), silent():
             refuse_hidden(loss_fn, outputs, micro, guards, trains=trains)
@@ -127,11 +132,13 @@ class LossCalls:
             self.noted += self.changed
             return None
         before = self._state.snapshot(self._depth)
+        buffers = note_buffers(self._state.called) if self._depth is Depth.THOROUGH else []
         misses = [cached.cache_info().misses for cached in self._state.caches]
         found = self.called(call)
         for cached, count in zip(self._state.caches, misses, strict=True):
             if cached.cache_info().misses != count:  # it would hold tensors without data
                 cached.cache_clear()
+        self.changed += _put_back(buffers)
         if self.changed:
             self.noted += self.changed
             self._state.restore(before)
@@ -159,6 +166,14 @@ class LossCalls:
             result = call()
         self.changed = [change.path for change in state.changes(before)]
         return result
+
+
+def _put_back(buffers: list[BufferState]) -> list[str]:
+    """Restore the buffers that a loss has moved, by a call of a part of the model: their paths."""
+    moved = [buffer for buffer in buffers if buffer.written() or buffer.moved()]
+    for buffer in moved:
+        buffer.put_back()
+    return [buffer.path for buffer in moved]
 
 
 class _Gradients(TorchFunctionMode):

@@ -99,6 +99,7 @@ class LossState:
     Attributes:
         iterators: those of the functions, which cannot be restored.
         modules: the modules that they reach and that are not the model's, with paths.
+        called: the model's modules that they reach, with paths; a call may move their buffers.
         caches: functions that remember their results.
         written_by_person: some code that they run is in no library.
         names_grad: some of it names an attribute `grad`.
@@ -112,6 +113,7 @@ class LossState:
         listing.run()
         self._places = listing.places
         self.iterators, self.modules = listing.iterators, listing.modules
+        self.called = listing.called
         self.caches = listing.caches
         self.written_by_person = listing.own
         self.names_grad = "grad" in listing.names
@@ -223,6 +225,7 @@ class _Listing:
         self.iterators: list[str] = []
         self.caches: list[Any] = []
         self.modules: Modules = []
+        self.called: Modules = []
         self.own = False
         self._sets = False
         self._bare: list[tuple[FunctionType, str]] = []
@@ -426,8 +429,8 @@ class _Listing:
             return
         held = vars(module)
         self.places.append(Container(held, path, module, None))
+        (self.called if ours else self.modules).append((path, module))
         if not ours:
-            self.modules.append((path, module))
             buffers = held.get("_buffers")
             for named in (buffers, held.get("_parameters")):
                 if type(named) is dict and named:

@@ -45,7 +45,7 @@ STATES = ("parameters", "buffers", "gradients")
 DIVIDED, UNDIVIDED = "the first micro-batches", "the full batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
-LOOK = "first look"
+LOOK = "first inspection"
 """The phase before them, the first inspection of a model."""
 
 SHARE = 24
