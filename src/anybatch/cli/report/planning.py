@@ -51,8 +51,8 @@ def memory(record: RunRecord) -> list[Section]:
     if not facts and not figures:
         return []
     points = () if step is None or not step.live or step.timed else (_EVENTS,)
-    told = (tuple(lead), tuple(facts), False, points)
-    return [Section("memory", "Memory", *told, figures=figures, tables=tables)]
+    parts = (tuple(lead), tuple(facts), False, points)
+    return [Section("memory", "Memory", *parts, figures=figures, tables=tables)]
 
 
 def _against_budget(found: Memory) -> list[Fact]:
@@ -137,9 +137,9 @@ def explained(record: RunRecord) -> list[Section]:
         *(() if plan.pace is None else _pace(plan.pace)),
     )
     points = tuple(f"{reason[:1].upper()}{reason[1:]}." for reason in plan.reasons)
-    told = {"text": str(plan), "text_name": "The plan in its own words"}
+    text = {"text": str(plan), "text_name": "The plan in its own words"}
     tables = _candidates(plan)
-    return [Section("plan", "The plan, and why", (), facts, False, points, (), tables, **told)]
+    return [Section("plan", "The plan, and why", (), facts, False, points, (), tables, **text)]
 
 
 def _pace(pace: Pace) -> tuple[Fact, ...]:
