@@ -26,6 +26,8 @@ LINK = re.compile(r"\]\((?![a-z]+:)([^)#\s]*(?:\.py|\.toml|\.json|LICENSE))\)")
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json", "": "text"}
 BESIDE = (".png", ".svg", ".css", ".js")
 """Files that a page needs beside itself, or in a folder of its name."""
+WORD = re.compile(r"<code>([^<\s]{1,28})</code>")
+"""A word of code in a sentence: a browser would break it behind a hyphen, as in `--memory`."""
 LARGEST = 200_000
 """Bytes of a file that is shown; of a longer one, what comes first."""
 
@@ -94,6 +96,8 @@ def build(folder: Path, out: Path, config: Path = ROOT / "mkdocs.yml") -> str:
     said = done.stdout + done.stderr
     if done.returncode:
         raise RuntimeError(f"the site must build without a warning, and it said:\n{said}")
+    for page in out.rglob("*.html"):
+        page.write_text(WORD.sub(r'<code class="word">\1</code>', page.read_text()))
     return said
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts.screens import lines_of
 from scripts.website import ROOT, build, lay_out, pages
 
 WIDER = """() => document.documentElement.scrollWidth - document.documentElement.clientWidth"""
@@ -49,6 +50,7 @@ def test_tables_are_tables_and_code_has_a_page(site: Path) -> None:
     home = (site / "index.html").read_text()
     regions = re.findall(r"<!-- generated: \S+ -->\n\|", (ROOT / "README.md").read_text())
     assert home.count("<table>") >= len(regions) > 0
+    assert '<code class="word">--memory</code>' in (site / "docs" / "command.html").read_text()
     assert "<h1" in (site / "src" / "anybatch" / "execution" / "streaming.py.html").read_text()
 
 
@@ -92,6 +94,16 @@ def test_no_page_is_wider_than_its_window(
         wanted = "slate" if scheme == "dark" else "default"
         assert page.get_attribute("body", "data-md-color-scheme") == wanted
     context.close()
+
+
+def test_a_picture_of_a_terminal_has_the_lines_that_stand_on_it() -> None:
+    written = (
+        "first\r\nold\r\x1b[2K\x1b[3mnew\x1b[0m, whole\r\n\x1b[?25h\r\x1b[1A\x1b[2Klast\r\nend"
+    )
+    assert lines_of(written) == ["first", "last", "end"]
+    assert lines_of("wide line\rnarrow") == ["narrow"]
+    for path in (ROOT / "docs" / "screens").glob("*.svg"):
+        assert "url(http" not in path.read_text()
 
 
 def test_what_leads_nowhere_ends_it_and_is_named(tmp_path: Path) -> None:
