@@ -100,9 +100,9 @@ def copying(size: int, moved: int) -> float:
 
     def there_and_back() -> None:
         for key in range(pairs):
-            store.put(key, data)
+            store.writing(key, data.untyped_storage())()
         for key in range(pairs):
-            store.get(key, data)
+            store.reading(key, data.untyped_storage())()
             store.drop(key)
 
     try:

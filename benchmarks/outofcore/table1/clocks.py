@@ -52,8 +52,8 @@ def link_of(device: torch.device) -> Link:
         out = usual(device, lambda: host.copy_(data, non_blocking=True))
         return Link(len(data) / out, len(data) / usual(device, lambda: _to(data, host)))
     store = FileStore(direct=True)
-    out = usual(device, lambda: store.put(0, data))
-    back = usual(device, lambda: store.get(0, data))
+    out = usual(device, store.writing(0, data.untyped_storage()))
+    back = usual(device, store.reading(0, data.untyped_storage()))
     store.close()
     return Link(len(data) / out, len(data) / back)
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from anybatch.core import pytree
 from anybatch.core.modules import DispatchMode, storage_of
 from anybatch.core.norm import refuse
 from anybatch.errors import NotExactError
 from anybatch.execution.step import Step
+from anybatch.memory.meter import written_by
 
 TRAINING_FLAG = {
     "aten::native_batch_norm": 5,
@@ -61,26 +61,18 @@ class Guard(DispatchMode):
             return func(*args, **kwargs)
         if not self._local and _normalises_the_batch(schema, args):
             refuse(f"{schema.name} called in forward")
-        if schema.is_mutable:
-            self._refuse_writes(schema, args, kwargs)
+        for tensor in written_by(func, args, kwargs):
+            place = _place(tensor)
+            name = self._names.get(place) if place is not None else None
+            if name is not None:
+                raise NotExactError(
+                    f"parameters must not change before the full batch is done, and forward "
+                    f"writes to {name}: do it before or after the step, or give micro_batch >= "
+                    "the batch size"
+                )
         self.own_rng |= any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
         undropped = _dropping_nothing(schema.name, args)
         return func(*args, **kwargs) if undropped is None else undropped
-
-    def _refuse_writes(self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-        for argument in schema.arguments:
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            for _, tensor in pytree.tensors(arguments.get(argument.name)):
-                place = _place(tensor)
-                name = self._names.get(place) if place is not None else None
-                if name is not None:
-                    raise NotExactError(
-                        f"parameters must not change before the full batch is done, and forward "
-                        f"writes to {name}: do it before or after the step, or give micro_batch >= "
-                        "the batch size"
-                    )
 
 
 def _place(tensor: Tensor) -> int | None:

@@ -47,7 +47,6 @@ class LossCalls:
         noted: list for the paths of state for which a loss is called once. Default: a new list.
         first: the step is the first of its signature, so values are compared. Default True.
         rehearsed: the loss has been called before the step, in rehearsals. Default True.
-        twice: the loss is compared with itself. Default True.
 
     Attributes:
         changed: paths of the state that the last call has changed.
@@ -61,12 +60,11 @@ class LossCalls:
         *,
         first: bool = True,
         rehearsed: bool = True,
-        twice: bool = True,
     ) -> None:
         self.changed: list[str] = []
         self.divided = False
         self.noted = [] if noted is None else noted
-        self._again = first and twice and state.written_by_person and not state.iterators
+        self._again = first and state.written_by_person and not state.iterators
         self._rehearsed = rehearsed
         self._depth = Depth.THOROUGH if first else Depth.QUICK
         self._still = not first and state.still

@@ -28,6 +28,7 @@ from anybatch.core.python_state import MANY, fill
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import same_values
 from anybatch.memory.fakes import is_fake, paged
+from anybatch.memory.meter import written_by
 
 ATOMS = (int, float, bool, str, bytes, complex, type(None))
 
@@ -429,19 +430,11 @@ class Writes(TorchDispatchMode):
     ) -> Any:
         """Run `func`, and record the tensors that it writes to."""
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            pairs = zip(func._schema.arguments, args, strict=False)
-            named = ((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs)
-            for argument, value in (*pairs, *named):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    self._detect(value if isinstance(value, list | tuple) else (value,))
+        for tensor in written_by(func, args, kwargs):
+            if _has_memory(tensor) and _memory(tensor) in self._watched:
+                self._note(_memory(tensor))
         run: Callable[..., Any] = func
         return run(*args, **kwargs)
-
-    def _detect(self, values: Iterable[Any]) -> None:
-        for value in values:
-            if isinstance(value, Tensor) and _has_memory(value) and _memory(value) in self._watched:
-                self._note(_memory(value))
 
     def _note(self, memory: int) -> None:
         if self._keep and memory not in self._written:

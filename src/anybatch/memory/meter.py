@@ -326,6 +326,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that a kernel writes to."""
+    for at, one in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if one.alias_info is not None and one.alias_info.is_write:
+            yield from tensors_in(args[at] if at < len(args) else kwargs.get(one.name))
+
+
 def storages(tensor: Tensor) -> tuple[Any, ...]:
     """Return the storages that hold a tensor's data; a sparse tensor has several."""
     if type(tensor) not in DENSE:

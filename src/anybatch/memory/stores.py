@@ -44,12 +44,6 @@ class Store(Protocol):
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return a function that fills a storage from its stored copy."""
 
-    def put(self, key: Hashable, data: Tensor) -> None:
-        """Keep a copy of a flat uint8 tensor."""
-
-    def get(self, key: Hashable, out: Tensor) -> None:
-        """Fill a flat uint8 tensor from its stored copy."""
-
     def drop(self, key: Hashable) -> None:
         """Drop a stored copy, if there is one."""
 
@@ -122,20 +116,18 @@ class HostStore:
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return a function that stores a copy of a storage."""
-        return partial(self.put, key, _flat(storage))
+        return partial(self._put, key, _flat(storage))
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return a function that fills a storage from its stored copy."""
-        return partial(self.get, key, _flat(storage))
+        return partial(self._get, key, _flat(storage))
 
-    def put(self, key: Hashable, data: Tensor) -> None:
-        """Keep a copy."""
+    def _put(self, key: Hashable, data: Tensor) -> None:
         host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=of(data.device).facts.pins)
         host.copy_(data)
         self._held[key] = host, checksums(_memory(host.untyped_storage())) if self._check else None
 
-    def get(self, key: Hashable, out: Tensor) -> None:
-        """Fill `out`."""
+    def _get(self, key: Hashable, out: Tensor) -> None:
         host, sums = self._held[key]
         if sums is not None:
             require_same(_memory(host.untyped_storage()), sums, "host memory")
@@ -187,14 +179,6 @@ class FileStore:
         self._places: dict[Hashable, _Place] = {}
         self._free: dict[int, list[int]] = {}
         self._end = 0
-
-    def put(self, key: Hashable, data: Tensor) -> None:
-        """Write a copy."""
-        self.writing(key, data.untyped_storage())()
-
-    def get(self, key: Hashable, out: Tensor) -> None:
-        """Read into `out`."""
-        self.reading(key, out.untyped_storage())()
 
     def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return a function that writes a copy of a storage."""

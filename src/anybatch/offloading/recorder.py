@@ -24,7 +24,7 @@ from anybatch.core.modules import name_of
 from anybatch.core.optimizers import rounded
 from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.memory.meter import FOREIGN, Meter, tensors_in
+from anybatch.memory.meter import FOREIGN, Meter, tensors_in, written_by
 from anybatch.offloading.course import Course, Cut, Recording, Remake, set_course
 from anybatch.offloading.mover import Handle, Mover, Saved
 
@@ -193,9 +193,8 @@ class StepRecorder(Meter):
         """Run one kernel, and count."""
         if func._schema.is_mutable and not torch.is_grad_enabled():
             self._behind = self._behind or any(map(_is_result, tensors_in((args, kwargs))))
-        if func._schema.is_mutable:
-            for tensor in _written(func, args, kwargs or {}):
-                self._writes(str(func), tensor)
+        for tensor in _written(func, args, kwargs or {}):
+            self._writes(str(func), tensor)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self._rest[-1] = max(self._rest[-1], self.live - self._moving)
         return result
@@ -235,11 +234,8 @@ class StepRecorder(Meter):
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that a kernel writes to; RReLU draws noise only in training."""
-    if func in RRELU and not dict(zip(RRELU_TAKES, args, strict=False), **kwargs).get("training"):
-        return
-    for i, one in enumerate(func._schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            yield from tensors_in(args[i] if i < len(args) else kwargs.get(one.name))
+    if func not in RRELU or dict(zip(RRELU_TAKES, args, strict=False), **kwargs).get("training"):
+        yield from written_by(func, args, kwargs)
 
 
 def _is_result(tensor: Tensor) -> bool:

@@ -28,12 +28,12 @@ def test_what_was_written_to_a_store_is_read_back(store_name: str, tmp_path: Pat
     store = stores(tmp_path)[store_name]
     data = {size: torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, 100_001)}
     for size, one in data.items():
-        store.put(size, one)
+        store.writing(size, one.untyped_storage())()
     store.drop(4096)
-    store.put("again", data[4096].flip(0))
+    store.writing("again", data[4096].flip(0).untyped_storage())()
     for key, want in {1: data[1], 100_001: data[100_001], "again": data[4096].flip(0)}.items():
         out = torch.zeros_like(want)
-        store.get(key, out)
+        store.reading(key, out.untyped_storage())()
         assert torch.equal(out, want)
     store.drop("never")
     store.close()
@@ -44,7 +44,7 @@ def test_a_spill_file_has_no_name_and_uses_its_space_again(tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == []
     one = torch.ones(5000, dtype=torch.uint8)
     for number in range(20):
-        store.put(number, one)
+        store.writing(number, one.untyped_storage())()
         store.drop(number)
     assert os.fstat(store._file).st_size == 5000
     store.close()

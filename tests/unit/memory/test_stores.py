@@ -23,10 +23,10 @@ def test_a_file_gives_back_what_was_written(
     data = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
     for round_ in range(2):
         for key, one in enumerate(data):
-            store.put(key, one)
+            store.writing(key, one.untyped_storage())()
         for key, one in enumerate(data):
             out = torch.empty_like(one)
-            store.get(key, out)
+            store.reading(key, out.untyped_storage())()
             assert torch.equal(out, one)
             store.drop(key)
         if round_ == 0:
@@ -42,9 +42,9 @@ def test_a_file_system_without_direct_access_uses_its_cache(
 ) -> None:
     monkeypatch.setattr(stores, "past_the_cache", lambda _: None)
     store = FileStore(tmp_path, direct=True)
-    store.put("a", torch.ones(5, dtype=torch.uint8))
+    store.writing("a", torch.ones(5, dtype=torch.uint8).untyped_storage())()
     out = torch.zeros(5, dtype=torch.uint8)
-    store.get("a", out)
+    store.reading("a", out.untyped_storage())()
     assert out.tolist() == [1] * 5
 
 
@@ -63,28 +63,28 @@ def test_what_is_written_in_part_is_written_on_and_an_end_is_an_error(
     store, data = FileStore(tmp_path), torch.arange(100, dtype=torch.uint8)
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda f, view, at: real(f, view[:7], at))
-    store.put(0, data)
+    store.writing(0, data.untyped_storage())()
     out = torch.empty_like(data)
-    store.get(0, out)
+    store.reading(0, out.untyped_storage())()
     assert torch.equal(out, data)
     monkeypatch.setattr(os, "pwrite", lambda f, view, at: 0)
     with pytest.raises(OSError, match="the spill file takes 100 of 200 bytes"):
-        store.put(1, data)
+        store.writing(1, data.untyped_storage())()
     monkeypatch.setattr(os, "preadv", lambda f, views, at: 0)
     with pytest.raises(OSError, match="the spill file ends at 0 of 100 bytes"):
-        store.get(0, out)
+        store.reading(0, out.untyped_storage())()
 
 
 def test_staged_bytes_that_have_changed_are_an_error(tmp_path: Path) -> None:
     store, data = StagedStore(tmp_path, check=True), torch.arange(9000) % 251
     retained = data.to(torch.uint8)
-    store.put("a", retained)
+    store.writing("a", retained.untyped_storage())()
     out = torch.empty_like(retained)
-    store.get("a", out)
+    store.reading("a", out.untyped_storage())()
     assert torch.equal(out, retained)
     os.pwrite(store._file, bytes(BLOCK), 0)
     with pytest.raises(StoreError, match="the spill file"):
-        store.get("a", out)
+        store.reading("a", out.untyped_storage())()
 
 
 def test_a_device_has_what_is_nearest_and_what_was_requested(tmp_path: Path) -> None:

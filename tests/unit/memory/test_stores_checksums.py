@@ -45,16 +45,16 @@ def test_a_file_is_checked_on_request(direct: bool) -> None:
     data, out = torch.arange(9000) % 7, torch.zeros(9000, dtype=torch.long)
     for check in (False, True):
         store = FileStore(direct=direct, check=check)
-        store.put("a", data.view(torch.uint8))
+        store.writing("a", data.view(torch.uint8).untyped_storage())()
         _flip(store._file, 70001)
         if not check:
-            store.get("a", out.view(torch.uint8))
+            store.reading("a", out.view(torch.uint8).untyped_storage())()
             assert not torch.equal(out, data)  # what nobody sees
         else:
             with pytest.raises(StoreError, match="have changed in the spill file"):
-                store.get("a", out.view(torch.uint8))
-        store.put("a", data.view(torch.uint8))
-        store.get("a", out.view(torch.uint8))
+                store.reading("a", out.view(torch.uint8).untyped_storage())()
+        store.writing("a", data.view(torch.uint8).untyped_storage())()
+        store.reading("a", out.view(torch.uint8).untyped_storage())()
         assert torch.equal(out, data)
         store.close()
 
@@ -70,13 +70,13 @@ def _flip(file: int, at: int) -> None:
 def test_host_memory_is_checked_on_request() -> None:
     data, out = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
     store = HostStore(check=True)
-    store.put("a", data)
-    store.get("a", out)
+    store.writing("a", data.untyped_storage())()
+    store.reading("a", out.untyped_storage())()
     assert torch.equal(out, data)
     store._held["a"][0][50] += 1
     with pytest.raises(StoreError, match="have changed in host memory"):
-        store.get("a", out)
+        store.reading("a", out.untyped_storage())()
     plain: Store = HostStore()
-    plain.put("a", data)
-    plain.get("a", out)
+    plain.writing("a", data.untyped_storage())()
+    plain.reading("a", out.untyped_storage())()
     assert torch.equal(out, data)

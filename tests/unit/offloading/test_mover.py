@@ -79,7 +79,7 @@ def test_a_step_that_does_not_fit_does_not_begin(monkeypatch: pytest.MonkeyPatch
 def test_the_space_of_a_file_is_its_own_and_what_is_left(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     before = store.space()
-    store.put(1, torch.ones(1 << 20, dtype=torch.uint8))
+    store.writing(1, torch.ones(1 << 20, dtype=torch.uint8).untyped_storage())()
     assert before < LOTS << 30
     assert store.space() > 1 << 20
     store.close()

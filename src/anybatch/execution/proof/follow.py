@@ -39,7 +39,6 @@ from anybatch.execution.proof.kernel_call import (
     trains,
     varies,
     views_of,
-    written_by,
 )
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
@@ -78,6 +77,7 @@ from anybatch.execution.proof.rules_places import (
     collides,
 )
 from anybatch.execution.proof.rules_products import not_linear, sliced
+from anybatch.memory.meter import written_by
 
 
 class Follow(DispatchMode):
@@ -199,7 +199,7 @@ class Follow(DispatchMode):
         filled = {id(one) for one in operands if self._filled and self._is_filled(one)}
         alike = {id(one) for one in operands if self._fresh and self._is_fresh(one)}
         call = Call(name, func, args, kwargs, [], masks, self.backward, filled=filled, alike=alike)
-        written = written_by(schema, args, kwargs)
+        written = list(written_by(func, args, kwargs))
         if masks or name == "_local_scalar_dense":
             result = self._followed(call, operands, written)
         else:

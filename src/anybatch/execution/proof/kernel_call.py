@@ -171,18 +171,6 @@ def varies(mask: Tensor, dim: int) -> bool:
     return bool(((own != every) & (own != 0)).any())  # what belongs to none is beside, not apart
 
 
-def written_by(schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that a kernel writes to."""
-    if not schema.is_mutable:
-        return []
-    found = []
-    for at, one in enumerate(schema.arguments):
-        if one.alias_info is not None and one.alias_info.is_write:
-            value = args[at] if at < len(args) else kwargs.get(one.name)
-            found += [t for t in tree_leaves(value) if isinstance(t, Tensor)]
-    return found
-
-
 def count_places(call: Call) -> int:
     """Return the number of places that a kernel takes."""
     places = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
