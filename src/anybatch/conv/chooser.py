@@ -201,7 +201,9 @@ class Chooser:
             if self._network is not None or self._costs is None or not self.found.workspace:
                 return
             noted = list(self._noted)
-            todo = [key for key in (noted if keys is None else keys) if not self._is_chosen(key)]
+            todo = [
+                key for key in (noted if keys is None else keys) if key not in self.found.chosen
+            ]
             for place, key in enumerate(todo):
                 self._choose(key, self._left / (len(todo) - place))
             self.forget(todo if keys is not None else noted)
@@ -212,9 +214,6 @@ class Chooser:
             for key in list(self._noted) if keys is None else keys:
                 self._noted.pop(key, None)
 
-    def _is_chosen(self, key: Key) -> bool:
-        return key in self.found.chosen
-
     def _chosen(self, key: Key) -> Configuration | None:
         choice = self.found.chosen.get(key) if self._network is None else None
         if choice is not None:
@@ -222,8 +221,10 @@ class Chooser:
         with self._lock:
             if self._network is not None:
                 return self._of_pass(self._network, key)
-            if not self._is_chosen(key):
-                if self._costs is None or not self.found.workspace or _captured(key[0]):
+            if key not in self.found.chosen:
+                # While a graph of the device is captured nothing can be measured.
+                captured = accelerator.of(key[0].device).capturing
+                if self._costs is None or not self.found.workspace or captured:
                     return None
                 if self._waiting:
                     self._noted[key] = None
@@ -291,11 +292,6 @@ def spreads(problem: Problem, operands: tuple[Tensor, Tensor]) -> bool:
         largest *= one[0].numel() if problem.kernel != "filter" else one.numel()
     wide = torch.float32 if operands[0].dtype in HALVES else operands[0].dtype
     return not largest < torch.finfo(wide).max
-
-
-def _captured(problem: Problem) -> bool:
-    """Say whether a graph of the device is being captured, in which nothing can be measured."""
-    return accelerator.of(problem.device).capturing
 
 
 def own_of(parts: Iterable[KernelPart], size: int) -> KernelPart:

@@ -205,10 +205,8 @@ class Network:
 
     def _ends(self, key: Key) -> bool:
         """Say whether a pass was over before this kernel."""
-        return key == self._first and (self._backward or not self.shares or self._repeats(key))
-
-    def _repeats(self, key: Key) -> bool:
-        return self._now[key] >= self._most[key]
+        repeats = self._now[key] >= self._most[key]
+        return key == self._first and (self._backward or not self.shares or repeats)
 
     def _over(self) -> None:
         """A pass is over."""

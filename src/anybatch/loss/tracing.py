@@ -258,7 +258,9 @@ class TracingMode(TermTrace[TracedTerm]):
         weights = None if record is None else record.weights
         if weights is None or not weights.total.intact or result.dim():
             return None
-        if not isinstance(sums, dict) or not all(map(self._is_own_sum, sums)):
+        if not isinstance(sums, dict):
+            return None
+        if any(index not in self._values or self.terms[index].divides for index in sums):
             return None
         found = Sum()
         for index, factor in sums.items():
@@ -279,9 +281,6 @@ class TracingMode(TermTrace[TracedTerm]):
             bounds = weights.bounds
             self.terms[-1] = replace(self.terms[-1], factors=term.factors, bounds=bounds)
         return found
-
-    def _is_own_sum(self, index: int) -> bool:
-        return index in self._values and not self.terms[index].divides
 
     def _with_number(self, name: str, operands: list[Any], result: Tensor) -> Sum | None:
         """Return a sum of terms after arithmetic with one number; None where that is no such sum.

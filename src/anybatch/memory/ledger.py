@@ -12,7 +12,7 @@ No torch here: a ledger is data.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
@@ -541,11 +541,10 @@ def grid(step: StepTimeline, width: int = WIDTH, height: int = HEIGHT) -> list[l
     """
     columns = step.columns(width)
     each = scale(step) / height
-    return [[_cell(column.owners, row * each, each) for column in columns] for row in _down(height)]
-
-
-def _down(height: int) -> Iterator[int]:
-    return reversed(range(height))
+    return [
+        [_cell(column.owners, row * each, each) for column in columns]
+        for row in reversed(range(height))
+    ]
 
 
 def _cell(owners: dict[str, int], low: float, each: float) -> Cell:

@@ -233,9 +233,8 @@ class Meter(DispatchMode):
     def _counts(self, tensor: Tensor) -> bool:
         if type(tensor) is FakeTensor:
             return self._fakes and tensor.fake_device.type == self._device
-        return bool(getattr(tensor, self._flag)) if self._flag else self._is_here(tensor)
-
-    def _is_here(self, tensor: Tensor) -> bool:
+        if self._flag:
+            return bool(getattr(tensor, self._flag))
         return tensor.device.type == self._device
 
     def _storages(self, tensor: Tensor) -> tuple[Any, ...]:

@@ -136,7 +136,9 @@ def plan_with_model(
         assert memory is not None
         other_bytes = {one.micro_batch: one.peak_bytes - least for one in memory.candidates}
         other_bytes.setdefault(found.micro_batch, memory.predicted - least)
-        resident = best_resident(other_bytes, size, memory.budget, least, _pageable(model))
+        every = [p for p in model.parameters() if p.nbytes >= optimizers.SMALL]
+        pageable = sum(allocated(p) * (1 + p.requires_grad) for p in every)
+        resident = best_resident(other_bytes, size, memory.budget, least, pageable)
         while True:
             states.memory = resident
             try:
@@ -194,8 +196,3 @@ def _with_the_least(foresee: Callable[..., Plan], states: OffloadedStates) -> Pl
             if error.budget != states.memory or error.needed <= states.memory:
                 raise
             states.memory = error.needed
-
-
-def _pageable(model: nn.Module) -> int:
-    every = [p for p in model.parameters() if p.nbytes >= optimizers.SMALL]
-    return sum(allocated(p) * (1 + p.requires_grad) for p in every)

@@ -222,18 +222,13 @@ def as_schedule(policy: str, trace: Trace, budget: int, gaps: Iterable[Gap]) -> 
         frees[gap.freed].append(gap.v)
         ins[gap.back].append(gap.v)
         before = copied.get(gap.v)
-        if before is None or _written_between(trace, gap.v, before, gap.last):
+        written = trace.written[gap.v]  # after the copy, and up to the gap?
+        if before is None or bisect_right(written, gap.last) > bisect_right(written, before):
             outs[max(gap.last, 0)].append(gap.v)
             copied[gap.v] = gap.last
     parts = zip(frees, ins, outs, strict=True)
     stages = (Stage(tuple(f), tuple(b), tuple(o)) for f, b, o in parts)
     return Schedule(policy, budget, tuple(stages))
-
-
-def _written_between(trace: Trace, v: int, before: int, last: int) -> bool:
-    """Say whether a function after `before`, up to `last`, writes to `v`."""
-    written = trace.written[v]
-    return bisect_right(written, last) > bisect_right(written, before)
 
 
 # Fit of gaps to a budget: latest wait for each eviction, earliest begin of each prefetch.

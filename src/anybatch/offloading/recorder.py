@@ -192,7 +192,8 @@ class StepRecorder(Meter):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel, and count."""
         if func._schema.is_mutable and not torch.is_grad_enabled():
-            self._behind = self._behind or any(map(_is_result, tensors_in((args, kwargs))))
+            every = tensors_in((args, kwargs))
+            self._behind = self._behind or any(t.requires_grad and not t.is_leaf for t in every)
         for tensor in _written(func, args, kwargs or {}):
             self._writes(str(func), tensor)
         result = super().__torch_dispatch__(func, types, args, kwargs)
@@ -236,10 +237,6 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     """Yield the tensors that a kernel writes to; RReLU draws noise only in training."""
     if func not in RRELU or dict(zip(RRELU_TAKES, args, strict=False), **kwargs).get("training"):
         yield from written_by(func, args, kwargs)
-
-
-def _is_result(tensor: Tensor) -> bool:
-    return tensor.requires_grad and not tensor.is_leaf
 
 
 def gradient_bytes(leaf: Tensor) -> int:

@@ -64,7 +64,7 @@ def step_in_parts(
             optimizer.param_groups = part.groups(every)
             inner(optimizer)
             through.send(part)
-        mover.settle(wait=through.under_way)
+        mover.settle(wait=sum(len(tensors) for _, tensors in through.leaving))
     finally:
         optimizer.param_groups = every
         mover.rest()
@@ -94,23 +94,19 @@ class _Through:
 
     Attributes:
         most: bytes that were in memory at a time.
+        leaving: bytes of each part that is being written, and its tensors.
     """
 
     def __init__(self, optimizer: optim.Optimizer, mover: StateMover, resident_bytes: int) -> None:
         self._optimizer, self._mover, self._resident_bytes = optimizer, mover, resident_bytes
-        self._leaving: deque[tuple[int, list[Placeholder]]] = deque()
+        self.leaving: deque[tuple[int, list[Placeholder]]] = deque()
         self._ahead: StepPart | None = None
         self._held = self.most = 0
-
-    @property
-    def under_way(self) -> int:
-        """Tensors that are being written."""
-        return sum(len(placeholders) for _, placeholders in self._leaving)
 
     def bring(self, part: StepPart, coming: StepPart | None) -> None:
         """Have the state of a part here, and that of the next one on its way."""
         if self._ahead is not part:
-            while self._held + part.size > self._resident_bytes and self._leaving:
+            while self._held + part.size > self._resident_bytes and self.leaving:
                 self._mover.settle(wait=1)
                 self._release()
             self._call(part)
@@ -127,7 +123,7 @@ class _Through:
         placeholders = [
             placeholder for state in self._states(part) for placeholder in self._mover.evict(state)
         ]
-        self._leaving.append((part.size, placeholders))
+        self.leaving.append((part.size, placeholders))
 
     def _call(self, part: StepPart) -> None:
         self._held += part.size
@@ -136,8 +132,8 @@ class _Through:
             self._mover.call(state)
 
     def _release(self) -> None:
-        while self._leaving and all(placeholder.job is None for placeholder in self._leaving[0][1]):
-            self._held -= self._leaving.popleft()[0]
+        while self.leaving and all(placeholder.job is None for placeholder in self.leaving[0][1]):
+            self._held -= self.leaving.popleft()[0]
 
     def _states(self, part: StepPart) -> list[dict[Any, Any]]:
         held = self._optimizer.state
@@ -298,9 +294,11 @@ class StateMover(StoreCopies):
         Args:
             wait: for so many of those under way, the first ones first. Default 0.
         """
-        while self._leaving and (wait > 0 or _done(self._leaving[0])):
-            placeholder, wait = self._leaving[0], wait - 1
-            job = placeholder.job
+        while self._leaving:
+            placeholder, job = self._leaving[0], self._leaving[0].job
+            if wait <= 0 and (job is None or not job.done):
+                return
+            wait -= 1
             assert job is not None
             try:
                 with state_errors("written to"):
@@ -414,18 +412,12 @@ class StateMover(StoreCopies):
         """Replace a copied tensor by its stand-in, unless it was changed during the copy."""
         tensor = placeholder.tensor
         placeholder.job = placeholder.tensor = None
-        if tensor is not None and self._unchanged(placeholder, tensor):
+        stands = placeholder.state.get(placeholder.name) is tensor
+        if tensor is not None and stands and tensor._version == placeholder.version:
             self._placeholders[id(placeholder.stand_in)] = placeholder
             placeholder.state[placeholder.name] = placeholder.stand_in
         else:
             self._forget(placeholder)
-
-    @staticmethod
-    def _unchanged(placeholder: Placeholder, tensor: Tensor) -> bool:
-        return (
-            placeholder.state.get(placeholder.name) is tensor
-            and tensor._version == placeholder.version
-        )
 
     def _forget(self, placeholder: Placeholder) -> None:
         placeholder.job = placeholder.tensor = None
@@ -440,10 +432,6 @@ class StateMover(StoreCopies):
             self.waited += perf_counter() - start
             if job.done:
                 job.work = None  # with the storage that it holds
-
-
-def _done(placeholder: Placeholder) -> bool:
-    return placeholder.job is not None and placeholder.job.done
 
 
 # Offloaded tensor of an optimizer's state, its stand-in, and the errors where it is missing.

@@ -219,13 +219,16 @@ def chained(stretches: Sequence[Stretch], *, budget: int, most: int, clocked: bo
     steps = [of_course(one.course) for one in stretches]
     phases, ledgers = list[Phase](), list[Timeline]()
     seconds, runs, moves, clock = list[float](), list[Interval](), list[Move](), 0.0
-    for i, (one, step) in enumerate(zip(stretches, steps, strict=True), start=1):
+    for i, (stretch, step) in enumerate(zip(stretches, steps, strict=True), start=1):
         assert step.seconds is not None
         phases.append(Phase(f"micro-batch {i}", len(seconds)))
-        ledgers.append(step.ledger.plus({THERE: one.there}))
+        ledgers.append(step.ledger.plus({THERE: stretch.there}))
         seconds += [clock + at for at in step.seconds]
         runs += [Interval(clock + run.begin, clock + run.end) for run in step.runs]
-        moves += [_later(move, clock, f"{move.name} of {i}") for move in step.moves]
+        moves += [
+            Move(f"{one.name} of {i}", one.size, one.back, clock + one.begin, clock + one.end)
+            for one in step.moves
+        ]
         clock += step.end
     ledger = joined(ledgers)
     if most > ledger.peak:
@@ -239,7 +242,3 @@ def chained(stretches: Sequence[Stretch], *, budget: int, most: int, clocked: bo
     return StepTimeline(
         step.title, ledger, budget, step.phases, tuple(seconds), clock, tuple(runs), tuple(moves)
     )
-
-
-def _later(move: Move, by: float, name: str) -> Move:
-    return Move(name, move.size, move.back, by + move.begin, by + move.end)
