@@ -157,7 +157,7 @@ def unknown() -> list[str]:
     return [
         name
         for name in _operators(THERE)
-        if _policy(name) is None and not any(part in name for part in (*LIBRARIES, *NAMED))
+        if _name(name) not in POLICIES and not any(part in name for part in (*LIBRARIES, *NAMED))
     ]
 
 
@@ -187,7 +187,7 @@ def _as_there() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch tells that a kernel is replaced
             for name in sorted(one for one in own | there if one.startswith(ATEN)):
-                policy = _policy(name) if name in there else None
+                policy = POLICIES.get(_name(name)) if name in there else None
                 if name in there and (policy is None or (policy is _lower and name in own)):
                     continue
                 kernel = _kernel(name, policy, replaces=name in own)
@@ -216,20 +216,6 @@ def _of_aten(name: str) -> Call:
 
 Policy = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 """Runs the operator of a name, with cast arguments."""
-
-
-def _policy(name: str) -> Policy | None:
-    """Return CUDA's policy for an operator; None without one."""
-    name = _name(name)
-    policies: list[tuple[Any, Policy]] = [
-        (LOWER, _lower),
-        (FP32, _float32),
-        (SET_DTYPE, _with_dtype),
-        (APPEND_DTYPE, _with_dtype_appended),
-        (PROMOTE, _widest),
-        ((BANNED,), _refused),
-    ]
-    return next((policy for names, policy in policies if name in names), None)
 
 
 def _kernel(name: str, policy: Policy | None, *, replaces: bool) -> Call:
@@ -298,6 +284,17 @@ def _refused(name: str, _args: tuple[Any, ...], _named: dict[str, Any]) -> Any:
         f"{name} must run outside CUDA's autocast, which refuses it: take the logits, with "
         "binary_cross_entropy_with_logits, or switch autocast off around it"
     )
+
+
+POLICIES: dict[str, Policy] = {
+    **dict.fromkeys(LOWER, _lower),
+    **dict.fromkeys(FP32, _float32),
+    **dict.fromkeys(SET_DTYPE, _with_dtype),
+    **dict.fromkeys(APPEND_DTYPE, _with_dtype_appended),
+    **dict.fromkeys(PROMOTE, _widest),
+    BANNED: _refused,
+}
+"""CUDA's policy for each operator that has one."""
 
 
 def _in(dtype: torch.dtype, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

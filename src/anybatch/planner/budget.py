@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import accelerator, accelerators
-from anybatch.core.absent import ASSUMED, AbsentDevice, absent
+from anybatch.core.absent import ASSUMED, absent
 from anybatch.core.oom import out_of_memory
 from anybatch.core.optimizers import rounded
 from anybatch.core.pytree import tensors
@@ -103,26 +103,16 @@ def on_cuda(
 def _workspace(case: Case, found: Forecast, n: int, size: int) -> int | None:
     """Return the bytes of workspace of a micro-batch of `n`; None where memory runs out."""
     run = replace(case, lanes=case.lanes and n < size)  # undivided, BatchNorm is torch's own
+    held = (found.divided.at(n) if n < size else found.undivided.at(n)).at_peak()
+    there = held.get("parameters", 0) + held.get("buffers", 0)
+    if n < size:  # no other micro-batch is on its way
+        there += held.get("inputs", 0) // 2
     try:
-        return workspace(run, found.inspection, n, _own_bytes(found, n, size))
+        return workspace(run, found.inspection, n, sum(held.values()) - there)
     except Exception as error:
         if out_of_memory(error) or n > 1 or size == 1:
             raise
     return 0  # the model takes more than one
-
-
-def on_absent(found: Forecast, case: Case, device: AbsentDevice) -> Forecast:
-    """Return the forecast plus the bytes assumed of an absent device: loss and cuBLAS workspace."""
-    found = found.with_more("other tensors", rounded(LOSS, case.device))
-    return found.with_more(CUBLAS, device.workspace)
-
-
-def _own_bytes(found: Forecast, n: int, size: int) -> int:
-    """Return the bytes that a micro-batch of `n` allocates where no other is on its way."""
-    line = found.divided.at(n) if n < size else found.undivided.at(n)
-    held = line.at_peak()
-    there = held.get("parameters", 0) + held.get("buffers", 0)
-    return sum(held.values()) - there - (held.get("inputs", 0) // 2 if n < size else 0)
 
 
 def default_budget(
@@ -246,17 +236,31 @@ class Foreseen:
 
     def bound(self, signature: Signature) -> Forecast | None:
         """Return a forecast that bounds this signature and is not many times larger; or None."""
-        above = [
-            (saved.elements, forecast)
+        above = self._that_bound(signature)
+        if above:
+            saved, found = min(above, key=lambda pair: pair[0].elements)
+            return found if saved.elements <= LOOSE * signature.elements else None
+        # Of many that differ in numbers the largest stands in.
+        size = signature.size
+        others = [forecast for _, forecast in self._that_bound(signature, numbers=False)]
+        if len(others) < MANY:
+            return None
+        return max(others, key=lambda forecast: forecast.peak(size, size))
+
+    def _that_bound(
+        self, signature: Signature, *, numbers: bool = True
+    ) -> list[tuple[Signature, Forecast]]:
+        """Return forecasts that bound a signature; without `numbers`, those of any numbers."""
+        return [
+            (saved, forecast)
             for saved, forecast in self._stored
-            if saved.bounds(signature) and saved.size >= signature.size
-            if saved.global_samples >= signature.global_samples > 0
-            or _same_ranks(saved, forecast, signature)
+            if (saved if numbers else replace(saved, numbers=signature.numbers)).bounds(signature)
+            and saved.size >= signature.size
+            and (
+                saved.global_samples >= signature.global_samples > 0
+                or _same_ranks(saved, forecast, signature)
+            )
         ]
-        if not above:
-            return self._stand_in(signature)
-        elements, found = min(above, key=lambda pair: pair[0])
-        return found if elements <= LOOSE * signature.elements else None
 
     def foresee(
         self,
@@ -333,20 +337,6 @@ class Foreseen:
                 self._same.add(_but_numbers(signature))
         self._stored = [(self.plain(saved), forecast) for saved, forecast in self._stored]
 
-    def _stand_in(self, signature: Signature) -> Forecast | None:
-        """Return the largest forecast of many that differ in numbers; None where they are few."""
-        others = [
-            forecast
-            for saved, forecast in self._stored
-            if replace(saved, numbers=signature.numbers).bounds(signature)
-            and saved.size >= signature.size
-            if saved.global_samples >= signature.global_samples > 0
-            or _same_ranks(saved, forecast, signature)
-        ]
-        if len(others) < MANY:
-            return None
-        return max(others, key=lambda forecast: forecast.peak(signature.size, signature.size))
-
 
 def _forecast(
     case: Case,
@@ -370,7 +360,8 @@ def _forecast(
         raise
     except Exception:  # a value is read: the next rung, on the host
         found = foresee(verify=True)
-    return on_absent(found, case, device)
+    found = found.with_more("other tensors", rounded(LOSS, case.device))
+    return found.with_more(CUBLAS, device.workspace)  # both as they are assumed
 
 
 def _at(

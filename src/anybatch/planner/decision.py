@@ -40,7 +40,6 @@ from anybatch.planner.tuning import (
     halves,
     larger,
     may_win,
-    next_size,
 )
 from anybatch.planner.workspaces import Workspaces
 
@@ -190,14 +189,18 @@ class Decision:
         """Return the next size to try with all tensors resident; None where that has ended."""
         cap, size = resident.largest, self._request.signature.size
         tuning.sizes = resident.start, cap, most
-        ladder = halves(cap, size) if self._terms.thorough else []
+        untried = halves(cap, size) if self._terms.thorough else []
         while True:
-            run = tuning.of("resident")
-            n = next((k for k in ladder if k not in run), None) or tuning.next_resident()
-            paired = n is None or self._precedent.without_single(n, self._request.signature) == n
-            if n is None or (paired and resident.fits(n)):
-                return None if n is None else TrialStep(n, "resident")
-            tuning.fail(TrialStep(n, "resident"))
+            untried = [n for n in untried if n not in tuning.of("resident")]
+            first = TrialStep(untried[0], "resident") if untried else None
+            trial = first or tuning.next("resident", *tuning.sizes)
+            if trial is None:
+                return None
+            n = trial.micro_batch
+            paired = self._precedent.without_single(n, self._request.signature) == n
+            if paired and resident.fits(n):
+                return trial
+            tuning.fail(trial)
 
     def _elsewhere(
         self, cap: int, tuning: Tuning, offloading: OffloadedSizes, paged: PagedLockstep
@@ -343,17 +346,8 @@ class Decision:
             best = self._precedent.best
             return offloading.least(cap) if best is None else self._precedent.pick(signature, cap)
         tuning = self._precedent.tuning_of(signature)
-        seconds = tuning.of("offloaded")
-        n = next_size(
-            seconds,
-            tuning.counts("offloaded"),
-            start=offloading.least(cap),
-            cap=cap,
-            size=signature.size,
-            most=MOST,
-        )
-        tuning.trial = None if n is None else TrialStep(n, "offloaded")
-        return n or fastest(seconds) or cap
+        tuning.trial = tuning.next("offloaded", offloading.least(cap), cap, MOST)
+        return tuning.trial.micro_batch if tuning.trial else fastest(tuning.of("offloaded")) or cap
 
     def _still_offloaded(self) -> RunPlan | None:
         """Return how a batch is run where saved tensors were offloaded before, and must be again.

@@ -149,7 +149,10 @@ def state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
         sent = rounded(copied_bytes(case.leaves), case.device) if case.trains else 0
         held["transfer buffers"] = sent + COLLECTIVES
     paged = {OWNER: case.page_bytes} if case.page_bytes else {}
-    return update, held | _shards(case) | paged
+    if case.sharded is not None:
+        count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
+        held |= {SHARDS: count} if count else {}
+    return update, held | paged
 
 
 def _of_optimizer(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
@@ -164,14 +167,6 @@ def _of_optimizer(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
         coming = min(coming, resident_state_bytes(optimizer) or coming)
     count = max(there, coming)
     return update if case.trains else None, {"optimizer": count} if count else {}
-
-
-def _shards(case: Case) -> dict[str, int]:
-    """Return owner -> bytes of a gathered model's shards and of their gradients."""
-    if case.sharded is None:
-        return {}
-    count = case.sharded.bytes + case.trains * case.sharded.bytes_of_gradients
-    return {SHARDS: count} if count else {}
 
 
 def buffer_bytes(case: Case) -> int:

@@ -442,7 +442,7 @@ def _rehearsed(
         entries = steps[0][1]
         undivided = _line([step for step, _ in steps], sizes, how, entries)
     run = partial(rehearsal.divided, accumulator=False, limit=limit)
-    divided = [run(case, n, inspection) for n in sizes]
+    divided, summed = [run(case, n, inspection) for n in sizes], case.global_samples and case.trains
     return Forecast(
         how=how,
         looked=looked,
@@ -459,14 +459,9 @@ def _rehearsed(
         micro_batches=case.micro_batches,
         draws=tuple((n, tuple(rehearsal.draws(case, n))) for n in sizes),
         global_samples=case.global_samples,
-        pieces=_pieces(case) if case.global_samples and case.trains else 0,
+        pieces=rounded(small_bytes(case.leaves), case.device) if summed else 0,
         grain=rounding(case.device),
     )
-
-
-def _pieces(case: Case) -> int:
-    """Return the bytes of the small gradients, which ranks sum in pieces."""
-    return rounded(small_bytes(case.leaves), case.device)
 
 
 def _roughly(line: Line) -> AffineTimeline:

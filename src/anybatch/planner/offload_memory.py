@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -132,15 +132,22 @@ class OffloadedSizes(MemoryModel):
 
     def planned(self, n: int, *, checked: bool = False) -> RunPlan:
         """Return how a batch is run in micro-batches of `n`, `checked` on real rows or not."""
+        if self.fits(n):
+            require_space(self._step(n).most, self._where)
+            if checked and self.foreseen.case is not None and absent() is None:
+                self._steps[n] = self._really(n)
         if not self.fits(n):
-            self._refuse(n)
-        require_space(self._step(n).most, self._where)
-        if checked and self.foreseen.case is not None and absent() is None:
-            self._steps[n] = self._really(n)
-            if not self.fits(n):
-                self._refuse(n)
+            fits = 0 if self.full_batch else self._most_below(n)
+            cut = "undivided" if n >= self._size else f"with micro-batches of {show_samples(n)}"
+            raise self._too_small(
+                self.floor(n),
+                f"{cut}, with all saved tensors offloaded,",
+                self._step(n).all_owners,
+                size=f"micro_batch={fits} or less, or " if fits else "",
+            )
         found, foreseen = self._step(n), self.foreseen
-        fitted, count = found.within(self._budget), count_micro_batches(self._size, n)
+        fitted = found.within(self._budget)
+        sent, remade, stall = fitted.copies(count_micro_batches(self._size, n))
         owners = found.all_owners
         resident = fitted.predicted - total(owners)
         if resident > 0:
@@ -157,10 +164,10 @@ class OffloadedSizes(MemoryModel):
             folder=self._terms.spill.folder,
             capacity=fitted.capacity,
             saved=found.saved,
-            sent=fitted.sent(count),
+            sent=sent,
             most=found.most,
-            stall=fitted.stall(count) if found.clocked else None,
-            remade=fitted.remade(count),
+            stall=stall if found.clocked else None,
+            remade=remade,
         )
         passes = partial(
             chained,
@@ -186,21 +193,6 @@ class OffloadedSizes(MemoryModel):
     def helps(self, n: int) -> bool:
         """Return whether `n` samples have bytes to offload; 0 is the size with least memory."""
         return self._step(n or self.smallest).saved > 0
-
-    def _refuse(self, n: int) -> NoReturn:
-        """Raise an error with the bytes that micro-batches of `n` need, and a size that fits.
-
-        Raises:
-            BudgetError: always.
-        """
-        fits = 0 if self.full_batch else self._most_below(n)
-        cut = "undivided" if n >= self._size else f"with micro-batches of {show_samples(n)}"
-        raise self._too_small(
-            self.floor(n),
-            f"{cut}, with all saved tensors offloaded,",
-            self._step(n).all_owners,
-            size=f"micro_batch={fits} or less, or " if fits else "",
-        )
 
     def _most_below(self, n: int) -> int:
         """Return the most samples below `n` that fit; 0 for none."""
@@ -235,7 +227,7 @@ class OffloadedSizes(MemoryModel):
         return self._terms.spill.where(self._device)
 
     def _sent(self, n: int) -> int:
-        return self._step(n).within(self._budget).sent(count_micro_batches(self._size, n))
+        return self._step(n).within(self._budget).copies(count_micro_batches(self._size, n))[0]
 
 
 # Dry run of a step with all saved tensors offloaded: its floor, and its plan for a budget.
@@ -330,20 +322,17 @@ class OffloadedStep:
             held + self.between,
             *(held + p.there + c.predicted for p, c in zip(self.parts, courses, strict=True)),
         )
-        return Fitted(predicted, self._rooms(predicted), self.parts, tuple(courses))
+        first = [part.there for part in self.parts if part.first]
+        others = [part.there for part in self.parts if not part.first] or first
+        most = predicted - held
+        capacity = most - max(first or others), most - max(others)
+        return Fitted(predicted, capacity, tuple(courses))
 
     def stretches(self, fitted: Fitted) -> tuple[Stretch, ...]:
         """Return the micro-batches in order, with the bytes that are live next to each."""
         held = total(self.held)
         pairs = zip(self.parts, fitted.courses, strict=True)
         return tuple(Stretch(held + part.there, course) for part, course in pairs)
-
-    def _rooms(self, predicted: int) -> tuple[int, int]:
-        """Return the bytes that the first micro-batch may make, and any other."""
-        first = [part.there for part in self.parts if part.first]
-        others = [part.there for part in self.parts if not part.first] or first
-        most = predicted - total(self.held)
-        return most - max(first or others), most - max(others)
 
 
 @dataclass(frozen=True)
@@ -353,31 +342,23 @@ class Fitted:
     Attributes:
         predicted: bytes that it holds at most.
         capacity: bytes that its first micro-batch may make, and any other.
-        parts: its first micro-batches.
-        courses: of each of them.
+        courses: of each of its first micro-batches.
     """
 
     predicted: int
     capacity: tuple[int, int]
-    parts: tuple[RehearsedMicroBatch, ...]
     courses: tuple[Course, ...]
 
-    def sent(self, count: int) -> int:
-        """Return the bytes offloaded in a step of `count` micro-batches."""
-        return sum(course.sent for course in self._all(count))
+    def copies(self, count: int) -> tuple[int, int, float]:
+        """Return the bytes offloaded and recomputed in a step of `count` micro-batches, and a wait.
 
-    def remade(self, count: int) -> int:
-        """Return the bytes recomputed in such a step, neither resident nor offloaded."""
-        return sum(course.remade for course in self._all(count))
-
-    def stall(self, count: int) -> float:
-        """Return the seconds in which such a step waits for copies."""
-        return sum(course.stall for course in self._all(count))
-
-    def _all(self, count: int) -> list[Course]:
-        """Return the course of every micro-batch; those that were not rehearsed are the last."""
-        found = list(self.courses[:count])
-        return found + [self.courses[-1]] * (count - len(found))
+        It is the seconds for which the step waits. Micro-batches that were not rehearsed are like
+        the last one.
+        """
+        last = self.courses[-1]
+        every = [*self.courses[:count], *[last] * (count - len(self.courses))]
+        sent, remade = sum(one.sent for one in every), sum(one.remade for one in every)
+        return sent, remade, sum(one.stall for one in every)
 
 
 def rehearse_offloaded(

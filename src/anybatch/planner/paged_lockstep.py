@@ -108,7 +108,7 @@ class PagedLockstep(MemoryModel):
             )
             raise self._too_small(found.floor, step, {}, size=smaller)
         spill, device = self._terms.spill, self._request.case().device
-        every, limit = found.every(count), self._left(n)
+        every, limit = found.every(count), found.limit(self._budget)
         sent = max(0, every - limit)
         require_space(every if sent else 0, spill.where(device))
         phases = self._phases(n)
@@ -167,7 +167,8 @@ class PagedLockstep(MemoryModel):
 
         Later bytes are counted at their events, and lanes have as many fewer.
         """
-        found, limit = self._of(n), self._left(n)
+        found = self._of(n)
+        limit = found.limit(self._budget)
         every = found.every(count_micro_batches(self._size, n))
         rows = [merged(found.there, {LANES: min(limit, every) + found.makes})] if not phases else []
         for phase in phases:
@@ -180,26 +181,18 @@ class PagedLockstep(MemoryModel):
             rows.append(merged(found.there, {LANES: held + phase.makes - phase.absent}))
         return {owner: count for owner, count in max(rows, key=total).items() if count}
 
-    def _left(self, n: int) -> int:
-        return self._of(n).limit(self._budget)
-
     def _of(self, n: int) -> Widths:
         if n not in self._steps:
             fakes = self.foreseen.case
             assert fakes is not None
             found = widths(self.foreseen, fakes, n, self._size)
             lane = lane_of(self.foreseen, n, self._size)
-            shared = max(self._shared(lane, n)) + self._backwards()
+            shared = max(self._shared(lane, n))
+            if fakes.trains:  # gradients of rows that were gathered are shared, too
+                samples = max(self._size, self.foreseen.global_samples)
+                shared += self.foreseen.inspection.gathers * samples
             self._steps[n] = replace(found, there=merged(found.there, {SHARED: shared}))
         return self._steps[n]
-
-    def _backwards(self) -> int:
-        """Return the bytes of gradients of rows that were gathered, which all lanes share, too."""
-        case, foreseen = self.foreseen.case, self.foreseen
-        trains = case is not None and case.trains
-        return (
-            foreseen.inspection.gathers * max(self._size, foreseen.global_samples) if trains else 0
-        )
 
     def _shared(self, lane: Lane | None, n: int) -> list[int]:
         """Return the bytes in each phase of a lane that cannot be evicted, with other lanes'."""
@@ -302,8 +295,15 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     (recorder,) = watched
     last = len(recorder.spans) - 1
     full = max(range(last + 1), key=lambda i: (recorder.sizes[i], i))  # the last may be smaller
-    (begin, end), before = recorder.spans[full], _before(line, full, recorder)
-    most = np.maximum(before, _before(line, last, recorder))  # of inputs, and of gradients
+    begin, end = recorder.spans[full]
+
+    def before_part(i: int) -> Bytes:
+        at, _ = recorder.spans[i]
+        there: Bytes = line.live[at - 1] if at else 0 * line.live[0]
+        return there
+
+    before = before_part(full)
+    most = np.maximum(before, before_part(last))  # of inputs, and of gradients
     there = dict(zip(line.owners, map(int, most), strict=True))
     own = line.live[begin:end] - before
     if full == 0 < last:  # it makes the gradients, which are there once
@@ -337,13 +337,6 @@ def _brought(foreseen: Forecast, case: Case, n: int, size: int) -> int:
     row = foreseen.inspection.shows + sum(-(-bytes_of(t) // max(len(t), 1)) for t in there)
     tensors = count_micro_batches(size, n) * (len(foreseen.inspection.layout) + len(there))
     return size * row + tensors * (rounding(case.device) - 1)
-
-
-def _before(line: Timeline, i: int, recorder: WidthRecorder) -> Bytes:
-    """Return the live bytes as the i-th micro-batch begins; for the last one, gradients too."""
-    begin, _ = recorder.spans[i]
-    there: Bytes = line.live[begin - 1] if begin else 0 * line.live[0]
-    return there
 
 
 class WidthRecorder:

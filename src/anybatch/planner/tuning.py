@@ -108,20 +108,13 @@ class Tuning:
         """Record a step of another signature by the seconds of as much work of the first."""
         assert self.trial is not None
         self.add(self.trial, seconds * self._more(signature))
-        n = self.next_resident()
-        self.trial = None if n is None else TrialStep(n, "resident")
+        self.trial = self.next("resident", *self.sizes)
 
-    def next_resident(self) -> int | None:
-        """Return the next size with all tensors resident; None where that search has ended."""
-        start, cap, most = self.sizes
-        return next_size(
-            self.of("resident"),
-            self.counts("resident"),
-            start=start,
-            cap=cap,
-            size=self.signature.size,
-            most=most,
-        )
+    def next(self, place: Place, start: int, cap: int, most: int) -> TrialStep | None:
+        """Return the next trial in a place; None where its search has ended (`next_size`)."""
+        found, size = (self.of(place), self.counts(place)), self.signature.size
+        n = next_size(*found, start=start, cap=cap, size=size, most=most)
+        return None if n is None else TrialStep(n, place)
 
     @property
     def steps(self) -> int:

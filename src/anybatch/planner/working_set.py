@@ -15,7 +15,7 @@ If phases do not end in BatchNorm, or one lane does not show all bytes, there is
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -214,10 +214,10 @@ class LaneRehearsal:
         if GRADIENTS in line.owners:
             column = line.owners.index(GRADIENTS)
             live[:, column] -= self._not_yet(line.live[:, column], live[:, column])
-        resident, waiting = Timeline(line.owners, events, live), self._waiting(len(events))
+        resident, waiting = Timeline(line.owners, events, live), self._waiting()
         if INPUTS in line.owners:  # copied to the device, where each lane has its own
             waiting += int(live[0, line.owners.index(INPUTS)])
-        phases, storages = self._numbers(len(events)), tuple(self._storages)
+        phases, storages = self._by_phase(range(1, len(self._ends) + 1)), tuple(self._storages)
         each = tuple(self._makes), tuple(self._shared)
         return Lane(resident, untouched, waiting, phases, self._stays, *each, storages)
 
@@ -231,15 +231,12 @@ class LaneRehearsal:
             rehearsed: [events of the rehearsal] bytes of gradients.
             there: [events of the lane] of them.
         """
-        found, begin = np.zeros(len(there), np.int64), 0
         if len(self._first_ends) != len(self._ends):
-            return found
+            return np.zeros(len(there), np.int64)
         made = rehearsed[self._first_ends[-1] - 1]
-        for shown, (event, *_) in zip(self._first_ends, self._ends, strict=True):
-            end = event - self._begin
-            found[begin:end] = made - rehearsed[shown - 1]
-            begin = end
-        return np.clip(found, 0, there)
+        return np.clip(
+            self._by_phase([made - rehearsed[t - 1] for t in self._first_ends]), 0, there
+        )
 
     def with_loss(self, lane: Lane, line: Timeline) -> Lane:
         """Return the lane with the loss of all outputs, which the last of them computes.
@@ -265,19 +262,14 @@ class LaneRehearsal:
         phases = np.append(lane.segments, 0)
         return Lane(Timeline(resident.owners, events, live), untouched, waiting, phases, lane.stays)
 
-    def _numbers(self, events: int) -> Bytes:
-        """Return the number of the phase of each event."""
-        found, begin = np.zeros(events, np.int64), 0
-        for number, (event, *_) in enumerate(self._ends, 1):
-            found[begin : event - self._begin] = number
-            begin = event - self._begin
+    def _by_phase(self, values: Iterable[int]) -> Bytes:
+        """Return for each event of the lane the value of its phase."""
+        events = [self._begin, *(event for event, *_ in self._ends)]
+        found: Bytes = np.repeat(np.array([*values], np.int64), np.diff(events))
         return found
 
-    def _waiting(self, events: int) -> Bytes:
+    def _waiting(self) -> Bytes:
         """Return the bytes of a lane at the begin of the phase of each event, or at its end."""
-        found, before, begin = np.zeros(events, np.int64), 0, 0
-        for event, holds, most in self._ends:
-            end = event - self._begin
-            found[begin:end] = max(before, holds, most)
-            before, begin = holds, end
-        return found
+        before = [0, *(holds for _, holds, _ in self._ends)]
+        ends = zip(before, self._ends, strict=False)
+        return self._by_phase(max(first, holds, most) for first, (_, holds, most) in ends)
