@@ -331,9 +331,7 @@ class Forecast:
 
     def of_samples(self, size: int) -> int:
         """Return the most bytes that `size` samples hold at once: no states, and no gradients."""
-        line = self._line(size, size)
-        own = [owner not in STATES for owner in line.owners]
-        return int(line.live[:, own].sum(1).max(initial=0)) + self.constant.get("activations", 0)
+        return own_bytes(self._line(size, size)) + self.constant.get("activations", 0)
 
     def grown(self, n: int, size: int) -> int:
         """Return the bytes that sparse sums gain after a dry run, counted for old and new sum."""
@@ -380,6 +378,12 @@ def steeper(line: Line, each: int) -> Line:
     slope, owners = line.slope.copy(), line.owners
     slope[:, owners.index("activations") if "activations" in owners else -1] += each
     return replace(line, slope=slope, spans=None)
+
+
+def own_bytes(undivided: Timeline) -> int:
+    """Return the most bytes that the samples of an undivided step hold at once."""
+    own = [owner not in STATES for owner in undivided.owners]
+    return int(undivided.live[:, own].sum(1).max(initial=0))
 
 
 def total(owners: Mapping[str, int]) -> int:

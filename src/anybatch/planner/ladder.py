@@ -34,7 +34,7 @@ from anybatch.lockstep.batchnorm import values_of_a_part
 from anybatch.memory.ledger import AffineTimeline, BentTimeline, Line, NotAffineError, Timeline
 from anybatch.memory.meter import STEP
 from anybatch.planner import rehearsal
-from anybatch.planner.forecast import STATES, Forecast
+from anybatch.planner.forecast import Forecast, own_bytes
 from anybatch.planner.full_batch import (
     PEAKS,
     State,
@@ -277,7 +277,7 @@ def _may_be_few(case: Case) -> bool:
 
 def _pays(case: Case, step: Timeline, size: int, spare: int) -> bool:
     """Say whether few real rows fit and are faster than fakes, by a step of `size` samples."""
-    fast = size >= ROWS or _own(step) * COMPUTED <= QUICK * size
+    fast = size >= ROWS or own_bytes(step) * COMPUTED <= QUICK * size
     return fast and _fit_few_rows(case, step, size, spare)
 
 
@@ -290,15 +290,9 @@ def _of_one_kernel(step: Timeline) -> int:
     return max(made.values(), default=0)
 
 
-def _own(undivided: Timeline) -> int:
-    """Return the most bytes that the samples of an undivided step hold at once."""
-    own = [owner not in STATES for owner in undivided.owners]
-    return int(undivided.live[:, own].sum(1).max(initial=0))
-
-
 def _fit_few_rows(case: Case, undivided: Timeline, size: int, spare: int) -> bool:
     """Say whether real rows fit, by an undivided step of `size` samples."""
-    held = -(-_own(undivided) * SMALL // size) + SMALL * _row(case)
+    held = -(-own_bytes(undivided) * SMALL // size) + SMALL * _row(case)
     sums = 2 * gradient_bytes(case) if case.trains else 0
     return max(sums + OF_STEP * held, OF_INSPECTION * held) <= spare
 
@@ -333,11 +327,6 @@ def _from_one(found: Forecast, one: Forecast, case: Case) -> Forecast:
 
     A line through larger ones is only a guess there, and with few bytes only `one` exists. So the
     floor is the same for any number of bytes.
-
-    Args:
-        found: of larger micro-batches.
-        one: of one sample.
-        case: that of `one`.
     """
 
     def bent(single: Line, line: Line) -> BentTimeline:
@@ -560,11 +549,7 @@ def _missing(found: Forecast, case: Case, available: int) -> int:
 def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
     """Return these bytes at `n` samples a micro-batch; 0 where the model cannot take so few.
 
-    Args:
-        n: samples.
-        found: the forecast.
-        case: the real one.
-        fewer: more samples are run, too: an exception with `n` is no error of the step.
+    Where more samples are run, too, an exception with `fewer` is no error of the step.
     """
     fakes = found.case
     assert fakes is not None

@@ -319,11 +319,8 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     return Widths(
         there={owner: count for owner, count in merged(there, held).items() if count},
         other_peak=max(foreseen.other_peaks(n, size), key=total),
-        needs=max(
-            recorder.needs,
-            recorder.joins.needs + brought,
-            foreseen.pieces,  # of gradients, when lanes hold nothing
-        ),
+        # Pieces are of gradients, when lanes hold nothing.
+        needs=max(recorder.needs, recorder.joins.needs + brought, foreseen.pieces),
         makes=max(recorder.makes, recorder.joins.makes),
         events=line.events[begin:end],
         held=tuple(max(0, int(count)) for count in lane),

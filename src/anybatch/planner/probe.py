@@ -331,16 +331,11 @@ def update(
         pages = paged()
         real = [*(p for group in optimizer.param_groups for p in group["params"]), *resident]
         paged_ids = frozenset(id(fakes.of(p)) for p in real if pages.holds(p))
-        with interrupted_between_functions(), fakes.mode:
-            other_gradients = [torch.empty_like(p) for p in others]
-            for parameter in stepped:
-                parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+        made = _with_gradients(fakes, stepped, others)
         foreach = accelerator.of(type_of(device)).facts.foreach
         for group in twin.param_groups:  # over lists of tensors, as torch does on some devices
             if foreach and group.get("foreach", 0) is None and not group.get("fused"):
                 group["foreach"] = True
-        pairs = [*zip(others, other_gradients, strict=True), *((p, p.grad) for p in stepped)]
-        made = [(p, gradient) for p, gradient in pairs if gradient is not None]
         parameters = [*stepped, *map(fakes.of, resident)]
         gradients = [gradient for p, gradient in made if id(p) in paged_ids and large(gradient)]
         owned = {
@@ -366,6 +361,17 @@ def update(
     meter.claim("optimizer", state_tensors(twin))
     found: Timeline = meter.timeline()
     return found if available is None else _with_parts(found, 0 if paged_ids else available)
+
+
+def _with_gradients(
+    fakes: Fakes, stepped: list[Tensor], others: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Return all parameters that have a gradient, with it; those that are stepped hold theirs."""
+    with interrupted_between_functions(), fakes.mode:
+        made = [(p, torch.empty_like(p)) for p in others]
+        for parameter in stepped:
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+    return [*made, *((p, p.grad) for p in stepped if p.grad is not None)]
 
 
 def _step_in_parts(

@@ -505,13 +505,13 @@ def test_real_rows_are_run_where_they_fit(name: str, monkeypatch: pytest.MonkeyP
     make, loss = FEW_ROWS[name]
     model, (x, y) = make(), rows(40)
     x, real = x.float(), list[bool]()
-    run = rehearsal.of_batch
+    run = rehearsal.full_batch
 
     def noted(case: Any, n: int, *more: Any, **options: Any) -> Any:
         real.append(not case.fake)
         return run(case, n, *more, **options)
 
-    monkeypatch.setattr(rehearsal, "of_batch", noted)
+    monkeypatch.setattr(rehearsal, "full_batch", noted)
     plan = anybatch.plan(model, loss, (x, y), memory="64MiB", timed=False)
     assert plan.memory is not None
     most, ran = plan.memory.undivided, 0
