@@ -48,7 +48,7 @@ from anybatch.engine.rank_session import RankSession, unwrapped
 from anybatch.engine.step_builder import Arranged, Arranger, of_foreseen, of_run
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.signature import RunPlan
-from anybatch.execution.snapshots import Attempts, Observer
+from anybatch.execution.snapshots import Attempts, FullOutputs, Observer
 from anybatch.execution.step import Scaler, Step
 from anybatch.lockstep.sync_batchnorm import Adaptive, Fixed
 from anybatch.loss.base import Loss
@@ -120,6 +120,8 @@ class Engine:
         rungs: what may be done beside micro-batches, so that a step holds less: "chunks" computes
             wide linear maps and their losses in chunks of rows, "offload" offloads saved tensors.
             Default: both, where they are needed or faster.
+        keep_outputs: `outputs` has those of all samples after a step, for metrics. They count as
+            memory, and logits are then not computed in chunks. Default False.
 
     Raises:
         ValueError: `memory`, `micro_batch`, `batchnorm`, `rng`, `workspace`, `tune` or `rungs` is
@@ -151,6 +153,7 @@ class Engine:
         tune: TuneMode = "steps",
         cache: str | PathLike[str] | None = "auto",
         rungs: Collection[str] = RUNGS,
+        keep_outputs: bool = False,
     ) -> None:
         refuse_now(model, micro_batch, batchnorm, rng, tune, rungs)
         self._prepared = Prepared(model, optimizer)
@@ -159,17 +162,20 @@ class Engine:
         if loss_fn is not None and not isinstance(loss_fn, Loss):
             loss_fn = CallableLoss(as_function(loss_fn))
         loss = loss_of(model, loss_fn)
-        self._planner = planner_of(memory, micro_batch, plan, workspace, tune, rungs)
-        if batchnorm == "adaptive":
-            batchnorm = Adaptive()
+        self._planner = planner_of(
+            memory, micro_batch, plan, workspace, tune, rungs, outputs=keep_outputs
+        )
+        batchnorm = Adaptive() if batchnorm == "adaptive" else batchnorm
         norms = batchnorm if isinstance(batchnorm, Adaptive) else Fixed(batchnorm)
-        self._inputs = StepInputs(model, loss, bare(optimizer), norms, rng=rng, sharded=sharded)
-        adaptive = isinstance(norms, Adaptive)
+        self._inputs = StepInputs(
+            *(model, loss, bare(optimizer), norms), rng=rng, sharded=sharded, outputs=keep_outputs
+        )
         self._convolutions = engaged(self._inputs.device, workspace, plan)
         if self._planner is not None:
             self._planner.workspaces.engaged = self._convolutions
+        adaptive, shared_rng = isinstance(norms, Adaptive), rng == "batch"
         self._rank_session = RankSession(
-            model, group, adaptive=adaptive, shared_rng=rng == "batch", sharded=sharded
+            model, group, adaptive=adaptive, shared_rng=shared_rng, sharded=sharded
         )
         path = plan_file() if cache == "auto" else cache and Path(cache)
         stays = memory is not None and parse_share(memory) is None  # a share is of what is free
@@ -186,6 +192,7 @@ class Engine:
         self._states = None if states is None else start_offload(states, optimizer, model)
         self._steady: Plan | None = None
         self._last: StepReport | None = None
+        self._outputs: Any = None
         self._facts: Any = None
         self._measurement = Measurement(self._inputs, self._runner)
         self._samples = 0.0 if plan is None else inf
@@ -212,6 +219,21 @@ class Engine:
         """The report of the last step; None before the first one."""
         return self._last
 
+    @property
+    def outputs(self) -> Any:
+        """The outputs of all samples of the last step, detached and in the order of the batch.
+
+        They are a tree as the model returns it, on its device; a loss among them is that of the
+        full batch. Over ranks they are of the samples of this rank. None before the first step and
+        after one that failed.
+
+        Raises:
+            AttributeError: the engine was made without ``keep_outputs=True``.
+        """
+        if not self._inputs.outputs:
+            raise AttributeError  # `__getattr__` names the argument
+        return self._outputs
+
     if not TYPE_CHECKING:  # a checker would find every name
 
         def __getattr__(self, name: str) -> NoReturn:
@@ -232,7 +254,13 @@ class Engine:
     def _program(self, settings: tuple[Any, ...]) -> str:
         """Return the program that plans belong to, besides the signature of a batch."""
         inputs = self._inputs
-        found = *settings, inputs.batchnorm, self._spill, *surroundings(inputs.device.type)
+        found = (
+            *settings,
+            inputs.batchnorm,
+            inputs.outputs,
+            self._spill,
+            *surroundings(inputs.device.type),
+        )
         return program(inputs.modules(), inputs.loss.functions(), inputs.optimizer, found)
 
     @property
@@ -295,6 +323,7 @@ class Engine:
 
     def _until_complete(self, attempt: Callable[[Attempts], Tensor]) -> Tensor:
         """Run attempts of a step on all ranks until one is complete; return its loss."""
+        self._outputs = None  # the next ones take its memory
         attempts, session = Attempts(), self._rank_session
         run = partial(session.together, partial(attempt, attempts))
         with NothingHeld(), self._convolutions.step(waits=self._planner is not None):
@@ -404,6 +433,8 @@ class Engine:
             scaler=scaler,
         )
         self.micro_batch = arranged.step.global_batch.micro_batch
+        if self._inputs.outputs:
+            arranged.step.full_outputs = FullOutputs(inside=not self._inputs.loss.takes_outputs)
         return arranged
 
     def _deliver(self, gradients: Gradients, check: Callable[[], None]) -> None:
@@ -446,6 +477,7 @@ class Engine:
                     f"{show_bytes(step.moved)} leave for a file in {folder} in a step and return, "
                     "because memory holds less: print(engine.plan) tells more"
                 )
+        self._outputs = None if step.full_outputs is None else step.full_outputs.of_step(loss)
         self._last = StepReport(
             loss=loss,
             samples=step.global_batch.size,

@@ -55,6 +55,7 @@ from anybatch.loss.calls import LossCalls
 from anybatch.loss.state import LossState
 from anybatch.memory.fakes import paged
 from anybatch.planner.earlier_plans import run_plan_of
+from anybatch.planner.forecast import OUTPUTS
 from anybatch.planner.planner import RUNGS, Planner
 
 LOSS = "loss_fn: "
@@ -77,6 +78,7 @@ class StepInputs:
         rng: "micro_batch" or "batch": whose random draws a micro-batch makes.
         sharded: has gathered the model for the step; None for an unsharded one.
         changed: paths of the state for which the loss is called once a step, found on the way.
+        outputs: the outputs of all samples are stored. Default False.
     """
 
     model: nn.Module
@@ -90,6 +92,7 @@ class StepInputs:
     rng: str = "micro_batch"
     sharded: Sharded | None = None
     changed: list[str] = field(default_factory=list)
+    outputs: bool = False
     _states: list[LossState] = field(default_factory=list)
     _rehearsed: list[bool] = field(default_factory=list)
 
@@ -259,6 +262,7 @@ class StepInputs:
             paged=held.ids(self.leaves(modules, _NOTHING)),
             page_bytes=held.limit,
             state=self.state,
+            outputs=self.outputs,
         )
 
 
@@ -498,6 +502,8 @@ def no_attribute(name: str) -> str:
     of_optimizer = {"step": "optimizer.step()", "zero_grad": "optimizer.zero_grad()"}
     if name in of_optimizer:
         return f"{sentence}: the optimizer is your own: {of_optimizer[name]}"
+    if name == "outputs":
+        return f"{sentence}: Engine(..., keep_outputs=True) keeps them, and counts their memory"
     if hasattr(nn.Module, name):
         return f"{sentence}: the model is your own: engine.model.{name}(...)"
     return sentence
@@ -541,6 +547,8 @@ def planner_of(
     workspace: Any = None,
     tune: str = "steps",
     rungs: Collection[str] = RUNGS,
+    *,
+    outputs: bool = False,
 ) -> Planner | None:
     """Return the planner for the arguments of an engine; None where nothing is to be planned.
 
@@ -568,6 +576,11 @@ def planner_of(
             )
         if plan.memory is None:
             return None
+        if outputs and OUTPUTS not in dict(plan.memory.owners):
+            raise ValueError(
+                "a plan must count the outputs that are kept, and this one counts none: make it by "
+                "Engine(..., keep_outputs=True).foresee(inputs, targets), or leave keep_outputs out"
+            )
         return Planner(plan.memory.budget, settled=run_plan_of(plan), rungs=rungs)
     if memory is None and micro_batch is not None:
         return None

@@ -21,7 +21,6 @@ from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError
 from anybatch.execution.guard import Guard
 from anybatch.execution.step import Step
-from anybatch.loss.base import Loss
 
 ENOUGH = 4
 """Rows of which half are still more than one: some layers cannot train on a single row."""
@@ -202,14 +201,18 @@ def rough_layout(outputs: Any, fewer: Any, n: int, m: int) -> Layout:
     )
 
 
-def layouts(loss: Loss, outputs: Any, fewer: Any, n: int, m: int) -> tuple[Layout, Layout]:
-    """Return the layout for a loss, and the one by which outputs of fewer rows are compared."""
+def note_layouts(step: Step, outputs: Any, fewer: Any, n: int, m: int) -> Layout:
+    """Record where outputs hold the samples; return the layout by which fewer rows are compared."""
+    loss, traits = step.loss, step.traits
     if not loss.takes_outputs:
-        return (), rough_layout(outputs, fewer, n, m)
+        traits.layout = ()
+        traits.extra_layout = rough_layout(loss.outputs(outputs), loss.outputs(fewer), n, m)
+        return rough_layout(outputs, fewer, n, m)
     if fewer is None:
-        return tuple(_axis_by_size(t, n) for _, t in pytree.tensors(outputs)), ()
-    found = layout_of(outputs, fewer, n, m)
-    return found, found
+        traits.layout = tuple(_axis_by_size(t, n) for _, t in pytree.tensors(outputs))
+        return ()
+    traits.layout = layout_of(outputs, fewer, n, m)
+    return traits.layout
 
 
 def _axis_by_size(tensor: Tensor, n: int) -> int | None:

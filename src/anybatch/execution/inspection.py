@@ -40,8 +40,8 @@ from anybatch.execution.few_rows import (
     ROW_ERRORS,
     computed,
     first_of,
-    layouts,
     lists_rows,
+    note_layouts,
     quietly,
     refuse_meeting,
     row_mismatch,
@@ -135,7 +135,7 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
     step.buffers.restart()
     outputs = one.outputs
     step.traits.copies |= written(full) or written(part)  # a later look gets copies already
-    step.traits.layout, layout = layouts(step.loss, outputs, fewer, full.size, part.size)
+    layout = note_layouts(step, outputs, fewer, full.size, part.size)
     with quietly(), looking():
         one.in_halves(step.traits.layout if step.loss.takes_outputs else None)
     before.put_back()
@@ -148,10 +148,10 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
         one.doubt("forward draws from a generator of its own")
     if step.calls is not None and step.calls.iterators:
         one.doubt(f"each micro-batch draws from what the loss iterates ({step.calls.iterators[0]})")
-    verdict = one.verdict(layout or step.traits.layout)
+    verdict = one.verdict(layout or step.traits.axes)
     verdict.refuse()
     step.traits.doubts, step.traits.looked = verdict.doubts, step.traits.steps
-    step.traits.mixed = one.mixed(step.traits.layout)
+    step.traits.mixed = one.mixed(step.traits.axes)
     mismatch = None  # where rows are not the same, or need not come out the same
     if not (drawn or step.local or one.local or step.traits.copies or one.guard.own_rng):
         mismatch = row_mismatch(outputs, fewer, layout, part.size, computed(step))

@@ -221,6 +221,7 @@ class Case:
         meets: samples that meet inside the model, where `size` is more; 0 (default): they are not.
         state: the places where the loss can have state; None (default) if not needed.
         chunked: bytes of the chunks of wide linear maps and losses; 0 (default) computes none so.
+        outputs: the engine stores the outputs of all samples. Default False.
     """
 
     model: nn.Module
@@ -244,6 +245,7 @@ class Case:
     meets: int = 0
     state: LossState | None = None
     chunked: int = 0
+    outputs: bool = False
 
     @property
     def together(self) -> int:
@@ -348,6 +350,7 @@ def as_fakes(case: Case) -> Case:
         meets=case.size,
         state=LossState(loss.functions(), model),
         chunked=case.chunked,
+        outputs=case.outputs,
     )
 
 

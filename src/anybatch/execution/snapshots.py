@@ -28,13 +28,13 @@ from anybatch.core.oom import forget
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import Before, uninterrupted
-from anybatch.distributed.local_batch import LocalBatch
-from anybatch.errors import NotExactError, NotYetError
+from anybatch.distributed.local_batch import Layout, LocalBatch
+from anybatch.errors import BatchError, NotExactError, NotYetError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.traits import Traits
-from anybatch.loss.base import Algorithm1, Loss
+from anybatch.loss.base import Algorithm1, Loss, loss_among
 
 Observer = Callable[[Any, Any], None]
 
@@ -109,6 +109,81 @@ class Attempts:
             error.__cause__ = self.failure
 
 
+class FullOutputs:
+    """Outputs of all samples of an attempt, detached, in the order of the batch.
+
+    Micro-batches write their rows into tensors of the full batch, so that no rows are there twice.
+
+    Attributes:
+        tree: the outputs; None before a micro-batch is done.
+        inside: the loss is among them.
+
+    Args:
+        inside: the model returns its loss.
+    """
+
+    def __init__(self, *, inside: bool) -> None:
+        self.tree: Any = None
+        self.inside = inside
+
+    def add(self, outputs: Any, micro: MicroBatch, of: int, axes: Layout) -> None:
+        """Take the outputs of a micro-batch.
+
+        Args:
+            outputs: of the model.
+            micro: the micro-batch.
+            of: samples of the batch.
+            axes: the dimension of each tensor that holds the samples; None for a constant.
+
+        Raises:
+            BatchError: they cannot be joined with those of other micro-batches.
+        """
+        found = pytree.leaves(outputs, "outputs")
+        dims = [None] * len(pytree.flat(outputs)) if micro.size == of else list(axes)
+        if len(dims) != len(pytree.flat(outputs)):
+            raise BatchError(
+                "outputs that are kept must be as many tensors for any number of samples, and the "
+                f"model returned {len(pytree.flat(outputs))}, where {len(dims)} were inspected: "
+                "leave keep_outputs out, and pass observe="
+            )
+        if self.tree is None:
+            self.tree = _zipped(partial(_of_full_batch, size=of), outputs, dims)
+        loss, remaining = loss_among(outputs) if self.inside else None, iter(dims)
+        for (path, one), (_, own) in zip(found, pytree.leaves(self.tree), strict=True):
+            dim = next(remaining) if isinstance(one, Tensor) else None
+            if dim is not None:
+                rows = own.narrow(dim, micro.begin, micro.size)
+                if rows.shape != one.shape:
+                    raise BatchError(
+                        "outputs that are kept must agree in all dimensions but that of the "
+                        f"samples, and {path} has shape {tuple(one.shape)} where "
+                        f"{tuple(rows.shape)} was expected: pad all samples to one length, or "
+                        "leave keep_outputs out, and pass observe="
+                    )
+                rows.copy_(one.detach())
+            elif one is not loss:
+                pytree.check_constant(path, own, one)
+
+    def of_step(self, loss: Tensor) -> Any:
+        """Return the outputs, with the loss of the full batch in place of a micro-batch's."""
+        if self.inside and self.tree is not None:
+            loss_among(self.tree).copy_(loss)
+        return self.tree
+
+
+def _zipped(function: Callable[..., Tensor], outputs: Any, dims: Iterable[int | None]) -> Any:
+    """Return a tree of the results of a function of each tensor and its dimension."""
+    remaining = iter(dims)
+    return pytree.map_tensors(lambda tensor: function(tensor, next(remaining)), outputs)
+
+
+def _of_full_batch(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """Return a tensor for the rows of all samples; a copy of one without rows."""
+    if dim is None:
+        return tensor.detach().clone()
+    return tensor.new_empty([*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]])
+
+
 MOST = {"coupled": 1, "meeting": 2, "inspection": 2, "sites": 2}
 """How often a reason can come in one step; of others each makes the next one smaller or shorter."""
 
@@ -129,6 +204,7 @@ class Repeatable(ABC):
         attempts: what earlier attempts have learned.
         global_batch: the batch over all ranks, as far as it is not here.
         draws: draws as the full batch would; None lets each micro-batch draw for itself.
+        full_outputs: gets the outputs of all samples; None (default) stores none.
     """
 
     model: nn.Module
@@ -148,6 +224,7 @@ class Repeatable(ABC):
     attempts: Attempts = field(default_factory=Attempts)
     global_batch: LocalBatch = field(default_factory=LocalBatch)
     draws: FullBatchRNG | None = None
+    full_outputs: FullOutputs | None = None
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
@@ -176,6 +253,9 @@ class Repeatable(ABC):
         """Let the observer see the rows of a micro-batch, once, though the step start over."""
         begin, self._rows = self._rows, self._rows + micro.size
         self.done += 1
+        if self.full_outputs is not None:
+            axes = self.traits.layout or self.traits.extra_layout
+            self.full_outputs.add(self.loss.outputs(outputs), micro, self.batch.size, axes)
         if self.observe is None or self._rows <= self.attempts.rows:
             return
         observed, self.attempts.rows = max(self.attempts.rows - begin, 0), self._rows
@@ -267,6 +347,8 @@ class Repeatable(ABC):
         """Begin again: nothing summed, buffers as they were; at the size of the limit."""
         self.micro_batch = self.limit
         self.done = self._rows = 0
+        if self.full_outputs is not None:
+            self.full_outputs = FullOutputs(inside=self.full_outputs.inside)
         self.phase = "forward"
         self.buffers.restart()
         self.forget_casts()

@@ -45,6 +45,7 @@ class Traits:
         coupled: the loss needs all outputs at once.
         moving: paths of the buffers that forward moves; None before a step is complete.
         layout: where the outputs hold the samples; None before an inspection.
+        extra_layout: the same of outputs next to a loss, which have no layout, as two sizes show.
         copies: forward writes to its inputs, so it gets copies of them.
         still: the first step drew nothing.
         lanes: result of an inspection of lanes; None where there was none.
@@ -58,6 +59,7 @@ class Traits:
     coupled: bool = False
     moving: frozenset[str] | None = None
     layout: Layout | None = None
+    extra_layout: Layout = ()
     copies: bool = False
     still: bool = False
     lanes: LaneTraits | None = None

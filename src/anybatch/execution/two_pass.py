@@ -106,14 +106,14 @@ def gather(step: Step) -> Tensor:
 
 
 def _show_all(step: Step, first: FirstPass) -> None:
-    if step.observe is None:
+    if step.observe is None and step.full_outputs is None:
         step.done += len(first.flat)
         return
     begin = 0
     for size in first.flat:
         targets = pytree.rows(first.targets, begin, begin + size, step.batch.size)
         outputs = step.rows(first.outputs, begin, size, step.batch.size)
-        step.show(outputs, MicroBatch(None, targets, size))
+        step.show(outputs, MicroBatch(None, targets, size, begin))
         begin += size
 
 

@@ -169,9 +169,9 @@ class LockstepState:
         """Return the roots of a lane's backward, and their gradients."""
         step = self._step
         detached = pytree.map_tensors(Tensor.detach, outputs)
-        if step.observe is not None:
+        if step.observe is not None or step.full_outputs is not None:
             shown = step.loss.outputs(detached)  # not the terms, whose graph would stay
-            self._shown[lane] = shown, MicroBatch(None, micro.targets, micro.size)
+            self._shown[lane] = shown, MicroBatch(None, micro.targets, micro.size, micro.begin)
         if self._normalize is None and not step.coupled:
             self._count(step.totals(outputs, micro))
         if self._normalize is not None:

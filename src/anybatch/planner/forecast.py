@@ -33,6 +33,9 @@ GATHERED = "gathered of all samples"
 SHARDS = "shards"
 """The owner of remains of gathered parameters, and of this rank's gradients."""
 
+OUTPUTS = "outputs"
+"""The owner of the outputs of all samples, where the engine stores them."""
+
 WORKSPACE = "workspace"
 """The owner of allocations of convolutions in addition to their operands and results."""
 
@@ -82,6 +85,7 @@ class Forecast:
         pieces: bytes of the small gradients, which ranks sum in pieces.
         indivisible: the model takes no fewer samples than the batch has.
         full_batch: only a step of the full batch was forecast.
+        shown: bytes of the outputs of a sample, where the engine stores those of all; else 0.
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         micro_batches: of a rehearsal of a divided step, at least.
@@ -110,6 +114,7 @@ class Forecast:
     pieces: int = 0
     indivisible: bool = False
     full_batch: bool = False
+    shown: int = 0
     grain: int = 1
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
@@ -353,9 +358,10 @@ class Forecast:
             found[LOOK] = looked.plus(merged(self.held(size, divided=True), masks))
         if self.update is not None:
             outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
-            found["update"] = self.update.plus(
-                merged(outside, {"activations": self._rounded(LOSS)})
-            )
+            outputs = self.held(size, divided=False).get(OUTPUTS, 0)
+            more = {"activations": self._rounded(LOSS), OUTPUTS: outputs}
+            more = {owner: count for owner, count in more.items() if count}
+            found["update"] = self.update.plus(merged(outside, more))
         return found
 
     def _rounded(self, nbytes: int) -> int:
@@ -367,7 +373,10 @@ class Forecast:
         counts, found = [n for n, _ in self.draws], [each for _, each in self.draws]
         draw = largest_draw(found, counts, samples) if any(found) and divided else 0
         gathered = self.inspection.gathers * samples if divided else 0
+        tensors = max(1, len(self.inspection.layout))
+        outputs = self.shown * size + tensors * (self.grain - 1) if self.shown else 0
         extra = {"buffers": copies, DRAW: self._rounded(draw), GATHERED: self._rounded(gathered)}
+        extra[OUTPUTS] = outputs
         return merged(self.constant, {owner: count for owner, count in extra.items() if count})
 
 

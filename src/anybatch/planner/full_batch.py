@@ -18,8 +18,9 @@ import torch
 
 from anybatch.core import accelerator
 from anybatch.core.optimizers import allocated, resident_state_bytes, rounded, rounding
+from anybatch.core.pytree import tensors
 from anybatch.distributed.buckets import copied_bytes
-from anybatch.execution.signature import Case, as_fakes, few
+from anybatch.execution.signature import Case, Claiming, as_fakes, bytes_of, few
 from anybatch.memory.fakes import OWNER
 from anybatch.memory.ledger import AffineTimeline, Timeline
 from anybatch.memory.meter import storages
@@ -64,7 +65,7 @@ def undivided(case: Case, state: State) -> Forecast | None:
         peak = bound_of([of_all(as_fakes(case), case.size)], (case.size,))
     except Exception:  # the step raises what there is to say
         return None
-    found = _constant(case, state, UNDIVIDED, peak.at(case.size))
+    found = _constant(case, state, UNDIVIDED, peak.at(case.size), as_fakes(case))
     return replace(found, indivisible=True, full_batch=False)
 
 
@@ -91,7 +92,7 @@ def of_full_batch(
     most = int((available - sum(state[1].values()) - buffer_bytes(case)) / MARGIN)
     if step.peak > most:
         return None
-    found = _constant(case, state, FULL_BATCH, step)
+    found = _constant(case, state, FULL_BATCH, step, as_fakes(case))
     return found if suffices(found) else None
 
 
@@ -108,7 +109,7 @@ def guess(case: Case, state: State, available: int, suffices: Suffices) -> Forec
         except Exception:  # the model takes no so few, or the step raises what there is to say
             return None
         line = bound_of([step], (n,), entries)
-        found = _constant(case, state, PEAKS, line.at(case.size))
+        found = _constant(case, state, PEAKS, line.at(case.size), few(case, n), n)
         if suffices(found):
             return found
         held = found.peak(case.size, case.size) - line.at(case.size).peak
@@ -122,8 +123,19 @@ def of_all(fakes: Case, size: int) -> Timeline:
     return rehearsal.full_batch(replace(fakes, size=size), size)[0]
 
 
-def _constant(case: Case, state: State, how: str, step: Timeline) -> Forecast:
-    """Return the forecast of an undivided step, which bounds a smaller one."""
+def _constant(
+    case: Case, state: State, how: str, step: Timeline, runs: Case, n: int = 0
+) -> Forecast:
+    """Return the forecast of an undivided step, which bounds a smaller one.
+
+    Args:
+        case: the real one.
+        state: of the optimizer, and more.
+        how: the rung.
+        step: its bytes.
+        runs: a case that shows the bytes of outputs, where the engine stores them.
+        n: samples for that; 0 (default) is all.
+    """
     line = AffineTimeline(step.owners, step.events, step.live, 0 * step.live)
     return Forecast(
         how=how,
@@ -138,8 +150,18 @@ def _constant(case: Case, state: State, how: str, step: Timeline) -> Forecast:
         inspection=Inspection((), copies=False),
         case=None,
         full_batch=True,
+        shown=_outputs(runs, n or case.size) if case.outputs else 0,
         grain=rounding(case.device),
     )
+
+
+def _outputs(case: Case, n: int) -> int:
+    """Return the bytes of the outputs of a sample, of a forward of `n`."""
+    case = replace(case, size=n)
+    with rehearsal.metered(case, undivided=True) as (meter, _), torch.no_grad():
+        step = rehearsal.make_step(case, Claiming(case.device, meter), n, None, 1)
+        (micro,) = step.feed()
+        return -(-sum(bytes_of(t) for _, t in tensors(step.forward(micro))) // n)
 
 
 def state_of(case: Case, optimizer: torch.optim.Optimizer | None) -> State:

@@ -449,6 +449,7 @@ def _rehearsed(
         draws=tuple((n, tuple(rehearsal.draws(case, n))) for n in sizes),
         global_samples=case.global_samples,
         pieces=rounded(small_bytes(case.leaves), case.device) if summed else 0,
+        shown=inspection.shows if case.outputs else 0,
         grain=rounding(case.device),
     )
 
