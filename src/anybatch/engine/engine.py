@@ -45,6 +45,7 @@ from anybatch.engine.inputs import (
 )
 from anybatch.engine.measurement import Measurement, StepReport
 from anybatch.engine.rank_session import RankSession, unwrapped
+from anybatch.engine.resume import Resumable
 from anybatch.engine.step_builder import Arranged, Arranger, of_foreseen, of_run
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.signature import RunPlan
@@ -66,7 +67,7 @@ RngMode = Literal["micro_batch", "batch"]
 TuneMode = Literal["steps", "off"]
 
 
-class Engine:
+class Engine(Resumable):
     """Trainer of a model at any batch size, with the gradient of the full batch.
 
     `backward` adds the same values to ``.grad`` of every parameter as ``loss_fn(model(inputs),

@@ -252,6 +252,11 @@ class Runner:
             self._most[step.signature] = step.attempts.most
         return failed
 
+    @property
+    def limit(self) -> int:
+        """The most samples of a micro-batch after memory has run out; 0 where it has not."""
+        return min((limit for _, limit in self._shrunk.values()), default=0)
+
     def most(self, batch: Batch, modules: Modules, *, trains: bool) -> int:
         """Return the most samples to plan for, where memory ran out undivided; 0 is no limit."""
         if not self._most:

@@ -73,7 +73,7 @@ class Planner:
         fixed: required samples in a micro-batch; None (default) chooses.
         timed: steps in different sizes may show the fastest. Default True.
         settled: decisions of an earlier plan; no forecast for the first batch.
-        rungs: those of `RUNGS` that may be planned. Default: all.
+        rungs: those of `RUNGS` that may be planned; an attribute, too. Default: all.
         share: of the free memory. Default None: the default share.
 
     Attributes:
@@ -93,7 +93,7 @@ class Planner:
         rungs: Collection[str] = RUNGS,
         share: float | None = None,
     ) -> None:
-        self.spill, self._rungs = Spill("auto" if "offload" in rungs else "off"), rungs
+        self.spill, self.rungs = Spill("auto" if "offload" in rungs else "off"), rungs
         self.workspaces, self._missing = Workspaces(), 0
         self.budget, self.source, self._part = budget, "as given", share
         self.timed, self.thorough = timed, False
@@ -465,7 +465,7 @@ class Planner:
         """Return the bytes of the chunks to try instead of those of the plan."""
         # Forecasts of chunks are made anew, and would lack the bytes that a step has shown
         # (test_more_than_was_foreseen_makes_another_plan_at_once).
-        barred = "chunks" not in self._rungs or self.spill.way not in FREE
+        barred = "chunks" not in self.rungs or self.spill.way not in FREE
         if barred or self._corrected or not request.may_be_chunked:
             return []
         fast = request.fast_chunks
