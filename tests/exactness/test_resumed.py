@@ -71,7 +71,7 @@ def test_a_resumed_run_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
     kind, options = KINDS[name]
     want, sizes = run(kind, options, 0, STEPS, tmp_path)
     program = (
-        "import sys, torch; from pathlib import Path; from tests.exactness import test_resumed as t;"
+        "import sys, torch; from pathlib import Path; import tests.exactness.test_resumed as t;"
         "folder = Path(sys.argv[2]); kind, options = t.KINDS[sys.argv[1]];"
         "found = t.run(kind, options, t.STOP, t.STEPS, folder); torch.save(found, folder / 'end')"
     )
@@ -89,20 +89,15 @@ def test_a_foreign_or_damaged_state_is_one_sentence() -> None:
     engine = engine_of(model_of("plain"))
     state = engine.state_dict()
     assert state["plan"] is None
-    damaged = [
-        None,
-        [],
-        {},
-        {**state, "plan": "{"},
-        {**state, "format": 0},
-        {**state, "limit": "x"},
-    ]
-    for one in [*damaged, {**state, "adaptive": {}}]:
+    wrong = {"plan": "{"}, {"format": 0}, {"limit": "x"}, {"adaptive": {}}
+    for one in [None, [], {}, *({**state, **entry} for entry in wrong)]:
         with pytest.raises(ValueError, match=r"what engine\.state_dict\(\) returned in this vers"):
             engine.load_state_dict(one)
     with pytest.raises(ValueError, match=r"of the same model, and 0\.weight is another"):
         engine_of(nn.Sequential(nn.Linear(2, 4))).load_state_dict(state)
-    with pytest.raises(ValueError, match="the same mode of BatchNorm, and it is of exact or local"):
+    with pytest.raises(
+        ValueError, match="the same mode of BatchNorm, and it is of the exact or local"
+    ):
         engine_of(model_of("plain"), batchnorm="adaptive").load_state_dict(state)
 
 
