@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anybatch.core.modules import is_spread
+from anybatch.core.modules import is_spread, storage_of
 from anybatch.core.python_state import MANY, fill
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import same_values
@@ -403,7 +403,8 @@ class Writes(TorchDispatchMode):
 
     def __init__(self, tensors: Iterable[Tensor], *, keep: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._watched = {_memory(tensor): tensor for tensor in tensors if _has_memory(tensor)}
+        dense = (tensor for tensor in tensors if tensor.layout == torch.strided)
+        self._watched = {storage_of(tensor): tensor for tensor in dense}
         self._written: set[int] = set()
         self._keep = keep
         self._saved: list[tuple[Tensor, Tensor]] = []
@@ -413,7 +414,7 @@ class Writes(TorchDispatchMode):
 
     def wrote(self, tensor: Tensor) -> bool:
         """Say whether a kernel wrote to the memory of a tensor."""
-        return _has_memory(tensor) and _memory(tensor) in self._written
+        return tensor.layout == torch.strided and storage_of(tensor) in self._written
 
     def put_back(self) -> None:
         """Restore the copied values of the tensors."""
@@ -431,8 +432,8 @@ class Writes(TorchDispatchMode):
         """Run `func`, and record the tensors that it writes to."""
         kwargs = kwargs or {}
         for tensor in written_by(func, args, kwargs):
-            if _has_memory(tensor) and _memory(tensor) in self._watched:
-                self._note(_memory(tensor))
+            if tensor.layout == torch.strided and storage_of(tensor) in self._watched:
+                self._note(storage_of(tensor))
         run: Callable[..., Any] = func
         return run(*args, **kwargs)
 
@@ -441,12 +442,3 @@ class Writes(TorchDispatchMode):
             data = self._watched[memory].detach()
             self._saved.append((data, data.to("cpu", copy=True)))  # no room of the step's is taken
         self._written.add(memory)
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
-
-
-def _memory(tensor: Tensor) -> int:
-    """Return the id of a tensor's storage, which tensors on the same memory share."""
-    return int(tensor.untyped_storage()._cdata)

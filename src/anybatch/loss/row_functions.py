@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.loss import functionals
 from anybatch.loss.chunked_rows import FEW, LogitsSource, few_of
+from anybatch.loss.trace import tensors_of
 
 PLAIN = (Tensor, Parameter, FakeTensor)
 
@@ -66,10 +67,6 @@ ARGUMENTS = (Real, str, Tensor, torch.dtype, torch.device, torch.memory_format, 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
 
 
-def _tensors_among(args: Any, kwargs: Any) -> list[Tensor]:
-    return [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-
-
 def pointwise(
     func: Any, name: str, source: LogitsSource, args: Any, kwargs: Any
 ) -> LogitsSource | None:
@@ -81,7 +78,7 @@ def pointwise(
         return _row_function(func, source, args, kwargs)
     if (scale := _scale(name, source, rest, kwargs)) is not None:
         return source.times(scale)
-    if not _same_for_all_rows(source, _tensors_among(rest, kwargs)):
+    if not _same_for_all_rows(source, tensors_of(rest, kwargs)):
         return None
     if name in CASTS and not _only_types(source, rest, kwargs):
         return None

@@ -38,9 +38,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from anybatch.core import optimizers, pytree
 from anybatch.core.hooks import service
-from anybatch.core.modules import keywords, local
+from anybatch.core.modules import keywords, local, storage_of
 from anybatch.core.transaction import HeldBack, uninterrupted
-from anybatch.memory.meter import Meter
+from anybatch.memory.meter import Meter, tensors_in
 from anybatch.memory.pager import OTHERS, key_of
 
 T = TypeVar("T")
@@ -377,7 +377,8 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     ) -> tuple[type | None, list[CachedResult]] | None:
         """Return the form of results and each of them; None where they must be derived anew."""
         form = type(result) if type(result) in (tuple, list) else None
-        there = {_storage(t) for t in _fakes_in((args, *kwargs.values()))}
+        every = tensors_in((args, kwargs))
+        there = {storage_of(one) for one in every if type(one) is FakeTensor}
         found = list[CachedResult]()
         for one in [result] if form is None else result:
             place = next((i for i, argument in enumerate(args) if argument is one), None)
@@ -386,14 +387,14 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 continue
             if type(one) is not FakeTensor or one.constant is not None or one.requires_grad:
                 return None
-            if one.layout is not torch.strided or _storage(one) in there or one.storage_offset():
+            if one.layout is not torch.strided or storage_of(one) in there or one.storage_offset():
                 return None
             cached = one.shape, one.stride(), one.dtype, one.fake_device
             again = self._result(cached, args)
             alike = torch._C._dispatch_key_set(again) == torch._C._dispatch_key_set(one)
             if not alike or again.untyped_storage().nbytes() != one.untyped_storage().nbytes():
                 return None
-            there.add(_storage(one))
+            there.add(storage_of(one))
             found.append(cached)
         return form, found
 
@@ -419,17 +420,6 @@ def _way(func: Any) -> str:
         return "view" if only and first and not composed else "torch's"
     aliases = [one.alias_info for one in returns if one.alias_info is not None]
     return "cached" if all(alias.is_write for alias in aliases) else "torch's"
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
-def _fakes_in(values: Any) -> list[FakeTensor]:
-    """Return the fakes in the arguments of a kernel."""
-    if isinstance(values, list | tuple):
-        return [fake for value in values for fake in _fakes_in(value)]
-    return [values] if type(values) is FakeTensor else []
 
 
 # Paged parameters, as the forecast, the plan and the meter of a step count them.
