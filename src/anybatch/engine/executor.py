@@ -55,7 +55,7 @@ from anybatch.execution.streaming import discoverer, memory_is_too_small, stream
 from anybatch.execution.strides import standard_strides
 from anybatch.execution.traits import LaneTraits, Traits
 from anybatch.execution.two_pass import gather
-from anybatch.lockstep.batchnorm import Singles, Tracked, listening, values_of_a_part
+from anybatch.lockstep.batchnorm import Listening, Singles, Tracked, values_of_a_part
 from anybatch.lockstep.coupled import refuse_looks
 from anybatch.lockstep.lockstep import lockstep
 from anybatch.lockstep.scheduler import LaneInspection
@@ -444,7 +444,7 @@ class Runner:
         """Return a context that detects batch normalisation outside of modules."""
         if self._inputs.batchnorm != "exact":
             return nullcontext()
-        return listening(before, self._singles)
+        return Listening(before, self._singles)
 
     def _divide(
         self, step: Step, modules: Modules, before: Before, meeting: list[str] | None

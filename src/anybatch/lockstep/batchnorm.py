@@ -467,7 +467,9 @@ class Singles:
 
 
 class Listening:
-    """A step that listens; several may, in threads of their own. Context of `listening`.
+    """Context that notices training-mode batch normalisation of a part of a batch in its body.
+
+    Several steps may listen, in threads of their own.
 
     Args:
         before: the step; it undoes a replacement that an interrupt has left.
@@ -475,6 +477,9 @@ class Listening:
 
     Attributes:
         called: the called function; "" where none was.
+
+    Raises:
+        BatchStatisticsError: from the call, and from the end of the body at the latest.
     """
 
     def __init__(self, before: Before, singles: Singles) -> None:
@@ -543,19 +548,6 @@ def _hear(name: str, x: Tensor) -> None:
 
 def _refuse(name: str) -> NoReturn:
     refuse(f"{name} called in forward")
-
-
-def listening(before: Before, singles: Singles) -> Listening:
-    """Notice training-mode batch normalisation of a part of a batch in the body.
-
-    Args:
-        before: the step; it undoes a replacement that an interrupt has left.
-        singles: of the model.
-
-    Raises:
-        BatchStatisticsError: from the call, and from the end of the body at the latest.
-    """
-    return Listening(before, singles)
 
 
 # Errors of torch on batch normalisation of a part of a batch, in words that name the batch.
