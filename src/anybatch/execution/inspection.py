@@ -19,7 +19,7 @@ import sys
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,26 +101,14 @@ OTHER_IN_HALVES = (
 )
 
 
-class InspectionNorms(Protocol):
-    """Observer of batch normalisation calls, which passes them on.
-
-    Attributes:
-        follow: the mode that follows the forward which runs; None where none does.
-        forwards: how many the inspection has run.
-    """
-
-    follow: Follow | None
-    forwards: int
-
-
-def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
+def inspect_model(step: Step, norms: Any = None) -> None:
     """Run forward on a few rows and on half of them, and set the fields of `step` for a split.
 
     Random states and buffers are left as they were.
 
     Args:
         step: a step that has not begun; its `layout`, `copies` and `doubts` are set.
-        norms: observes the calls of batch normalisation. Default None: there are none.
+        norms: a `LaneInspection` that observes the calls of batch normalisation. Default None.
 
     Raises:
         NotExactError: samples meet inside the model, or forward writes to a parameter.
@@ -176,7 +164,7 @@ def inspect_model(step: Step, norms: InspectionNorms | None = None) -> None:
 class _Inspection:
     """Two forwards under masks."""
 
-    def __init__(self, step: Step, norms: InspectionNorms | None) -> None:
+    def __init__(self, step: Step, norms: Any) -> None:
         self.guard = Guard(step)
         self.outputs: Any = None
         self._step, self._norms, self._every = step, norms, norms
