@@ -512,14 +512,15 @@ class _Inspection:
         step = self._step
         if not (self._strange and self._trains) or step.batchnorm == "local":
             return
-        obstacle = "BatchNorm" if self._every is not None else "a budget" if step.budgeted else ""
+        full, _ = two_sizes(step, most=self._most)
+        tight = step.budgeted and 3 * full.size > 2 * step.micro_batch
+        obstacle = "BatchNorm" if self._every is not None else "a tight budget" if tight else ""
         if obstacle:
             self.doubt(f"{OWN} cannot be compared beside {obstacle}")
             return
         if len(self._runs) < 2:
             self.doubt(f"{OWN} cannot be compared, for forward takes no fewer rows")
             return
-        full, _ = two_sizes(step, most=self._most)
         before, drawn = RNGState.now(), False
 
         def run(micro: MicroBatch) -> Any:

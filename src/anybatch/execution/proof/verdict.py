@@ -8,6 +8,7 @@ a sum over samples is not used linearly.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from anybatch.core import pytree
 from anybatch.core.batch import MicroBatch
+from anybatch.core.python_state import difference
 from anybatch.errors import NotExactError
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import (
@@ -452,20 +454,25 @@ def add_up(
     held = [leaf.grad for leaf in leaves]
     seeds: list[Tensor] = []
     try:
-        every = _gradients(run, full, (0, full.size), axes, leaves, seeds)
-        if all(gradient is None for gradient in every[0]):
+        for leaf in leaves:
+            leaf.grad = None
+        rows = _gradients(run, full, (0, full.size), axes, seeds)
+        if all(leaf.grad is None for leaf in leaves):
             return None
-        first = _gradients(run, full, (0, half), axes, leaves, seeds)
-        second = _gradients(run, full, (half, full.size), axes, leaves, seeds)
+        largest = [_largest(leaf.grad) for leaf in leaves]
+        for leaf in leaves:  # the halves are added to it, so one set of gradients is held
+            if leaf.grad is not None:
+                leaf.grad.neg_()
+        first = _gradients(run, full, (0, half), axes, seeds)
+        second = _gradients(run, full, (half, full.size), axes, seeds)
+        found = [*zip([leaf.grad for leaf in leaves], largest, strict=True)]
     finally:
         for leaf, gradient in zip(leaves, held, strict=True):
             leaf.grad = gradient
-    rows = [torch.cat(pair) for pair in zip(first[1], second[1], strict=True)]
-    sums = [_sum(pair) for pair in zip(first[0], second[0], strict=True)]
-    pairs = [*zip(every[0], sums, strict=True), *zip(every[1], rows, strict=True)]
-    sizes = [float(g.abs().max()) for g, _ in pairs if g is not None and g.numel()]
-    scale = max(sizes, default=0.0)
-    return all(_alike(one, other, scale) for one, other in pairs)
+    halves = map(torch.cat, zip(first, second, strict=True))
+    found += [(one - other, _largest(one)) for one, other in zip(rows, halves, strict=True)]
+    scale = max((size or 0.0 for _, size in found), default=0.0)
+    return all(_nothing(left, size, scale) for left, size in found)
 
 
 def _gradients(
@@ -473,10 +480,9 @@ def _gradients(
     full: MicroBatch,
     of: tuple[int, int],
     axes: Axes,
-    leaves: Sequence[Tensor],
     seeds: list[Tensor],
-) -> tuple[list[Tensor | None], list[Tensor]]:
-    """Return the gradients of some rows: for the leaves, and for the rows of the inputs."""
+) -> list[Tensor]:
+    """Add the gradients of some rows to those of the leaves; return those of rows of the inputs."""
     begin, end = of
     inputs = pytree.map_tensors(leaf_of, pytree.rows(full.inputs, begin, end, full.size))
     rows = [t for _, t in pytree.tensors(inputs) if t.requires_grad]
@@ -490,13 +496,9 @@ def _gradients(
         if one.requires_grad and axis is not None:
             roots.append(one)
             gradients.append(seed.narrow(axis, begin, end - begin))
-    for leaf in leaves:
-        leaf.grad = None
     if roots:
         torch.autograd.backward(roots, gradients)  # reentrant checkpoints refuse grad()
-    return [_dense(leaf.grad) for leaf in leaves], [
-        torch.zeros_like(row) if row.grad is None else row.grad for row in rows
-    ]
+    return [torch.zeros_like(row) if row.grad is None else row.grad for row in rows]
 
 
 def leaf_of(tensor: Tensor) -> Tensor:
@@ -523,31 +525,28 @@ def _real(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _dense(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient that can be compared: that of a sparse embedding names rows twice."""
-    sparse = gradient is not None and gradient.layout != torch.strided
-    return gradient.to_dense() if sparse and gradient is not None else gradient
+def _largest(gradient: Tensor | None) -> float | None:
+    """Return the largest finite entry; a sparse embedding's gradient names rows more than once."""
+    if gradient is None:
+        return None
+    values = gradient if gradient.layout == torch.strided else gradient.coalesce().values()
+    values = torch.view_as_real(values) if values.is_complex() else values
+    if not values.numel():
+        return 0.0
+    low, high = map(float, values.aminmax())  # no room is taken
+    found = max(-low, high)
+    return found if math.isfinite(found) else difference(values, values)[1]
 
 
-def _sum(pair: tuple[Tensor | None, Tensor | None]) -> Tensor | None:
-    one, other = pair
-    if one is None or other is None:
-        return other if one is None else one
-    return one + other
+def _nothing(left: Tensor | None, largest: float | None, scale: float) -> bool:
+    """Say whether what is left of a gradient, less its halves, is rounding.
 
-
-def _alike(one: Tensor | None, other: Tensor | None, scale: float) -> bool:
-    """Compare gradients up to rounding; a result that counts rows or places is far from it.
-
-    A gradient whose true value is 0 is compared with the largest of all.
+    A result that counts rows or places is far from it. A gradient whose true value is 0 is compared
+    with the largest of all.
     """
-    if one is None or other is None:
-        return one is other
-    finite = one.isfinite() & other.isfinite()
-    a, b = one[finite], other[finite]
-    if not len(a):
-        return True
-    eps = torch.finfo(one.dtype).eps
-    bound = eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25)
-    largest = max(float(torch.maximum(a.abs(), b.abs()).max()), 0.01 * scale, eps)
-    return bool((a - b).abs().max() <= bound * largest)
+    found = _largest(left)
+    if left is None or found is None or largest is None:
+        return found is largest
+    eps = torch.finfo(left.dtype).eps
+    bound: float = eps ** (0.5 if eps == torch.finfo(torch.float64).eps else 0.25)
+    return found <= bound * max(largest, 0.01 * scale, eps)

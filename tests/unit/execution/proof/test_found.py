@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from anybatch import Engine
-from anybatch.errors import AnybatchError, NotExactError
+from anybatch.errors import AnybatchError, BudgetError, NotExactError
 
 RowFunction = Callable[[Tensor, Any], Tensor]
 
@@ -354,7 +354,7 @@ def test_a_hook_before_a_loss_inside_is_refused_where_it_counts_only_rows(extra:
     assert engine.plan.exact, engine.plan.exact
 
 
-@pytest.mark.parametrize("extra", ["a budget", "BatchNorm", "draws"])
+@pytest.mark.parametrize("extra", ["a tight budget", "BatchNorm", "draws"])
 def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(extra: str) -> None:
     class Doubled(nn.Module):
         def forward(self, h: Tensor) -> Tensor:
@@ -364,7 +364,7 @@ def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(extra: str) 
             return h + torch.randn_like(h) if extra == "draws" else h
 
     norm = nn.BatchNorm1d(8) if extra == "BatchNorm" else nn.Identity()
-    (x, y), options = batch(), {"memory": "1GiB"} if extra == "a budget" else {}
+    (x, y), options = batch(), {"memory": "1GiB"} if extra == "a tight budget" else {}
     net = Net(nn.Sequential(Doubled(), norm)).double()
     engine = Engine(net, F.cross_entropy, micro_batch=3, **options)
     engine.backward(x, y)
@@ -373,6 +373,62 @@ def test_a_backward_of_its_own_that_cannot_be_compared_is_not_shown(extra: str) 
         f"cannot be compared {'where the model' if extra == 'draws' else 'beside'} {extra}"
         in str(engine.plan.exact)
     )
+
+
+class Mean(torch.autograd.Function):
+    """A linear map whose weight gets the mean of what its rows give."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return g @ weight, g.T @ x / len(x)
+
+
+OWN_BACKWARDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda g: g * 2,
+    "its own norm": lambda g: g / g.norm(dim=1, keepdim=True),
+    "rows": lambda g: g * len(g),
+    "rows of a size": lambda g: g / g.size(0),
+    "rows less one": lambda g: g / (len(g) - 1),
+    "weight": lambda g: g,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", OWN_BACKWARDS)
+def test_a_backward_of_its_own_is_compared_within_a_budget(name: str, dtype: torch.dtype) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 24), nn.Linear(24, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = Mean.apply(x, self.first.weight) if name == "weight" else self.first(x) * 1
+            if h.requires_grad:
+                h.register_hook(OWN_BACKWARDS[name])
+            out: Tensor = self.last(h.tanh())
+            return out
+
+    x, y = torch.randn(90, 6, dtype=dtype), torch.arange(90) % 3
+    with pytest.raises(BudgetError) as few:
+        Engine(Own().to(dtype), F.cross_entropy, memory=1, cache=None).backward(x, y)
+    budget = 2 * few.value.needed
+    engine = Engine(Own().to(dtype), F.cross_entropy, memory=budget, cache=None)
+    if name not in ("twice", "its own norm"):
+        with pytest.raises(NotExactError, match="the gradient of a row must not depend"):
+            engine.backward(x, y)
+        return
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.exact, engine.plan.exact
+    assert engine.plan.mechanism == "streaming"
+    assert engine.last.peak_bytes is not None
+    assert engine.last.peak_bytes <= budget
 
 
 class OfLengths(nn.Module):
