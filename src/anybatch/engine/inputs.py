@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter, is_lazy
+from torch.utils.weak import TensorWeakRef
 
 from anybatch.core.accelerators import require_generators
 from anybatch.core.barrier import in_a_meeting
@@ -85,7 +86,7 @@ class StepInputs:
     loss: Loss
     optimizer: torch.optim.Optimizer | None
     norms: Fixed | Adaptive
-    closure: list[Tensor] = field(default_factory=list)
+    closure: list[TensorWeakRef] = field(default_factory=list)
     bare: list[str] = field(default_factory=list)
     gathers: list[str] = field(default_factory=list)
     reach: Reach = field(default_factory=Reach)
@@ -165,7 +166,11 @@ class StepInputs:
 
     def leaves(self, modules: Modules, batch: Batch) -> list[Tensor]:
         """Return every leaf that may receive a gradient, once."""
-        every = parameters(modules) + self.closure
+        # A leaf that forward makes is found, too: it must not outlive the step
+        # (test_leaves_that_forward_makes_are_not_held_after_the_step).
+        found = [leaf for held in self.closure if (leaf := held()) is not None]
+        self.closure[:] = map(TensorWeakRef, found)
+        every = parameters(modules) + found
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 every += group["params"]

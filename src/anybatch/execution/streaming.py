@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from anybatch.core import accelerator, modules, pytree
 from anybatch.core.batch import MicroBatch, TensorBatch
@@ -514,7 +515,7 @@ def _half(size: int) -> int:
 
 
 def discoverer(
-    step: Step, before: Before, also: list[Tensor] | None = None
+    step: Step, before: Before, also: list[TensorWeakRef] | None = None
 ) -> Callable[[list[Tensor]], None]:
     """Return a function that adds the leaves behind a backward's roots, or refuses their hooks.
 
@@ -538,6 +539,6 @@ def discoverer(
         refuse_registered(step.gradients.parameters)
         refuse_on_nodes(modules.ends(roots))
         if also is not None:
-            also.extend(found)
+            also.extend(map(TensorWeakRef, found))
 
     return discover

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
+from torch.utils.weak import TensorWeakRef
 
-from anybatch import LazyBatch
+from anybatch import Engine, LazyBatch
 from anybatch.core.rng import RNGState
 from anybatch.engine.inputs import LOSS, StepInputs
 from anybatch.errors import AnybatchError
@@ -28,7 +32,7 @@ def test_leaves_are_those_of_model_loss_optimizer_closure_and_batch_each_once() 
     loss = nn.CrossEntropyLoss()
     loss.scale = nn.Parameter(torch.ones(1))
     it = step_inputs(torch.optim.SGD([other]), loss)
-    it.closure.append(inside)
+    it.closure.append(TensorWeakRef(inside))
     x = torch.ones(4, 5, requires_grad=True)
     batch = it.batch(x, torch.zeros(4).long())
     found = it.leaves(it.modules(), batch)
@@ -68,3 +72,30 @@ def test_targets_next_to_a_lazy_batch_are_refused() -> None:
     lazy = LazyBatch(TensorDataset(torch.ones(4, 5), torch.zeros(4).long()))
     with pytest.raises(AnybatchError, match="must come from its items"):
         step_inputs().batch(lazy, torch.zeros(4))
+
+
+class FrozenBeginning(nn.Module):
+    """What peft does for checkpoints: the output of a frozen embedding is made a leaf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Embedding(50, 6).requires_grad_(False)
+        self.head = nn.Linear(6, 3)
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.frozen(ids).requires_grad_()
+        self.made.append(weakref.ref(rows))
+        out: Tensor = self.head(rows).mean(1)
+        return out
+
+
+@pytest.mark.parametrize("micro_batch", [3, 9])
+def test_leaves_that_forward_makes_are_not_held_after_the_step(micro_batch: int) -> None:
+    model = FrozenBeginning()
+    engine = Engine(model, nn.CrossEntropyLoss(), micro_batch=micro_batch)
+    for width in (4, 5):
+        engine.backward(torch.randint(50, (9, width)), torch.randint(3, (9,)))
+    gc.collect()
+    assert len(model.made) >= 18 // micro_batch
+    assert not [one for one in model.made if one() is not None]
