@@ -4,6 +4,7 @@ from anybatch.core.units import (
     parse_bandwidth,
     parse_bytes,
     parse_seconds,
+    parse_share,
     show_bytes,
     show_seconds,
 )
@@ -12,6 +13,7 @@ __all__ = [
     "parse_bandwidth",
     "parse_bytes",
     "parse_seconds",
+    "parse_share",
     "show_bytes",
     "show_seconds",
 ]

@@ -158,6 +158,20 @@ def test_without_a_word_the_plan_is_for_what_the_machine_has_left(
     assert summary["micro_batch"] == plan.micro_batch
 
 
+def test_a_share_of_the_free_memory_is_a_budget(command: Command, tmp_path: Path) -> None:
+    run, digits = tmp_path / "run", ("--data", "digits", "--model", "cnn", "--batch-size", "600")
+    ended = command("train", *digits, "--epochs", "1", "--out", run, "--memory", "80%")
+    assert ended.exit_code == 0, ended.output
+    memory = plan_of(run).memory
+    assert memory is not None
+    assert memory.source.endswith("80 % of it")
+    ended = command("plan", *digits, "--memory", "80%", "--convolutions")
+    assert ended.exit_code == 0, ended.output
+    assert "80 % of it" in ended.output
+    ended = command("profile", *digits, "--memory", "80%", "--steps", "2")
+    assert ended.exit_code == 0, ended.output
+
+
 def test_a_micro_batch_in_a_budget_is_respected(command: Command, tmp_path: Path) -> None:
     words = ("train", *SMALL, "--micro-batch", 77, "--out", tmp_path / "run")
     ended = command(*words, "--memory", "1GiB")
@@ -176,7 +190,7 @@ def test_a_micro_batch_in_a_budget_is_respected(command: Command, tmp_path: Path
         (
             ("--memory", "nonsense"),
             "memory must be a number of bytes of at least 1, or a text such as "
-            '"6GiB", "512MiB" or "1.5GB", and it is \'nonsense\'.',
+            '"6GiB", "512MiB" or "1.5GB", or "80%", and it is \'nonsense\'.',
         ),
         (
             ("--memory", "500KiB", "--micro-batch", "600", "--offload", "off"),
@@ -194,7 +208,18 @@ def test_a_micro_batch_in_a_budget_is_respected(command: Command, tmp_path: Path
             ("--micro-batch", "7", "--offload", "file"),
             "offload and spill need a budget to keep to; memory was not given",
         ),
-        (("--compare",), "compare needs a limit to hold both trainings to; --memory was not given"),
+        (
+            ("--compare",),
+            "compare needs a limit in bytes to hold both trainings to; --memory was not",
+        ),
+        (
+            ("--compare", "--memory", "80%"),
+            "compare needs a limit in bytes to hold both trainings to; --memory was 80%",
+        ),
+        (
+            ("--memory", "0%"),
+            "memory as a share of the free memory must be above 0 % and at most 100 %",
+        ),
         (
             ("--compare", "--memory", "9MiB", "--compare-steps", "0"),
             "compare-steps must be at least 1; got 0",

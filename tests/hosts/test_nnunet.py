@@ -120,6 +120,13 @@ def test_a_step_in_a_budget_is_the_undivided_step(prepared: tuple[Path, str], ba
     assert ours.engine.plan.memory.budget == (2 << 20 if prepared[1] == "2d" else 5 << 20)
 
 
+def test_a_share_of_the_free_memory_is_a_budget(prepared: tuple[Path, str]) -> None:
+    plan = {"batch_size": BATCH, "batch_dice": True}
+    ours = data.trainer_of(made(prepared, memory="80%"), *prepared, "ignore", **plan)
+    compared(ours, data.trainer_of(nnUNetTrainer, *prepared, "ignore", **plan))
+    assert ours.engine.plan.memory.source.endswith("80 % of it")
+
+
 def test_the_scaler_sees_the_full_batch(prepared: tuple[Path, str]) -> None:
     plan = {"batch_size": BATCH, "batch_dice": True}
     ours = data.trainer_of(made(prepared, micro_batch=2), *prepared, **plan)

@@ -146,6 +146,12 @@ def test_a_budget_holds(name: str) -> None:
     assert last.peak_bytes <= last.predicted_bytes <= 500 << 10
 
 
+def test_a_share_of_the_free_memory_is_a_budget() -> None:
+    case = BY_NAME["SFT completions"]
+    engine = train(case, own(case), PARTS, memory="80%", steps=1).trainer.engine
+    assert engine.plan.memory.source.endswith("80 % of it")
+
+
 RANKED = [
     "SFT completions, LoRA",
     "SFT padding-free",

@@ -77,6 +77,10 @@ class Budget(AnyBatch, DetectionTrainer):  # type: ignore[misc]
     memory = "38MiB"
 
 
+class Share(AnyBatch, DetectionTrainer):  # type: ignore[misc]
+    memory = "80%"
+
+
 def worst(got: Any, want: Any) -> float:
     assert len(got.steps) == len(want.steps) == 2  # the last batch is ragged
     return max(error_of(got.steps[0], want.steps[0]).values())  # the second has other parameters
@@ -93,6 +97,11 @@ def test_a_step_is_that_of_the_undivided_batch(kind: Any, data: Path) -> None:
     accumulated = train(DetectionTrainer, data, 2)
     assert max(error_of(accumulated.steps[0], want.steps[0]).values()) > 0.1
     assert "forward" not in vars(got.model)  # it is saved and copied as it was
+
+
+def test_a_share_of_the_free_memory_is_a_budget(data: Path) -> None:
+    got = train(Share, data, 6)
+    assert got.engine.plan.memory.source.endswith("80 % of it")
 
 
 def test_every_network_is_exact() -> None:

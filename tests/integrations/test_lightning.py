@@ -77,6 +77,15 @@ def test_in_memory_that_is_less_than_the_batch_needs() -> None:
     assert full.engine.plan.micro_batch < 14
 
 
+def test_a_share_of_the_free_memory_is_a_budget() -> None:
+    full = FullBatch(memory="80%")
+    assert_full_batch(fit(made(), full))
+    assert full.engine is not None
+    assert full.engine.plan is not None
+    assert full.engine.plan.memory is not None
+    assert full.engine.plan.memory.source.endswith("80 % of it")
+
+
 def test_too_little_memory_is_said_before_anything_runs() -> None:
     module = made()
     with pytest.raises(BudgetError):

@@ -102,6 +102,16 @@ def test_an_evaluation_keeps_the_budget(tmp_path: Path) -> None:
         trainer_of(Trainer, "Llama", tmp_path, memory="1KiB").evaluate()
 
 
+def test_a_share_of_the_free_memory_is_a_budget(tmp_path: Path) -> None:
+    trainer = trainer_of(Trainer, "Llama", tmp_path, memory="80%")
+    trainer.evaluate()
+    trainer.args.max_steps = 1
+    trainer.train_dataset = trainer.eval_dataset
+    trainer.train()
+    for engine in (trainer._evaluates.engine, trainer.engine):
+        assert engine.plan.memory.source.endswith("80 % of it")
+
+
 def test_an_evaluation_between_steps_changes_no_step(tmp_path: Path) -> None:
     family = BY_NAME["Llama"]
     options = {"per_device_train_batch_size": 8, "max_steps": 4, "per_device_eval_batch_size": N}

@@ -24,7 +24,7 @@ from anybatch.cli.faults import SettingsError, TrainingError
 from anybatch.cli.limited import READY, Ended, allowance
 from anybatch.cli.settings import Settings
 from anybatch.devices import MemoryLimit
-from anybatch.units import parse_bytes, show_bytes
+from anybatch.units import parse_bytes, parse_share, show_bytes
 
 PLAIN, OURS = "plain loop", "anybatch"
 
@@ -36,10 +36,10 @@ def compare(settings: Settings, steps: int) -> Group:
         AnybatchError: when there is nothing to compare, or one of the two could not be run.
     """
     settings = dataclasses.replace(settings, out=None).checked()
-    if settings.memory is None:
+    if settings.memory is None or parse_share(settings.memory):
         raise SettingsError(
-            "compare needs a limit to hold both trainings to; --memory was not given. Name it, "
-            "such as --memory 64MiB."
+            "compare needs a limit in bytes to hold both trainings to; --memory was "
+            f"{settings.memory or 'not given'}. Name it, such as --memory 64MiB."
         )
     if steps < 1:
         raise SettingsError(f"compare-steps must be at least 1; got {steps}.")

@@ -28,7 +28,7 @@ from anybatch.cli.faults import SettingsError
 from anybatch.cli.settings import AUTO
 from anybatch.cli.views import LoadedBatch
 from anybatch.kernels import KernelBenchmark, MeasuredKernel, keys_of, record_kernels
-from anybatch.units import parse_bytes, show_bytes
+from anybatch.units import parse_bytes, parse_share, show_bytes
 
 WIDE = 110
 """Columns of a table that are not shown on a terminal."""
@@ -179,4 +179,5 @@ class Explained:
 def _default(memory: str | None) -> int:
     """Return the default workspace: no more than a quarter of the budget."""
     usual = parse_bytes(KernelBenchmark.WORKSPACE)
-    return usual if memory is None else min(usual, max(1, parse_bytes(memory) // 4))
+    share = memory is None or parse_share(memory)
+    return usual if share else min(usual, max(1, parse_bytes(memory) // 4))

@@ -83,7 +83,7 @@ OPTIONS: dict[str, Any] = {
     "skip_corrupt": (bool, "Train without the images that cannot be read."),
     "batch_size": (int, "Samples of a mini-batch: of one step, of all ranks."),
     "micro_batch": (int | None, "Samples on the device at once. Default: the fastest that fits."),
-    "memory": (str | None, "Budget of a step, such as 64MiB. Default: the device's free memory."),
+    "memory": (str | None, "Budget of a step: 64MiB, or 80% of the free memory (default: most)."),
     "epochs": (int | None, "Passes over the training set."),
     "out": (Path | None, "Run folder. Default: a new one below runs/."),
     "lr": (float | None, "Learning rate."),

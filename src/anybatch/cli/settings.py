@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import anybatch
 from anybatch.cli.faults import SettingsError
-from anybatch.units import parse_bytes
+from anybatch.units import parse_bytes, parse_share
 
 Task = Literal["classification", "segmentation"]
 AUTO = "auto"
@@ -111,8 +111,8 @@ class Settings:
 
     def _wrong_memory(self) -> list[str]:
         try:
-            if self.memory is not None:
-                parse_bytes(self.memory)
+            if self.memory is not None and parse_share(self.memory) is None:
+                parse_bytes(self.memory, word="80%")
             if self.workspace not in (None, AUTO):
                 parse_bytes(self.workspace, "workspace", word=AUTO)
             if self.offload in get_args(OffloadName):

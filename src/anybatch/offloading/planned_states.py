@@ -21,7 +21,7 @@ from torch import nn, optim
 from anybatch.core import optimizers
 from anybatch.core.optimizers import allocated, device_of, inner_step, state_bound
 from anybatch.core.plan import Plan, States
-from anybatch.core.units import parse_bytes
+from anybatch.core.units import parse_bytes, parse_share
 from anybatch.errors import BudgetError, NotYetError
 from anybatch.memory.spill import maker
 from anybatch.offloading.optimizer_states import OffloadedStates, default_resident, offload_states
@@ -56,7 +56,7 @@ def states_of(
         maker(folder, device_of(optimizer))
     maker(store, device_of(optimizer))
     resident = default_resident(optimizer)
-    if memory is not None:
+    if memory is not None and parse_share(memory) is None:  # a share is of what is free
         every = [(g, p) for g in optimizer.param_groups for p in g["params"]]
         left = parse_bytes(memory) - 2 * sum(allocated(p) for _, p in every)
         largest = max(state_bound(optimizer, g, p) for g, p in every)
