@@ -136,7 +136,7 @@ class AnyBatchTrainer(nnUNetTrainer):  # type: ignore[misc]
         return found
 
     def _refuse_ranks(self) -> None:
-        """Refuse several processes, in which nnU-Net's Dice gathers by itself.
+        """Refuse several processes: the loss of nnU-Net gathers their batches itself.
 
         Raises:
             NotYetError: there are.

@@ -278,7 +278,7 @@ class BatchTrainer(Trainer):
 
 
 class OneRank:
-    """An accelerator whose collectives return the rows of this rank.
+    """Accelerator with collectives that return the rows of this rank.
 
     A loss is computed once for each micro-batch, of which ranks may have different numbers.
     """

@@ -48,7 +48,7 @@ STATES = ("parameters", "buffers", "gradients")
 DIVIDED, UNDIVIDED = "the first micro-batches", "the full batch"
 """Phases of a step, as `Forecast.phases` names them."""
 
-LOOK = "first inspection"
+INSPECTION = "first inspection"
 """The phase before them, the first inspection of a model."""
 
 SHARE = 24
@@ -304,7 +304,7 @@ class Forecast:
         if self.global_samples:
             step = step.ended("sum over ranks", {"gradients": self.pieces})
         more = {**self.held(size, divided=divided), "gradients": self.grown(n, size)}
-        found = {name: others.pop(name) for name in [LOOK] if name in others}
+        found = {name: others.pop(name) for name in [INSPECTION] if name in others}
         return {**found, DIVIDED if divided else UNDIVIDED: step.plus(more), **others}
 
     def divides(self, n: int, size: int) -> bool:
@@ -349,13 +349,13 @@ class Forecast:
         return [{}, *(one.at_peak() for one in self._other_phases(n, size).values())]
 
     def _other_phases(self, n: int, size: int) -> dict[str, Timeline]:
-        """Return the first inspection, if any, and the update, with what is live beside them."""
+        """Return the first inspection, if any, and the update, with all other live bytes."""
         found = dict[str, Timeline]()
         if self.divides(n, size):
             # In units of two rows, at most four: `anybatch.execution.few_rows.two_sizes`.
             looked = self.looked.at(min(n, 2))
             masks = {"activations": looked.peak // SHARE + MASKS * self.grain}
-            found[LOOK] = looked.plus(merged(self.held(size, divided=True), masks))
+            found[INSPECTION] = looked.plus(merged(self.held(size, divided=True), masks))
         if self.update is not None:
             outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
             outputs = self.held(size, divided=False).get(OUTPUTS, 0)
