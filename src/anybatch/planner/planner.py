@@ -165,8 +165,8 @@ class Planner:
             case = cache(lambda: replace(make_case(), chunked=chunked))
             request = PlanningRequest(signature, case, optimizer, refuse_division, follow, chunked)
             found = self.workspaces.within(lambda: self.budget or 0, partial(self._decide, request))
-            foreseen = self._foreseen.knows(signature)
-            foreseen = self._foreseen.bound(signature) if foreseen else None
+            knows = self._foreseen.knows(signature)
+            foreseen = self._foreseen.bound(signature) if knows else None
             found = self.workspaces.settle(found, foreseen, signature)
             # Another plan was wrong, so the engine measures this one
             # (test_the_first_step_of_the_smaller_plan_is_measured).
