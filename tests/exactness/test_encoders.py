@@ -564,3 +564,10 @@ def test_infinities_in_other_places_are_other_outputs() -> None:
     engine = Engine(model, lambda out, _y: out.logsumexp((0, 1)), micro_batch=2)
     with pytest.raises(NotReproducibleError, match="both passes must give the same outputs"):
         engine.backward(x, torch.zeros(9))
+
+
+def test_encoders_without_names_are_one_sentence_with_the_line_to_write() -> None:
+    for unnamed in ((nn.Linear(2, 2), nn.Linear(2, 2)), ([nn.Linear(2, 2)],)):
+        with pytest.raises(TypeError, match=r'Encoders\(\{"image": image, "text": text\}\)'):
+            Encoders(*unnamed)
+    Encoders(nn.ModuleDict({"image": nn.Linear(2, 2)}))

@@ -36,6 +36,7 @@ class Encoders(nn.Module):
             which `contrastive` multiplies similarities. Default None: there is no scale.
 
     Raises:
+        TypeError: encoders are passed one by one, without names.
         ValueError: `encoders` is empty, `scale` is not above 0 or a tensor, or an encoder is named
             "scale" too.
         BatchError: in forward, an input has the name of no encoder, or there is no input.
@@ -50,8 +51,16 @@ class Encoders(nn.Module):
     Figure 3 (the scale).
     """
 
-    def __init__(self, encoders: Mapping[str, nn.Module], *, scale: float | None = None) -> None:
+    def __init__(
+        self, encoders: Mapping[str, nn.Module], *unnamed: nn.Module, scale: float | None = None
+    ) -> None:
         super().__init__()
+        if unnamed or not isinstance(encoders, Mapping | nn.ModuleDict):
+            raise TypeError(
+                "encoders must be one mapping of names to modules, and they were passed without "
+                'names: write anybatch.Encoders({"image": image, "text": text}), and the inputs go '
+                'by these names, engine.backward({"image": images, "text": texts})'
+            )
         if not encoders:
             raise ValueError("encoders must name at least one module, and it is empty")
         if isinstance(scale, Tensor):
