@@ -130,6 +130,7 @@ class Facts:
         looked: the step in which samples were traced through the model; 0 where none was run.
         doubts: why it is not shown that samples do not meet; nothing where it is.
         trying: the search that the step is a part of, in words; nothing where it has ended.
+        draws: micro-batches have made random draws of their own.
     """
 
     micro_batch: int
@@ -147,6 +148,7 @@ class Facts:
     looked: int = 0
     doubts: tuple[str, ...] = ()
     trying: str = ""
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -326,12 +328,19 @@ def _pair(found: Any) -> tuple[int, int]:
     return int(first), int(other)
 
 
+OWN_DRAWS = (
+    "each micro-batch makes random draws of its own, in order, which are not those of the "
+    'undivided batch: rng="batch" makes those'
+)
+
+
 def decide(facts: Facts, memory: Memory | None = None, offload: OffloadPlan | None = None) -> Plan:
     """Return the plan for `facts`, a memory section and an offload section."""
     mechanism = "lockstep" if facts.lanes else "two-pass" if facts.coupled else "streaming"
     mechanism = mechanism if facts.divided else "undivided"
     waits = mechanism == "lockstep"
-    reasons = [_WHY[mechanism], *_of_offload(memory, offload, lanes=waits)]
+    draws = [OWN_DRAWS] * facts.draws
+    reasons = [_WHY[mechanism], *_of_offload(memory, offload, lanes=waits), *draws]
     if facts.trying:
         reasons.append(facts.trying)
     if facts.late:

@@ -455,7 +455,14 @@ def of_run(step: Step, failed: int) -> Facts:
             *step.loss.doubts,
             *([DECLARED] if step.loss.believed else []),
         ),
+        draws=_drew(step),
     )
+
+
+def _drew(step: Step) -> bool:
+    """Say whether the micro-batches of a step have made random draws of their own."""
+    own = step.count > 1 and step.draws is None and not isinstance(step.batch, LazyBatch)
+    return own and not step.traits.still and step.drew_any()
 
 
 def of_foreseen(step: Step, run_plan: RunPlan, leaves: Iterable[Tensor]) -> Facts:

@@ -666,3 +666,20 @@ def test_engines_go_with_their_models() -> None:
         alive.append(weakref.ref(model))
         gc.collect()
     assert [one() is not None for one in alive] == [False, False, True]
+
+
+@pytest.mark.parametrize("norms", [[], [nn.BatchNorm1d(5)]], ids=["streaming", "lockstep"])
+def test_a_plan_says_in_one_line_whose_draws_a_micro_batch_makes(norms: list[nn.Module]) -> None:
+    said = "each micro-batch makes random draws of its own"
+    for drop, options, lines in (
+        (0.5, {"micro_batch": 4}, 1),
+        (0.5, {"micro_batch": 4, "rng": "batch"}, 0),
+        (0.5, {"micro_batch": 10}, 0),
+        (0.0, {"micro_batch": 4}, 0),
+    ):
+        layers = copy.deepcopy(norms)
+        model = nn.Sequential(*layers, nn.Linear(5, 6), nn.Dropout(drop), nn.Linear(6, 3)).double()
+        engine = Engine(model, nn.CrossEntropyLoss(), **options)
+        for _ in range(2):
+            engine.backward(*batch())
+            assert str(engine.plan).count(said) == lines, (drop, options)
