@@ -27,8 +27,10 @@ from torch.overrides import _get_current_function_mode_stack
 
 from anybatch.conv.dispatch import KernelRecorder
 from anybatch.core import pytree
+from anybatch.core.accelerator import home
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.modules import renormalised, tensors_of
+from anybatch.core.moments import Moments
 from anybatch.core.norm import NonReducingNorms, RefusedNorms, counters
 from anybatch.core.python_state import PythonState, rehearse_difference
 from anybatch.core.retry import Retry
@@ -62,7 +64,6 @@ from anybatch.loss.tracer import CallableLoss, Rehearsed
 from anybatch.memory.fakes import uncounted
 from anybatch.memory.ledger import NotAffineError, Timeline
 from anybatch.memory.meter import FOREIGN, STEP, Meter
-from anybatch.planner.notes import shapes_of_moments
 
 WATCHED = 2
 """Samples of the micro-batch at which a loss is watched, of a mini-batch of twice as many."""
@@ -482,6 +483,16 @@ def _forget_casts(case: Case) -> None:
     """Drop the casts that autocast keeps: a rehearsal makes its own, and takes them along."""
     if torch.is_autocast_enabled(case.device.type):
         torch.clear_autocast_cache()
+
+
+def shapes_of_moments(rows: Tensor) -> Moments:
+    """Return moments as they are made of rows with data, past all modes: mean 0 and variance 1.
+
+    They count one value more a channel, as there are other rows.
+    """
+    mean = rows.new_zeros(rows.shape[1], dtype=torch.float64, device=home(rows.device))
+    count = rows.numel() // max(rows.shape[1], 1) + 1
+    return Moments(count, mean, torch.full_like(mean, count))
 
 
 class LoneNorms(NonReducingNorms):

@@ -14,18 +14,23 @@ If phases do not end in BatchNorm, or one lane does not show all bytes, there is
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from anybatch.core.barrier import meeting_in
 from anybatch.core.batch import count_micro_batches
+from anybatch.core.moments import Moments
 from anybatch.core.norm import counters
+from anybatch.core.optimizers import rounded
 from anybatch.execution.gradients import HALF, gradient_dtype
 from anybatch.execution.signature import MICRO_BATCHES, Case, few, first_rows
 from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
@@ -35,7 +40,6 @@ from anybatch.memory.meter import STEP, Meter
 from anybatch.memory.pager import Paging, keep
 from anybatch.planner import rehearsal
 from anybatch.planner.forecast import Forecast, merged, total
-from anybatch.planner.notes import SingleLaneBarrier, StorageRecorder, shapes_of_moments
 
 INPUTS = "inputs"
 """The owner of a micro-batch on the device."""
@@ -179,7 +183,7 @@ class LaneRehearsal:
         self._stays, self._ends = 0, []
         self._makes, self._shared, self._storages, self._began = [], [], [], Counter()
         tracked = Tracked(counters(self._case.modules))
-        norms = MeetingNorms(tracked, partial(keep, notes), moments=shapes_of_moments)
+        norms = MeetingNorms(tracked, partial(keep, notes), moments=rehearsal.shapes_of_moments)
         self._touching = Touching(notes, self._meter)
         with self._touching, meeting_in(SingleLaneBarrier(notes, self._end)), norms:
             work()
@@ -273,3 +277,148 @@ class LaneRehearsal:
         before = [0, *(holds for _, holds, _ in self._ends)]
         ends = zip(before, self._ends, strict=False)
         return self._by_phase(max(first, holds, most) for first, (_, holds, most) in ends)
+
+
+# Record of the storages that each phase of a lane touches, in place of a pager.
+#
+# A pager gets the inputs and outputs of every kernel. The recorder here gets the same, and only
+# records it: for each storage of the lane the phase that needed it last, until it dies. A barrier
+# of one lane ends a phase where BatchNorm would wait.
+#
+#     use, take ──> phase of each storage ──> untouched: those of earlier phases
+
+
+class Noted:
+    """Storage of a lane: its bytes, the last phase to touch it, and whether it is evictable."""
+
+    __slots__ = ("phase", "shared", "size", "stays", "watch")
+
+    def __init__(self, size: int, phase: int, *, shared: bool) -> None:
+        self.size, self.phase, self.shared, self.stays = size, phase, shared, False
+        self.watch: Any = None
+
+
+class StorageRecorder:
+    """Recorder of storages with the interface of a pager, which evicts nothing.
+
+    Args:
+        device: of the storages that could be evicted.
+
+    Attributes:
+        limit: None, as for a pager that keeps to none within a phase.
+        phase: of the lane, from 0.
+        unknown: the lane was at a barrier that is not BatchNorm's.
+        ever: sizes of the storages that there were in this phase, and how many of each.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.limit: int | None = None
+        self.phase, self.unknown = 0, False
+        self._device, self._sharing = device.type, False
+        self._all: dict[int, Noted] = {}
+        self.ever: Counter[int] = Counter()
+
+    def before(self, keys: Iterable[int]) -> None:
+        """There is no limit to keep to."""
+
+    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
+        """Record that a kernel of this phase needs a storage."""
+        del writes
+        if key in self._all:
+            self._all[key].phase = self.phase
+
+    def take(self, key: int, tensor: Tensor) -> None:
+        """Record a storage that a kernel of this phase has made."""
+        if key in self._all or tensor.device.type != self._device:
+            return
+        storage = tensor.untyped_storage()
+        noted = self._all[key] = Noted(
+            rounded(storage.nbytes(), tensor.device), self.phase, shared=self._sharing
+        )
+        self.ever[noted.size] += 1
+        noted.watch = weakref.ref(storage, partial(self._died, key))
+
+    def keep(self, key: int) -> None:
+        """Record that a storage cannot be evicted any more."""
+        self.use(key, True)
+        if key in self._all:
+            self._all[key].stays = True
+
+    def give_up(self, key: int) -> None:
+        """Forget a storage that has another owner from now on."""
+        self._all.pop(key, None)
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Record storages made in the body as memory that all lanes share."""
+        self._sharing = True
+        try:
+            yield
+        finally:
+            self._sharing = False
+
+    def sizes(self) -> Counter[int]:
+        """Return the sizes of the storages that there are, and how many of each."""
+        return Counter(one.size for one in self._all.values())
+
+    @property
+    def untouched(self) -> int:
+        """Bytes that this phase has not touched, and that may be evicted."""
+        return sum(one.size for one in self._offloading() if one.phase < self.phase)
+
+    @property
+    def holds(self) -> int:
+        """Bytes that may be evicted."""
+        return sum(one.size for one in self._offloading())
+
+    @property
+    def accounted(self) -> int:
+        """Bytes that all lanes share, or that may be evicted."""
+        return sum(one.size for one in self._all.values() if one.shared or not one.stays)
+
+    def _offloading(self) -> Iterator[Noted]:
+        return (one for one in self._all.values() if not (one.stays or one.shared))
+
+    def _died(self, key: int, _watch: Any) -> None:
+        self._all.pop(key, None)
+
+
+class SingleLaneBarrier:
+    """Barrier of a single lane, with results of the same shapes as for all lanes.
+
+    Args:
+        notes: of the lane.
+        ended: called where a phase has ended.
+    """
+
+    def __init__(self, notes: StorageRecorder, ended: Callable[[], None]) -> None:
+        self._notes, self._ended = notes, ended
+
+    def reduce(
+        self,
+        key: Any,
+        part: Callable[[], Any],
+        add: Callable[[Any, Any], Any],
+        finish: Callable[[Any], Any],
+    ) -> Any:
+        """End a phase; the value reduced over all parts is made once for all lanes."""
+        del key, add
+        own = part()
+        self._ended()
+        with self._notes.sharing():
+            total = finish(own)
+            if isinstance(total, Moments):
+                _ = total.variance  # it is kept with them
+        return total
+
+    def exchange(self, key: Any, part: Any, combine: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Combine the part of this lane only, and mark the memory of all lanes as undetermined."""
+        del key
+        self._notes.unknown = True
+        return combine([part])[0]
+
+    def gather(self, key: Any, rows: Tensor) -> tuple[Tensor, int]:
+        """The same."""
+        del key
+        self._notes.unknown = True
+        return rows, 0

@@ -6,7 +6,8 @@ import torch
 
 from anybatch.core.moments import Moments
 from anybatch.memory.pager import Paging, keep
-from anybatch.planner.notes import SingleLaneBarrier, StorageRecorder, shapes_of_moments
+from anybatch.planner.rehearsal import shapes_of_moments
+from anybatch.planner.working_set import SingleLaneBarrier, StorageRecorder
 
 CPU = torch.device("cpu")
 KIB = 1024
