@@ -447,8 +447,10 @@ def in_pieces(
         failure = attempt(step, work, piece)
         if failure is None:
             continue
-        step.go_back(moment, failure)
-        failure = None
+        try:
+            step.go_back(moment, failure)
+        finally:
+            failure = None  # whose traceback holds this frame
         todo += [*_at_most(min(step.limit, _half(piece.size)), piece)][::-1]
 
 
