@@ -33,6 +33,9 @@ KEEPS = "forward builds anew what it keeps where the number of samples is anothe
 BEYOND = "a batch or a micro-batch is larger or smaller than those that were compared"
 CHANGES = "the declared loss changes state of its own"
 
+ROOMY = 3
+"""A micro-batch of so many times the compared rows has room for a declared loss under masks."""
+
 
 def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
     """Compare the forward of the full batch with those of its micro-batches, without data.
@@ -186,7 +189,8 @@ def rows_of_loss(step: Step, outputs: Any, size: int) -> LossRows | None:
     if not step.loss.declares:
         return None
     count = -(-size // step.micro_batch)
-    few = [] if step.budgeted else list(islice(step.feed(), count))
+    tight = step.budgeted and step.micro_batch < ROOMY * size
+    few = [] if tight else list(islice(step.feed(), count))
     each = size // count
     if len(few) < count or min(micro.size for micro in few) < each or each * count < size:
         step.traits.doubt(DECLARED)  # what it holds was not foreseen, or there are too few rows

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from anybatch import Engine, LazyBatch, Loss, coupled
-from anybatch.errors import NotExactError
+from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.proof.declared import RowLoss
 
 N, CLASSES = 16, 3
@@ -229,6 +229,45 @@ def test_what_cannot_be_decided_is_not_shown(name: str) -> None:
     got = state_after(model(), run)
     if name != "draws":
         assert_exact(got, undivided(model(), plain, x, y))
+
+
+def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+BY_BUDGET: dict[str, tuple[Loss, bool]] = {
+    "a sum": (Loss.per_sample(entropy), True),
+    "a ratio": (Loss.ratio(lambda o, y: entropy(o, y).sum(), lambda y: (y > 0).sum()), True),
+    "centred": (Loss.per_sample(lambda o, y: entropy(o - o.mean(0), y)), False),
+    "a factor": (Loss.per_sample(lambda o, y: entropy(o, y) * len(o)), False),
+    "weights": (
+        Loss.per_sample(lambda o, y: entropy(o, y) / torch.bincount(y, minlength=5)[y]),
+        False,
+    ),
+    "a mean": (Loss.ratio(lambda o, y: entropy(o, y).mean(), lambda y: len(y)), False),
+    "neighbours": (Loss.ratio(lambda o, _: o.diff(dim=0).square().sum(), lambda y: len(y)), False),
+}
+
+
+@pytest.mark.parametrize("name", BY_BUDGET)
+@pytest.mark.parametrize("wide", [5, 200])
+def test_a_declaration_is_checked_within_a_budget(name: str, wide: int) -> None:
+    loss, true = BY_BUDGET[name]
+    x, y = torch.randn(400, 6).double(), torch.arange(400) % 5
+    with pytest.raises(BudgetError) as few:
+        Engine(nn.Linear(6, wide).double(), loss, memory=1, cache=None).backward(x, y)
+    budget = 6 * few.value.needed
+    engine = Engine(nn.Linear(6, wide).double(), loss, memory=budget, cache=None)
+    if not true:
+        with pytest.raises(NotExactError, match="declared"):
+            engine.backward(x, y)
+        return
+    engine.backward(x, y)
+    assert engine.plan is not None
+    assert engine.plan.mechanism == "streaming"
+    assert engine.plan.exact, engine.plan.exact
+    assert engine.last.peak_bytes is not None
+    assert engine.last.peak_bytes <= budget
 
 
 class Pairs(Dataset[tuple[Tensor, Tensor]]):
