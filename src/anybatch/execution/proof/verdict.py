@@ -539,7 +539,7 @@ def _largest(gradient: Tensor | None) -> float | None:
 
 
 def _nothing(left: Tensor | None, largest: float | None, scale: float) -> bool:
-    """Say whether a gradient less those of its halves is rounding.
+    """Say whether the rest of a gradient, less its halves, is rounding.
 
     A result that counts rows or places is far from it. A gradient whose true value is 0 is compared
     with the largest of all.
