@@ -7,6 +7,7 @@ engine knows nothing of it.
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -524,3 +525,25 @@ def test_a_model_that_takes_no_single_row_runs_where_more_of_them_fit(
     assert (memory.floor or 0) > 0
     loss = engine.backward(x, y)
     assert_exact(state_of(model, loss), wanted)
+
+
+@pytest.mark.parametrize("seed", [1, 5, 38])
+@pytest.mark.parametrize("memory", [100_000, 200_000, 1_000_000])
+def test_no_step_lives_until_garbage_is_collected(seed: int, memory: int) -> None:
+    """Tensors in a circle of objects would be held beside the next step, which has the budget."""
+    it = draw(seed)
+    for leaf in it.model.parameters():
+        leaf.grad = torch.zeros_like(leaf)
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine(it.model, it.loss, optimizer=it.optimizer, memory=memory, cache=None)
+        engine.backward(it.x, it.y)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        held = [tuple(one.shape) for one in gc.garbage if type(one) is Tensor and not one.is_meta]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert held == []

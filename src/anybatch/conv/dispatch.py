@@ -436,7 +436,7 @@ class KernelRecorder(DispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Note a kernel, and run it."""

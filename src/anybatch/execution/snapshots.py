@@ -308,7 +308,8 @@ class Repeatable(ABC):
             try:
                 raise failure
             finally:
-                del failure  # whose traceback holds this frame (test_no_dry_run_holds_its_failure)
+                # Its traceback holds this frame (test_no_step_lives_until_garbage_is_collected).
+                del failure
         self.shrink(failure)
         if self.gradients is not None and self.phase == "backward":
             self.gradients.drop()

@@ -100,6 +100,12 @@ class Meter(DispatchMode):
                 self._see(tensor, owner)
         self.peak = self.live
 
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        # A meter lives as long as a tensor that it counts, and the step ends
+        # (test_no_step_lives_until_garbage_is_collected).
+        self._stops = lambda: True
+
     @property
     def events(self) -> int:
         """Kernels counted so far."""

@@ -65,7 +65,7 @@ class FullBatchRNG(DispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         self._on -= 1
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
 
     def of_lane(self) -> FullBatchRNG:
         """Return one for another micro-batch that is under way at the same time."""
