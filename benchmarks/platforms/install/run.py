@@ -26,9 +26,9 @@ from benchmarks.results import console, write
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 ROUNDS = 7
-TORCH, OURS = "import torch", "import torch, anybatch"
-COUNT = "import sys, anybatch; print(sum(name.split('.')[0] == 'anybatch' for name in sys.modules))"
-COMMANDS = ("--help", "train --help", "plan --help", "train --no-such-option")
+TORCH, OURS = "import torch", "import torch; from anybatch import Engine"
+COUNT = f"{OURS}; import sys; print(sum(n.split('.')[0] == 'anybatch' for n in sys.modules))"
+COMMANDS = ("--version", "--help", "train --help", "train --no-such-option", "plan --forget")
 
 
 def built(folder: Path) -> dict[str, Any]:
