@@ -29,6 +29,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import _pop_mode
 from torch.utils._python_dispatch import _pop_mode as _pop_dispatch_mode
+from torch.utils.weak import TensorWeakRef
 
 from anybatch.core.barrier import back_to, where
 from anybatch.core.hooks import LeafHooks
@@ -175,6 +176,7 @@ class Before:
 
     def __init__(self, modules: Modules, parameters: Iterable[Tensor]) -> None:
         self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in parameters]
+        self._found: list[tuple[TensorWeakRef, Tensor | None]] = []
         self.hooks = LeafHooks()
         self.buffers = note_buffers(modules)
         self.rng = RNGState.now()
@@ -198,19 +200,24 @@ class Before:
         Args:
             leaves: tensors found during the step; those already recorded are skipped.
         """
-        noted = {id(parameter) for parameter, _ in self.gradients}
+        noted = {id(leaf) for leaf, _ in self._leaves()}
         more = [leaf for leaf in leaves if id(leaf) not in noted]
-        self.gradients += [(leaf, leaf.grad) for leaf in more]
+        self._found += [(TensorWeakRef(leaf), leaf.grad) for leaf in more]
         self.hooks.suspend(more)
 
     def suspend_hooks(self) -> None:
         """Let no hook of the leaves fire until `hooks` lets them."""
-        self.hooks.suspend([leaf for leaf, _ in self.gradients])
+        self.hooks.suspend([leaf for leaf, _ in self._leaves()])
 
     def holds(self, leaves: Iterable[Tensor]) -> bool:
         """Say whether the step gives a gradient to one of `leaves`."""
-        noted = {id(parameter) for parameter, _ in self.gradients}
+        noted = {id(leaf) for leaf, _ in self._leaves()}
         return any(id(leaf) in noted for leaf in leaves)
+
+    def _leaves(self) -> list[tuple[Tensor, Tensor | None]]:
+        """Return all leaves and their gradients; one that forward made may be gone."""
+        found = ((held(), gradient) for held, gradient in self._found)
+        return [*self.gradients, *((leaf, grad) for leaf, grad in found if leaf is not None)]
 
     def put_back(self) -> list[Exception]:
         """Restore all of it; return the failures, raising nothing.
@@ -222,7 +229,7 @@ class Before:
         steps: list[Callable[[], None]] = [self._reset_modes, *self.patched, self.rng.put_back]
         steps.append(partial(back_to, self._where))
         steps.append(self.hooks.restore)
-        steps += [partial(setattr, p, "grad", gradient) for p, gradient in self.gradients]
+        steps += [partial(setattr, p, "grad", gradient) for p, gradient in self._leaves()]
         none: tuple[dict[str, Tensor | None], set[str]] = ({}, set())
         steps += [
             partial(_register_all, module, *self._registered.get(id(module), none))

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.modules import storages_of
@@ -58,6 +59,7 @@ class Gradients:
         self.parameters = list(parameters)
         self._hooks = hooks
         self._half: list[Tensor] = []
+        self._found: list[Tensor] = []
         self._choose(wide=wide, accumulator=accumulator)
         self._separated = 0
         self._sums: dict[Tensor, Tensor] = {}
@@ -113,8 +115,38 @@ class Gradients:
         here = {id(parameter) for parameter in self.parameters}
         more = {id(leaf): leaf for leaf in leaves if id(leaf) not in here}
         self.parameters += more.values()
+        self._found += more.values()
         self._half += [p for p in more.values() if self._wide and gradient_dtype(p) in HALF]
         self._set_aside(more.values())
+
+    def let_go(self) -> None:
+        """Hold the leaves that were added only if the program does: a forward may have made them.
+
+        With peft under checkpointing the embeddings of each micro-batch are such a leaf
+        (test_leaves_that_forward_makes_end_with_their_micro_batch).
+        """
+        if not self._found:
+            return
+        found = {id(leaf) for leaf in self._found}
+        noted = [
+            (TensorWeakRef(leaf), self._sums.pop(leaf, None), self._before.pop(leaf, None))
+            for leaf in self._found
+        ]
+        self._found.clear()
+        self.parameters[:] = [p for p in self.parameters if id(p) not in found]
+        self._half[:] = [p for p in self._half if id(p) not in found]
+        for held, total, before in noted:
+            leaf = held()
+            if leaf is None:
+                continue
+            gradient, leaf.grad = leaf.grad, None
+            self.add([leaf])
+            leaf.grad = gradient
+            if total is not None:
+                self._sums[leaf] = total
+            if before is not None:
+                self._before[leaf] = before
+        self._separated = sum(p.grad is not None for p in self.parameters)
 
     def marks(self) -> list[tuple[Tensor | None, int]]:
         """Return ``.grad`` of each parameter, and its version."""

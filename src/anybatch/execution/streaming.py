@@ -77,6 +77,8 @@ class Streaming:
         """Train on a micro-batch; when it returns or fails, its memory is free."""
         with self.step.in_chunks():
             self._train(micro)
+        if self.step.gradients is not None:
+            self.step.gradients.let_go()
 
     def _train(self, micro: MicroBatch) -> None:
         step = self.step
@@ -532,6 +534,7 @@ def discoverer(
         step = held()
         if step is None or step.gradients is None:
             return
+        step.gradients.let_go()
         listed = {id(leaf) for leaf in step.gradients.parameters} | step.own
         found = [leaf for leaf in modules.leaves(roots) if id(leaf) not in listed]
         before.add(found)

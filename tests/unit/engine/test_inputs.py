@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from tests.oracle import assert_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -82,8 +83,11 @@ class FrozenBeginning(nn.Module):
         self.frozen = nn.Embedding(50, 6).requires_grad_(False)
         self.head = nn.Linear(6, 3)
         self.made: list[weakref.ref[Tensor]] = []
+        self.held: list[Tensor] = []
+        self.alive: list[int] = []
 
     def forward(self, ids: Tensor) -> Tensor:
+        self.alive.append(sum(one() is not None for one in self.made))
         rows = self.frozen(ids).requires_grad_()
         self.made.append(weakref.ref(rows))
         out: Tensor = self.head(rows).mean(1)
@@ -99,3 +103,31 @@ def test_leaves_that_forward_makes_are_not_held_after_the_step(micro_batch: int)
     gc.collect()
     assert len(model.made) >= 18 // micro_batch
     assert not [one for one in model.made if one() is not None]
+
+
+@pytest.mark.parametrize("rng", ["micro_batch", "batch"])
+def test_leaves_that_forward_makes_end_with_their_micro_batch(rng: str) -> None:
+    model = FrozenBeginning()
+    engine = Engine(model, nn.CrossEntropyLoss(), micro_batch=3, rng=rng)
+    engine.backward(torch.randint(50, (12, 4)), torch.randint(3, (12,)))
+    assert len(model.alive) >= 4
+    assert max(model.alive) == 0
+
+
+def test_a_leaf_that_forward_makes_and_the_program_holds_gets_its_gradient() -> None:
+    class Holding(FrozenBeginning):
+        def forward(self, ids: Tensor) -> Tensor:
+            rows = self.frozen(ids).requires_grad_()
+            if len(ids) == 3:
+                self.held.append(rows)
+            out: Tensor = self.head(rows).mean(1)
+            return out
+
+    model = Holding().double()
+    x, y = torch.randint(50, (12, 4)), torch.randint(3, (12,))
+    Engine(model, nn.CrossEntropyLoss(), micro_batch=3).backward(x, y)
+    got = torch.cat([one.grad for one in model.held if one.grad is not None])
+    whole = model.frozen(x).requires_grad_()
+    nn.functional.cross_entropy(model.head(whole).mean(1), y).backward()
+    assert whole.grad is not None
+    assert_exact({"rows": got}, {"rows": whole.grad})
