@@ -545,11 +545,19 @@ def test_a_loss_that_squeezes_warns_of_no_rows_that_do_not_exist(micro_batch: in
     assert_exact(got, undivided(model, loss, x, x[:, 0]))
 
 
-def test_a_loss_that_uses_a_batchnorm_of_the_model_is_refused_in_words_that_name_it() -> None:
+def test_a_loss_that_uses_a_batchnorm_of_the_model_normalises_all_outputs() -> None:
     model, (x, y) = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3)).double(), batch()
-    engine = Engine(model, lambda out, t: F.cross_entropy(model[1](out), t), micro_batch=4)
-    with pytest.raises(anybatch.errors.NotExactError, match="in forward or in the loss: "):
-        engine.backward(x, y)
+
+    def loss_of(model: nn.Module) -> Any:
+        return lambda out, target: F.cross_entropy(model[1](out), target)
+
+    def undivided_step(model: nn.Module) -> Tensor:
+        loss: Tensor = loss_of(model)(model(x), y)
+        loss.backward()
+        return loss
+
+    got = state_after(model, lambda m: Engine(m, loss_of(m), micro_batch=4).backward(x, y))
+    assert_exact(got, state_after(model, undivided_step))
 
 
 def scripted(x: Tensor) -> Tensor:
