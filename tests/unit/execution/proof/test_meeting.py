@@ -444,3 +444,25 @@ def test_a_draw_of_each_sample_is_shown(body: Body) -> None:
     engine.backward(x, y)
     assert engine.plan is not None
     assert engine.plan.exact
+
+
+class MaskedBefore(nn.Module):
+    """DropBlock: each pixel is kept or not, and all are scaled by the share that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = (torch.rand_like(x) > 0.2).to(x.dtype)
+        scaled: Tensor = self.norm(x * kept * (kept.numel() / kept.sum()))
+        return scaled
+
+
+@pytest.mark.parametrize("rng", ["micro_batch", "batch"])
+def test_samples_that_meet_before_a_batchnorm_are_named_where_they_meet(rng: str) -> None:
+    model = MaskedBefore().double()
+    engine = Engine(model, nn.MSELoss(), micro_batch=3, rng=rng)
+    x = torch.randn(12, 5).double()
+    with pytest.raises(NotExactError, match="meet in .*in sum"):
+        engine.backward(x, x)
