@@ -128,7 +128,8 @@ def judge(full: Forward, part: Forward | None, axes: Sequence[int | None]) -> Ve
     part = None if part is None else _without_refuted(full, part)
     runs = [full] if part is None else [full, part]
     mixed = any(bits.bit_count() > 1 for norm in full.notes.norms for bits in norm.rows)
-    # What mixed them before is the cause (test_samples_that_meet_before_a_batchnorm_are_named_where_they_meet).
+    # What mixed them before is the cause
+    # (test_samples_that_meet_before_a_batchnorm_are_named_where_they_meet).
     meets = (in_outputs(full, axes) if mixed else "") or _in_norms(full, part)
     for run in runs:
         meets = meets or in_outputs(run, axes) or _in_backward(run)
