@@ -216,6 +216,8 @@ class Before:
 
     def _leaves(self) -> list[tuple[Tensor, Tensor | None]]:
         """Return all leaves and their gradients; one that forward made may be gone."""
+        if not self._found:
+            return self.gradients
         found = ((held(), gradient) for held, gradient in self._found)
         return [*self.gradients, *((leaf, grad) for leaf, grad in found if leaf is not None)]
 

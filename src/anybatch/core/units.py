@@ -59,6 +59,9 @@ def parse_bytes(value: Any, name: str = "memory", *, word: str | None = None) ->
 def parse_share(value: Any) -> float | None:
     """Return the share that a text such as "80%" means: 0.8; None for anything else.
 
+    Args:
+        value: a percentage as text, or an amount of memory in any form.
+
     Raises:
         ValueError: it is 0 %, or more than 100 %.
     """

@@ -31,6 +31,7 @@ class Encoders(nn.Module):
     Args:
         encoders: name -> encoder. A tensor is passed as ``encoder(x)``, a tuple or list as
             ``encoder(*x)``, a mapping as ``encoder(**x)``.
+        unnamed: encoders without names, which are refused.
         scale: start of a learned scale, above 0, such as CLIP's 1 / 0.07. The parameter
             ``logit_scale`` is its logarithm, and the outputs hold its value under "scale", by
             which `contrastive` multiplies similarities. Default None: there is no scale.

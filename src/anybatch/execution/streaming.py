@@ -75,10 +75,11 @@ class Streaming:
 
     def train(self, micro: MicroBatch) -> None:
         """Train on a micro-batch; when it returns or fails, its memory is free."""
-        with self.step.in_chunks():
+        step = self.step
+        with step.in_chunks():
             self._train(micro)
-        if self.step.gradients is not None:
-            self.step.gradients.let_go()
+        if step.discover is not None and step.gradients is not None:
+            step.gradients.let_go()
 
     def _train(self, micro: MicroBatch) -> None:
         step = self.step

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.conv.problems import distance, operands, problem, wanted
+from tests.unit.conv.problems import computed, distance, operands, problem, wanted
 from torch import Tensor
 
 from anybatch.conv import algorithms
-from anybatch.conv.algorithms import ALGORITHMS, NoPlanError, Planned, candidates, computed, native
+from anybatch.conv.algorithms import ALGORITHMS, NoPlanError, Planned, candidates, native
 from anybatch.conv.divide import front
 from anybatch.conv.measure import Costs, held, measure
 from anybatch.conv.problem import KERNELS, Problem

@@ -160,7 +160,9 @@ def test_a_step_that_fits_in_no_other_way_keeps_to_the_budget() -> None:
     assert max(held) <= engine.last.predicted_bytes <= memory
     assert engine.last.predicted_bytes <= 1.1 * max(held)
     assert engine.last.moved_bytes > 0
-    assert engine.plan == replace(found, exact=engine.plan.exact)
+    made = engine.plan
+    assert made == replace(found, exact=made.exact, reasons=made.reasons)
+    assert made.reasons[: len(found.reasons)] == found.reasons
 
 
 def test_the_engine_finds_the_size_by_itself_in_steps_that_train() -> None:
