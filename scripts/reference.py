@@ -116,13 +116,20 @@ def signature(name: str, function: Callable[..., Any]) -> str:
     return f"```text\n{line}\n```"
 
 
+def own(cls: type) -> dict[str, Any]:
+    """Return the attributes of a class and of its bases that are no public names."""
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("anybatch.")]
+    hidden = [base for base in bases if base is cls or base.__name__ not in anybatch.__all__]
+    return {name: value for base in hidden[::-1] for name, value in vars(base).items()}
+
+
 def members(cls: type) -> dict[str, tuple[str, Any]]:
-    """Return name -> (kind, function) of the public methods and properties that a class defines.
+    """Return name -> (kind, function) of the public methods and properties of a class.
 
     An abstract class is used through its constructors, so only these are listed.
     """
     found = {}
-    for name, value in vars(cls).items():
+    for name, value in own(cls).items():
         made_by = isinstance(value, staticmethod | classmethod)
         if name.startswith("_") or (inspect.isabstract(cls) and not made_by):
             continue

@@ -81,7 +81,7 @@ def signature(of: Any) -> str:
 def members(of: type) -> dict[str, str]:
     """Return the public methods and attributes that a class has of its own, with signatures."""
     found = {}
-    for name, member in sorted(vars(of).items()):
+    for name, member in sorted(reference.own(of).items()):
         if not name.startswith("_"):
             found[name] = signature(member) if callable(member) else type(member).__name__
     return found
