@@ -24,7 +24,8 @@ Every public name. Written from the docstrings by `make docs`: do not edit. The
 | page | names |
 | --- | --- |"""
 PAGES = {
-    "engine": ("An engine and its plan", ("Engine", "Plan")),
+    "engine": ("An engine", ("Engine",)),
+    "plan": ("A plan", ("Plan",)),
     "batches": ("Batches and models", ("LazyBatch", "Encoders", "joint")),
     "losses": (
         "Losses",
