@@ -11,13 +11,18 @@ import pytest
 import torch
 from tests.cli.conftest import Make
 from torch import nn
+from typer.main import get_command
 from typer.testing import Result
 
 from anybatch import Engine
 from anybatch.cli import train
+from anybatch.cli.cli import app
 from anybatch.cli.progress import Gauge, Progress
+from anybatch.cli.report import drawing
 from anybatch.cli.settings import Settings
 from anybatch.conv.convolutions import plan_file
+from anybatch.kernels import KernelBenchmark
+from anybatch.reports import StepTimeline
 
 Command = Callable[..., Result]
 SMALL = ("--model", "cnn:4", "--epochs", "1", "--threads", "1")
@@ -62,6 +67,24 @@ def test_help_needs_no_torch(words: list[str], said: str, code: int) -> None:
     )
     assert said in ended.stdout + ended.stderr
     assert (ended.returncode, ended.stdout.split()[-1]) == (code, "False")
+
+
+def test_a_report_of_a_run_needs_no_torch(command: Command, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    ended = command("train", "--batch-size", 500, "--memory", "8MiB", "--out", out, *SMALL)
+    assert ended.exit_code == 0, ended.output
+    told = "import sys, anybatch.__main__ as m\ntry: m.main()\n"
+    told += "finally: print('torch' in sys.modules)"
+    report = [sys.executable, "-c", told, "report", str(out)]
+    said = subprocess.run(report, capture_output=True, text=True, check=True).stdout
+    assert said.split()[-1] == "False"
+
+
+def test_defaults_that_are_written_without_torch_are_those_of_the_library() -> None:
+    bench = get_command(app).commands["bench"]
+    defaults = {parameter.name: parameter.default for parameter in bench.params}
+    assert defaults["workspace"] == KernelBenchmark.WORKSPACE
+    assert drawing.FAR == StepTimeline.FAR
 
 
 def test_plan_forgets_those_of_earlier_starts(command: Command) -> None:

@@ -64,7 +64,7 @@ def profile(context: typer.Context, options: SimpleNamespace) -> None:
                     *(loader_of(settings, parts), engine, stepped),
                     steps=options.steps,
                     split=split_of(skip=options.skip_corrupt),
-                    progress=move,
+                    progress=lambda done, _all: move(done),
                 )
         typer.echo(found.to_json() if options.json else "\n".join([allocated, str(found), DONE]))
 
@@ -91,12 +91,10 @@ def split_of(*, skip: bool) -> Callable[[LoadedBatch], tuple[Any, Any]]:
 
 @contextlib.contextmanager
 def moving(title: str, total: int) -> Iterator[Callable[..., None]]:
-    """Show a bar where there is a terminal; yield its update by a count and, if text, the last."""
+    """Show a bar where there is a terminal; yield its update by a count and a text."""
     columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     errors, last = Console(stderr=True), TextColumn("{task.fields[last]}")
     hidden = not errors.is_terminal
     with Progress(*columns, last, console=errors, transient=True, disable=hidden) as bar:
         task = bar.add_task("", total=total, last="")
-        yield lambda done, last: bar.update(
-            task, completed=done, last=last if isinstance(last, str) else ""
-        )
+        yield lambda done, last="": bar.update(task, completed=done, last=last)

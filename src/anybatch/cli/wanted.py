@@ -98,7 +98,7 @@ class Wanted:
                 steps=STEPS,
                 enough=ENOUGH,
                 split=split_of(skip=settings.skip_corrupt),
-                progress=move,
+                progress=lambda done, _all: move(done),
             )
         if not self.anything:
             return question.with_steps(found, steps, loader)

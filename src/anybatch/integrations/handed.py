@@ -72,7 +72,7 @@ class Handed:
         if not self._waiting:
             raise RuntimeError(
                 "the gradients of a full batch can be delivered once, and this is the second "
-                "backward of its loss: call training_step, or full_batch_loss, again"
+                "backward of its loss: compute the loss again, which makes another step"
             )
         factor = float(gradient) / self._scale
         for p, waiting in self._waiting:

@@ -167,7 +167,7 @@ class LossCalls:
 
 
 def _put_back(buffers: list[BufferState]) -> list[str]:
-    """Restore the buffers that a loss has moved, by a call of a part of the model: their paths."""
+    """Restore the buffers that a loss has moved; return their paths."""
     moved = [buffer for buffer in buffers if buffer.written() or buffer.moved()]
     for buffer in moved:
         buffer.put_back()

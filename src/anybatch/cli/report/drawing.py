@@ -130,9 +130,12 @@ def _mark_phases(axes: Any, step: Envelope, top: float) -> None:
         axes.text(where, height * top, f" {name}", size=12.0, parse_math=False, **side)
 
 
+FAR = 3  # peaks in a budget that is not drawn to scale: `StepTimeline.FAR`
+
+
 def is_near(step: Envelope) -> bool:
     """Return whether a step's budget is so near its peak that both can be drawn to scale."""
-    return step.budget <= 3 * step.peak
+    return step.budget <= FAR * step.peak
 
 
 @contextmanager
