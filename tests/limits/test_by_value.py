@@ -139,3 +139,47 @@ def test_a_budget_error_after_a_step_that_held_more_asks_for_more_than_there_was
         engine.backward(torch.randn(48, 64, dtype=torch.float64), torch.arange(48) % 5)
     assert caught.value.needed > caught.value.budget == 1600 * KIB
     assert "depend on the values" in caught.value.__notes__[0]
+
+
+def indexed(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Pairs of one class beside the nearest sample of another, by the places of a mask."""
+    distances, alike = torch.cdist(outputs, outputs), labels[:, None] == labels
+    one, other = torch.where(alike)
+    nearest = distances.masked_fill(alike, 9.0).amin(1)
+    return F.relu(distances[one, other] - nearest[one] + 0.3).mean()
+
+
+def masked_pairs(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Squares of distances within classes, and margins between them, by a mask and its opposite."""
+    squares = (outputs[:, None] - outputs).square().sum(2)
+    alike = labels[:, None] == labels
+    return squares[alike].mean() + F.relu(1 - squares[~alike]).mean()
+
+
+def chosen(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Similarities within classes and between them, by `masked_select`."""
+    similar, alike = outputs @ outputs.T, labels[:, None] == labels
+    return similar.masked_select(~alike).relu().mean() - similar.masked_select(alike).mean()
+
+
+@pytest.mark.parametrize(("loss", "share"), [(indexed, 1.5), (masked_pairs, 1.0), (chosen, 1.0)])
+def test_pairs_that_a_loss_selects_are_foreseen(
+    loss: Callable[[Tensor, Tensor], Tensor], share: float
+) -> None:
+    """A few rows have few pairs: a step held more than its budget, or twice its forecast."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 16)).double()
+    x, labels = torch.randn(256, 64, dtype=torch.double), torch.arange(256) % 7
+    wanted = undivided(model, loss, x, labels)
+    model.zero_grad()
+    with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
+        loss(model(x), labels).backward()
+    model.zero_grad()
+    budget = int(share * meter.peak)
+    engine = Engine(model, loss, memory=budget)
+    with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
+        found = engine.backward(x, labels)
+    assert engine.last is not None
+    assert engine.last.predicted_bytes is not None
+    assert meter.peak <= engine.last.predicted_bytes <= budget
+    assert_exact(state_of(model, found), wanted)

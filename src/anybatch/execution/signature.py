@@ -222,6 +222,8 @@ class Case:
         state: the places where the loss can have state; None (default) if not needed.
         chunked: bytes of the chunks of wide linear maps and losses; 0 (default) computes none so.
         outputs: the engine stores the outputs of all samples. Default False.
+        masks_full: on fakes a mask selects all that it could. Default False: a selection, whose
+            size depends on values, raises an error.
     """
 
     model: nn.Module
@@ -246,6 +248,7 @@ class Case:
     state: LossState | None = None
     chunked: int = 0
     outputs: bool = False
+    masks_full: bool = False
 
     @property
     def together(self) -> int:
@@ -324,7 +327,7 @@ def as_fakes(case: Case) -> Case:
     Raises:
         Exception: the model or the loss cannot be copied, or holds tensors that cannot be faked.
     """
-    fakes = Fakes()
+    fakes = Fakes(masks_full=case.masks_full)
     model, loss = fakes.copy((case.model, case.loss), [module for _, module in case.modules])
     # Chunks are foreseen by micro-batches of nearly all samples.
     rows = max(case.size * (MICRO_BATCHES if case.chunked else 1), 4 * MICRO_BATCHES)
@@ -351,6 +354,7 @@ def as_fakes(case: Case) -> Case:
         state=LossState(loss.functions(), model),
         chunked=case.chunked,
         outputs=case.outputs,
+        masks_full=case.masks_full,
     )
 
 

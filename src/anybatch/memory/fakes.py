@@ -51,13 +51,17 @@ REPORTS = logging.getLogger("torch._subclasses.fake_tensor")
 class Fakes:
     """One world of fake tensors; the same real tensor is always the same fake.
 
+    Args:
+        masks_full: count a selection by a mask as if all of the mask were true. Default False: it
+            raises torch's error, because its size depends on values.
+
     Attributes:
         mode: the mode under which fakes are computed with. Real tensors that a closure holds may
             meet them, and become fakes in the result.
     """
 
-    def __init__(self) -> None:
-        self.mode = CachedFakeMode()
+    def __init__(self, *, masks_full: bool = False) -> None:
+        self.mode = CachedFakeMode(masks_full=masks_full)
         self._memo: dict[int, Any] = {}
         self._caches: list[weakref.ref[Any]] | None = None
         self._missed: list[int] = []
@@ -281,6 +285,15 @@ TO_TORCH = {
 }
 """Tags of kernels whose results depend on values, or whose arguments change their shapes."""
 
+SELECTIONS = frozenset(
+    (
+        torch.ops.aten.nonzero.default,
+        torch.ops.aten.index.Tensor,
+        torch.ops.aten.masked_select.default,
+    )
+)
+"""Kernels whose results are as large as a mask has numbers that are true."""
+
 BY_NAME = (
     *("aten::lift", "aten::_resize", "aten::as_strided", "aten::view_copy"),
     *("aten::slice_scatter", "aten::select_scatter", "aten::diagonal_scatter"),
@@ -294,8 +307,9 @@ CachedResult = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | i
 class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake mode that keeps the results of kernels."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, masks_full: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
+        self.masks_full = masks_full
         self._cached: dict[Any, tuple[type | None, list[CachedResult]] | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -303,6 +317,8 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         way = _way(func)
         if way == "torch's":
+            if self.masks_full and func in SELECTIONS:
+                return self._selection(func, *args)
             return super().__torch_dispatch__(func, types, args, kwargs)
         with torch._C.DisableTorchFunction():  # modes of a step hear kernels of torch, not this
             key = self._key(func, args, kwargs)
@@ -361,6 +377,19 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if isinstance(found, Tensor):
             return FakeTensor(self, found, device)
         return [FakeTensor(self, one, device) for one in found]
+
+    def _selection(self, func: Any, values: Tensor, by: Any = None) -> Any:
+        """Return the result of a kernel of `SELECTIONS` where every number of a mask is true."""
+        if func is torch.ops.aten.masked_select.default:
+            both = torch.broadcast_shapes(values.shape, by.shape)  # type: ignore[no-untyped-call]
+            return values.new_empty(both.numel())
+        if func is torch.ops.aten.nonzero.default:
+            return values.new_empty((values.numel(), values.dim()), dtype=torch.int64)
+        places = list[Tensor | None]()
+        for index in by:
+            mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            places += torch.ops.aten.nonzero(index).unbind(1) if mask else [index]
+        return super().__torch_dispatch__(func, (), (values, places))
 
     def _result(self, cached: CachedResult, args: Any) -> Any:
         if cached is None:

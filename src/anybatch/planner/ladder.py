@@ -143,7 +143,9 @@ def forecast(
     except Exception:  # whatever fakes cannot do: the next rung
         if not verify:
             raise
-        found = None if may is None else guess(case, state, available, may)
+        found = _masks_full(case, state, available, others, may)
+        if found is None and may is not None:
+            found = guess(case, state, available, may)
     if found is not None and (found.measured or found.full_batch):
         return found
     if found is not None:
@@ -152,6 +154,29 @@ def forecast(
         if missing <= SLACK:
             return found.with_more("activations", missing) if missing > 0 else found
     return _on_few(case, state, available - others, on_device)
+
+
+def _masks_full(
+    case: Case, state: State, available: int, others: int, suffices: Suffices | None
+) -> Forecast | None:
+    """Return the forecast of a loss that selects pairs of samples by masks, as if all were true.
+
+    Few rows have few pairs (test_pairs_that_a_loss_selects_are_foreseen). None where such bytes do
+    not fit, as few pairs may be selected, or where forward selects, too: experts of which each got
+    all tokens would be far too many.
+    """
+    full = replace(case, masks_full=True)
+    try:
+        _, inspection = rehearsal.inspect_model(as_fakes(case), SMALL)
+        if not rehearsal.watch_loss(as_fakes(full), inspection).coupled:
+            return None
+        found = _dry_run(full, state, available, others=others, verify=False, suffices=suffices)
+        fits = found.full_batch or found.least(case.size, case.size)[1] <= available
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception:  # values are read
+        return None
+    return found if fits else None
 
 
 def _on_few(case: Case, state: State, available: int, on_device: OnDevice) -> Forecast:
