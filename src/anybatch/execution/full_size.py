@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -12,11 +11,10 @@ from torch import Tensor, nn
 from anybatch.core import pytree
 from anybatch.core.barrier import ForwardOf
 from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch, row_shapes
-from anybatch.core.modules import call_model, unheard, walk
+from anybatch.core.modules import call_model, unheard
 from anybatch.core.rng import RNGState
 from anybatch.execution.few_rows import turned
-from anybatch.execution.proof import congruent
-from anybatch.execution.proof.congruent import Kernel
+from anybatch.execution.proof.congruent import Comparison, sizes_of
 from anybatch.execution.proof.declared import (
     DECLARED,
     Declared,
@@ -45,30 +43,27 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
     Raises:
         Retry: rows of these shapes call other kernels than those that were inspected.
     """
-    samples, record, kernels = step.global_batch.size, step.traits.sizes, set[Kernel]()
+    samples, record = step.global_batch.size, step.traits.sizes
     if record is None or not record.counts or step.micro_batch >= samples:
         return Verdict()
-    sizes, shapes = congruent.sizes_of(samples, step.micro_batch), row_shapes(some.inputs)
+    sizes, shapes = sizes_of(samples, step.micro_batch), row_shapes(some.inputs)
 
     def run(model: nn.Module, inputs: Any, size: int) -> Any:
         with ForwardOf(size, standalone=False):
             return call_model(model, inputs)
 
-    compare = partial(
-        congruent.compare,
-        *(step.model, walk(step.model), (some.inputs, some.size)),
-        run=run,
+    compare = Comparison(
+        *(step.model, (some.inputs, some.size), run),
         trains=step.gradients is not None,
         values=record.values,
         backward=record.backward,
         traces=record.traces_of(shapes),
-        kernels=kernels,
     )
     found = _with_followed(compare, sizes, record.followed_of(shapes))
     if found.meets:
         return found
     if step.familiar is not None:
-        step.recognise(found=step.familiar.has_kernels(kernels, looked=step.just_inspected))
+        step.recognise(found=step.familiar.has_kernels(compare.kernels, looked=step.just_inspected))
     if 1 not in _parts(step):
         return found
     single = _compared(compare, [samples, 1])
@@ -77,10 +72,7 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
     return Verdict("", tuple(dict.fromkeys((*found.doubts, *single.doubts, *others))))
 
 
-Compare = Callable[..., Verdict]
-
-
-def _with_followed(compare: Compare, sizes: list[int], followed: int) -> Verdict:
+def _with_followed(compare: Comparison, sizes: list[int], followed: int) -> Verdict:
     """Compare the sizes of a step, and the number of rows in which samples were followed.
 
     The result for these rows holds for more if they are computed in the same way. The inspection
@@ -88,7 +80,7 @@ def _with_followed(compare: Compare, sizes: list[int], followed: int) -> Verdict
     it.
     """
     every = sizes if followed in (0, 1, *sizes) or followed > sizes[0] else [*sizes, followed]
-    found = compare(sizes=every) if len(every) > 1 else Verdict()
+    found = compare(every) if len(every) > 1 else Verdict()
     if every is sizes:
         return _compared(compare, sizes, found)
     if not (found.meets or found.doubts):
@@ -96,24 +88,24 @@ def _with_followed(compare: Compare, sizes: list[int], followed: int) -> Verdict
     found = _compared(compare, sizes) if len(sizes) > 1 else Verdict()
     if found.meets:
         return found
-    few = compare(sizes=[sizes[0], followed])
+    few = compare([sizes[0], followed])
     if few.meets or few.doubts:
-        few = compare(sizes=[sizes[0], followed], earlier=0)
+        few = compare([sizes[0], followed], earlier=0)
     return Verdict(few.meets, tuple(dict.fromkeys((*found.doubts, *few.doubts))))
 
 
-def _compared(compare: Compare, sizes: list[int], found: Verdict | None = None) -> Verdict:
+def _compared(compare: Comparison, sizes: list[int], found: Verdict | None = None) -> Verdict:
     """Compare forwards; where they differ, compare calls that find state stored by an earlier one.
 
     A grid that is cached for the last number of rows is built for some sizes and found for others.
     """
-    found = compare(sizes=sizes) if found is None else found
+    found = compare(sizes) if found is None else found
     if not found.meets:
         return found
-    anew = compare(sizes=sizes, earlier=sizes[0] + 1)
+    anew = compare(sizes, earlier=sizes[0] + 1)
     if not (anew.meets or anew.doubts):  # each size has built its own
         return anew
-    later = compare(sizes=sizes, earlier=0)
+    later = compare(sizes, earlier=0)
     return found if later.meets else Verdict("", (KEEPS, *later.doubts))
 
 
@@ -143,7 +135,7 @@ def sizes_of_step(step: Step) -> list[int]:
         step.global_batch.size,
         0 if step.traits.sizes is None else step.traits.sizes.followed,
     )
-    sizes = congruent.sizes_of(samples, step.micro_batch, followed)
+    sizes = sizes_of(samples, step.micro_batch, followed)
     return [*sizes, *({1} & _parts(step) - {samples})]
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core.barrier import Site, samples_here
-from anybatch.core.modules import DispatchMode, Modules, keywords, walk
+from anybatch.core.modules import DispatchMode, keywords, walk
 from anybatch.core.norm import NonReducingNorms, counters
 from anybatch.core.python_state import PythonState
 from anybatch.core.rng import RNGState
@@ -106,6 +106,9 @@ class CallTrace:
 
 Traces = dict[int, CallTrace]
 """Number of samples -> the trace of their forward."""
+
+Full = tuple[CallTrace, int]
+"""The trace of the full batch, and its samples."""
 
 
 def _of_all() -> bool:
@@ -315,92 +318,142 @@ def sizes_of(samples: int, micro_batch: int, followed: int = 0) -> list[int]:
     return [samples, *(n for n in parts if 2 <= n < samples)]
 
 
-def compare(
-    model: nn.Module,
-    modules: Modules,
-    rows: tuple[Any, int],
-    sizes: Sequence[int],
-    run: Callable[[nn.Module, Any, int], Any],
-    *,
-    trains: bool,
-    values: Sequence[Any] = (),
-    singles: bool = False,
-    backward: bool = False,
-    earlier: int | None = None,
-    traces: Traces | None = None,
-    kernels: set[Kernel] | None = None,
-) -> Verdict:
-    """Compare the forwards of several numbers of samples, the first of which is the full batch.
+@dataclass(frozen=True)
+class Comparison:
+    """Comparison of a model's forwards for several numbers of samples.
 
-    Args:
+    Attributes:
         model: it is copied.
-        modules: of it.
         rows: inputs of some rows, and how many.
-        sizes: numbers of samples.
         run: ``run(model, inputs, samples)`` calls it, and returns its outputs.
         trains: with a graph; else without gradients.
         values: Python's reads of tensors in a forward, in order. Default: unknown.
         singles: compare numbers that are computed with a number by itself, too. Default False.
         backward: compare the calls of custom hooks and functions in backward. Default False.
-        earlier: a call of so many samples comes before each, and may keep something; 0 is as many.
-            Default None: no call does.
         traces: number of samples -> its trace of an earlier comparison that found no difference; so
             only others are traced, and all of them where these differ. The first and the last size
-            are added, or the first one if it cannot be traced, and is not tried again. Default
-            None: all are traced.
-        kernels: receives those of the full batch. Default None: nobody asks.
+            are added, or the first one if it cannot be traced, and is not tried again. Default:
+            none is stored.
+        kernels: receives those of the full batch.
     """
-    failed = None if traces is None else traces.get(sizes[0])
-    if failed is not None and failed.error:
-        return _untraced(sizes[0], failed.error)
-    forward = model, modules, rows, run, values
-    how = {"trains": trains, "singles": singles, "backward": backward, "earlier": earlier}
-    traced = partial(_recorded, forward, how)
-    stored = {} if traces is None or earlier is not None else traces
-    if stored:
-        record, said = traced(sizes, stored)
-        if not said and _differs(record, sizes) == Verdict():
-            return _with_kernels(Verdict(), record, kernels)
-        stored.clear()
-    record, said = traced(sizes, {})
-    if said:
-        if traces is not None and earlier is None and record[0].error:
-            traces[sizes[0]] = CallTrace(error=said)
-        return _untraced(sizes[0], said)
-    found = _with_kernels(_differs(record, sizes), record, kernels)
-    if found.doubts and any(call.free and call.places for call in record[0].calls):
-        found = _without_chance(record, sizes, *traced([UNLIKE], {}))
-    if traces is not None and earlier is None and found == Verdict():
-        traces |= {sizes[at]: replace(record[at], made=[], outside={}) for at in (0, -1)}
-    return found
 
+    model: nn.Module
+    rows: tuple[Any, int]
+    run: Callable[[nn.Module, Any, int], Any]
+    trains: bool
+    values: Sequence[Any] = ()
+    singles: bool = False
+    backward: bool = False
+    traces: Traces = field(default_factory=dict)
+    kernels: set[Kernel] = field(default_factory=set)
 
-def _with_kernels(found: Verdict, record: list[CallTrace], kernels: set[Kernel] | None) -> Verdict:
-    """Return a verdict, and add the kernels of the full batch to `kernels`."""
-    if kernels is not None:
-        kernels |= record[0].kernels
-    return found
+    def __call__(self, sizes: Sequence[int], earlier: int | None = None) -> Verdict:
+        """Compare the forwards of these sizes, the first of which is the full batch.
+
+        Args:
+            sizes: numbers of samples.
+            earlier: a call of so many samples comes before each, and may keep something; 0 is as
+                many. Default None: no call does.
+        """
+        failed = self.traces.get(sizes[0])
+        if failed is not None and failed.error:
+            return _untraced(sizes[0], failed.error)
+        stored = self.traces if earlier is None else {}
+        if stored:
+            record, said = self._recorded(sizes, earlier, stored)
+            if not said and _differs(record, sizes) == Verdict():
+                self.kernels.update(record[0].kernels)
+                return Verdict()
+            stored.clear()
+        record, said = self._recorded(sizes, earlier, {})
+        if said:
+            if record[0].error:
+                stored[sizes[0]] = CallTrace(error=said)
+            return _untraced(sizes[0], said)
+        self.kernels.update(record[0].kernels)
+        found = _differs(record, sizes)
+        if found.doubts and any(call.free and call.places for call in record[0].calls):
+            found = _without_chance(record, sizes, *self._recorded([UNLIKE], earlier, {}))
+        if found == Verdict():
+            stored |= {sizes[at]: replace(record[at], made=[], outside={}) for at in (0, -1)}
+        return found
+
+    def _recorded(
+        self, sizes: Sequence[int], earlier: int | None, there: Traces
+    ) -> tuple[list[CallTrace], str]:
+        """Trace the sizes that are not there, outside of all modes; return all, and the error."""
+        record = [there.get(size) or CallTrace() for size in sizes]
+        with (
+            _disable_current_modes(),  # or a meter would count what has no data
+            interrupted_between_functions(),
+        ):
+            said = self._traced(sizes, earlier, record, there)
+        if any(one() is not None for each in record for one in each.made):
+            forget_fakes()  # a walk over all objects, so only where something has kept one
+        return record, said
+
+    def _traced(
+        self,
+        sizes: Sequence[int],
+        earlier: int | None,
+        record: list[CallTrace],
+        there: Traces,
+    ) -> str:
+        rng, saved, each = RNGState.now(), PythonState(), record[0]
+        try:
+            fakes = Fakes()
+            twin = fakes.copy(self.model, [module for _, module in walk(self.model)])
+            saved.modules(twin.modules(), attributes=True)
+            new = [pair for pair in zip(sizes, record, strict=True) if pair[0] not in there]
+            for size, each in new:
+                saved.put_back()  # or numbers that it counts would differ
+                calls = [] if earlier is None else [(earlier or size, CallTrace())]
+                for count, noted in (*calls, (size, each)):
+                    rng.put_back()  # or those that Python draws
+                    self.trace(fakes, twin, count, noted, (record[0], sizes[0]))
+            saved.put_back()
+            for _, each in new:
+                each.end()
+        except Exception as error:  # whatever a model does with data that is not there
+            each.error = f"{type(error).__name__}: {error}".split("\n")[0]
+        finally:
+            saved.put_back()  # or a fake would stay in what the model shares with its copy
+        return each.error
+
+    def trace(
+        self, fakes: Fakes, model: nn.Module, size: int, record: CallTrace, full: Full
+    ) -> None:
+        """Run a copy of the model on fake tensors of `size` rows, and record its calls."""
+        paths, inputs = Paths(model), fakes.rows(*self.rows, size)
+        norms = _Norms(
+            counters(walk(model)), _NormRecorder(record, paths.now), full[0], record, full[1]
+        )
+        named = [*model.named_parameters(), *model.named_buffers()]
+        names = {id(tensor): name for name, tensor in named}
+        functions = _Functions(record, paths.now, names, size)
+        numbers = _Numbers(record, paths.now, iter(self.values), singles=self.singles)
+        functions.knows(inputs)
+        model.zero_grad(set_to_none=True)  # of the size before: to be added to is another call
+        graph = torch.set_grad_enabled(self.trains)
+        with graph, unreported(), fakes.mode, norms, functions, numbers:
+            outputs = self.run(model, inputs, size)
+            if self.backward:
+                numbers.backward = functions.backward = True
+                ends = [
+                    t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad
+                ]
+                starts = [torch.ones_like(end) for end in ends]
+                functions.follows(starts)
+                if ends:  # inside of autograd.backward() no mode would hear what is called
+                    _engine_run_backward(
+                        tuple(ends), tuple(starts), False, False, (),
+                        allow_unreachable=True, accumulate_grad=True,
+                    )  # fmt: skip
 
 
 def _untraced(size: int, error: str) -> Verdict:
     why = f"forward of {size} samples could not be traced without data ({error[:80]})"
     return Verdict("", (why,))
-
-
-def _recorded(
-    forward: tuple[Any, ...], how: Mapping[str, Any], sizes: Sequence[int], there: Traces
-) -> tuple[list[CallTrace], str]:
-    """Trace the sizes that are not there, outside of all modes; return all and the error, or ""."""
-    model, modules, rows, run, values = forward
-    record = [there.get(size) or CallTrace() for size in sizes]
-    with (
-        _disable_current_modes(),  # or a meter would count what has no data
-        interrupted_between_functions(),
-    ):
-        said = _traced(model, modules, rows, sizes, run, record, values, there=there, **how)
-    if any(one() is not None for each in record for one in each.made):
-        forget_fakes()  # a walk over all objects, so only where something has kept one
-    return record, said
 
 
 def _without_chance(
@@ -428,91 +481,6 @@ def _differs(record: Sequence[CallTrace], sizes: Sequence[int]) -> Verdict:
             return found
         doubts += found.doubts
     return Verdict("", tuple(dict.fromkeys(doubts)))
-
-
-def _traced(
-    model: nn.Module,
-    modules: Modules,
-    rows: tuple[Any, int],
-    sizes: Sequence[int],
-    run: Callable[[nn.Module, Any, int], Any],
-    record: list[CallTrace],
-    values: Sequence[Any],
-    *,
-    there: Traces,
-    trains: bool,
-    singles: bool,
-    backward: bool,
-    earlier: int | None,
-) -> str:
-    """Run forward at each size that is not there, and record its calls; return the error, or ""."""
-    rng, saved, each = RNGState.now(), PythonState(), record[0]
-    try:
-        fakes = Fakes()
-        twin = fakes.copy(model, [module for _, module in modules])
-        saved.modules(twin.modules(), attributes=True)
-        new = [(size, each) for size, each in zip(sizes, record, strict=True) if size not in there]
-        for size, each in new:
-            saved.put_back()  # or numbers that it counts would differ
-            calls = [] if earlier is None else [(earlier or size, CallTrace())]
-            for count, noted in (*calls, (size, each)):
-                rng.put_back()  # or those that Python draws
-                inputs = fakes.rows(*rows, count)
-                trace(
-                    *(fakes, twin, inputs, count, run, noted),
-                    full=(record[0], sizes[0]),
-                    trains=trains,
-                    values=values,
-                    singles=singles,
-                    backward=backward,
-                )
-        inputs = None
-        saved.put_back()
-        for _, each in new:
-            each.end()
-    except Exception as error:  # whatever a model does with data that is not there
-        each.error = f"{type(error).__name__}: {error}".split("\n")[0]
-    finally:
-        saved.put_back()  # or a fake would stay in what the model shares with its copy
-    return each.error
-
-
-def trace(
-    fakes: Fakes,
-    model: nn.Module,
-    inputs: Any,
-    size: int,
-    run: Callable[[nn.Module, Any, int], Any],
-    record: CallTrace,
-    *,
-    full: tuple[CallTrace, int],
-    trains: bool,
-    values: Sequence[Any] = (),
-    singles: bool = False,
-    backward: bool = False,
-) -> None:
-    """Run the model on fake tensors of `size` rows, and record its calls."""
-    paths = Paths(model)
-    norms = _Norms(
-        counters(walk(model)), _NormRecorder(record, paths.now), full[0], record, full[1]
-    )
-    named = [*model.named_parameters(), *model.named_buffers()]
-    functions = _Functions(record, paths.now, {id(tensor): name for name, tensor in named}, size)
-    numbers = _Numbers(record, paths.now, iter(values), singles=singles)
-    functions.knows(inputs)
-    model.zero_grad(set_to_none=True)  # of the size before: to be added to is another call
-    with torch.set_grad_enabled(trains), unreported(), fakes.mode, norms, functions, numbers:
-        outputs = run(model, inputs, size)
-        if backward:
-            numbers.backward = functions.backward = True
-            ends = [t for t in tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-            starts = [torch.ones_like(end) for end in ends]
-            functions.follows(starts)
-            if ends:  # inside of autograd.backward() no mode would hear what is called
-                _engine_run_backward(
-                    tuple(ends), tuple(starts), False, False, (),
-                    allow_unreachable=True, accumulate_grad=True,
-                )  # fmt: skip
 
 
 def _differ(full: CallTrace, part: CallTrace, n: int, m: int) -> Verdict:

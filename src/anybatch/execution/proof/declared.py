@@ -23,13 +23,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from anybatch.core import pytree
 from anybatch.core.barrier import ForwardOf
 from anybatch.core.batch import MicroBatch, TensorBatch
-from anybatch.core.modules import walk
 from anybatch.core.norm import GatherError
 from anybatch.core.oom import out_of_memory
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
-from anybatch.execution.proof import congruent
 from anybatch.execution.proof import rows as proof_rows
+from anybatch.execution.proof.congruent import Comparison
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import PLACE, SAMPLES, Masks
 from anybatch.execution.proof.places import Lengths, sized
@@ -153,16 +152,12 @@ class DeclaredSizes:
         return _doubted(*found.doubts, *others)
 
     def _compare(self, sizes: Sequence[int]) -> Verdict:
-        def run(loss: nn.Module, inputs: Any, size: int) -> None:
-            del size
-            loss(*inputs)
-
-        return congruent.compare(
-            *(self._loss, walk(self._loss), (self._rows, self._size), sizes, run),
+        return Comparison(
+            *(self._loss, (self._rows, self._size), lambda loss, inputs, _: loss(*inputs)),
             trains=True,
             values=self._values,
             singles=True,
-        )
+        )(sizes)
 
 
 class Declared:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.execution.proof.congruent import CallTrace, compare
+from anybatch.execution.proof.congruent import CallTrace, Comparison
 
 ROWS = torch.randn(4, 6), 4
 
@@ -35,7 +35,7 @@ def compared(net: Net, sizes: list[int], traces: dict[int, CallTrace]) -> tuple[
         ran.append(size)
         return model(inputs)
 
-    found = compare(net, list(net.named_modules()), ROWS, sizes, run, trains=True, traces=traces)
+    found = Comparison(net, ROWS, run, trains=True, traces=traces)(sizes)
     assert not found.doubts
     return ran, found.meets
 
@@ -74,8 +74,7 @@ def test_a_call_that_comes_before_is_not_in_these_traces() -> None:
         ran.append(size)
         return model(inputs)
 
-    modules = list(net.named_modules())
-    compare(net, modules, ROWS, [16, 5], run, trains=True, traces=traces, earlier=0)
+    Comparison(net, ROWS, run, trains=True, traces=traces)([16, 5], earlier=0)
     assert ran == [16, 16, 5, 5]
     assert traces == before
 
@@ -91,8 +90,7 @@ def test_a_full_batch_that_cannot_be_traced_is_tried_once(from_size: int) -> Non
         return outputs[outputs.nonzero()[:, 0]] if size <= from_size else outputs
 
     def doubts(*sizes: int) -> tuple[str, ...]:
-        modules = list(net.named_modules())
-        return compare(net, modules, ROWS, sizes, run, trains=True, traces=traces).doubts
+        return Comparison(net, ROWS, run, trains=True, traces=traces)(sizes).doubts
 
     whole = from_size == 16
     (why,) = doubts(16, 5, 4)
