@@ -62,7 +62,6 @@ from anybatch.execution.proof.places import (
     bases,
     firsts,
     in_rows,
-    marks,
     plain,
     scalars,
     shapes,
@@ -182,33 +181,27 @@ class Follow(DispatchMode):
         name = schema.name.split("::")[1]
         self._calls += name != "detach"  # autograd calls it for what it saves
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if self.singles or not operands or any(one.dim() for one in operands):
-            self._note_numbers(name, func, args, kwargs)
-        self._note_counter(name, operands)
-        masks: dict[int, Tensor] = {}
-        for one in operands:
-            mask = self.masks.of(one)
-            if mask is not None:
-                masks[id(one)] = mask
+        masks = {id(one): mask for one in operands if (mask := self.masks.of(one)) is not None}
         masks = on_one_device(masks) if len(masks) > 1 else masks
+        call = Call(name, func, args, kwargs, operands, masks, self.backward)
+        if self.singles or not operands or any(one.dim() for one in operands):
+            self._note_numbers(call)
+        self._note_counter(call)
         if name in NORMS and trains(schema, args) and not self.backward:
-            return self._normalised(func, args, kwargs, masks)
+            return self._normalised(call)
         self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are
         if name == "randperm":
             self.notes.shuffles.append((self.path, int(args[0])))
-        filled = {id(one) for one in operands if self._filled and self._is_filled(one)}
-        alike = {id(one) for one in operands if self._fresh and self._is_fresh(one)}
-        call = Call(name, func, args, kwargs, [], masks, self.backward, filled=filled, alike=alike)
-        written = list(written_by(func, args, kwargs))
-        if masks or name == "_local_scalar_dense":
-            result = self._followed(call, operands, written)
-        else:
-            result = self._without(name, func, args, kwargs, operands, written)
-        if (name in FILLS or (filled and name in COPIES)) and in_rows(result):
+        call.filled = {id(one) for one in operands if self._filled and self._is_filled(one)}
+        call.alike = {id(one) for one in operands if self._fresh and self._is_fresh(one)}
+        call.writes = list(written_by(func, args, kwargs))
+        follows = masks or name == "_local_scalar_dense"
+        result = self._followed(call) if follows else self._without(call)
+        if (name in FILLS or (call.filled and name in COPIES)) and in_rows(result):
             storage = result.untyped_storage()
             self._filled[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         if self._few.sizes or name in CHOOSING:
-            self._chosen(call, operands, written, result)
+            self._chosen(call, result)
         return result
 
     @contextmanager
@@ -247,22 +240,22 @@ class Follow(DispatchMode):
                 others = [d for d in range(mask.dim()) if d != dim]
                 self.masks.put(lengths, fold(mask, others, keep=False).to(lengths.device))
 
-    def _followed(self, call: Call, operands: list[Tensor], written: list[Tensor]) -> Any:
+    def _followed(self, call: Call) -> Any:
         """Run a kernel in which samples have a part."""
-        self._inspect_operands(call, operands)
+        self._inspect_operands(call)
         if call.name == "_local_scalar_dense":
             return self._read(call.func, call.args)
         returns = call.func._schema.returns
         views = any(r.alias_info and not r.alias_info.is_write for r in returns)
-        before = self._before(call, written, views=views)
+        before = self._before(call, views=views)
         result = self._run(call.func, call.args, call.kwargs)
-        take_in(call, result, written)
+        take_in(call, result)
         self.notes.sizes |= views and may_cut(call)
         self.notes.cuts |= views and call.name == "slice" and may_cut(call)
-        if views and not written:
+        if views and not call.writes:
             self._viewed(call)
         elif call.name not in VIEWS_IN_PLACE:  # the masks of a storage are known
-            self._made(call, operands, written, before)
+            self._made(call, before)
         return result
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -285,20 +278,18 @@ class Follow(DispatchMode):
             self.notes.values.append(number)
         return number
 
-    def _chosen(
-        self, call: Call, operands: list[Tensor], written: list[Tensor], result: Any
-    ) -> None:
+    def _chosen(self, call: Call, result: Any) -> None:
         """Record rows that are chosen by their values, and tensors computed from them."""
-        take_in(call, result, written)
-        every = (*operands, *call.results)
+        take_in(call, result)
+        every = (*call.operands, *call.results)
         if self.backward or any(one.layout != torch.strided for one in every):
             return
         if call.name in CHOOSING and call.masks:
             self._few.chose(call, self.masks.of(call.results[0]))
         elif self._few.sizes:
-            self._few.ran(call, operands, self.path)
+            self._few.ran(call, self.path)
             self.notes.few = self._few.places
-            none = 0 in self._few.sizes and not all(one.numel() for one in operands)
+            none = 0 in self._few.sizes and not all(one.numel() for one in call.operands)
             if none and call.name in PUTS | WRITES:
                 self._wrote_none(call)
 
@@ -313,92 +304,71 @@ class Follow(DispatchMode):
         with _disable_current_modes():
             self.seed(target, [one for one in self.samples for _ in range(target.shape[0] // n)])
 
-    def _note_counter(self, name: str, operands: list[Tensor]) -> None:
+    def _note_counter(self, call: Call) -> None:
         """Record a use of the counter of a batch normalisation, which one lane moves first.
 
         Batch normalisation itself adds to it, and takes its momentum from it.
         """
-        found = [id(one) in self._counters for one in operands] if self._counters else []
-        if not any(found):
-            return
-        others = any(found[1:])
-        if (name != "add_" or others) and not ours(COUNTING):
-            self.notes.counters.append(f"{self.path}, in {name}")
+        found = [id(one) in self._counters for one in call.operands] if self._counters else []
+        own = call.name == "add_" and not any(found[1:])
+        if any(found) and not own and not ours(COUNTING):
+            self.notes.counters.append(f"{self.path}, in {call.name}")
 
-    def _note_numbers(
-        self, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _note_numbers(self, call: Call) -> None:
         """Record the Python numbers that a kernel computes with."""
-        if self.backward:
-            return
-        numbers = scalars(func, args, kwargs)
-        if numbers:
-            self.notes.numbers.append((self.path, name, numbers))
+        if not self.backward and (numbers := scalars(call.func, call.args, call.kwargs)):
+            self.notes.numbers.append((self.path, call.name, numbers))
 
-    def _without(
-        self,
-        name: str,
-        func: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        operands: list[Tensor],
-        written: list[Tensor],
-    ) -> Any:
+    def _without(self, call: Call) -> Any:
         """Run a kernel in which no sample has a part; written tensors then hold no sample."""
-        result = self._run(func, args, kwargs)
-        counts = [one.numel() for one in operands if all(one is not w for w in written)]
-        for one in written if name != "set_" else ():
+        name, func, operands = call.name, call.func, call.operands
+        result = self._run(func, call.args, call.kwargs)
+        counts = [one.numel() for one in operands if all(one is not w for w in call.writes)]
+        for one in call.writes if name != "set_" else ():
             self.masks.write(one, None)
             if any(counts) or not counts:  # an expert without rows writes none
                 self._filled.pop(one.untyped_storage()._cdata, None)
         if self.backward:
             return result
-        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-        self._note_single(name, func, made)
+        take_in(call, result)
+        self._note_single(call)
         if name == "select":  # an entry of a table
-            self.notes.numbers.append((self.path, name, args[1:]))
-        views = [one for one in written if plain(one)]
+            self.notes.numbers.append((self.path, name, call.args[1:]))
+        views = [one for one in call.writes if plain(one)]
         if name in CONSTANT and not views:
             return result
-        took = shapes([*operands, *bases(views)])
-        now = Made(name, shapes(made), took)
+        now = Made(name, shapes(call.results), shapes([*operands, *bases(views)]))
         if name not in CONSTANT and operands:
             with _disable_current_modes():
-                now = now._replace(made=smaller_copies(made, operands), first=firsts(func, made))
+                made = smaller_copies(call.results, operands)
+                now = now._replace(made=made, first=firsts(func, call.results))
         self.notes.made[self._calls] = now
         fewer = self._lengths.get(self._calls)
-        if fewer is not None and (fewer.name != name or len(fewer.took) != len(took)):
+        if fewer is not None and (fewer.name != name or len(fewer.took) != len(now.took)):
             self.notes.counted.append(f"{self.path}, in {name}")  # nobody knows which it was
         elif fewer is not None:
-            call = FreeCall(func, (args, kwargs), operands, views, fewer, self._trained)
-            call.gave(made)
+            free = FreeCall(call, views, fewer, self._trained)
             with _disable_current_modes():
-                self._note_places_of_free(call, Call(name, func, args, kwargs, made, call.rows()))
+                self._note_places_of_free(free, free.rows())
                 if name not in CONSTANT:
-                    self._mark(call, func, made, fewer, written)
+                    self._mark(call, free, fewer)
         return result
 
-    def _mark(
-        self, call: FreeCall, func: Any, made: list[Tensor], fewer: Made, written: list[Tensor]
-    ) -> None:
+    def _mark(self, call: Call, free: FreeCall, fewer: Made) -> None:
         """Note the masks of results as long as the rows."""
-        name, n = func._schema.name.split("::")[1], len(self.samples)
-        note = self.masks.write if written else self.masks.put
-        self.notes.made_by_python |= name == "lift_fresh" and made[0].shape != torch.Size(
-            fewer.gave[0]
-        )
-        outside, test = call.outside(), call.value_test(n)
-        for at, (one, shape) in enumerate(zip(made, fewer.gave, strict=False)):
-            tells = partial(test, at)
-            found = marks(func, one, shape, self.samples, self._fewer, outside=outside, tells=tells)
+        name, note = call.name, self.masks.write if call.writes else self.masks.put
+        longer = name == "lift_fresh" and call.results[0].shape != torch.Size(fewer.gave[0])
+        self.notes.made_by_python |= longer
+        for at, (one, _) in enumerate(zip(call.results, fewer.gave, strict=False)):
+            found = free.marks(at, self.samples, self._fewer)
             if found is not None:
                 note(one, found, lambda: f"{self.path}, in {name}")
-            elif call.counts(one, at, fewer) and not ours():
+            elif free.counts(at) and not ours():
                 self.notes.counted.append(f"{self.path}, in {name}")
-            elif plain(one) and not outside:
+            elif plain(one) and not free.outside:
                 storage = one.untyped_storage()
                 self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                if not any(each.alias_info for each in func._schema.returns):
+                if not any(each.alias_info for each in call.func._schema.returns):
                     self._fresh.add(storage._cdata)  # no table, which may be another one later
 
     def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
@@ -430,22 +400,22 @@ class Follow(DispatchMode):
             self._parameters = {one.untyped_storage()._cdata for one in self._weights}
         return tensor.requires_grad or tensor.untyped_storage()._cdata in self._parameters
 
-    def _note_single(self, name: str, func: Any, made: list[Tensor]) -> None:
+    def _note_single(self, call: Call) -> None:
         """Note the value of a single number that was made of no sample: it may be their count."""
-        drawn = torch.Tag.nondeterministic_seeded in func.tags or "empty" in name
-        for one in made:
+        drawn = torch.Tag.nondeterministic_seeded in call.func.tags or "empty" in call.name
+        for one in call.results:
             single = one.dim() == 0 and plain(one) and not (drawn or one.requires_grad)
             if single and not ours():
                 with _disable_current_modes(), suppress(RuntimeError):  # one that traces has none
-                    self.notes.numbers.append((self.path, name, (one.item(),)))
+                    self.notes.numbers.append((self.path, call.name, (one.item(),)))
 
-    def _inspect_operands(self, call: Call, operands: list[Tensor]) -> None:
+    def _inspect_operands(self, call: Call) -> None:
         """Record the findings that the operands show before the kernel runs."""
         if call.name in READS:
             # Of a comparison of tensors Python gets a flag, whatever they hold
             # (test_numbers_that_python_reads_are_a_doubt).
             if call.masks and not (self.checks or ours()):
-                real = call.name == "_local_scalar_dense" and operands[0].is_floating_point()
+                real = call.name == "_local_scalar_dense" and call.operands[0].is_floating_point()
                 self.notes.read.append((self.path, "number" if real else "count"))
         elif call.name in TABLES and call.argument("scale_grad_by_freq"):
             self.notes.frequencies.append(self.path)
@@ -456,7 +426,7 @@ class Follow(DispatchMode):
         if call.name in REDUCTIONS:
             self._note_part(call)
         if self.backward and call.name not in READS:
-            self.notes.backward += not_linear(call, operands)
+            self.notes.backward += not_linear(call)
         elif not self.backward:
             self._note_places(call)
 
@@ -479,17 +449,17 @@ class Follow(DispatchMode):
             if mask is not None and tensor.dim() > 1 and any(varies(mask, d) for d in (0, 1)):
                 self.notes.fixed.append(f"{self.path}, in fill_diagonal_")
 
-    def _before(self, call: Call, written: list[Tensor], *, views: bool) -> Any:
+    def _before(self, call: Call, *, views: bool) -> Any:
         """Return the arguments as they are before the call, for a kernel that is rerun later."""
         if views or has_rule(call.name, call.func):
             return call.args, call.kwargs
-        ids = {id(one) for one in written}
+        ids = {id(one) for one in call.writes}
         with self._under_modes():
             return tree_map(lambda a: a.clone() if id(a) in ids else a, (call.args, call.kwargs))
 
-    def _made(self, call: Call, operands: list[Tensor], written: list[Tensor], before: Any) -> None:
+    def _made(self, call: Call, before: Any) -> None:
         """Record the masks of the tensors that a kernel has returned or written to."""
-        tensors = (*call.results, *operands)
+        tensors = (*call.results, *call.operands)
         if any(one.layout != torch.strided or one.is_nested for one in tensors):
             self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
             return
@@ -505,10 +475,10 @@ class Follow(DispatchMode):
             if call.written:
                 unfollowed("it writes to what it does not return")
         if not self.backward and call.name in CONSTANT:
-            self._note_single(call.name, call.func, call.results)
-        place = partial(self._origin, call, operands)
+            self._note_single(call)
+        place = partial(self._origin, call)
         results = [*call.results, *call.written]
-        note = self.masks.write if written else self.masks.put
+        note = self.masks.write if call.writes else self.masks.put
         every = call.all() if len(found) < len(results) else None
         for one, mask in zip_longest(results, found[: len(results)], fillvalue=every):
             assert one is not None
@@ -531,9 +501,9 @@ class Follow(DispatchMode):
         lies = {d for d in range(mask.dim()) if mask.shape[d] > 1 and varies(mask, d)}
         self.notes.regroups.append((self.path, tuple(view.shape), frozenset(lies)))
 
-    def _origin(self, call: Call, operands: list[Tensor]) -> str:
+    def _origin(self, call: Call) -> str:
         """Return where samples meet: the recorded place of an operand, or this call."""
-        for one in operands:
+        for one in call.operands:
             if several(call.mask(one)) and (place := self.masks.origin(one)):
                 return place
         return f"{self.path}, in {call.name}"
@@ -554,26 +524,25 @@ class Follow(DispatchMode):
             if chosen:
                 self.masks.taint(one, f"{self.path}, in {chosen}")
 
-    def _normalised(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], masks: dict[int, Tensor]
-    ) -> Any:
+    def _normalised(self, call: Call) -> Any:
         """Run batch normalisation that is local by request, or that normalises each row by itself.
 
         With batchnorm="local" each micro-batch is normalised by itself. One row of n x C channels
         is each sample by itself (instance_norm).
         """
-        result = self._run(func, args, kwargs)
-        x, mask = args[0], masks.get(id(args[0]))
+        result, x = self._run(call.func, call.args, call.kwargs), call.args[0]
+        mask = call.mask(x)
         self.notes.local |= x.shape[0] != 1
         if mask is not None:
             folded = fold(mask, range(2, mask.dim())) if x.shape[0] == 1 else mask
-            place = partial(self.masks.origin, x)
             weights = [
-                masks[id(one)].reshape([1, -1] + [1] * (x.dim() - 2))
-                for one in args[1:3]
-                if id(one) in masks
+                own.reshape([1, -1] + [1] * (x.dim() - 2))
+                for one in call.args[1:3]
+                if (own := call.mask(one)) is not None
             ]
-            self.masks.put(result[0], union([mask, folded, *weights]), place)
+            self.masks.put(
+                result[0], union([mask, folded, *weights]), partial(self.masks.origin, x)
+            )
             if x.shape[0] == 1:
                 for one in result[1:3]:
                     rows = fold(mask, range(2, mask.dim()), keep=False)

@@ -21,7 +21,6 @@ from anybatch.execution.proof.masks import (
     geometry,
     union,
 )
-from anybatch.execution.proof.places import CUTS
 
 NORMS = {
     "native_batch_norm": 5,
@@ -60,6 +59,11 @@ LOSSES = frozenset(
 """Kernels that a loss inside a model ends in: their inputs must be rows."""
 
 
+CUTS = frozenset(
+    "slice select narrow split split_with_sizes chunk tensor_split unbind unfold as_strided".split()
+)
+"""Views of a part, or of parts, of a dimension."""
+
 VIEWS_IN_PLACE = frozenset(
     "set_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_".split()
 )
@@ -78,9 +82,11 @@ class Call:
         func: the kernel.
         args: its positional arguments.
         kwargs: the others.
-        results: the tensors that it has returned.
+        operands: the tensors among these.
         masks: id of an operand -> its mask.
         backward: the call belongs to a backward pass.
+        writes: the operands that it writes to.
+        results: the tensors that it has returned.
         written: the tensors that it has written to and does not return.
         filled: ids of operands that forward has made of one number, without later writes.
         alike: ids of operands that were made without samples, and are equal for all rows.
@@ -91,9 +97,11 @@ class Call:
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: list[Tensor]
+    operands: list[Tensor]
     masks: dict[int, Tensor]
     backward: bool = False
+    writes: list[Tensor] = field(default_factory=list)
+    results: list[Tensor] = field(default_factory=list)
     written: list[Tensor] = field(default_factory=list)
     filled: Container[int] = ()
     alike: Container[int] = ()
@@ -177,11 +185,11 @@ def count_places(call: Call) -> int:
     return sum(one.numel() for one in places if one.dtype in INTEGERS)
 
 
-def take_in(call: Call, result: Any, written: list[Tensor]) -> None:
+def take_in(call: Call, result: Any) -> None:
     """Record the tensors that a call has returned, and those that it has only written to."""
     call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
     returned = {id(one) for one in call.results}
-    call.written = [one for one in written if id(one) not in returned]
+    call.written = [one for one in call.writes if id(one) not in returned]
 
 
 def fitting(mask: Tensor | None, tensor: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ values can be tried, are assumed to affect their own row if the result has that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -323,20 +323,22 @@ class Few:
         if len(samples_of(held & SAMPLES)) < 2:
             self.sizes.add(call.results[0].shape[_axis(call)])
 
-    def ran(self, call: Call, operands: Sequence[Tensor], path: str) -> None:
+    def ran(self, call: Call, path: str) -> None:
         """Record a kernel that has run on chosen rows, or on tensors computed from them."""
-        if self._counts(call, operands):
+        if self._counts(call):
             self.places.append(f"{path}, in {call.name}")
-        sources = [place for one in operands if (place := self._place(one))]
+        sources = [place for one in call.operands if (place := self._place(one))]
         place = sources[0] if sources else ""
-        if not place and self._brings(call, operands):
+        if not place and self._brings(call):
             place = f"{path}, in {call.name}"
         if not place:
             return
         for one in (*call.results, *call.written):
             weak = StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
             self._together[one.untyped_storage()._cdata] = weak, place
-            other = any(call.mask(two) is not None for two in operands if not self._is(two, one))
+            other = any(
+                call.mask(two) is not None for two in call.operands if not self._is(two, one)
+            )
             many = one.dim() > 0 and one.numel() != 1
             if sources and many and (other or call.name in PUTS):
                 self.places.append(place)
@@ -349,10 +351,10 @@ class Few:
         weak, place = self._together.get(tensor.untyped_storage()._cdata, (None, ""))
         return "" if weak is None or weak.expired() else place  # type: ignore[no-untyped-call]
 
-    def _brings(self, call: Call, operands: Sequence[Tensor]) -> bool:
-        return any(self._of_choice(call, one) and self._along(call, one) for one in operands)
+    def _brings(self, call: Call) -> bool:
+        return any(self._of_choice(call, one) and self._along(call, one) for one in call.operands)
 
-    def _counts(self, call: Call, operands: Sequence[Tensor]) -> bool:
+    def _counts(self, call: Call) -> bool:
         """Return whether chosen rows are passed to Python one by one, or lie among constants."""
         if call.name in SPLITS:
             x = call.args[0]
@@ -364,8 +366,8 @@ class Few:
             return self._of_choice(call, x) and any(x.shape[d] in self.sizes for d in dims)
         if call.name == "cat":
             dim = call.argument("dim", default=0)
-            rows = [one for one in operands if one.dim() and one.shape[dim] in self.sizes]
-            others = [one for one in operands if one.numel() and call.mask(one) is None]
+            rows = [one for one in call.operands if one.dim() and one.shape[dim] in self.sizes]
+            others = [one for one in call.operands if one.numel() and call.mask(one) is None]
             return bool(others) and any(self._of_choice(call, one) for one in rows)
         return False
 

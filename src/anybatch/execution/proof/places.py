@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +23,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.core.accelerator import home
+from anybatch.execution.proof.kernel_call import CUTS, Call
 from anybatch.execution.proof.masks import ALL, INTEGERS, PLACE
 
 CONSTANT = frozenset(
@@ -36,11 +39,6 @@ FILLS = frozenset(
 
 COPIES = frozenset(("_to_copy", "clone"))
 """Kernels that give the numbers they are given."""
-
-CUTS = frozenset(
-    "slice select narrow split split_with_sizes chunk tensor_split unbind unfold as_strided".split()
-)
-"""Views of a part, or of parts, of a dimension."""
 
 MOST = 1 << 22
 """Size of an operand up to which a kernel is tested with other values in it."""
@@ -122,52 +120,6 @@ def in_rows(tensor: Tensor) -> bool:
     )
 
 
-def marks(
-    func: Any,
-    tensor: Tensor,
-    fewer: Sequence[int],
-    samples: Sequence[int],
-    rows: int,
-    *,
-    outside: bool,
-    tells: Callable[[int], bool],
-) -> Tensor | None:
-    """Return the mask of such a tensor: the samples that its rows stand for.
-
-    Args:
-        func: the kernel that has made it.
-        tensor: of a forward of all rows.
-        fewer: its shape for fewer rows.
-        samples: the sample that each row of the forward stands for.
-        rows: how many fewer rows were.
-        outside: it was made of numbers, one for each row, that no kernel has made. Results of a
-            kernel on others are places.
-        tells: says whether other values of its operands would differ along a dimension.
-    """
-    n, found = len(samples), None
-    if not plain(tensor) or tensor.dim() != len(fewer):
-        return None
-    random = torch.Tag.nondeterministic_seeded in func.tags  # a look may have it draw all alike
-    places = not (random or outside)
-    for d, (size, less) in enumerate(zip(tensor.shape, fewer, strict=True)):
-        if size == less or not (random or _tells(tensor, d, n) or tells(d)):
-            continue
-        if (size, less) == (n, rows):
-            bits = [1 << sample for sample in samples]
-        elif size * rows == less * n:  # several rows a sample, in an order that nobody knows
-            bits = [PLACE if places else 0] * size
-        else:
-            bits = [0 if random else ALL] * size
-        line = torch.tensor(bits, dtype=torch.uint8, device=tensor.device)
-        line = line.reshape([-1 if d == k else 1 for k in range(tensor.dim())])
-        found = line if found is None else found | line
-    if found is None or not places:
-        return found
-    if tensor.dtype in INTEGERS:  # they may yet lead to a row of their own
-        return torch.full_like(found, PLACE)
-    return found | PLACE
-
-
 def _tells(tensor: Tensor, dim: int, n: int) -> bool:
     """Say whether numbers differ between samples: heads that are repeated for each do not."""
     size = tensor.shape[dim]
@@ -193,46 +145,77 @@ class FreeCall:
     """A kernel in which no sample has a part, and which has longer tensors for more rows.
 
     Args:
-        func: the kernel.
-        args: its arguments, and those with a name.
-        operands: the tensors among these.
-        written: those that it writes to.
+        call: it.
+        written: those that it writes to, and that can be read.
         fewer: the same call for fewer rows.
         trained: says whether a tensor may have other numbers later.
     """
 
     def __init__(
         self,
-        func: Any,
-        args: tuple[tuple[Any, ...], Mapping[str, Any]],
-        operands: Sequence[Tensor],
+        call: Call,
         written: Sequence[Tensor],
         fewer: Made,
         trained: Callable[[Tensor], bool],
     ) -> None:
-        self._func, self._args, self._operands, self._trained = func, args, operands, trained
-        self._written, self._random = written, torch.Tag.nondeterministic_seeded in func.tags
-        shapes = zip((*operands, *bases(written)), fewer.took, strict=False)
+        self._call, self._written, self._fewer, self._trained = call, written, fewer, trained
+        # A look may have it draw all alike.
+        self._random = torch.Tag.nondeterministic_seeded in call.func.tags
+        shapes = zip((*call.operands, *bases(written)), fewer.took, strict=False)
         self._longer = {id(one): _longer(one, shape) for one, shape in shapes}
 
     @property
     def cuts(self) -> bool:
         """Whether it may take a part of tensors that are longer for more rows."""
-        return self._func._schema.name.split("::")[1] in CUTS and any(self._longer.values())
+        return self._call.name in CUTS and any(self._longer.values())
 
+    @cached_property
     def outside(self) -> bool:
-        """Return whether it takes numbers, one for each row, that no kernel has made."""
-        operands = [
-            one for one in self._operands if not any(one is other for other in self._written)
-        ]
+        """Whether it takes numbers, one for each row, that no kernel has made.
+
+        Results of a kernel on others are places.
+        """
+        written = {id(one) for one in self._written}
+        operands = [one for one in self._call.operands if id(one) not in written]
         if not all(map(plain, operands)):  # sparse rows: nobody knows how many they are
             return True
         return any(_differs(one, d) for one in operands for d in self._longer[id(one)])
 
-    def rows(self) -> dict[int, Tensor]:
-        """Return a mask for each tensor that is longer for more rows: it varies along these."""
+    def marks(self, at: int, samples: Sequence[int], rows: int) -> Tensor | None:
+        """Return the mask of result `at`: the samples that its rows stand for.
+
+        Args:
+            at: of the results.
+            samples: the sample that each row of the forward stands for.
+            rows: how many fewer rows were.
+        """
+        tensor, fewer = self._call.results[at], self._fewer.gave[at]
+        n, found = len(samples), None
+        if not plain(tensor) or tensor.dim() != len(fewer):
+            return None
+        places = not (self._random or self.outside)
+        for d, (size, less) in enumerate(zip(tensor.shape, fewer, strict=True)):
+            if size == less or not (self._random or _tells(tensor, d, n) or self._told(at, d, n)):
+                continue
+            if (size, less) == (n, rows):
+                bits = [1 << sample for sample in samples]
+            elif size * rows == less * n:  # several rows a sample, in an order that nobody knows
+                bits = [PLACE if places else 0] * size
+            else:
+                bits = [0 if self._random else ALL] * size
+            line = torch.tensor(bits, dtype=torch.uint8, device=tensor.device)
+            line = line.reshape([-1 if d == k else 1 for k in range(tensor.dim())])
+            found = line if found is None else found | line
+        if found is None or not places:
+            return found
+        if tensor.dtype in INTEGERS:  # they may yet lead to a row of their own
+            return torch.full_like(found, PLACE)
+        return found | PLACE
+
+    def rows(self) -> Call:
+        """Return the call with a mask for each longer tensor, which varies along these rows."""
         found = {}
-        for one in self._operands:
+        for one in self._call.operands:
             dims = self._longer[id(one)]
             if not dims:
                 continue
@@ -241,7 +224,7 @@ class FreeCall:
                 line = torch.arange(one.shape[d], dtype=torch.uint8, device=one.device)
                 each = each + line.reshape([-1 if d == k else 1 for k in range(one.dim())])
             found[id(one)] = torch.bitwise_left_shift(torch.ones_like(each), each % 4)
-        return found
+        return replace(self._call, masks=found)
 
     def writes_some(self) -> bool:
         """Say whether it writes to some rows and not to others: to a view of some."""
@@ -261,35 +244,28 @@ class FreeCall:
         found = flags.as_strided(base.shape, base.stride(), base.storage_offset())
         return any(_differs(found, d) for d in self._longer[id(base)])
 
-    def value_test(self, n: int) -> Callable[[int, int], bool]:
-        """Return a test of whether other values would differ: in result `at`, along `dim`.
+    def _told(self, at: int, dim: int, n: int) -> bool:
+        """Say whether other values of its operands would differ: in result `at`, along `dim`.
 
         A table of zeros is one like any other. Numbers that are never trained, and are the same
         along a dimension, remain so.
         """
-        schema = self._func._schema
-        never = self._random or schema.is_mutable or torch.Tag.pointwise in self._func.tags
-        if never or not self._operands or not all(map(plain, self._operands)):
-            return lambda _, __: False
-        if any(one.alias_info is not None for one in schema.returns):
-            x = self._operands[0]
-            if not self._longer[id(x)]:
-                return lambda at, dim: self._lies(x, self._made[at], dim)
-        other = self._of_others()
-        return lambda at, dim: at < len(other) and _tells(other[at], dim, n)
-
-    def counts(self, made: Tensor, at: int, fewer: Made) -> bool:
-        """Say whether result `at`, which is alike for all rows, is another where there are more."""
-        if self._random or at >= len(fewer.first) or not any(self._longer.values()):
+        operands, func = self._call.operands, self._call.func
+        never = self._random or func._schema.is_mutable or torch.Tag.pointwise in func.tags
+        if never or not operands or not all(map(plain, operands)):
             return False
-        first = firsts(self._func, [made])
-        return bool(first) and not self.outside() and not _rounded(first[0], fewer.first[at])
+        views = any(one.alias_info is not None for one in func._schema.returns)
+        if views and not self._longer[id(operands[0])]:
+            return self._lies(operands[0], self._call.results[at], dim)
+        return at < len(self._of_others) and _tells(self._of_others[at], dim, n)
 
-    _made: Sequence[Tensor] = ()
-
-    def gave(self, made: Sequence[Tensor]) -> None:
-        """Take in the results."""
-        self._made = made
+    def counts(self, at: int) -> bool:
+        """Say whether result `at`, which is alike for all rows, is another where there are more."""
+        fewer = self._fewer.first
+        if self._random or at >= len(fewer) or not any(self._longer.values()):
+            return False
+        first = firsts(self._call.func, [self._call.results[at]])
+        return bool(first) and not self.outside and not _rounded(first[0], fewer[at])
 
     def _lies(self, x: Tensor, view: Tensor, dim: int) -> bool:
         """Say whether a view has other entries of a tensor from place to place."""
@@ -299,12 +275,13 @@ class FreeCall:
         along = [d for d in range(x.dim()) if x.stride(d) == step]
         return self._trained(x) or not along or any(_differs(x, d) for d in along)
 
+    @cached_property
     def _of_others(self) -> list[Tensor]:
-        """Return the results of the kernel for other values, which no generator draws."""
-        if any(one.numel() > MOST for one in self._operands):
+        """The results of the kernel for other values, which no generator draws."""
+        if any(one.numel() > MOST for one in self._call.operands):
             return []
         others: dict[int, Tensor] = {}
-        for at, one in enumerate(self._operands):
+        for at, one in enumerate(self._call.operands):
             if one.is_floating_point() and id(one) not in others:
                 alike = set(self._longer[id(one)])
                 if not self._trained(one):
@@ -314,9 +291,9 @@ class FreeCall:
         def instead(value: Any) -> Any:
             return others.get(id(value), value)
 
-        args, kwargs = tree_map(instead, self._args)
+        args, kwargs = tree_map(instead, (self._call.args, self._call.kwargs))
         try:
-            made = tree_leaves(self._func(*args, **kwargs))
+            made = tree_leaves(self._call.func(*args, **kwargs))
         except (RuntimeError, ValueError, NotImplementedError):
             return []
         found = [one for one in made if isinstance(one, Tensor)]

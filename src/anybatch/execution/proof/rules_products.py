@@ -120,7 +120,7 @@ def _aligned(call: Call) -> Found | None:
     if steps.dim() != 3:
         return None
     found = []
-    for one in tree_leaves((call.args, call.kwargs)):
+    for one in call.operands:
         mask = call.mask(one)
         if mask is None:
             continue
@@ -160,7 +160,7 @@ def _by_lengths(mask: Tensor, lengths: list[int]) -> Tensor:
 )
 def _by_rows(call: Call) -> Found | None:
     x = call.args[0]
-    operands = [t for t in tree_leaves((call.args, call.kwargs)) if call.mask(t) is not None]
+    operands = [t for t in call.operands if call.mask(t) is not None]
     if any(t.dim() != x.dim() or t.shape[0] != x.shape[0] for t in operands):
         return None
     groups = call.argument("groups", "group", default=1)
@@ -233,11 +233,10 @@ def _by_systems(call: Call) -> Found:
     columns = _by_columns(call) if call.name in SOLVES else None
     if columns is not None:
         return [columns, *[None] * (len(call.results) - 1)]
-    operands = [one for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, Tensor)]
-    rank = max(one.dim() for one in operands)
+    rank = max(one.dim() for one in call.operands)
     matrix = call.args[0].shape
     found: list[Tensor | None] = []
-    for one in operands:
+    for one in call.operands:
         mask = call.mask(one)
         if mask is None:
             continue
@@ -370,7 +369,7 @@ LINEAR = ADDITIVE | frozenset(
 """Kernels that are linear in one operand when the others are constants."""
 
 
-def not_linear(call: Call, operands: list[Tensor]) -> list[str]:
+def not_linear(call: Call) -> list[str]:
     """Say where a sum over samples is used in a way that is not linear in it.
 
     In backward the gradients of parameters are sums over samples. A kernel that is not linear in
@@ -379,7 +378,7 @@ def not_linear(call: Call, operands: list[Tensor]) -> list[str]:
     """
     mixed = [
         one
-        for one in operands
+        for one in call.operands
         if (one.is_floating_point() or one.is_complex()) and several(call.mask(one))
     ]
     if not mixed:
@@ -388,7 +387,7 @@ def not_linear(call: Call, operands: list[Tensor]) -> list[str]:
     if call.name in TABLED and any(several(call.mask(one)) for one in _for_places(call)):
         found.append(f"what comes back to rows, in {call.name}")
     ids = {id(one) for one in mixed}
-    others = [one for one in operands if id(one) in call.masks and id(one) not in ids]
+    others = [one for one in call.operands if id(one) in call.masks and id(one) not in ids]
     others = [one for one in others if one.is_floating_point()]
     if call.name in ADDITIVE or (call.name in COUNTS and call.argument("reduction") != MEAN):
         return found
