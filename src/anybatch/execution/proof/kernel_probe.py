@@ -50,68 +50,25 @@ def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[T
         before: its arguments before the call, copies of those it has written to.
         unfollowed: gets the error of a kernel that takes neither NaN nor other values.
     """
-    leaves, spec = tree_flatten(before)
-    named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
     made = (*call.results, *call.written)
     marks = [torch.zeros(r.shape, dtype=torch.uint8, device=r.device) for r in made]
-    bits = 0
-    for mask in call.masks.values():
-        bits |= total(mask)
+    bits = int(call.all())
     for bit in range(8):
         ordered = call.name in IN_ORDER and bool(1 << bit & (LOOSE | CUT))
         if not bits >> bit & 1 or ordered:
             continue
-        chosen = [
-            (call.masks[name] >> bit & 1).bool()
-            if name in call.masks and bool((call.masks[name] >> bit & 1).any())
-            else None
-            for name in named
-        ]
-        floats = [one is not None and _real(leaf) for leaf, one in zip(leaves, chosen, strict=True)]
-        if any(floats):
-            _ask_floats(call, leaves, spec, chosen, marks, bit, unfollowed)
+        probe = _Probe(call, before, marks, bit)
+        if probe.floats:
+            probe.ask_floats(unfollowed)
         if call.name not in IN_ORDER and 1 << bit != PLACE:  # a place among whole numbers leads
-            for leaf, one in zip(leaves, chosen, strict=True):
-                if one is not None and not _real(leaf):
-                    _by_row(leaf, one, marks, bit)
-            if bit < ROWS and _Again(call, leaves, spec, chosen).moves_others(marks, bit):
+            probe.mark_rows(probe.integers, marks)
+            if bit < ROWS and probe.moves_others():
                 unfollowed("whole numbers of a sample change the rows of others")
     return marks
 
 
 def _real(value: Any) -> bool:
     return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
-def _ask_floats(
-    call: Call,
-    leaves: list[Any],
-    spec: Any,
-    chosen: list[Tensor | None],
-    marks: list[Tensor],
-    bit: int,
-    unfollowed: Callable[[str], None],
-) -> None:
-    again = _Again(call, leaves, spec, chosen)
-    try:
-        found = again(lambda leaf, one: leaf.masked_fill(one, math.nan))
-    except ERRORS as error:
-        if not (again.steady() and again.other_values(marks, bit)):
-            unfollowed(str(error).split("\n")[0][:80])
-            for mark in marks:
-                mark.bitwise_or_(1 << bit)
-        return
-    while found:  # what one result takes is free for the next ones: a budget counts them
-        mark, result = marks[len(found) - 1], found.pop()
-        if result.shape != mark.shape:
-            mark.bitwise_or_(1 << bit)
-        elif _real(result):
-            mark.bitwise_or_(_isnan(result).to(torch.uint8) << bit)
-        else:
-            _into_integers(chosen, leaves, mark, bit)
-        del result
-    if again.steady() and not again.other_values(marks, bit):
-        unfollowed("it takes no other values")
 
 
 ERRORS = (RuntimeError, ValueError, NotImplementedError)
@@ -132,32 +89,76 @@ def _isnan(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).isnan().any(-1) if tensor.is_complex() else tensor.isnan()
 
 
-class _Again:
-    """Rerun of a kernel with other values of one sample, from the RNG state of its first run."""
+class _Probe:
+    """Reruns of a kernel with other values of one sample, from the RNG state of its first run.
 
-    def __init__(
-        self, call: Call, leaves: list[Any], spec: Any, chosen: list[Tensor | None]
-    ) -> None:
-        named = [id(one) for one in tree_leaves((call.args, call.kwargs))]
-        self._written = [named.index(id(one)) for one in call.written]
-        self._call, self._leaves, self._spec, self._chosen = call, leaves, spec, chosen
+    Args:
+        call: the call, which has been made.
+        before: its arguments before the call.
+        marks: masks of its results and of what it writes to, which are added to.
+        bit: of the sample.
+    """
+
+    def __init__(self, call: Call, before: Values, marks: list[Tensor], bit: int) -> None:
+        self._call, self._marks, self._bit = call, marks, bit
+        self._leaves, self._spec = tree_flatten(before)
+        self._named = tree_leaves((call.args, call.kwargs))
+        masks = map(call.mask, self._named)
+        flags = [None if mask is None else (mask >> bit & 1).bool() for mask in masks]
+        self._chosen = [one if one is not None and bool(one.any()) else None for one in flags]
+        pairs = zip(self._leaves, self._chosen, strict=True)
+        chosen = [(leaf, one) for leaf, one in pairs if one is not None]
+        self.floats = [pair for pair in chosen if _real(pair[0])]
+        self.integers = [pair for pair in chosen if not _real(pair[0])]
+        ids = [id(one) for one in self._named]
+        self._written = [ids.index(id(one)) for one in call.written]
         own = call.func._schema.name.split("::")[0] != "aten"
         draws = own or torch.Tag.nondeterministic_seeded in call.func.tags
         self._before = RNGState.now() if draws else None
         self._plain: list[Tensor] = []
 
-    def __call__(self, other: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    def ask_floats(self, unfollowed: Callable[[str], None]) -> None:
+        """Mark the elements that NaN and other values reach."""
+        try:
+            found = self._rerun(lambda leaf, one: leaf.masked_fill(one, math.nan))
+        except ERRORS as error:
+            if not (self._steady() and self._other_values()):
+                unfollowed(str(error).split("\n")[0][:80])
+                for mark in self._marks:
+                    mark.bitwise_or_(1 << self._bit)
+            return
+        while found:  # what one result takes is free for the next ones: a budget counts them
+            mark, result = self._marks[len(found) - 1], found.pop()
+            if result.shape != mark.shape:
+                mark.bitwise_or_(1 << self._bit)
+            elif _real(result):
+                mark.bitwise_or_(_isnan(result).to(torch.uint8) << self._bit)
+            else:
+                self.mark_rows(self.floats, [mark])
+            del result
+        if self._steady() and not self._other_values():
+            unfollowed("it takes no other values")
+
+    def mark_rows(self, pairs: list[tuple[Tensor, Tensor]], marks: list[Tensor]) -> None:
+        """Mark the sample's rows where results have those of an operand, or all of them."""
+        for leaf, one in pairs:
+            for mark in marks:
+                if leaf.dim() and mark.dim() and leaf.shape[0] == mark.shape[0]:
+                    rows = fold(one.to(torch.uint8), range(1, leaf.dim()), keep=False)
+                    mark.bitwise_or_((rows << self._bit).reshape([-1] + [1] * (mark.dim() - 1)))
+                else:
+                    mark.bitwise_or_(1 << self._bit)
+
+    def _rerun(self, other: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
         """Return the results and written tensors of a rerun with other floats of the sample."""
         changed: list[Any] = []
         for leaf, one in zip(self._leaves, self._chosen, strict=True):
-            if _real(leaf) and leaf.layout == torch.strided:
-                changed.append(
-                    other(_finite(leaf), one)
-                    if one is not None
-                    else _own(self._call, _finite(leaf))
-                )
-            else:
+            if not (_real(leaf) and leaf.layout == torch.strided):
                 changed.append(_own(self._call, leaf))
+            elif one is None:
+                changed.append(_own(self._call, _finite(leaf)))
+            else:
+                changed.append(other(_finite(leaf), one))
         return self._run(changed)
 
     def _run(self, changed: list[Any]) -> list[Tensor]:
@@ -169,40 +170,40 @@ class _Again:
                 self._before.put_back()
         return [r for r in results if isinstance(r, Tensor)] + [changed[at] for at in self._written]
 
-    def steady(self) -> bool:
+    def _steady(self) -> bool:
         """Say whether it makes the same of the same: sums of atomic additions vary."""
         with suppress(*ERRORS):
-            self._plain = self(self._same)
-            return not any(map(_any_differ, self._plain, self(self._same)))
+            plain = self._rerun(self._same)
+            if not any(map(_any_differ, plain, self._rerun(self._same))):
+                self._plain = plain
+                return True
         return False
 
     def _same(self, leaf: Tensor, _: Tensor) -> Tensor:
         found: Tensor = _own(self._call, leaf)
         return found
 
-    def other_values(self, marks: list[Tensor], bit: int) -> bool:
+    def _other_values(self) -> bool:
         """Mark elements that other values change; return whether the kernel accepts any of them."""
         accepted = False
         for change in FLOATS:
             with suppress(*ERRORS):
-                self._mark_changed(change, marks, bit)
+                self._mark_changed(change)
                 accepted = True
+        self._plain = []  # a budget counts them
         return accepted
 
-    def _mark_changed(
-        self, change: Callable[[Tensor], Tensor], marks: list[Tensor], bit: int
-    ) -> None:
-        found = self(partial(_changed, change))  # these go with this call: a budget counts them
-        for mark, one, other in zip(marks, self._plain, found, strict=True):
-            mark.bitwise_or_(_differ(one, other).to(torch.uint8) << bit)
+    def _mark_changed(self, change: Callable[[Tensor], Tensor]) -> None:
+        found = self._rerun(partial(_changed, change))  # these go with this call: a budget counts
+        for mark, one, other in zip(self._marks, self._plain, found, strict=True):
+            mark.bitwise_or_(_differ(one, other).to(torch.uint8) << self._bit)
 
-    def moves_others(self, marks: list[Tensor], bit: int) -> bool:
+    def moves_others(self) -> bool:
         """Return whether a sample's integers change elements that are not marked as its own.
 
         It is given those of other samples, in its place: of these the kernel takes them.
         """
-        named = tree_leaves((self._call.args, self._call.kwargs))
-        pairs = list(zip(named, self._leaves, self._chosen, strict=True))
+        pairs = zip(self._named, self._leaves, self._chosen, strict=True)
         own = [at for at, pair in enumerate(pairs) if self._has_single_samples(*pair)]
         if not own:
             return False
@@ -212,8 +213,9 @@ class _Again:
                 return False
             for by in range(1, ROWS):
                 with suppress(*ERRORS):
-                    for mark, one, other in zip(marks, plain, self._rolled(own, by), strict=True):
-                        if bool((_differ(one, other) & (mark >> bit & 1 == 0)).any()):
+                    trios = zip(self._marks, plain, self._rolled(own, by), strict=True)
+                    for mark, one, other in trios:
+                        if bool((_differ(one, other) & (mark >> self._bit & 1 == 0)).any()):
                             return True
         return False
 
@@ -258,22 +260,6 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 def _own(call: Call, leaf: Any) -> Any:
     """Return a copy of a tensor that a kernel may write to."""
     return leaf.clone() if isinstance(leaf, Tensor) and call.func._schema.is_mutable else leaf
-
-
-def _into_integers(chosen: list[Tensor | None], leaves: list[Any], mark: Tensor, bit: int) -> None:
-    """Mark integers computed from floats in the sample's row, or everywhere without such rows."""
-    for leaf, one in zip(leaves, chosen, strict=True):
-        if one is not None and _real(leaf):
-            _by_row(leaf, one, [mark], bit)
-
-
-def _by_row(leaf: Tensor, one: Tensor, marks: list[Tensor], bit: int) -> None:
-    for mark in marks:
-        if leaf.dim() and mark.dim() and leaf.shape[0] == mark.shape[0]:
-            rows = fold(one.to(torch.uint8), range(1, leaf.dim()), keep=False)
-            mark.bitwise_or_((rows << bit).reshape([-1] + [1] * (mark.dim() - 1)))
-        else:
-            mark.bitwise_or_(1 << bit)
 
 
 # Check of rows chosen by their values, where a few rows do not show the result of more.
