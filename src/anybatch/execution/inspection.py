@@ -48,12 +48,7 @@ from anybatch.execution.few_rows import (
     two_sizes,
     written,
 )
-from anybatch.execution.full_size import (
-    compare_sizes,
-    note_compared,
-    refuse_declared,
-    rows_of_loss,
-)
+from anybatch.execution.full_size import compare_sizes, note_compared, refuse_declared, rows_of_loss
 from anybatch.execution.guard import Guard
 from anybatch.execution.outside import Named, every_number, first_moved
 from anybatch.execution.proof import rows as longest

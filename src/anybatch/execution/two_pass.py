@@ -35,15 +35,7 @@ from anybatch.distributed.local_batch import Rows
 from anybatch.errors import LossError, NotReproducibleError
 from anybatch.execution.proof.declared import refuse_trained
 from anybatch.execution.step import Step, check_trains
-from anybatch.execution.streaming import (
-    Lap,
-    Parts,
-    attempt,
-    feed,
-    in_pieces,
-    joined,
-    laps,
-)
+from anybatch.execution.streaming import Lap, Parts, attempt, feed, in_pieces, joined, laps
 from anybatch.loss.contrastive import Contrastive
 
 COUPLED = "coupled"

@@ -42,15 +42,7 @@ from anybatch.execution.proof.kernel_call import (
 )
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
-from anybatch.execution.proof.masks import (
-    CUT,
-    Masks,
-    fold,
-    on_one_device,
-    several,
-    shrink,
-    union,
-)
+from anybatch.execution.proof.masks import CUT, Masks, fold, on_one_device, several, shrink, union
 from anybatch.execution.proof.notes import COUNTING, Notes, norm_call, ours, smaller_copies
 from anybatch.execution.proof.places import (
     CONSTANT,

@@ -30,16 +30,7 @@ from anybatch.execution.proof.kernel_call import (
     rule,
     valued,
 )
-from anybatch.execution.proof.masks import (
-    ALL,
-    INTEGERS,
-    LOOSE,
-    PLACE,
-    SAMPLES,
-    fold,
-    total,
-    union,
-)
+from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
 from anybatch.execution.proof.rules_places import AT_PLACES
 
 

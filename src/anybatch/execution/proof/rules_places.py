@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from anybatch.execution.proof.kernel_call import (
-    Call,
-    Found,
-    leads_back,
-    rule,
-    varies,
-)
+from anybatch.execution.proof.kernel_call import Call, Found, leads_back, rule, varies
 from anybatch.execution.proof.masks import (
     ALL,
     INTEGERS,

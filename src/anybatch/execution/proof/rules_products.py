@@ -9,20 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core.modules import name_of
-from anybatch.execution.proof.kernel_call import (
-    Call,
-    Found,
-    rule,
-    varies,
-)
-from anybatch.execution.proof.masks import (
-    ALL,
-    CUT,
-    LOOSE,
-    fold,
-    several,
-    union,
-)
+from anybatch.execution.proof.kernel_call import Call, Found, rule, varies
+from anybatch.execution.proof.masks import ALL, CUT, LOOSE, fold, several, union
 
 # ---------------------------------------------------------------- products
 
