@@ -34,52 +34,20 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.rng import RNGState
 from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError
-from anybatch.execution.few_rows import (
-    ENOUGH,
-    ODD,
-    ROW_ERRORS,
-    computed,
-    first_of,
-    lists_rows,
-    note_layouts,
-    quietly,
-    refuse_meeting,
-    row_mismatch,
-    two_sizes,
-    written,
-)
-from anybatch.execution.full_size import compare_sizes, note_compared, refuse_declared, rows_of_loss
+from anybatch.execution import few_rows, full_size
+from anybatch.execution.few_rows import ENOUGH, ODD, ROW_ERRORS, quietly, two_sizes
 from anybatch.execution.guard import Guard
 from anybatch.execution.outside import Named, every_number, first_moved
-from anybatch.execution.proof import rows as longest
 from anybatch.execution.proof import rows as proof_rows
 from anybatch.execution.proof import stored_samples
-from anybatch.execution.proof import verdict as halves
+from anybatch.execution.proof import verdict as conclusion
 from anybatch.execution.proof.declared import mixed_outputs
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.inspected import ComparedSizes
 from anybatch.execution.proof.masks import Masks
 from anybatch.execution.proof.places import Lengths, counted_in, sized
-from anybatch.execution.proof.stored_samples import (
-    HeldTensor,
-    Left,
-    grown,
-    increases,
-    left_behind,
-    within,
-)
-from anybatch.execution.proof.verdict import (
-    UNDIVIDED,
-    Forward,
-    Verdict,
-    ended,
-    fails_again,
-    first_difference,
-    in_outputs,
-    judge,
-    moved_number,
-    moved_state,
-)
+from anybatch.execution.proof.stored_samples import HeldTensor, Left
+from anybatch.execution.proof.verdict import UNDIVIDED, Forward, Verdict, first_difference
 from anybatch.execution.step import Step
 from anybatch.loss.traced import TracedOutputs
 
@@ -110,20 +78,20 @@ def inspect_model(step: Step, norms: Any = None) -> None:
         BatchError: an output that is no tensor depends on the number of rows.
         LossError: the outputs hold no tensor.
     """
-    before = RNGState.now()
     one = _Inspection(step, norms)
     with quietly(), looking():
-        full, part, fewer, drawn = one.forwards(before)
+        full, part, fewer, drawn = one.forwards()
     step.forget_casts()
     step.buffers.restart()
     outputs = one.outputs
-    step.traits.copies |= written(full) or written(part)  # a later look gets copies already
-    layout = note_layouts(step, outputs, fewer, full.size, part.size)
+    step.traits.copies |= few_rows.written(full) or few_rows.written(
+        part
+    )  # a later look gets copies already
+    layout = few_rows.note_layouts(step, outputs, fewer, full.size, part.size)
     with quietly(), looking():
         one.in_halves(step.traits.layout if step.loss.takes_outputs else None)
-    before.put_back()
-    step.buffers.restart()
-    if lists_rows(full.inputs):
+    one.restart()
+    if few_rows.lists_rows(full.inputs):
         one.doubt("inputs of forward have rows that are no tensors, which cannot be followed")
     if step.familiar is not None and step.familiar.reads_grad:
         one.doubt("code of the model reads .grad, to which micro-batches add")
@@ -137,30 +105,31 @@ def inspect_model(step: Step, norms: Any = None) -> None:
     step.traits.mixed = one.mixed(step.traits.axes)
     mismatch = None  # where rows are not the same, or need not come out the same
     if not (drawn or step.local or one.local or step.traits.copies or one.guard.own_rng):
-        mismatch = row_mismatch(outputs, fewer, layout, part.size, computed(step))
-    rows = rows_of_loss(step, outputs, full.size)
+        mismatch = few_rows.row_mismatch(outputs, fewer, layout, part.size, few_rows.computed(step))
+    rows = full_size.rows_of_loss(step, outputs, full.size)
     one.outputs = outputs = None
     fewer = fewer if mismatch else None
     step.traits.sizes = one.sizes(full.inputs).after(step.traits.sizes)
     with quietly():
-        found = compare_sizes(step, full)
-    before.put_back()
+        found = full_size.compare_sizes(step, full)
+    one.before.put_back()
     found.refuse()
     step.traits.doubt(*found.doubts)
-    note_compared(step)
+    full_size.note_compared(step)
     if mismatch is not None:
-        refuse_meeting(step, part, fewer, layout, mismatch)
+        few_rows.refuse_meeting(step, part, fewer, layout, mismatch)
     if rows is not None:
         with quietly():
-            step.traits.doubt(*refuse_declared(step, rows, part.size, lanes=norms is not None))
-        before.put_back()
+            doubts = full_size.refuse_declared(step, rows, part.size, lanes=norms is not None)
+        step.traits.doubt(*doubts)
+        one.before.put_back()
 
 
 class _Inspection:
     """Two forwards under masks."""
 
     def __init__(self, step: Step, norms: Any) -> None:
-        self.guard = Guard(step)
+        self.before, self.guard = RNGState.now(), Guard(step)
         self.outputs: Any = None
         self._step, self._norms, self._every = step, norms, norms
         self._trains = step.gradients is not None
@@ -178,7 +147,12 @@ class _Inspection:
         self._plain: list[dict[Named, Any]] = []
         self._fewer, self._moved = 0, ""
 
-    def forwards(self, before: RNGState) -> tuple[MicroBatch, MicroBatch, Any, bool]:
+    def restart(self) -> None:
+        """Put random states and buffers back to what they were before the inspection."""
+        self.before.put_back()
+        self._step.buffers.restart()
+
+    def forwards(self) -> tuple[MicroBatch, MicroBatch, Any, bool]:
         """Run forward on a few rows and on the last of them, and again where these call for it.
 
         Returns:
@@ -186,26 +160,22 @@ class _Inspection:
         """
         full, part = self.all_rows(two_sizes(self._step, most=ENOUGH, odd=True))
         now = RNGState.now()
-        drawn = not now.same_as(before)
-        before.put_back()
-        self._step.buffers.restart()
+        drawn = not now.same_as(self.before)
+        self.restart()
         held = self.holds()
         fewer, part = self.fewer(part)
-        self.rebinds(held, fewer, part, before)
-        self.pads(full, before, draws=drawn)
-        self.draws_for_all(outside_torch=not now.others_as(before))
-        before.put_back()
-        self._step.buffers.restart()
+        self.rebinds(held, fewer, part)
+        self.pads(full, draws=drawn)
+        self.draws_for_all(outside_torch=not now.others_as(self.before))
+        self.restart()
         self.repeated(full if fewer is None else part)
-        before.put_back()
-        self._step.buffers.restart()
+        self.restart()
         self.warmed(full)
-        before.put_back()
-        self._step.buffers.restart()
+        self.restart()
         self.again(full, part)
-        before.put_back()
+        self.before.put_back()
         self.backward()
-        before.put_back()
+        self.before.put_back()
         return full, part, fewer, drawn
 
     def all_rows(self, pair: tuple[MicroBatch, MicroBatch]) -> tuple[MicroBatch, MicroBatch]:
@@ -240,7 +210,7 @@ class _Inspection:
             if part.size != ODD:
                 return None, part  # the step itself will meet it if it must
         self._step.buffers.restart()
-        return self.fewer(first_of(part, ODD - 1))
+        return self.fewer(few_rows.first_of(part, ODD - 1))
 
     def _forward(self, micro: MicroBatch, *, reverse: bool = False) -> Any:
         if reverse:
@@ -248,13 +218,10 @@ class _Inspection:
         else:
             samples = proof_rows.samples_of_rows(micro.size)
         try:
-            outputs, _ = self._follow(micro, samples, saved=False)
+            outputs = self._follow(micro, samples, saved=False)[0]  # what functions keep goes
         except proof_rows.NeededError:
-            outputs, _ = self._follow(micro, samples, saved=True)
-        outputs, _ = (
-            pytree.map_tensors(Tensor.detach, outputs),
-            None,
-        )  # and what functions keep goes
+            outputs = self._follow(micro, samples, saved=True)[0]
+        outputs = pytree.map_tensors(Tensor.detach, outputs)
         if isinstance(outputs, TracedOutputs):  # its terms hold their graph
             outputs.terms = None
         self._count_retained(micro, outputs)
@@ -262,7 +229,9 @@ class _Inspection:
 
     def _count_retained(self, micro: MicroBatch, outputs: Any) -> None:
         """Count the storages of samples that something without a name holds after a call."""
-        self._ours += map(weakref.ref, (*pytree.flat((micro.inputs, outputs)), *within(outputs)))
+        self._ours += map(
+            weakref.ref, (*pytree.flat((micro.inputs, outputs)), *stored_samples.within(outputs))
+        )
         ours = [tensor for one in self._ours if (tensor := one()) is not None]
         model = self._step.model
         count = partial(self._masks.count_retained, ours, [*model.parameters(), *model.buffers()])
@@ -278,16 +247,13 @@ class _Inspection:
         with Unseen():  # a mode that hears of a storage brings it in
             return stored_samples.holds(self._step.model, self._masks)
 
-    def rebinds(
-        self, before: list[HeldTensor], outputs: Any, part: MicroBatch, rng: RNGState
-    ) -> None:
+    def rebinds(self, before: list[HeldTensor], outputs: Any, part: MicroBatch) -> None:
         """Doubt a model that computes with a tensor which each call replaces by another.
 
         Args:
             before: its contents before the call that returned `outputs`.
             outputs: of `part`; None where that call was not made.
             part: some rows.
-            rng: its state before that call.
         """
         others = list(stored_samples.rebound(before, self.holds()))
         if not others or outputs is None:
@@ -296,25 +262,22 @@ class _Inspection:
         if self._step.budgeted:
             self.doubt(f"no memory to test whether a call computes with its own write to {name}")
             return
-        step = self._step
-        rng.put_back()
-        step.buffers.restart()
+        self.restart()
 
         def call() -> Any:
             with torch.no_grad():
-                return step.inspected(part)
+                return self._step.inspected(part)
 
         before = self.holds()
         call()
-        rng.put_back()
-        step.buffers.restart()
+        self.restart()
         others = list(stored_samples.rebound(before, self.holds()))
         if not others:  # it is built for a number of rows, and kept
             return
-        if name := stored_samples.reads(step.model, others, call, outputs):
+        if name := stored_samples.reads(self._step.model, others, call, outputs):
             self.doubt(f"each call of forward puts another tensor into {name}, and reads it")
 
-    def pads(self, full: MicroBatch, rng: RNGState, *, draws: bool) -> None:
+    def pads(self, full: MicroBatch, *, draws: bool) -> None:
         """Refuse outputs that depend on how long the longest of some rows is."""
         places = [place for run in self._runs for place in run.notes.longest]
         if not places:
@@ -326,17 +289,15 @@ class _Inspection:
             return
 
         def call() -> Any:
-            rng.put_back()
-            step.buffers.restart()
+            self.restart()
             with torch.no_grad():
                 return step.inspected(full)
 
         draws |= step.draws is not None
-        found = longest.matters(call, self.outputs, draws=draws)
-        rng.put_back()
-        step.buffers.restart()
+        found = proof_rows.matters(call, self.outputs, draws=draws)
+        self.restart()
         if found and any(several for _, several in places):
-            self._moved = self._moved or longest.depends(path)
+            self._moved = self._moved or proof_rows.depends(path)
         elif found is not False:
             self.doubt(doubt)
 
@@ -357,16 +318,18 @@ class _Inspection:
         except ROW_ERRORS as error:
             if isinstance(error, AnybatchError) or out_of_memory(error, outside=outside):
                 raise
-            self._moved = fails_again(name, error)
+            self._moved = conclusion.fails_again(name, error)
             return
         run = self._runs.pop()
         self._plain.pop()
         self._repeated = run
         if differs := first_difference(self._runs[-1].notes.numbers, run.notes.numbers):
-            self._moved = moved_state(differs)
+            self._moved = conclusion.moved_state(differs)
         elif outline != self._outline:
             self.doubt(f"a second call on the same rows builds another graph: it may read {name}")
-        elif more := grown(self._left) or (increases(self._retained) and SOMEWHERE):
+        elif more := stored_samples.grown(self._left) or (
+            stored_samples.increases(self._retained) and SOMEWHERE
+        ):
             self.doubt(f"each call of forward puts samples into {more}, and a later one may use it")
 
     def warmed(self, full: MicroBatch) -> None:
@@ -419,7 +382,7 @@ class _Inspection:
         self._doubt_counters()
         state = first_difference(first.numbers, self._runs[0].notes.numbers)
         if state is not None:
-            self._moved = moved_state(state)
+            self._moved = conclusion.moved_state(state)
         elif counted is not None and not first.read:
             rows = f"{counted.mine} for {full.size} rows and with {counted.its} for {part.size}"
             self.doubt(f"{counted.where} {rows}")
@@ -474,9 +437,9 @@ class _Inspection:
         self._strange |= hooked or proof_rows.strange_backward(outputs)
         self._samples = self._samples or samples
         if reads:
-            self._runs.append(ended(follow, samples, outputs))
+            self._runs.append(conclusion.ended(follow, samples, outputs))
             self._plain.append(every_number(self._step.model.named_modules()))
-            self._left.append(left_behind(self._step.model, self._masks))
+            self._left.append(stored_samples.left_behind(self._step.model, self._masks))
             roots = [t for _, t in pytree.tensors(outputs) if t.requires_grad]
             self._outline = modules.outline(roots)
         return outputs, follow
@@ -491,10 +454,10 @@ class _Inspection:
             self._doubts += ("no memory to follow a backward that is not torch's own",)
             return
         refuse_registered(step.model.parameters())
-        inputs = pytree.map_tensors(halves.leaf_of, full.inputs)
+        inputs = pytree.map_tensors(conclusion.leaf_of, full.inputs)
         rows = [t for _, t in pytree.tensors(inputs) if t.requires_grad]
         leaves = [p for p in step.model.parameters() if p.requires_grad]
-        moved = pytree.map_tensors(halves.moved, inputs)
+        moved = pytree.map_tensors(conclusion.moved, inputs)
         self._norms = None  # their calls have been heard
         micro = MicroBatch(moved, None, full.size)
         outputs, follow = self._follow(micro, self._samples, saved=True, reads=False)
@@ -516,26 +479,25 @@ class _Inspection:
         if len(self._runs) < 2:
             self.doubt(f"{OWN} cannot be compared, for forward takes no fewer rows")
             return
-        before, drawn = RNGState.now(), False
+        drawn = False
 
         def run(micro: MicroBatch) -> Any:
             nonlocal drawn
-            drawn |= not RNGState.now().same_as(before)
-            before.put_back()
-            step.buffers.restart()
+            drawn |= not RNGState.now().same_as(self.before)
+            self.restart()
             return step.inspected(micro)
 
         leaves = [p for p in step.model.parameters() if p.requires_grad]
         numbers = every_number(step.model.named_modules())
         with self.guard:  # a checkpoint runs forward in backward
-            same = halves.add_up(run, full, layout, leaves)
-        if drawn or not RNGState.now().same_as(before):
+            same = conclusion.add_up(run, full, layout, leaves)
+        if drawn or not RNGState.now().same_as(self.before):
             self.doubt(f"{OWN} cannot be compared where the model draws")
         elif same is None:
             self.doubt(f"{OWN} cannot be compared where no output holds the samples")
         elif not same:
             moved = first_moved(numbers, every_number(step.model.named_modules()))
-            other = moved_number(moved) if moved else OTHER_IN_HALVES
+            other = conclusion.moved_number(moved) if moved else OTHER_IN_HALVES
             self._moved = self._moved or other
 
     def sizes(self, inputs: Any) -> ComparedSizes:
@@ -556,7 +518,7 @@ class _Inspection:
     def _hidden(self, inputs: Any) -> bool:
         """Say whether a number of samples may be read outside of any mode."""
         parts = (module for _, module in walk(self._step.model))
-        return lists_rows(inputs) or any(isinstance(part, ScriptModule) for part in parts)
+        return few_rows.lists_rows(inputs) or any(isinstance(part, ScriptModule) for part in parts)
 
     def doubt(self, why: str) -> None:
         """Record why it is not shown that samples are separate."""
@@ -569,6 +531,6 @@ class _Inspection:
     def verdict(self, layout: Layout) -> Verdict:
         """Return the verdict of the forwards."""
         full, *others = self._runs
-        found = judge(full, others[0] if others else None, layout)
-        left = "" if self._repeated is None else in_outputs(self._repeated, layout)
+        found = conclusion.judge(full, others[0] if others else None, layout)
+        left = "" if self._repeated is None else conclusion.in_outputs(self._repeated, layout)
         return Verdict(found.meets or left or self._moved, self._doubts + found.doubts)

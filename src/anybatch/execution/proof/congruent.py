@@ -393,11 +393,7 @@ class Comparison:
         return record, said
 
     def _traced(
-        self,
-        sizes: Sequence[int],
-        earlier: int | None,
-        record: list[CallTrace],
-        there: Traces,
+        self, sizes: Sequence[int], earlier: int | None, record: list[CallTrace], there: Traces
     ) -> str:
         rng, saved, each = RNGState.now(), PythonState(), record[0]
         try:

@@ -152,11 +152,7 @@ class FreeCall:
     """
 
     def __init__(
-        self,
-        call: Call,
-        written: Sequence[Tensor],
-        fewer: Made,
-        trained: Callable[[Tensor], bool],
+        self, call: Call, written: Sequence[Tensor], fewer: Made, trained: Callable[[Tensor], bool]
     ) -> None:
         self._call, self._written, self._fewer, self._trained = call, written, fewer, trained
         # A look may have it draw all alike.
