@@ -18,17 +18,9 @@ from torch.nn.parameter import is_lazy
 from anybatch.core.modules import DispatchMode, storage_of
 from anybatch.core.norm import refuse
 from anybatch.errors import NotExactError
+from anybatch.execution.proof.kernel_call import NORMS, trains
 from anybatch.execution.step import Step
 from anybatch.memory.meter import written_by
-
-TRAINING_FLAG = {
-    "aten::native_batch_norm": 5,
-    "aten::_native_batch_norm_legit": 5,
-    "aten::_native_batch_norm_legit.no_stats": 3,
-    "aten::cudnn_batch_norm": 5,
-    "aten::miopen_batch_norm": 5,
-}
-"""Where batch normalisation kernels take their training flag."""
 
 UPDATES = "aten::_batch_norm_with_update"
 
@@ -86,13 +78,12 @@ def _place(tensor: Tensor) -> int | None:
 
 
 def _normalises_the_batch(schema: Any, args: tuple[Any, ...]) -> bool:
-    if schema.name == UPDATES:
-        return bool(args[0].shape[0] != 1)
-    no_stats = schema.overload_name == "no_stats"
-    flag = TRAINING_FLAG.get(f"{schema.name}.no_stats" if no_stats else schema.name)
+    space, name = schema.name.split("::")
+    if schema.name != UPDATES and not (space == "aten" and name in NORMS and trains(schema, args)):
+        return False
     # instance_norm is this kernel on one row of n * C channels
     # (test_instance_norm_is_no_batch_norm).
-    return flag is not None and bool(args[flag]) and args[0].shape[0] != 1
+    return bool(args[0].shape[0] != 1)
 
 
 def _dropping_nothing(name: str, args: tuple[Any, ...]) -> Any:

@@ -22,12 +22,9 @@ from anybatch.execution.proof.masks import (
     union,
 )
 
-NORMS = {
-    "native_batch_norm": 5,
-    "_native_batch_norm_legit": 5,
-    "cudnn_batch_norm": 5,
-    "miopen_batch_norm": 5,
-}
+NORMS = dict.fromkeys(
+    "native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split(), 5
+)
 """Kernels of batch normalisation, and where they take their training flag."""
 
 TABLES = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"))
