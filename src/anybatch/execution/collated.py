@@ -62,12 +62,7 @@ Cuts = tuple[int, ...]
 
 
 class Found(NamedTuple):
-    """Finding of a comparison.
-
-    Attributes:
-        what: one of FINE, DRAWS, MEETS, COUNTS, MOVES and UNKNOWN.
-        bytes: of a row; 0 if unknown.
-    """
+    """Finding of a comparison: one of FINE to UNKNOWN, and bytes of a row, 0 if unknown."""
 
     what: str
     bytes: int = 0
@@ -169,10 +164,7 @@ def _compared(batch: LazyBatch, count: int, cuts: Cuts) -> Found:
 class Compared:
     """Stand-in for ``collate_fn`` that compares its results; another process may call it.
 
-    Args:
-        collate_fn: of the batch.
-        cuts: where the parts begin; items are taken again where they are fewer.
-        paired: as of the batch.
+    Parts begin at `cuts`; items are taken again where they are fewer.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], cuts: Cuts, *, paired: bool) -> None:

@@ -35,10 +35,8 @@ ROW_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
 def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBatch, MicroBatch]:
     """Return the first rows of the batch, and the last of these in reverse; both are copies.
 
-    Args:
-        step: it has not begun.
-        most: of a micro-batch so many rows; 0 (default) is all of them.
-        odd: an odd number of rows in place of a half, where their bytes need no forecast.
+    Of a micro-batch `most` rows are taken, 0 (default) is all. `odd` is an odd number of rows in
+    place of a half, where their bytes need no forecast.
     """
     count = 1 if step.micro_batch >= ENOUGH else 2
     roomy = not (step.budgeted or step.retries)
@@ -235,13 +233,8 @@ def row_mismatch(
 ) -> str | None:
     """Say which output differs for the rows that both runs have, if one does.
 
-    Args:
-        outputs: of some rows.
-        fewer: outputs of the last of these.
-        layout: where both hold the samples.
-        rows: how many are in `fewer`.
-        computed: dtypes of the model. Default: those of its outputs.
-        turned: `fewer` are in reverse order. Default True.
+    The outputs of `rows` rows are those of the last of some, in reverse order if `turned`.
+    `computed` are the dtypes of the model. Default: those of its outputs.
     """
     for path, a, b, axis in comparable(outputs, fewer, layout, rows):
         gap, size = difference(a, b, axis if turned else None)

@@ -195,11 +195,7 @@ def rows_of_loss(step: Step, outputs: Any, size: int) -> LossRows | None:
 def refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> tuple[str, ...]:
     """Refuse a declaration that is not true; return why it could not be shown to be.
 
-    Args:
-        step: an inspected step.
-        full: outputs and targets of a few rows.
-        count: rows of which losses are compared with those of all.
-        lanes: micro-batches wait for each other where samples meet.
+    Losses of `count` rows are compared with those of all.
     """
     layout, size = step.traits.axes, full.size
     axes = iter(layout)

@@ -155,8 +155,7 @@ class _Inspection:
     def forwards(self) -> tuple[MicroBatch, MicroBatch, Any, bool]:
         """Run forward on a few rows and on the last of them, and again where these call for it.
 
-        Returns:
-            Both rows, the outputs of the fewer ones, and whether forward draws.
+        Return both rows, the outputs of the fewer ones, and whether forward draws.
         """
         full, part = self.all_rows(two_sizes(self._step, most=ENOUGH, odd=True))
         now = RNGState.now()
@@ -250,10 +249,7 @@ class _Inspection:
     def rebinds(self, before: list[HeldTensor], outputs: Any, part: MicroBatch) -> None:
         """Doubt a model that computes with a tensor which each call replaces by another.
 
-        Args:
-            before: its contents before the call that returned `outputs`.
-            outputs: of `part`; None where that call was not made.
-            part: some rows.
+        It held `before` before the call that returned `outputs`, None where that call was not made.
         """
         others = list(stored_samples.rebound(before, self.holds()))
         if not others or outputs is None:
@@ -392,9 +388,6 @@ class _Inspection:
 
         A mask of [n, ...] is equal in distribution however the batch is divided. One coin for the
         full batch (a branch, a layer that is left out, a mask of weights) is not.
-
-        Args:
-            outside_torch: forward drew from random or numpy.
         """
         if self._step.draws is not None:
             return

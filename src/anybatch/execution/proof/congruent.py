@@ -306,13 +306,8 @@ class _NormRecorder:
 def sizes_of(samples: int, micro_batch: int, followed: int = 0) -> list[int]:
     """Return the sizes of the full batch and of its micro-batches, except those of one sample.
 
-    Kernels of one row lie in memory in other ways, and take other ways through.
-
-    Args:
-        samples: of the full batch.
-        micro_batch: samples of a micro-batch.
-        followed: rows in which samples were traced: their result holds for more if those compute
-            the same. Default 0: none.
+    Kernels of one row lie in memory in other ways, and take other ways through. The result for the
+    rows that were `followed` holds for more if those compute the same.
     """
     parts = {max(micro_batch, 2), samples % micro_batch, followed}
     return [samples, *(n for n in parts if 2 <= n < samples)]
@@ -350,10 +345,8 @@ class Comparison:
     def __call__(self, sizes: Sequence[int], earlier: int | None = None) -> Verdict:
         """Compare the forwards of these sizes, the first of which is the full batch.
 
-        Args:
-            sizes: numbers of samples.
-            earlier: a call of so many samples comes before each, and may keep something; 0 is as
-                many. Default None: no call does.
+        A call of so many samples as `earlier` says comes before each, and may keep something; 0 is
+        as many. Default None: no call does.
         """
         failed = self.traces.get(sizes[0])
         if failed is not None and failed.error:

@@ -56,13 +56,7 @@ INSTEAD = "Give the loss without a declaration: it is exact then, in two passes 
 
 @dataclass(frozen=True)
 class LossRows:
-    """Outputs of some rows and their targets.
-
-    Attributes:
-        outputs: of the model, detached.
-        targets: of these rows.
-        size: how many.
-    """
+    """Outputs of some rows, detached, their targets, and how many rows these are."""
 
     outputs: Any
     targets: Any
@@ -161,20 +155,11 @@ class DeclaredSizes:
 
 
 class Declared:
-    """Two calls of a declared loss under masks.
+    """Two calls of a declared loss under masks: of a few rows, and of the last of these in reverse.
 
     Attributes:
         sizes: compares its calls for other numbers of samples; None (default) where these cannot
             count, or nothing could be followed.
-
-    Args:
-        own: of the loss.
-        all_rows: a few rows.
-        part: the last of these, in reverse order.
-        layout: where each output holds the samples; None where it holds none.
-        lanes: micro-batches wait for each other where samples meet. Default False.
-
-    Attributes:
         reads: Python reads numbers of tensors in it.
     """
 
@@ -196,10 +181,9 @@ class Declared:
         self.reads = False
 
     def judge(self, sizes: Sequence[int]) -> Verdict:
-        """Return the verdict of the calls under masks, and of calls at `sizes` on fake tensors.
+        """Return the verdict of the calls under masks, and of calls without data.
 
-        Args:
-            sizes: numbers of samples, the first of which is the full batch.
+        `sizes` are numbers of samples, the first of which is the full batch.
         """
         if all(axis is None for axis in self._layout):
             return Verdict("", ("the outputs hold no samples that a declared loss could be of",))

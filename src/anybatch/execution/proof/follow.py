@@ -219,12 +219,9 @@ class Follow(DispatchMode):
         self.notes.longest.append((self.path, several))
 
     def padded(self, rows: Tensor, lengths: Tensor, dim: int) -> None:
-        """Say that lengths, which no kernel has made, are those of padded rows.
+        """Say that lengths [n], which no kernel has made, are those of rows padded.
 
-        Args:
-            rows: [n, T, ...] or [T, n, ...].
-            lengths: [n].
-            dim: where the rows hold the samples.
+        The rows are [n, T, ...] or [T, n, ...], and hold the samples along `dim`.
         """
         with _disable_current_modes():
             mask = self.masks.of(rows)

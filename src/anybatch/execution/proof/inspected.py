@@ -74,13 +74,7 @@ class Familiar:
         functions: Sequence[Any] = (),
         arguments: Any = None,
     ) -> bool:
-        """Say whether a model need not be inspected.
-
-        Args:
-            modules: paths and modules, of a declared loss too.
-            functions: of a declared loss. Default: there is none.
-            arguments: trees of arguments of the model, and of such a loss. Default: unknown.
-        """
+        """Say whether a model, with the functions of a declared loss, need not be inspected."""
         now = parts(modules)
         if now != self._parts:  # to follow the code takes longer than to read what it names
             self._parts, self._outside = now, _outside(modules, functions)
@@ -136,26 +130,17 @@ class Familiar:
         }
 
     def has_graph(self, roots: Iterable[Tensor], *, looked: bool) -> bool:
-        """Say whether the graph behind some tensors is familiar.
-
-        Args:
-            roots: the tensors.
-            looked: the model has just been inspected, so it is from now on.
-        """
+        """Say whether the graph behind some tensors is familiar; an inspection makes it so."""
         outline = graph.outline(roots)
         if looked or not self._graphs:
             self._graphs.add(outline)
         return outline in self._graphs
 
     def has_kernels(self, kernels: set[Kernel], *, looked: bool) -> bool:
-        """Say whether all kernels of a forward are familiar.
+        """Say whether all kernels of a forward are familiar; an inspection makes them so.
 
         Rows of another length may meet in a kernel that no graph shows
         (test_samples_that_meet_at_some_lengths_are_found).
-
-        Args:
-            kernels: of a forward without data.
-            looked: the model is being inspected, so they are from now on.
         """
         if looked and not kernels <= self._kernels:
             self._kernels |= kernels

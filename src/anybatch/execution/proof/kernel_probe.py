@@ -45,10 +45,8 @@ Values = tuple[tuple[Any, ...], dict[str, Any]]
 def ask(call: Call, before: Values, unfollowed: Callable[[str], None]) -> list[Tensor]:
     """Return the masks of tensors that a kernel returns or writes to, by a rerun for each sample.
 
-    Args:
-        call: the call, which has been made.
-        before: its arguments before the call, copies of those it has written to.
-        unfollowed: gets the error of a kernel that takes neither NaN nor other values.
+    `before` are its arguments before the call, copies of those it has written to. `unfollowed` gets
+    the error of a kernel that takes neither NaN nor other values.
     """
     made = (*call.results, *call.written)
     marks = [torch.zeros(r.shape, dtype=torch.uint8, device=r.device) for r in made]
@@ -92,11 +90,7 @@ def _isnan(tensor: Tensor) -> Tensor:
 class _Probe:
     """Reruns of a kernel with other values of one sample, from the RNG state of its first run.
 
-    Args:
-        call: the call, which has been made.
-        before: its arguments before the call.
-        marks: masks of its results and of what it writes to, which are added to.
-        bit: of the sample.
+    It adds to the masks of the results, and of the tensors that the kernel writes to.
     """
 
     def __init__(self, call: Call, before: Values, marks: list[Tensor], bit: int) -> None:

@@ -92,15 +92,8 @@ def called(
 ) -> Called:
     """Return the properties of a call that are compared.
 
-    Args:
-        path: the module.
-        name: of the function.
-        arguments: its arguments.
-        result: its return value.
-        names: names of parameters and buffers, by id.
-        outside: names a tensor that was there before the forward; "" for another. Default: none is.
-        free: no sample has a part in the tensors that are given. Default False.
-        places: these may number the rows. Default False.
+    `names` has those of parameters and buffers, by id. `outside` names a tensor that was there
+    before the forward, and is "" for another.
     """
     numbers, words, shapes = [], [], []
     for one in _leaves(_without_size(arguments) if name in FILLS else arguments):

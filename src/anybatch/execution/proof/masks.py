@@ -129,12 +129,8 @@ def elsewhere(mask: Tensor, here: Geometry, there: Geometry) -> Tensor | None:
     """Return the mask of another view of the same elements; None if geometry does not show it.
 
     A mask varies along few dimensions, and it is looked up only along these: spread over all
-    elements it would take a quarter of the memory of its tensor.
-
-    Args:
-        mask: of one view, as small as it gets.
-        here: of which part of a storage; it lies there without overlaps.
-        there: the other view, whose elements are all among them.
+    elements it would take a quarter of the memory of its tensor. The mask is as small as it gets,
+    and its view lies `here` without overlaps.
     """
     offset, shape, stride, dtype = here
     if dtype.itemsize != there[3].itemsize or not all(there[1]):
@@ -169,11 +165,8 @@ def elsewhere(mask: Tensor, here: Geometry, there: Geometry) -> Tensor | None:
 def _places(start: int, there: Geometry, step: int, wider: int) -> np.ndarray[Any, Any]:
     """Return the places of a view's elements along the dimension of this step, where they differ.
 
-    Args:
-        start: of the view, from the first element.
-        there: the view.
-        step: between two elements of the dimension.
-        wider: the step of the dimension around it; 0 for none.
+    The view begins at `start`, from the first element; the step of the dimension around it is
+    `wider`, 0 for none.
     """
     _, shape, stride, _ = there
     order = sorted((s, d) for d, s in enumerate(stride) if shape[d] > 1)

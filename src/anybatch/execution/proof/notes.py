@@ -120,10 +120,8 @@ class Notes:
 def ours(prefixes: tuple[str, ...] = ()) -> bool:
     """Return whether this library or a listed module does the read, and not a user's code.
 
-    A mode of ours that only passes a call on does not read.
-
-    Args:
-        prefixes: prefixes of the modules of trusted code. Default: `READERS`.
+    A mode of ours that only passes a call on does not read. Prefixes of modules default to
+    `READERS`.
     """
     frame, measures = sys._getframe(1), False
     while frame.f_back is not None:

@@ -144,11 +144,7 @@ def _longer(tensor: Tensor, fewer: Sequence[int]) -> list[int]:
 class FreeCall:
     """A kernel in which no sample has a part, and which has longer tensors for more rows.
 
-    Args:
-        call: it.
-        written: those that it writes to, and that can be read.
-        fewer: the same call for fewer rows.
-        trained: says whether a tensor may have other numbers later.
+    Its `written` tensors can be read. `trained` says whether a tensor may have other numbers later.
     """
 
     def __init__(
@@ -180,10 +176,7 @@ class FreeCall:
     def marks(self, at: int, samples: Sequence[int], rows: int) -> Tensor | None:
         """Return the mask of result `at`: the samples that its rows stand for.
 
-        Args:
-            at: of the results.
-            samples: the sample that each row of the forward stands for.
-            rows: how many fewer rows were.
+        Of each of its rows there is a sample; of the fewer ones there were `rows`.
         """
         tensor, fewer = self._call.results[at], self._fewer.gave[at]
         n, found = len(samples), None

@@ -186,13 +186,8 @@ def forward(
 ) -> tuple[Any, bool]:
     """Run forward under masks; return its outputs, and whether a hook was registered in it.
 
-    Args:
-        follow: follows it.
-        micro: the rows.
-        samples: which sample each row is.
-        run: calls the model with rows, within the context passed as `within`.
-        graph: build one. Else without gradients.
-        saved: save tensors for a backward. Else none.
+    `run` calls the model with rows, within the context passed as `within`. `graph` builds one, and
+    `saved` saves tensors for a backward.
 
     Raises:
         NeededError: forward needs tensors that were not saved.
@@ -325,11 +320,8 @@ def backward(
 ) -> None:
     """Run backward under masks from a gradient that each sample has of its own.
 
-    Args:
-        follow: has followed the forward.
-        outputs: of it.
-        leaves: tensors that may get a gradient; their previous ones are restored.
-        inputs: leaves with a row for each sample, whose gradients must be only of that sample.
+    Gradients of `leaves` are restored. Those of `inputs`, leaves with a row for each sample, must
+    be only of that sample.
     """
     every = [t for _, t in pytree.tensors(outputs) if t.requires_grad]
     roots = [t for t in every if not several(follow.masks.of(t))]  # a loss inside is traced
@@ -390,11 +382,7 @@ def as_long_as_the_longest(args: tuple[Any, ...]) -> bool:
 
 
 class Longer(TorchFunctionMode):
-    """Makes rows in the body one step longer than the longest.
-
-    Args:
-        fill: value of the step; None (default) is the user's padding.
-    """
+    """Makes rows in the body one step longer than the longest, of a value or (None) the padding."""
 
     def __init__(self, fill: float | None = None) -> None:
         super().__init__()
@@ -415,10 +403,8 @@ class Longer(TorchFunctionMode):
 def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | None:
     """Return whether outputs depend on the length of the longest row; None where it is unknown.
 
-    Args:
-        call: runs forward on the same rows, without a graph, each time as the first time.
-        outputs: its outputs.
-        draws: it draws numbers, which one step more would change.
+    `call` runs forward on the same rows, without a graph, each time as the first time. One step
+    more would change what it `draws`.
     """
     try:
         with Longer(math.nan):

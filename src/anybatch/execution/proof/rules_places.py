@@ -61,11 +61,8 @@ def _read(got: Tensor, index: Tensor | None) -> Tensor:
 def _written_at(call: Call, places: Tensor, *, leads: bool) -> Tensor:
     """Return the marks that indices add to the mask of the elements that are written there.
 
-    Args:
-        call: of a kernel that writes.
-        places: the indices.
-        leads: the source, or the target, is the samples' own. Else a place that no sample has
-            chosen is itself a value, unless each row is written to equally.
+    It `leads` where the source, or the target, is the samples' own. Else a place that no sample has
+    chosen is itself a value, unless each row is written to equally.
     """
     mask = call.full(places)
     plain = mask & ~PLACE & 0xFF
@@ -299,9 +296,7 @@ def collides(call: Call) -> bool:
 def by_position(call: Call, rows: int) -> bool:
     """Say whether rows are read or written at some places only, which no sample has chosen.
 
-    Args:
-        call: of a kernel.
-        rows: of the forward; so many places, or so many times as many, are those of all rows.
+    So many places as the forward has rows, or so many times as many, are those of all rows.
     """
     if call.name not in (WRITES | PUTS | CHOICES):
         return False
@@ -314,11 +309,8 @@ def by_position(call: Call, rows: int) -> bool:
 def at_fixed_places(call: Call, *, square: bool = False) -> bool:
     """Say whether rows are read or written at places that no sample has chosen.
 
-    So are all rows by an `arange` of them, until its length has shown that it is one.
-
-    Args:
-        call: of a kernel.
-        square: a diagonal of rows against rows counts, too. Default False: samples lie along both.
+    So are all rows by an `arange` of them, until its length has shown that it is one. A diagonal of
+    rows against rows counts if `square`: samples lie along both.
     """
     x = call.args[0] if call.args else None
     mask = call.mask(x)

@@ -37,12 +37,7 @@ Left = dict[int, tuple[str, int]]
 
 
 def left_behind(model: nn.Module, masks: Masks) -> Left:
-    """Return where a model holds tensors in which samples have had a part.
-
-    Args:
-        model: whose plain attributes, forwards and hooks are walked; not its parameters.
-        masks: of all tensors that samples have had a part in.
-    """
+    """Return where a model holds tensors in which samples have had a part; not its parameters."""
     found: Left = {}
     for at, name, tensor in held(model):
         if masks.of(tensor) is not None:
@@ -141,13 +136,7 @@ def _content(cell: Any) -> Iterator[Any]:
 
 
 class HeldTensor(NamedTuple):
-    """A tensor of the model.
-
-    Attributes:
-        name: such as "k.0.weight".
-        place: address, or id and count of writes, which a new tensor or a write would change.
-        tensor: it.
-    """
+    """A tensor of the model, and its place, which a new tensor or a write would change."""
 
     name: str
     place: tuple[int, int]
@@ -192,11 +181,8 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def reads(model: nn.Module, those: list[HeldTensor], call: Callable[[], Any], outputs: Any) -> str:
     """Return the name of the first of some tensors if a call computes with them, or "".
 
-    Args:
-        model: it is as it was afterwards.
-        those: tensors that it holds.
-        call: of the model, on the rows that have given `outputs`.
-        outputs: without NaN of its own, or with those of any call.
+    `call` is of the model, on the rows that have given `outputs`: these have no NaN of their own,
+    or those of any call. The model is as it was afterwards.
     """
     if any(not one.tensor.is_floating_point() or one.tensor.is_inference() for one in those):
         return those[0].name

@@ -61,13 +61,7 @@ KernelNumbers = tuple[str, str, tuple[Any, ...]]
 
 
 class Difference(NamedTuple):
-    """Two forwards that compute with other numbers.
-
-    Attributes:
-        where: the module and the kernel, as the beginning of a sentence.
-        mine: the numbers of the first forward.
-        its: those of the other one.
-    """
+    """The beginning of a sentence on two forwards, and the numbers with which each computes."""
 
     where: str
     mine: str
@@ -94,13 +88,7 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Forward:
-    """One forward under masks.
-
-    Attributes:
-        notes: the records of the runs.
-        samples: the samples of its rows, in order.
-        outputs: of it.
-    """
+    """One forward under masks: its records, the samples of its rows in order, its outputs."""
 
     notes: Notes
     samples: Sequence[int]
@@ -118,12 +106,9 @@ def ended(follow: Follow, samples: Sequence[int], outputs: Any) -> Forward:
 
 
 def judge(full: Forward, part: Forward | None, axes: Sequence[int | None]) -> Verdict:
-    """Return the verdict on two forwards.
+    """Return the verdict on forwards of a few rows, and of the last of these, if it takes fewer.
 
-    Args:
-        full: of a few rows.
-        part: of the last of these; None where the model takes no fewer rows.
-        axes: where each output holds the samples; None where it holds none.
+    `axes` are where each output holds the samples; None where it holds none.
     """
     part = None if part is None else _without_refuted(full, part)
     runs = [full] if part is None else [full, part]
@@ -444,14 +429,9 @@ def add_up(
 ) -> bool | None:
     """Say whether the gradients of the rows in one and in two micro-batches are the same.
 
-    None where no output has samples and a gradient: a loss that the model returns is no row.
-
-    Args:
-        run: calls the model, each time as the first time.
-        full: the rows.
-        axes: where each output holds the samples, None where it holds none; None in place of all if
-            the model returns its loss: the first dimension of the other outputs.
-        leaves: tensors that get a gradient; their previous ones are restored.
+    None where no output has samples and a gradient: a loss that the model returns is no row. `run`
+    calls the model, each time as the first time. `axes` is None where the model returns its loss:
+    the first dimension of the other outputs. Gradients of `leaves` are restored.
     """
     half = full.size // 2
     held = [leaf.grad for leaf in leaves]
