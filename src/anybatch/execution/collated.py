@@ -175,7 +175,7 @@ class Compared:
         rng, attributes = RNGState.now(), _Attributes(self._collate)
         size = 0
         try:
-            before, n = every_number_of(self._collate), self._cuts[-1]
+            before, n = traits_of(self._collate)[2:], self._cuts[-1]
             full = self._made(items, range(n))
             size = max(1, _bytes(full) // n)
             drawn = not RNGState.now().same_as(rng)
@@ -187,7 +187,7 @@ class Compared:
             for begin, end in zip(self._cuts, self._cuts[1:], strict=False):
                 part = self._made(items, range(begin, end))
                 found.add(_differ(pytree.rows(full, begin, end, n), part))
-            if before != every_number_of(self._collate):
+            if before != traits_of(self._collate)[2:]:
                 found.add(MOVES)
         except Exception:  # the step itself meets what is no question of few items
             return Found(UNKNOWN, size)
@@ -201,11 +201,6 @@ class Compared:
         """Collate copies of some items; the function may modify its list and the items."""
         copies = [copy.deepcopy(items[index % len(items)]) for index in at]
         return collated(self._collate(copies), len(at), {}, paired=self._paired)
-
-
-def every_number_of(collate_fn: Any) -> Any:
-    """Return the numbers that a function that collates holds or names."""
-    return traits_of(collate_fn)[2:]
 
 
 def _bytes(values: Any) -> int:

@@ -207,14 +207,11 @@ def note_layouts(step: Step, outputs: Any, fewer: Any, n: int, m: int) -> Layout
         traits.extra_layout = rough_layout(loss.outputs(outputs), loss.outputs(fewer), n, m)
         return rough_layout(outputs, fewer, n, m)
     if fewer is None:
-        traits.layout = tuple(_axis_by_size(t, n) for _, t in pytree.tensors(outputs))
+        shapes = (tensor.shape for _, tensor in pytree.tensors(outputs))
+        traits.layout = tuple(0 if shape[:1] == (n,) else None for shape in shapes)
         return ()
     traits.layout = layout_of(outputs, fewer, n, m)
     return traits.layout
-
-
-def _axis_by_size(tensor: Tensor, n: int) -> int | None:
-    return 0 if tensor.dim() and tensor.shape[0] == n else None
 
 
 def computed(step: Step) -> set[torch.dtype]:

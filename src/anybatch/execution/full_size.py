@@ -131,10 +131,8 @@ def compare_new_sizes(step: Step) -> None:
 
 def sizes_of_step(step: Step) -> list[int]:
     """Return the sizes at which a declared loss is called: of the full batch, and of its parts."""
-    samples, followed = (
-        step.global_batch.size,
-        0 if step.traits.sizes is None else step.traits.sizes.followed,
-    )
+    samples, record = step.global_batch.size, step.traits.sizes
+    followed = 0 if record is None else record.followed
     sizes = sizes_of(samples, step.micro_batch, followed)
     return [*sizes, *({1} & _parts(step) - {samples})]
 

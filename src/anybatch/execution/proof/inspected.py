@@ -77,12 +77,12 @@ class Familiar:
         """Say whether a model, with the functions of a declared loss, need not be inspected."""
         now = parts(modules)
         if now != self._parts:  # to follow the code takes longer than to read what it names
-            self._parts, self._outside = now, _outside(modules, functions)
+            self._parts, self._outside = now, Outside((module for _, module in modules), functions)
         self._now = self._model(modules, arguments)
         if self._now in self._models or len(self._models) >= MOST:
             return True
         if self._models:  # a function may have been replaced, and the new one names others
-            self._outside = _outside(modules, functions)
+            self._outside = Outside((module for _, module in modules), functions)
             self._now = self._model(modules, arguments)
         return self._now in self._models
 
@@ -146,10 +146,6 @@ class Familiar:
             self._kernels |= kernels
             self._kernels_added += 1
         return kernels <= self._kernels
-
-
-def _outside(modules: Iterable[tuple[str, nn.Module]], functions: Iterable[Any]) -> Outside:
-    return Outside((module for _, module in modules), functions)
 
 
 # Batch sizes at which the forward of the full batch was compared with that of micro-batches.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,17 +41,8 @@ READS = frozenset(
 (test_a_number_of_classes_is_a_doubt)."""
 
 LOSSES = frozenset(
-    (
-        "nll_loss_forward",
-        "nll_loss2d_forward",
-        "_log_softmax",
-        "mse_loss",
-        "smooth_l1_loss",
-        "huber_loss",
-        "binary_cross_entropy",
-        "binary_cross_entropy_with_logits",
-        "_ctc_loss",
-    )
+    "nll_loss_forward nll_loss2d_forward _log_softmax mse_loss smooth_l1_loss huber_loss "
+    "binary_cross_entropy binary_cross_entropy_with_logits _ctc_loss".split()
 )
 """Kernels that a loss inside a model ends in: their inputs must be rows."""
 
@@ -148,6 +139,14 @@ def rule(names: str) -> Callable[[Rule], Rule]:
         return fn
 
     return note
+
+
+def rows_of(call: Call, tensors: Iterable[Tensor]) -> Tensor:
+    """Return the union of masks by row: all dimensions but the first are folded."""
+    masks = [mask for one in tensors if (mask := call.mask(one)) is not None]
+    rows = union(fold(mask, range(1, mask.dim()), keep=False) for mask in masks)
+    assert rows is not None
+    return rows
 
 
 def dims_of(dims: Any, rank: int) -> list[int]:

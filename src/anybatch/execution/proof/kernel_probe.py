@@ -34,7 +34,7 @@ from anybatch.execution.proof.masks import (
 )
 from anybatch.execution.proof.rules import REDUCTIONS, reduced
 from anybatch.execution.proof.rules_places import PUTS
-from anybatch.execution.proof.rules_products import SLICES
+from anybatch.execution.proof.rules_products import SLICES, takes_all
 
 IN_ORDER = frozenset(("_grouped_mm", "_pad_packed_sequence", "mkldnn_rnn_layer"))
 """Kernels that bring rows which are in an order of their own back to their samples."""
@@ -375,15 +375,9 @@ class Few:
             dims = _contracted(call, x)
         elif call.name.startswith("_scaled_dot_product"):
             dims = [rank - 2]
-        elif call.name in SLICES and call.name != "unbind" and not _takes_all(call):
+        elif call.name in SLICES and call.name != "unbind" and not takes_all(call, ENDLESS):
             dims = [0] if call.argument("dim", default=0) % rank == 0 else []
         return any(x.shape[d] in self.sizes for d in dims) or len(dims) == rank
-
-
-def _takes_all(call: Call) -> bool:
-    begin, end = call.argument("start"), call.argument("end")
-    endless = begin in (None, 0) and (end is None or end >= ENDLESS)
-    return call.name == "slice" and endless and call.argument("step", default=1) == 1
 
 
 def _contracted(call: Call, x: Tensor) -> list[int]:

@@ -84,6 +84,11 @@ def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
     return mask
 
 
+def line_along(line: Tensor, dim: int, rank: int) -> Tensor:
+    """Return a line as a tensor of some rank that varies along one dimension."""
+    return line.reshape([-1 if d == dim else 1 for d in range(rank)])
+
+
 def on_one_device(masks: dict[int, Tensor]) -> dict[int, Tensor]:
     """Return the masks of a kernel's operands on one device, which is not the host's if any is."""
     devices = {mask.device for mask in masks.values()}
@@ -327,12 +332,8 @@ class Masks:
         )
         sole = written and place == record.owner and record.flat is None  # no other part has one
         if record.owner is None or every or sole:
-            record.views, record.flat, record.owner, record.origin = (
-                {place: mask},
-                None,
-                place,
-                meeting,
-            )
+            record.views, record.flat = {place: mask}, None
+            record.owner, record.origin = place, meeting
             return
         if written:
             part = self._part(record, tensor)

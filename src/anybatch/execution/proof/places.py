@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.core.accelerator import home
 from anybatch.execution.proof.kernel_call import CUTS, Call
-from anybatch.execution.proof.masks import ALL, INTEGERS, PLACE
+from anybatch.execution.proof.masks import ALL, INTEGERS, PLACE, line_along
 
 CONSTANT = frozenset(
     "empty zeros ones full new_empty new_zeros new_ones new_full empty_like zeros_like ones_like "
@@ -193,7 +193,7 @@ class FreeCall:
             else:
                 bits = [0 if self._random else ALL] * size
             line = torch.tensor(bits, dtype=torch.uint8, device=tensor.device)
-            line = line.reshape([-1 if d == k else 1 for k in range(tensor.dim())])
+            line = line_along(line, d, tensor.dim())
             found = line if found is None else found | line
         if found is None or not places:
             return found
@@ -211,7 +211,7 @@ class FreeCall:
             each = torch.zeros([1] * one.dim(), dtype=torch.uint8, device=one.device)
             for d in dims:
                 line = torch.arange(one.shape[d], dtype=torch.uint8, device=one.device)
-                each = each + line.reshape([-1 if d == k else 1 for k in range(one.dim())])
+                each = each + line_along(line, d, one.dim())
             found[id(one)] = torch.bitwise_left_shift(torch.ones_like(each), each % 4)
         return replace(self._call, masks=found)
 

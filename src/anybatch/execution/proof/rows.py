@@ -31,41 +31,20 @@ from anybatch.execution.proof.places import plain
 from anybatch.execution.proof.verdict import UNDIVIDED, strange_row
 
 PAST = frozenset(
-    (
-        Tensor.__array__,
-        Tensor.__dlpack__,
-        Tensor.apply_,
-        Tensor.data_ptr,
-        Tensor.map2_,
-        Tensor.map_,
-        Tensor.numpy,
-        Tensor.tolist,
-        Tensor.untyped_storage,
-        Tensor.__reduce_ex__,
-    )
+    getattr(Tensor, name)
+    for name in (
+        "__array__ __dlpack__ apply_ data_ptr map2_ map_ numpy tolist untyped_storage __reduce_ex__"
+    ).split()
 )
 """Calls that read the memory of a tensor without a kernel, or give Python number after number."""
 
 SIZES = frozenset(
     (
-        Tensor.__len__,
-        Tensor.equal,
-        Tensor.is_contiguous,
-        Tensor.is_same_size,
-        Tensor.nbytes.__get__,  # type: ignore[attr-defined]
-        Tensor.nelement,
-        Tensor.numel,
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.size,
-        Tensor.storage,
-        Tensor.storage_offset,
-        Tensor.stride,
-        Tensor.unbind,
-        Tensor.untyped_storage,
-        torch.equal,
-        torch.is_same_size,
-        torch.numel,
-        torch.unbind,
+        *(torch.equal, torch.is_same_size, torch.numel, torch.unbind),
+        *(Tensor.nbytes.__get__, Tensor.shape.__get__),  # type: ignore[attr-defined]
+        *(Tensor.__len__, Tensor.equal, Tensor.is_contiguous, Tensor.is_same_size, Tensor.nelement),
+        *(Tensor.numel, Tensor.size, Tensor.storage, Tensor.storage_offset, Tensor.stride),
+        *(Tensor.unbind, Tensor.untyped_storage),
     )
 )
 """Calls that may show how many samples there are."""

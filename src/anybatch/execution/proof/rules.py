@@ -27,6 +27,7 @@ from anybatch.execution.proof.kernel_call import (
     Found,
     dims_of,
     leads_back,
+    rows_of,
     rule,
     valued,
 )
@@ -247,9 +248,7 @@ def _margins(call: Call) -> Found:
     x, target = call.args[:2]
     if x.dim() < 2:
         return [call.all().reshape([1] * r.dim()) for r in call.results]
-    masks = [call.mask(one) for one in (x, target)]
-    rows = union(fold(m, range(1, m.dim()), keep=False) for m in masks if m is not None)
-    assert rows is not None
+    rows = rows_of(call, (x, target))
     first = rows if call.results[0].dim() else fold(rows, [0], keep=False)
     return [first, *(rows[:, None] for _ in call.results[1:])]
 
@@ -334,35 +333,21 @@ def _reduced(call: Call) -> Found:
 @rule(
     "_softmax _log_softmax cumsum cumprod logcumsumexp cummax cummin _cummax_helper "
     "_cummin_helper _softmax_backward_data _log_softmax_backward_data cumsum_ cumprod_ "
-    "_safe_softmax"
+    "_safe_softmax _fft_r2c _fft_c2r _fft_c2c renorm renorm_ multinomial _sample_dirichlet"
 )
 def _along(call: Call) -> Found:
+    """Return the union along the dimensions that are mixed: of draws from rows the last one.
+
+    renorm rescales slices by all other dimensions: a NaN norm is not too large, so NaN would not
+    spread.
+    """
     mask = union(call.masks.values())
     assert mask is not None
-    dim = call.argument("dim") % max(mask.dim(), 1)
-    return [fold(mask, [dim] if mask.dim() else [])] * len(call.results)
-
-
-@rule("_fft_r2c _fft_c2r _fft_c2c")
-def _transformed(call: Call) -> Found:
-    x = call.args[0]
-    mask = call.mask(x)
-    dims = [d % x.dim() for d in call.argument("dim")]  # none of them where it is empty
-    return [None if mask is None else fold(mask, dims)]
-
-
-@rule("renorm renorm_")
-def _renormed(call: Call) -> Found:
-    """Return the masks of rescaled slices: a NaN norm is not too large, so NaN would not spread."""
-    x = call.args[0]
-    mask, dim = call.mask(x), call.argument("dim") % x.dim()
-    return [None if mask is None else fold(mask, [d for d in range(x.dim()) if d != dim])]
-
-
-@rule("multinomial _sample_dirichlet")
-def _drawn_of_rows(call: Call) -> Found:
-    mask = call.mask(call.args[0])
-    return [None if mask is None else fold(mask, [mask.dim() - 1])] * len(call.results)
+    rank, dim = mask.dim(), call.argument("dim", default=-1)
+    dims = [d % rank for d in ([dim] if isinstance(dim, int) else dim)] if rank else []
+    if call.name.startswith("renorm"):
+        dims = [d for d in range(rank) if d not in dims]
+    return [fold(mask, dims)] * len(call.results)
 
 
 # ---------------------------------------------------------------- order and choice

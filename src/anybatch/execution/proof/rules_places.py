@@ -17,6 +17,7 @@ from anybatch.execution.proof.masks import (
     PLACE,
     SAMPLES,
     fold,
+    line_along,
     several,
     total,
     union,
@@ -159,20 +160,18 @@ def _gathered(call: Call) -> Found:
 def _chosen(call: Call) -> Found:
     x, dim, places = call.args[:3]
     dim %= max(x.dim(), 1)
-    shape = [-1 if d == dim else 1 for d in range(x.dim())]
     found = _read(call.full(x).index_select(dim, places.reshape(-1)), call.mask(places))
-    return [found | _placed(call, places, x, dim).reshape(shape)]
+    return [found | line_along(_placed(call, places, x, dim), dim, x.dim())]
 
 
 @rule("index_add index_add_ index_copy index_copy_ _index_copy_")
 def _added(call: Call) -> Found:
     x, dim, places, source = call.args[:4]
     dim %= max(x.dim(), 1)
-    shape = [-1 if d == dim else 1 for d in range(x.dim())]
     leads = _takes_turns(places, x.shape[dim]) if x.dim() else True
     leads |= _moves_rows(call, dim, x, source)
-    found = call.full(source) | _written_at(call, places, leads=leads).reshape(shape)
-    found = _unordered(found)
+    at = line_along(_written_at(call, places, leads=leads), dim, x.dim())
+    found = _unordered(call.full(source) | at)
     return [_piled(call.full(x), lambda base, one: base.index_add_(dim, places, one), found)]
 
 
@@ -180,10 +179,9 @@ def _added(call: Call) -> Found:
 def _filled_at(call: Call) -> Found:
     x, dim, places, value = call.args[:4]
     dim %= max(x.dim(), 1)
-    shape = [-1 if d == dim else 1 for d in range(x.dim())]
     leads = _takes_turns(places, x.shape[dim]) if x.dim() else True
     leads |= _moves_rows(call, dim, x)
-    found = _written_at(call, places, leads=leads).reshape(shape)
+    found = line_along(_written_at(call, places, leads=leads), dim, x.dim())
     if (mask := call.mask(value)) is not None:
         found = found | mask.reshape([1] * x.dim())
     size = [places.numel() if d == dim else n for d, n in enumerate(x.shape)]

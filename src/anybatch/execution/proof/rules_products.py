@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core.modules import name_of
-from anybatch.execution.proof.kernel_call import Call, Found, rule, varies
+from anybatch.execution.proof.kernel_call import Call, Found, rows_of, rule, varies
 from anybatch.execution.proof.masks import ALL, CUT, LOOSE, fold, several, union
 
 # ---------------------------------------------------------------- products
@@ -144,12 +144,13 @@ def _by_lengths(mask: Tensor, lengths: list[int]) -> Tensor:
     "native_group_norm thnn_conv2d _slow_conv2d_forward slow_conv3d_forward "
     "convolution_backward max_pool2d_with_indices_backward avg_pool2d_backward "
     "_adaptive_avg_pool2d_backward upsample_bilinear2d_backward upsample_nearest2d_backward "
-    "native_group_norm_backward"
+    "native_group_norm_backward fractional_max_pool2d fractional_max_pool3d"
 )
 def _by_rows(call: Call) -> Found | None:
     x = call.args[0]
     operands = [t for t in call.operands if call.mask(t) is not None]
-    if any(t.dim() != x.dim() or t.shape[0] != x.shape[0] for t in operands):
+    others = any(t.dim() != x.dim() or t.shape[0] != x.shape[0] for t in operands)
+    if others and not call.name.startswith("fractional"):  # whose places of windows are drawn
         return None
     groups = call.argument("groups", "group", default=1)
     if len(operands) == 1 and operands[0] is x and groups > 1 and "backward" not in call.name:
@@ -158,8 +159,7 @@ def _by_rows(call: Call) -> Found | None:
         filters = call.args[2 if "backward" in call.name else 1]
         if call.mask(filters) is not None:
             return None
-    rows = union(_row_of(call, t) for t in operands)
-    assert rows is not None
+    rows = rows_of(call, operands)
     if "backward" not in call.name:
         return [_like(rows, r) for r in call.results]
     parameters = fold(rows, [0])
@@ -182,20 +182,6 @@ def _by_groups(call: Call, x: Tensor, groups: int) -> Found:
             each = mask.repeat_interleave(one.shape[1] // groups, 1)
         found.append(each.reshape([*each.shape, *[1] * (one.dim() - 2)]))
     return found
-
-
-def _row_of(call: Call, tensor: Tensor) -> Tensor:
-    mask = call.mask(tensor)
-    assert mask is not None
-    return fold(mask, range(1, mask.dim()), keep=False)
-
-
-@rule("fractional_max_pool2d fractional_max_pool3d")
-def _pooled_at_random(call: Call) -> Found:
-    masks = [call.mask(one) for one in tree_leaves(call.args) if call.mask(one) is not None]
-    rows = union(fold(m, range(1, m.dim()), keep=False) for m in masks if m is not None)
-    assert rows is not None
-    return [_like(rows, r) for r in call.results]
 
 
 def _like(rows: Tensor, result: Tensor) -> Tensor | None:
@@ -297,7 +283,9 @@ def sliced(call: Call, found: Iterable[Tensor]) -> tuple[list[Tensor], str]:
     if mask is None or call.name not in SLICES or not x.dim():
         return views, ""
     dim = call.argument("dim", default=0) % x.dim()
-    if mask.shape[dim] == 1 or not varies(mask, dim) or _takes_all(call, dim):
+    size = x.shape[dim]
+    every = call.argument("split_size") >= size if call.name == "split" else takes_all(call, size)
+    if mask.shape[dim] == 1 or not varies(mask, dim) or every:
         return views, ""
     if bool((mask & LOOSE).any()) and call.name != "unbind" and not call.backward:
         said = f"{call.name} of samples that nonzero, sort or topk has put in an order"
@@ -308,11 +296,10 @@ def sliced(call: Call, found: Iterable[Tensor]) -> tuple[list[Tensor], str]:
 SLICES = frozenset(("slice", "select", "split", "split_with_sizes", "unbind", "narrow", "chunk"))
 
 
-def _takes_all(call: Call, dim: int) -> bool:
-    if call.name == "split":
-        return bool(call.argument("split_size") >= call.args[0].shape[dim])
+def takes_all(call: Call, size: int) -> bool:
+    """Say whether a slice takes all of a dimension, which is so long or longer."""
     begin, end = call.argument("start"), call.argument("end")
-    every = begin in (None, 0) and (end is None or end >= call.args[0].shape[dim])
+    every = begin in (None, 0) and (end is None or end >= size)
     return call.name == "slice" and every and call.argument("step", default=1) == 1
 
 

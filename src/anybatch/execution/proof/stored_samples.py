@@ -59,7 +59,7 @@ def increases(counts: Sequence[int]) -> bool:
     return len(counts) > 1 and all(a < b for a, b in pairwise(counts))
 
 
-def held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:
+def held(model: Any) -> Iterator[tuple[int, str, Tensor]]:
     """Yield the id of a container, a name and a tensor, for every tensor that is found."""
     visited: set[int] = set()
     ahead: deque[tuple[str, Any, int]] = deque([("", model, 0)])
@@ -80,15 +80,7 @@ def held(model: nn.Module) -> Iterator[tuple[int, str, Tensor]]:
 
 def within(outputs: Any) -> Iterator[Tensor]:
     """Yield the tensors that outputs hold, those in objects such as a cache of keys, too."""
-    visited: set[int] = set()
-    ahead: deque[tuple[Any, int]] = deque([(outputs, 0)])
-    while ahead and len(visited) < MOST:
-        held, depth = ahead.popleft()
-        if isinstance(held, Tensor):
-            yield held
-        elif id(held) not in visited and depth < DEEP:
-            visited.add(id(held))
-            ahead += [(inside, depth + 1) for _, inside in _inside(held)]
+    yield from (tensor for _, _, tensor in held((outputs,)))
 
 
 def _inside(held: Any) -> Iterator[tuple[str, Any]]:
