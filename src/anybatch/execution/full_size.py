@@ -15,13 +15,7 @@ from anybatch.core.modules import call_model, unheard
 from anybatch.core.rng import RNGState
 from anybatch.execution.few_rows import turned
 from anybatch.execution.proof.congruent import Comparison, sizes_of
-from anybatch.execution.proof.declared import (
-    DECLARED,
-    Declared,
-    Entries,
-    LossRows,
-    refuse_declared_use,
-)
+from anybatch.execution.proof.declared import DECLARED, Declared, LossRows, refuse_declared_use
 from anybatch.execution.proof.inspected import Pair
 from anybatch.execution.proof.verdict import Verdict
 from anybatch.execution.signature import shapes_of
@@ -206,7 +200,6 @@ def refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> t
     targets = turned(pytree.rows(full.targets, size - count, size, size), count)
     some = LossRows(outputs, targets, count)
     one = Declared(step.loss.own, full, some, layout, lanes=lanes)
-    entries = Entries(step.loss.own, full, layout)
     batch = step.batch if isinstance(step.batch, TensorBatch) else None
     if step.budgeted or step.retries:
         batch = None
@@ -217,7 +210,7 @@ def refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> t
         if found.meets:
             return found
         counts = one.sizes is not None and not found.doubts
-        other = entries.judge(batch, step.micro_batch, counts=counts)
+        other = one.judge_entries(batch, step.micro_batch, counts=counts)
         return Verdict(other.meets, (*found.doubts, *other.doubts))
 
     with unheard():
