@@ -23,50 +23,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from anybatch.core.modules import DispatchMode
 from anybatch.core.norm import counters
 from anybatch.core.rng import torch_state
-from anybatch.execution.proof.kernel_call import (
-    LOSSES,
-    NORMS,
-    READS,
-    REGROUPS,
-    TABLES,
-    VIEWS_IN_PLACE,
-    Call,
-    count_places,
-    fitting,
-    may_cut,
-    remains_cut,
-    take_in,
-    trains,
-    varies,
-    views_of,
-)
+from anybatch.execution.proof import kernel_call, places, rules_places
+from anybatch.execution.proof.kernel_call import Call
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
 from anybatch.execution.proof.masks import CUT, Masks, fold, on_one_device, several, shrink, union
 from anybatch.execution.proof.notes import COUNTING, Notes, norm_call, ours, smaller_copies
-from anybatch.execution.proof.places import (
-    CONSTANT,
-    COPIES,
-    FILLS,
-    FreeCall,
-    Lengths,
-    Made,
-    bases,
-    firsts,
-    in_rows,
-    plain,
-    scalars,
-    shapes,
-)
+from anybatch.execution.proof.places import FreeCall, Lengths, Made
 from anybatch.execution.proof.rules import REDUCTIONS, has_rule, masks_after, reduced
-from anybatch.execution.proof.rules_places import (
-    CHOICES,
-    PUTS,
-    WRITES,
-    at_fixed_places,
-    by_position,
-    collides,
-)
 from anybatch.execution.proof.rules_products import not_linear, sliced
 from anybatch.memory.meter import written_by
 
@@ -114,7 +78,7 @@ class Follow(DispatchMode):
         self._fresh: set[int] = set()
         self._filled: dict[int, StorageWeakRef] = {}
         trained = model.parameters() if lengths else ()
-        self._weights = [one for one in trained if one.requires_grad and in_rows(one)]
+        self._weights = [one for one in trained if one.requires_grad and places.in_rows(one)]
         self._parameters: set[int] | None = None
         self._rng = torch_state()
         norms = [
@@ -179,7 +143,7 @@ class Follow(DispatchMode):
         if self.singles or not operands or any(one.dim() for one in operands):
             self._note_numbers(call)
         self._note_counter(call)
-        if name in NORMS and trains(schema, args) and not self.backward:
+        if name in kernel_call.NORMS and kernel_call.trains(schema, args) and not self.backward:
             return self._normalised(call)
         self.notes.sizes |= name == "roll"  # by 12 it leaves 4 rows, and 3, where they are
         if name == "randperm":
@@ -189,7 +153,8 @@ class Follow(DispatchMode):
         call.writes = list(written_by(func, args, kwargs))
         follows = masks or name == "_local_scalar_dense"
         result = self._followed(call) if follows else self._without(call)
-        if (name in FILLS or (call.filled and name in COPIES)) and in_rows(result):
+        fills = name in places.FILLS or (call.filled and name in places.COPIES)
+        if fills and places.in_rows(result):
             storage = result.untyped_storage()
             self._filled[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         if self._few.sizes or name in CHOOSING:
@@ -238,12 +203,12 @@ class Follow(DispatchMode):
         views = any(r.alias_info and not r.alias_info.is_write for r in returns)
         before = self._before(call, views=views)
         result = self._run(call.func, call.args, call.kwargs)
-        take_in(call, result)
-        self.notes.sizes |= views and may_cut(call)
-        self.notes.cuts |= views and call.name == "slice" and may_cut(call)
+        kernel_call.take_in(call, result)
+        self.notes.sizes |= views and kernel_call.may_cut(call)
+        self.notes.cuts |= views and call.name == "slice" and kernel_call.may_cut(call)
         if views and not call.writes:
             self._viewed(call)
-        elif call.name not in VIEWS_IN_PLACE:  # the masks of a storage are known
+        elif call.name not in kernel_call.VIEWS_IN_PLACE:  # the masks of a storage are known
             self._made(call, before)
         return result
 
@@ -257,7 +222,8 @@ class Follow(DispatchMode):
         if draws:
             self._rng = torch_state()
             made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
-            self.notes.draws.append((self.path, func._schema.name.split("::")[1], shapes(made)))
+            name = func._schema.name.split("::")[1]
+            self.notes.draws.append((self.path, name, places.shapes(made)))
         return result
 
     def _read(self, func: Any, args: tuple[Any, ...]) -> Any:
@@ -269,7 +235,7 @@ class Follow(DispatchMode):
 
     def _chosen(self, call: Call, result: Any) -> None:
         """Record rows that are chosen by their values, and tensors computed from them."""
-        take_in(call, result)
+        kernel_call.take_in(call, result)
         every = (*call.operands, *call.results)
         if self.backward or any(one.layout != torch.strided for one in every):
             return
@@ -279,7 +245,7 @@ class Follow(DispatchMode):
             self._few.ran(call, self.path)
             self.notes.few = self._few.places
             none = 0 in self._few.sizes and not all(one.numel() for one in call.operands)
-            if none and call.name in PUTS | WRITES:
+            if none and call.name in rules_places.PUTS | rules_places.WRITES:
                 self._wrote_none(call)
 
     def _wrote_none(self, call: Call) -> None:
@@ -305,7 +271,7 @@ class Follow(DispatchMode):
 
     def _note_numbers(self, call: Call) -> None:
         """Record the Python numbers that a kernel computes with."""
-        if not self.backward and (numbers := scalars(call.func, call.args, call.kwargs)):
+        if not self.backward and (numbers := places.scalars(call.func, call.args, call.kwargs)):
             self.notes.numbers.append((self.path, call.name, numbers))
 
     def _without(self, call: Call) -> Any:
@@ -319,18 +285,19 @@ class Follow(DispatchMode):
                 self._filled.pop(one.untyped_storage()._cdata, None)
         if self.backward:
             return result
-        take_in(call, result)
+        kernel_call.take_in(call, result)
         self._note_single(call)
         if name == "select":  # an entry of a table
             self.notes.numbers.append((self.path, name, call.args[1:]))
-        views = [one for one in call.writes if plain(one)]
-        if name in CONSTANT and not views:
+        views = [one for one in call.writes if places.plain(one)]
+        if name in places.CONSTANT and not views:
             return result
-        now = Made(name, shapes(call.results), shapes([*operands, *bases(views)]))
-        if name not in CONSTANT and operands:
+        took = places.shapes([*operands, *places.bases(views)])
+        now = Made(name, places.shapes(call.results), took)
+        if name not in places.CONSTANT and operands:
             with _disable_current_modes():
                 made = smaller_copies(call.results, operands)
-                now = now._replace(made=made, first=firsts(func, call.results))
+                now = now._replace(made=made, first=places.firsts(func, call.results))
         self.notes.made[self._calls] = now
         fewer = self._lengths.get(self._calls)
         if fewer is not None and (fewer.name != name or len(fewer.took) != len(now.took)):
@@ -339,7 +306,7 @@ class Follow(DispatchMode):
             free = FreeCall(call, views, fewer, self._trained)
             with _disable_current_modes():
                 self._note_places_of_free(free, free.rows())
-                if name not in CONSTANT:
+                if name not in places.CONSTANT:
                     self._mark(call, free, fewer)
         return result
 
@@ -354,7 +321,7 @@ class Follow(DispatchMode):
                 note(one, found, lambda: f"{self.path}, in {name}")
             elif free.counts(at) and not ours():
                 self.notes.counted.append(f"{self.path}, in {name}")
-            elif plain(one) and not free.outside:
+            elif places.plain(one) and not free.outside:
                 storage = one.untyped_storage()
                 self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 if not any(each.alias_info for each in call.func._schema.returns):
@@ -363,13 +330,13 @@ class Follow(DispatchMode):
     def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
         """Note a kernel without samples that treats rows by their place."""
         self.notes.sizes |= call.cuts
-        none = rows.name in CHOICES | WRITES | PUTS and not count_places(rows)
-        if (not none and at_fixed_places(rows, square=True)) or call.writes_some():
+        fixed = rules_places.at_fixed_places(rows, square=True)
+        if (fixed and not rules_places.takes_no_place(rows)) or call.writes_some():
             self.notes.fixed.append(f"{self.path}, in {rows.name}")
 
     def alike(self, tensor: Tensor) -> bool:
         """Say whether a tensor was made without samples, and is equal for all rows."""
-        record = self._alike.get(tensor.untyped_storage()._cdata) if plain(tensor) else None
+        record = self._alike.get(tensor.untyped_storage()._cdata) if places.plain(tensor) else None
         if record is None or record.expired():  # type: ignore[no-untyped-call]
             return False
         return self.masks.of(tensor) is None
@@ -380,7 +347,9 @@ class Follow(DispatchMode):
 
     def _is_filled(self, tensor: Tensor) -> bool:
         """Say whether a tensor is of one number that forward gave, wherever it is read."""
-        record = self._filled.get(tensor.untyped_storage()._cdata) if in_rows(tensor) else None
+        if not places.in_rows(tensor):
+            return False
+        record = self._filled.get(tensor.untyped_storage()._cdata)
         return record is not None and not record.expired()  # type: ignore[no-untyped-call]
 
     def _trained(self, tensor: Tensor) -> bool:
@@ -393,49 +362,48 @@ class Follow(DispatchMode):
         """Note the value of a single number that was made of no sample: it may be their count."""
         drawn = torch.Tag.nondeterministic_seeded in call.func.tags or "empty" in call.name
         for one in call.results:
-            single = one.dim() == 0 and plain(one) and not (drawn or one.requires_grad)
+            single = one.dim() == 0 and places.plain(one) and not (drawn or one.requires_grad)
             if single and not ours():
                 with _disable_current_modes(), suppress(RuntimeError):  # one that traces has none
                     self.notes.numbers.append((self.path, call.name, (one.item(),)))
 
     def _inspect_operands(self, call: Call) -> None:
         """Record the findings that the operands show before the kernel runs."""
-        if call.name in READS:
+        if call.name in kernel_call.READS:
             # Of a comparison of tensors Python gets a flag, whatever they hold
             # (test_numbers_that_python_reads_are_a_doubt).
             if call.masks and not (self.checks or ours()):
                 real = call.name == "_local_scalar_dense" and call.operands[0].is_floating_point()
                 self.notes.read.append((self.path, "number" if real else "count"))
-        elif call.name in TABLES and call.argument("scale_grad_by_freq"):
+        elif call.name in kernel_call.TABLES and call.argument("scale_grad_by_freq"):
             self.notes.frequencies.append(self.path)
-        elif call.name in LOSSES and not self.notes.lost and not self.backward:
+        elif call.name in kernel_call.LOSSES and not self.notes.lost and not self.backward:
             first = call.args[0]
             if several(call.mask(first)):
                 self.notes.lost = self.masks.origin(first) or self.path
         if call.name in REDUCTIONS:
             self._note_part(call)
-        if self.backward and call.name not in READS:
+        if self.backward and call.name not in kernel_call.READS:
             self.notes.backward += not_linear(call)
         elif not self.backward:
             self._note_places(call)
 
     def _note_places(self, call: Call) -> None:
         """Note rows that are read or written by their place, or where samples choose it."""
-        if collides(call):
+        if rules_places.collides(call):
             self.notes.collisions.append(f"{self.path}, in {call.name}")
-        if self._lengths and by_position(call, len(self.samples)):
+        if self._lengths and rules_places.by_position(call, len(self.samples)):
             self.notes.positions.append(f"{self.path}, in {call.name}")
-        none = (
-            0 in self._few.sizes and call.name in CHOICES | WRITES | PUTS and not count_places(call)
-        )
-        if at_fixed_places(call) and not none:
+        none = 0 in self._few.sizes and rules_places.takes_no_place(call)
+        if rules_places.at_fixed_places(call) and not none:
             self.notes.fixed.append(f"{self.path}, in {call.name}")
 
     def fills_diagonal(self, tensor: Tensor) -> None:
         """Take in a call that writes to a diagonal, which kernels see as a stride."""
         with _disable_current_modes():
             mask = self.masks.of(tensor)
-            if mask is not None and tensor.dim() > 1 and any(varies(mask, d) for d in (0, 1)):
+            dims = (0, 1) if tensor.dim() > 1 else ()
+            if mask is not None and any(kernel_call.varies(mask, d) for d in dims):
                 self.notes.fixed.append(f"{self.path}, in fill_diagonal_")
 
     def _before(self, call: Call, *, views: bool) -> Any:
@@ -463,7 +431,7 @@ class Follow(DispatchMode):
                 found = list(ask(call, before, unfollowed))
             if call.written:
                 unfollowed("it writes to what it does not return")
-        if not self.backward and call.name in CONSTANT:
+        if not self.backward and call.name in places.CONSTANT:
             self._note_single(call)
         place = partial(self._origin, call)
         results = [*call.results, *call.written]
@@ -471,12 +439,12 @@ class Follow(DispatchMode):
         every = call.all() if len(found) < len(results) else None
         for one, mask in zip_longest(results, found[: len(results)], fillvalue=every):
             assert one is not None
-            note(one, self._with_cut(call, one, fitting(mask, one)), place)
+            note(one, self._with_cut(call, one, kernel_call.fitting(mask, one)), place)
             self._note_regroup(call, one, mask)
 
     def _with_cut(self, call: Call, tensor: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the mask of a tensor after a write; rows that a position has chosen remain cut."""
-        if self.backward or not remains_cut(call, tensor):
+        if self.backward or not kernel_call.remains_cut(call, tensor):
             return mask
         self.notes.cuts = True
         cut = torch.full([1] * tensor.dim(), CUT, dtype=torch.uint8, device=tensor.device)
@@ -484,10 +452,10 @@ class Follow(DispatchMode):
 
     def _note_regroup(self, call: Call, view: Tensor, mask: Tensor | None) -> None:
         """Record the dimensions along which samples lie in a view with other dimensions."""
-        if self.backward or mask is None or call.name not in REGROUPS:
+        if self.backward or mask is None or call.name not in kernel_call.REGROUPS:
             return
         mask = shrink(mask)  # spread over all elements it would take the memory of its tensor
-        lies = {d for d in range(mask.dim()) if mask.shape[d] > 1 and varies(mask, d)}
+        lies = {d for d in range(mask.dim()) if mask.shape[d] > 1 and kernel_call.varies(mask, d)}
         self.notes.regroups.append((self.path, tuple(view.shape), frozenset(lies)))
 
     def _origin(self, call: Call) -> str:
@@ -503,7 +471,7 @@ class Follow(DispatchMode):
         mask = call.mask(x)
         if x is None or mask is None:
             return
-        found = views_of(call, mask, x)
+        found = kernel_call.views_of(call, mask, x)
         if found is None:
             return
         masks, chosen = (found, "") if self._packed else sliced(call, found)

@@ -175,12 +175,6 @@ def varies(mask: Tensor, dim: int) -> bool:
     return bool(((own != every) & (own != 0)).any())  # what belongs to none is beside, not apart
 
 
-def count_places(call: Call) -> int:
-    """Return the number of places that a kernel takes."""
-    places = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
-    return sum(one.numel() for one in places if one.dtype in INTEGERS)
-
-
 def take_in(call: Call, result: Any) -> None:
     """Record the tensors that a call has returned, and those that it has only written to."""
     call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]

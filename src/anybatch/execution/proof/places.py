@@ -367,21 +367,31 @@ ALONG = frozenset(
 """Functions that reduce or mix along dimensions."""
 
 
+class _Free(NamedTuple):
+    """A tensor in which no sample has a part; it distinguishes no rows, or is of one number."""
+
+    tensor: Callable[[], Tensor | None]
+    free: bool
+    plain: bool
+    filled: bool
+
+
+_UNKNOWN = _Free(lambda: None, False, False, False)
+
+
 class FreeTensors:
     """Record of the tensors in which no sample has a part."""
 
     def __init__(self, names: Mapping[int, str], rows: int) -> None:
         self._names, self._rows = names, rows
-        self._free: dict[int, weakref.ref[Tensor]] = {}
-        self._plain: dict[int, weakref.ref[Tensor]] = {}
-        self._filled: dict[int, weakref.ref[Tensor]] = {}
+        self._free: dict[int, _Free] = {}
 
     def takes(self, name: str, arguments: Any) -> bool:
         """Return whether no sample has a part in the result of a function."""
         if name.startswith("new_") or name.endswith("_like"):
             return True
         return all(
-            id(one) in self._names or _holds(self._free, one)
+            id(one) in self._names or self._known(one).free
             for one in tree_leaves(arguments)
             if isinstance(one, Tensor)
         )
@@ -404,15 +414,17 @@ class FreeTensors:
             writes = name == "__setitem__" or (name.endswith("_") and name[:2] != "__")
             base = one._base if writes else None
             for other in (one, base) if base is not None else (one,):
-                _note(self._free, other, holds=free)
-                _note(self._plain, other, holds=plain)
-                _note(self._filled, other, holds=filled)
+                self.forget(other)
+                if free:
+                    self._free[id(other)] = _Free(weakref.ref(other), True, plain, filled)
 
     def forget(self, tensor: Tensor) -> None:
         """Take in that samples have a part in a tensor."""
-        _note(self._free, tensor, holds=False)
-        _note(self._plain, tensor, holds=False)
-        _note(self._filled, tensor, holds=False)
+        self._free.pop(id(tensor), None)
+
+    def _known(self, tensor: Tensor) -> _Free:
+        found = self._free.get(id(tensor), _UNKNOWN)
+        return found if found.tensor() is tensor else _UNKNOWN
 
     def _is_filled(self, name: str, arguments: Any) -> bool:
         """Return whether the result of a function holds the same number in every element."""
@@ -423,7 +435,7 @@ class FreeTensors:
             operands = operands[:1]
         bare = name.strip("_")
         alike = bare in ELEMENTWISE or bare in SPREADS
-        return alike and bool(operands) and all(_holds(self._filled, one) for one in operands)
+        return alike and bool(operands) and all(self._known(one).filled for one in operands)
 
     def _is_plain(self, name: str, arguments: Any, made: Tensor) -> bool:
         """Return whether the result of a function does not distinguish rows."""
@@ -457,7 +469,7 @@ class FreeTensors:
         )
 
     def _may_number(self, tensor: Tensor) -> bool:
-        return self._has_rows(tensor) and not _holds(self._plain, tensor)
+        return self._has_rows(tensor) and not self._known(tensor).plain
 
     def _has_rows(self, tensor: Tensor) -> bool:
         return any(size and size % self._rows == 0 for size in tensor.shape)
@@ -470,14 +482,3 @@ class FreeTensors:
         if not isinstance(dims, list | tuple) or not dims:
             return False
         return all(isinstance(d, int) and x.shape[d] % self._rows for d in dims)
-
-
-def _holds(tensors: Mapping[int, weakref.ref[Tensor]], tensor: Tensor) -> bool:
-    return id(tensor) in tensors and tensors[id(tensor)]() is tensor
-
-
-def _note(tensors: dict[int, weakref.ref[Tensor]], tensor: Tensor, *, holds: bool) -> None:
-    if holds:
-        tensors[id(tensor)] = weakref.ref(tensor)
-    else:
-        tensors.pop(id(tensor), None)

@@ -304,6 +304,13 @@ def by_position(call: Call, rows: int) -> bool:
     return any(n % rows for n in places)
 
 
+def takes_no_place(call: Call) -> bool:
+    """Say whether a kernel that takes places gets none."""
+    taken = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
+    places = sum(one.numel() for one in taken if one.dtype in INTEGERS)
+    return call.name in CHOICES | WRITES | PUTS and not places
+
+
 def at_fixed_places(call: Call, *, square: bool = False) -> bool:
     """Say whether rows are read or written at places that no sample has chosen.
 
