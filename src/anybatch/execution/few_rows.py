@@ -52,7 +52,7 @@ def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBat
     try:
         full, last = _joined(few), _joined(few[len(few) // 2 :])
         if odd and roomy and full.size == ENOUGH:
-            last = _last(full, ODD)
+            last = _part(full, ENOUGH - ODD, ENOUGH)
     except AnybatchError:  # samples of different shapes, one at a time
         few = few[:1] * 2
         full, last = _joined(few), few[0]
@@ -72,20 +72,18 @@ def _joined(few: Sequence[MicroBatch]) -> MicroBatch:
 
 def first_of(micro: MicroBatch, most: int) -> MicroBatch:
     """Return the first rows of a micro-batch, at most so many."""
-    size = min(micro.size, most)
-    return MicroBatch(pytree.rows(micro.inputs, 0, size, micro.size), None, size)
+    return _part(micro, 0, min(micro.size, most))
 
 
-def _last(micro: MicroBatch, count: int) -> MicroBatch:
-    """Return the last rows of a micro-batch."""
-    rows = pytree.rows(micro.inputs, micro.size - count, micro.size, micro.size)
-    return MicroBatch(rows, None, count)
+def _part(micro: MicroBatch, begin: int, end: int) -> MicroBatch:
+    return MicroBatch(pytree.rows(micro.inputs, begin, end, micro.size), None, end - begin)
 
 
 def _parted(micro: MicroBatch, most: int, *, odd: bool) -> tuple[MicroBatch, MicroBatch]:
     """Return rows of a micro-batch, and the last of these in reverse: a half, or an odd number."""
     few = first_of(micro, most or micro.size)
-    last = _last(few, ODD if odd and few.size == ENOUGH else few.size // 2)
+    count = ODD if odd and few.size == ENOUGH else few.size // 2
+    last = _part(few, few.size - count, few.size)
     return copied(few), _own_tensors(turned(last.inputs, last.size), last.size, micro.inputs)
 
 

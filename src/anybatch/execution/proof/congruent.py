@@ -318,7 +318,6 @@ class Comparison:
     """Comparison of a model's forwards for several numbers of samples.
 
     Attributes:
-        model: it is copied.
         rows: inputs of some rows, and how many.
         run: ``run(model, inputs, samples)`` calls it, and returns its outputs.
         trains: with a graph; else without gradients.

@@ -28,21 +28,12 @@ from anybatch.core.oom import out_of_memory
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 from anybatch.execution.proof import rows as proof_rows
+from anybatch.execution.proof import verdict
 from anybatch.execution.proof.congruent import Comparison
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import PLACE, SAMPLES, Masks
 from anybatch.execution.proof.places import Lengths, sized
-from anybatch.execution.proof.verdict import (
-    UNDIVIDED,
-    Forward,
-    Output,
-    Verdict,
-    doubts_of,
-    first_difference,
-    leaf_of,
-    strange_row,
-    unfollowed,
-)
+from anybatch.execution.proof.verdict import UNDIVIDED, Forward, Output, Verdict
 from anybatch.loss.tracer import holds, unread
 
 COUNTING = "a declared loss must compute the same for any number of samples, and it does otherwise"
@@ -117,9 +108,6 @@ class DeclaredSizes:
     It outlives the rows that it was made of: it stores their shapes, and values without tensors.
 
     Args:
-        loss: on output rows.
-        rows: of the outputs, as leaves.
-        loss_rows: outputs and targets of these rows.
         values: Python's reads of tensors in a call, in order.
         shown: nothing else about the loss is in doubt, so a difference is refused.
     """
@@ -253,7 +241,7 @@ class Declared:
         """Return the first `count` output rows as leaves, or all rows without a count."""
         pairs = zip(pytree.flat(loss_rows.outputs), self._layout, strict=True)
         rows = [t.movedim(axis, 0)[:count] for t, axis in pairs if axis is not None]
-        return [leaf_of(row.clone()) for row in rows]
+        return [verdict.leaf_of(row.clone()) for row in rows]
 
     def _called(self, micro: MicroBatch, *, within: AbstractContextManager[None]) -> Any:
         with within:
@@ -392,7 +380,7 @@ class Declared:
 
     def _losses(self, rows: list[Tensor], targets: Any) -> list[Tensor]:
         """Return the losses, or their sum, and the gradients of the rows."""
-        leaves = [leaf_of(row.clone()) for row in rows]
+        leaves = [verdict.leaf_of(row.clone()) for row in rows]
         with torch.enable_grad():
             found = self._loss(leaves, targets)
             trained = [leaf for leaf in leaves if leaf.requires_grad]
@@ -417,7 +405,7 @@ def _meets(run: _LossCall) -> str:
                 f"and {output.origin or 'the loss'} computes with the place of a row among the "
                 "samples (arange, eye, an order)"
             )
-        strange = strange_row(output.mask, 0, run.forward.samples)
+        strange = verdict.strange_row(output.mask, 0, run.forward.samples)
         if strange is not None:
             row, others = strange
             pair = " and ".join(map(str, sorted({row, *others})[:2]))
@@ -432,11 +420,11 @@ def _doubts(all_rows: Forward, part: Forward) -> Iterator[str]:
     for place in all_rows.notes.fixed[:1]:
         yield f"rows are read or written by their place in the batch in {place}"
     for run in (all_rows, part):
-        yield from doubts_of(run)
-        yield from unfollowed([run], [0] * len(run.outputs))
+        yield from verdict.doubts_of(run)
+        yield from verdict.unfollowed([run], [0] * len(run.outputs))
         for place in run.notes.backward[:1]:
             yield f"samples may meet in {place}"
-    other = first_difference(all_rows.notes.numbers, part.notes.numbers)
+    other = verdict.first_difference(all_rows.notes.numbers, part.notes.numbers)
     if other is not None:
         yield f"{other.where} {other.mine} for some rows and with {other.its} for fewer"
 
@@ -492,7 +480,7 @@ def refuse_declared_use(
     leaves: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:
-        leaves.append(leaf_of(tensor))
+        leaves.append(verdict.leaf_of(tensor))
         return leaves[-1] * 1 if leaves[-1].requires_grad else leaves[-1]
 
     outside = sys.exception()

@@ -39,8 +39,6 @@ class Follow(DispatchMode):
     """Follow samples in the body.
 
     Args:
-        model: whose modules are named.
-        masks: of all tensors that samples have had a part in.
         lengths: calls whose results are as long as there are samples. Default: none.
         samples: the sample that each row stands for.
         fewer: rows of the forward that has shown the lengths.
@@ -48,10 +46,7 @@ class Follow(DispatchMode):
 
     Attributes:
         masks: of all tensors that samples have had a part in.
-        notes: the records.
         backward: kernels belong to a backward pass.
-        samples: the sample that each row stands for.
-        paths: names the module that runs.
         called: Python has called a function of torch, and kernels are its.
         checks: a number that is read is only checked.
         singles: numbers that are given to kernels of single numbers are noted, too. Default False:

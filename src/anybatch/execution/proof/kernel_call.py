@@ -67,10 +67,7 @@ class Call:
 
     Attributes:
         name: of the kernel, without its namespace and overload.
-        func: the kernel.
-        args: its positional arguments.
-        kwargs: the others.
-        operands: the tensors among these.
+        operands: the tensors among its arguments.
         masks: id of an operand -> its mask.
         backward: the call belongs to a backward pass.
         writes: the operands that it writes to.

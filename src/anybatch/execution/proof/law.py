@@ -57,8 +57,6 @@ class Called(NamedTuple):
     """One call.
 
     Attributes:
-        path: the module.
-        name: of the function or kernel.
         numbers: arguments from Python, in order; slices as their parts.
         words: parameters and buffers among the operands, by name; other values, written down.
         shapes: of the results, then of the tensors that are given.

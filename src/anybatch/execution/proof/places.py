@@ -50,8 +50,6 @@ class Made(NamedTuple):
     """A kernel in which no sample has a part.
 
     Attributes:
-        name: of it.
-        gave: shapes of its results.
         took: shapes of its operands, and of the bases of those it writes to.
         made: the results of a reduction, which may be counts. Default: of other kernels none.
         first: the first number of each result that is no view, and computes with several.

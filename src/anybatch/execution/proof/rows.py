@@ -208,38 +208,39 @@ class _Within:
 
 
 @contextmanager
-def _hooks(found: list[Any]) -> Iterator[None]:
-    """Note hooks that are registered on tensors or on nodes of a graph: all have such a handle."""
-    made = RemovableHandle.__init__
+def _patched(holder: Any, name: str, note: Callable[..., None]) -> Iterator[None]:
+    """Call `note` with the arguments of each call of a function of torch's, before it runs."""
+    own = getattr(holder, name)
 
-    def note(self: RemovableHandle, *positional: Any, **named: Any) -> None:
-        if sys._getframe(1).f_globals.get("__name__") != nn.Module.__module__:  # of a module
-            found.append(self)
-        made(self, *positional, **named)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        note(*args)
+        return own(*args, **kwargs)
 
-    RemovableHandle.__init__ = note  # type: ignore[method-assign]
+    setattr(holder, name, instead)
     try:
         yield
     finally:
-        RemovableHandle.__init__ = made  # type: ignore[method-assign]
+        setattr(holder, name, own)
 
 
-@contextmanager
-def _saving(follow: Follow) -> Iterator[None]:
+def _hooks(found: list[Any]) -> AbstractContextManager[None]:
+    """Note hooks that are registered on tensors or on nodes of a graph: all have such a handle."""
+
+    def note(handle: RemovableHandle, *_: Any) -> None:
+        if sys._getframe(2).f_globals.get("__name__") != nn.Module.__module__:  # of a module
+            found.append(handle)
+
+    return _patched(RemovableHandle, "__init__", note)
+
+
+def _saving(follow: Follow) -> AbstractContextManager[None]:
     """Note hooks on saved tensors that are not torch's own (checkpoints, save_on_cpu)."""
-    hooks: Any = torch._C._autograd
-    push = hooks._push_saved_tensors_default_hooks
 
-    def note(pack: Any, unpack: Any) -> None:
+    def note(pack: Any, _: Any) -> None:
         if not _copies(pack):
             follow.notes.saving.append(follow.path)
-        push(pack, unpack)
 
-    hooks._push_saved_tensors_default_hooks = note
-    try:
-        yield
-    finally:
-        hooks._push_saved_tensors_default_hooks = push
+    return _patched(torch._C._autograd, "_push_saved_tensors_default_hooks", note)
 
 
 def _copies(pack: Any) -> bool:

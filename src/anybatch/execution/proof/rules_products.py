@@ -15,12 +15,8 @@ from anybatch.execution.proof.masks import ALL, CUT, LOOSE, fold, several, union
 # ---------------------------------------------------------------- products
 
 
-@rule(
-    "mm bmm addmm baddbmm addbmm mv addmv dot vdot linear _linear addmm_ baddbmm_ _addmm_activation"
-)
+@rule("mm bmm addmm baddbmm mv addmv dot vdot linear _linear addmm_ baddbmm_ _addmm_activation")
 def _multiplied(call: Call) -> Found | None:
-    if call.name == "addbmm":
-        return None
     adds = call.name.startswith(("add", "badd", "_add"))
     a, b = call.args[1:3] if adds else call.args[:2]
     of_a, of_b, found = call.mask(a), call.mask(b), list[Tensor | None]()
