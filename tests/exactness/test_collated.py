@@ -113,6 +113,14 @@ def noisy_by_its_own(items: Items) -> tuple[Tensor, Tensor]:
     return x + torch.randn(x.shape, generator=OWN), y
 
 
+class OfClass:
+    """Has a method of a class, whose attributes are no dict."""
+
+    @classmethod
+    def collate(cls, items: Items) -> tuple[Tensor, Tensor]:
+        return stacked(items)
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
@@ -135,7 +143,10 @@ def state_after_all(collate: Callable[[Items], Any], *, ragged: bool) -> dict[st
 
 @pytest.mark.parametrize(
     ("collate", "ragged", "workers"),
-    [(stacked, False, 0), (fixed, True, 0), (emptied, False, 0), (fixed, True, 1)],
+    [
+        *((stacked, False, 0), (fixed, True, 0), (emptied, False, 0), (fixed, True, 1)),
+        (OfClass.collate, False, 0),
+    ],
 )
 def test_what_collates_each_item_by_itself_is_exact(
     collate: Any, ragged: bool, workers: int

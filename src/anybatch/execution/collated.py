@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from anybatch.core import pytree
 from anybatch.core.batch import LazyBatch, bytes_of_leaf, collated
+from anybatch.core.python_state import fill
 from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 from anybatch.execution.outside import every_number, parts, plain
@@ -172,8 +173,10 @@ class Compared:
 
     def __call__(self, items: list[Any]) -> Found:
         """Return the finding."""
-        rng, attributes = RNGState.now(), _Attributes(self._collate)
-        size = 0
+        rng, size = RNGState.now(), 0
+        held = getattr(getattr(self._collate, "__self__", self._collate), "__dict__", {})
+        attributes = held if isinstance(held, dict) else {}  # that of a class is no dict
+        was = dict(attributes)
         try:
             before, n = traits_of(self._collate)[2:], self._cuts[-1]
             full = self._made(items, range(n))
@@ -193,7 +196,7 @@ class Compared:
             return Found(UNKNOWN, size)
         finally:
             rng.put_back()
-            attributes.put_back()
+            fill(attributes, was)  # a counter must not count more calls
         order = (UNKNOWN, MEETS, MOVES, COUNTS)
         return Found(next((one for one in order if one in found), FINE), size)
 
@@ -207,22 +210,6 @@ def _bytes(values: Any) -> int:
     """Return the bytes of rows, texts aside."""
     arrays = [leaf for leaf in _leaves(values) if isinstance(leaf, pytree.ARRAYS)]
     return sum(bytes_of(one) if isinstance(one, Tensor) else one.nbytes for one in arrays)
-
-
-class _Attributes:
-    """Attributes of a called object, to be restored: a counter must not count more calls."""
-
-    def __init__(self, called: Any) -> None:
-        own = getattr(called, "__self__", called)
-        self._now = getattr(own, "__dict__", {})
-        self._before = dict(self._now)
-
-    def put_back(self) -> None:
-        """Let them be as they were."""
-        moved = self._now.keys() - self._before.keys()
-        for name in moved:
-            del self._now[name]
-        self._now.update(self._before)
 
 
 def _differ(rows: Any, part: Any) -> str:
