@@ -31,7 +31,7 @@ from anybatch.execution.proof import rows as proof_rows
 from anybatch.execution.proof import verdict
 from anybatch.execution.proof.congruent import Comparison
 from anybatch.execution.proof.follow import Follow
-from anybatch.execution.proof.masks import PLACE, SAMPLES, Masks
+from anybatch.execution.proof.masks import PLACE, SAMPLES, Masks, strange_row
 from anybatch.execution.proof.places import Lengths, sized
 from anybatch.execution.proof.verdict import UNDIVIDED, Forward, Output, Verdict
 from anybatch.loss.tracer import holds, unread
@@ -405,7 +405,7 @@ def _meets(run: _LossCall) -> str:
                 f"and {output.origin or 'the loss'} computes with the place of a row among the "
                 "samples (arange, eye, an order)"
             )
-        strange = verdict.strange_row(output.mask, 0, run.forward.samples)
+        strange = strange_row(output.mask, 0, run.forward.samples)
         if strange is not None:
             row, others = strange
             pair = " and ".join(map(str, sorted({row, *others})[:2]))

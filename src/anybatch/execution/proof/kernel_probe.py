@@ -21,17 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from anybatch.core.rng import RNGState
 from anybatch.execution.proof.kernel_call import Call, varies
-from anybatch.execution.proof.masks import (
-    CUT,
-    LOOSE,
-    PLACE,
-    ROWS,
-    SAMPLES,
-    fold,
-    samples_of,
-    several,
-    total,
-)
+from anybatch.execution.proof.masks import CUT, LOOSE, PLACE, ROWS, SAMPLES, fold, several, total
 from anybatch.execution.proof.rules import REDUCTIONS, reduced
 from anybatch.execution.proof.rules_places import PUTS
 from anybatch.execution.proof.rules_products import SLICES, takes_all
@@ -300,7 +290,7 @@ class Few:
         if not _by_values(call):
             return
         held = 0 if mask is None else total(mask)
-        if len(samples_of(held & SAMPLES)) < 2:
+        if (held & SAMPLES).bit_count() < 2:
             self.sizes.add(call.results[0].shape[_axis(call)])
 
     def ran(self, call: Call, path: str) -> None:
@@ -357,7 +347,7 @@ class Few:
             return True
         mask = call.mask(tensor)
         held = 0 if mask is None else total(mask)
-        return bool(held & LOOSE) and len(samples_of(held & SAMPLES)) < 2
+        return bool(held & LOOSE) and (held & SAMPLES).bit_count() < 2
 
     def _along(self, call: Call, x: Tensor) -> bool:
         """Say whether a kernel brings the rows of a choice together."""

@@ -16,7 +16,7 @@ samples do not meet. Masks are recorded by storage, so that views and writes in 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 from typing import Any
@@ -123,6 +123,20 @@ def several(mask: Tensor | None) -> bool:
 def samples_of(bits: int) -> list[int]:
     """Return the samples that a set holds."""
     return [i for i in range(ROWS + 1) if bits >> i & 1]
+
+
+def strange_row(mask: Tensor, axis: int, samples: Sequence[int]) -> tuple[int, list[int]] | None:
+    """Return a row that has had a part of other samples, and these; None where none has."""
+    mask = mask & SAMPLES
+    others = [d for d in range(mask.dim()) if d != axis]
+    rows = fold(mask, others, keep=True).reshape(-1)
+    if len(rows) == 1 and len(samples) > 1:
+        rows = rows.expand(len(samples))
+    for at, bits in enumerate(rows.tolist()):
+        wrong = samples_of(bits & ~(1 << samples[at]))
+        if wrong:
+            return samples[at], wrong
+    return None
 
 
 def geometry(tensor: Tensor) -> Geometry:

@@ -25,10 +25,10 @@ from anybatch.core.batch import MicroBatch
 from anybatch.core.modules import keywords
 from anybatch.core.oom import out_of_memory
 from anybatch.execution.proof.follow import Follow
-from anybatch.execution.proof.masks import ROWS, several
+from anybatch.execution.proof.masks import ROWS, several, strange_row
 from anybatch.execution.proof.notes import ours
 from anybatch.execution.proof.places import plain
-from anybatch.execution.proof.verdict import UNDIVIDED, strange_row
+from anybatch.execution.proof.verdict import UNDIVIDED
 
 PAST = frozenset(
     getattr(Tensor, name)

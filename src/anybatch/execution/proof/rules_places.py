@@ -164,29 +164,21 @@ def _chosen(call: Call) -> Found:
     return [found | line_along(_placed(call, places, x, dim), dim, x.dim())]
 
 
-@rule("index_add index_add_ index_copy index_copy_ _index_copy_")
+@rule("index_add index_add_ index_copy index_copy_ _index_copy_ index_fill index_fill_")
 def _added(call: Call) -> Found:
     x, dim, places, source = call.args[:4]
     dim %= max(x.dim(), 1)
     leads = _takes_turns(places, x.shape[dim]) if x.dim() else True
     leads |= _moves_rows(call, dim, x, source)
-    at = line_along(_written_at(call, places, leads=leads), dim, x.dim())
-    found = _unordered(call.full(source) | at)
-    return [_piled(call.full(x), lambda base, one: base.index_add_(dim, places, one), found)]
-
-
-@rule("index_fill index_fill_")
-def _filled_at(call: Call) -> Found:
-    x, dim, places, value = call.args[:4]
-    dim %= max(x.dim(), 1)
-    leads = _takes_turns(places, x.shape[dim]) if x.dim() else True
-    leads |= _moves_rows(call, dim, x)
     found = line_along(_written_at(call, places, leads=leads), dim, x.dim())
-    if (mask := call.mask(value)) is not None:
-        found = found | mask.reshape([1] * x.dim())
-    size = [places.numel() if d == dim else n for d, n in enumerate(x.shape)]
-    found = _unordered(found).expand(size).contiguous()
-    return [call.full(x).index_copy(dim, places.reshape(-1), found)]
+    if call.name in CHOICES:  # one value for all places
+        if (mask := call.mask(source)) is not None:
+            found = found | mask.reshape([1] * x.dim())
+        size = [places.numel() if d == dim else n for d, n in enumerate(x.shape)]
+        found = _unordered(found).expand(size).contiguous()
+        return [call.full(x).index_copy(dim, places.reshape(-1), found)]
+    found = _unordered(call.full(source) | found)
+    return [_piled(call.full(x), lambda base, one: base.index_add_(dim, places, one), found)]
 
 
 @rule("take")

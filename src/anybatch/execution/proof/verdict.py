@@ -29,8 +29,8 @@ from anybatch.execution.proof.masks import (
     PLACE,
     ROWS,
     SAMPLES,
-    fold,
     samples_of,
+    strange_row,
 )
 from anybatch.execution.proof.notes import Notes
 from anybatch.loss.traced import WEIGHTS
@@ -198,20 +198,6 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
             f"which they meet with anybatch.coupled, or {UNDIVIDED}"
         )
     return ""
-
-
-def strange_row(mask: Tensor, axis: int, samples: Sequence[int]) -> tuple[int, list[int]] | None:
-    """Return a row that has had a part of other samples, and these; None where none has."""
-    mask = mask & SAMPLES
-    others = [d for d in range(mask.dim()) if d != axis]
-    rows = fold(mask, others, keep=True).reshape(-1)
-    if len(rows) == 1 and len(samples) > 1:
-        rows = rows.expand(len(samples))
-    for at, bits in enumerate(rows.tolist()):
-        wrong = samples_of(bits & ~(1 << samples[at]))
-        if wrong:
-            return samples[at], wrong
-    return None
 
 
 def _in_backward(run: Forward) -> str:
