@@ -62,7 +62,6 @@ def two_sizes(step: Step, most: int = 0, *, odd: bool = False) -> tuple[MicroBat
 
 
 def _joined(few: Sequence[MicroBatch]) -> MicroBatch:
-    """Return the rows of some micro-batches as those of one."""
     if len(few) == 1:
         return few[0]
     sizes = [micro.size for micro in few]

@@ -132,7 +132,6 @@ def sizes_of_step(step: Step) -> list[int]:
 
 
 def _compare_declared(step: Step) -> Verdict:
-    """Compare the calls of a declared loss for the sizes of a step."""
     compare = None if step.traits.sizes is None else step.traits.sizes.declared
     if compare is None or step.micro_batch >= step.global_batch.size:
         return Verdict()
@@ -163,7 +162,6 @@ def doubt_beyond(step: Step) -> None:
 
 
 def _parts(step: Step) -> set[int]:
-    """Return the sizes of the micro-batches of a step."""
     size = step.micro_batch
     return {size, step.batch.size % size, step.global_batch.size % size}
 

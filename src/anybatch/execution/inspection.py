@@ -126,8 +126,6 @@ def inspect_model(step: Step, norms: Any = None) -> None:
 
 
 class _Inspection:
-    """Two forwards under masks."""
-
     def __init__(self, step: Step, norms: Any) -> None:
         self.before, self.guard = RNGState.now(), Guard(step)
         self.outputs: Any = None

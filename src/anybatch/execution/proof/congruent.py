@@ -172,7 +172,6 @@ class _Functions(TorchFunctionMode):
 
 
 def _tensors(tree: Any) -> Sequence[Tensor]:
-    """Return the tensors in a result, which mostly is one."""
     if isinstance(tree, Tensor):
         return (tree,)
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
@@ -258,7 +257,6 @@ def _dimensions(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=1000)
 def _places_of_dimensions(func: Any) -> tuple[int, ...]:
-    """Return the places of a kernel's arguments that number dimensions."""
     return tuple(
         at
         for at, one in enumerate(func._schema.arguments)
@@ -290,8 +288,6 @@ class _Norms(NonReducingNorms):
 
 
 class _NormRecorder:
-    """Recorder of batch normalisation calls."""
-
     def __init__(self, record: CallTrace, path: Callable[[], str]) -> None:
         self._trace, self._path = record, path
 

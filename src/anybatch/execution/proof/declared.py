@@ -248,7 +248,6 @@ class Declared:
             return self._loss(*micro.inputs)
 
     def _run(self, loss_rows: LossRows, lengths: Lengths | None = None) -> _LossCall:
-        """Call the loss on some rows, and take the gradient of these."""
         self._masks.age()
         samples = self._samples
         if loss_rows is self._part:
@@ -379,7 +378,6 @@ class Declared:
         )
 
     def _losses(self, rows: list[Tensor], targets: Any) -> list[Tensor]:
-        """Return the losses, or their sum, and the gradients of the rows."""
         leaves = [verdict.leaf_of(row.clone()) for row in rows]
         with torch.enable_grad():
             found = self._loss(leaves, targets)

@@ -190,7 +190,6 @@ class Follow(DispatchMode):
                 self.masks.put(lengths, fold(mask, others, keep=False).to(lengths.device))
 
     def _followed(self, call: Call) -> Any:
-        """Run a kernel in which samples have a part."""
         self._inspect_operands(call)
         if call.name == "_local_scalar_dense":
             return self._read(call.func, call.args)
@@ -229,7 +228,6 @@ class Follow(DispatchMode):
         return number
 
     def _chosen(self, call: Call, result: Any) -> None:
-        """Record rows that are chosen by their values, and tensors computed from them."""
         kernel_call.take_in(call, result)
         every = (*call.operands, *call.results)
         if self.backward or any(one.layout != torch.strided for one in every):
@@ -265,7 +263,6 @@ class Follow(DispatchMode):
             self.notes.counters.append(f"{self.path}, in {call.name}")
 
     def _note_numbers(self, call: Call) -> None:
-        """Record the Python numbers that a kernel computes with."""
         if not self.backward and (numbers := places.scalars(call.func, call.args, call.kwargs)):
             self.notes.numbers.append((self.path, call.name, numbers))
 
@@ -306,7 +303,6 @@ class Follow(DispatchMode):
         return result
 
     def _mark(self, call: Call, free: FreeCall, fewer: Made) -> None:
-        """Note the masks of results as long as the rows."""
         name, note = call.name, self.masks.write if call.writes else self.masks.put
         longer = name == "lift_fresh" and call.results[0].shape != torch.Size(fewer.gave[0])
         self.notes.made_by_python |= longer
@@ -323,7 +319,6 @@ class Follow(DispatchMode):
                     self._fresh.add(storage._cdata)  # no table, which may be another one later
 
     def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
-        """Note a kernel without samples that treats rows by their place."""
         self.notes.sizes |= call.cuts
         fixed = rules_places.at_fixed_places(rows, square=True)
         if (fixed and not rules_places.takes_no_place(rows)) or call.writes_some():
@@ -363,7 +358,6 @@ class Follow(DispatchMode):
                     self.notes.numbers.append((self.path, call.name, (one.item(),)))
 
     def _inspect_operands(self, call: Call) -> None:
-        """Record the findings that the operands show before the kernel runs."""
         if call.name in kernel_call.READS:
             # Of a comparison of tensors Python gets a flag, whatever they hold
             # (test_numbers_that_python_reads_are_a_doubt).
@@ -410,7 +404,6 @@ class Follow(DispatchMode):
             return tree_map(lambda a: a.clone() if id(a) in ids else a, (call.args, call.kwargs))
 
     def _made(self, call: Call, before: Any) -> None:
-        """Record the masks of the tensors that a kernel has returned or written to."""
         tensors = (*call.results, *call.operands)
         if any(one.layout != torch.strided or one.is_nested for one in tensors):
             self.notes.unfollowed.append((self.path, call.name, "no dense tensor"))
@@ -461,7 +454,6 @@ class Follow(DispatchMode):
         return f"{self.path}, in {call.name}"
 
     def _viewed(self, call: Call) -> None:
-        """Note the masks of views."""
         x = next((a for a in tree_leaves(call.args) if isinstance(a, Tensor)), None)
         mask = call.mask(x)
         if x is None or mask is None:

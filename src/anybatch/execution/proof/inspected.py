@@ -20,15 +20,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from anybatch.core import modules as graph
-from anybatch.execution.outside import (
-    Named,
-    Outside,
-    batch_constants,
-    parts,
-    plain_numbers,
-    read_held,
-    single_numbers,
-)
+from anybatch.execution import outside
+from anybatch.execution.outside import Named, Outside
 from anybatch.execution.proof.congruent import CallTrace, Kernel
 from anybatch.execution.proof.verdict import Verdict
 from anybatch.execution.signature import Shapes
@@ -75,7 +68,7 @@ class Familiar:
         arguments: Any = None,
     ) -> bool:
         """Say whether a model, with the functions of a declared loss, need not be inspected."""
-        now = parts(modules)
+        now = outside.parts(modules)
         if now != self._parts:  # to follow the code takes longer than to read what it names
             self._parts, self._outside = now, Outside((module for _, module in modules), functions)
         self._now = self._model(modules, arguments)
@@ -87,18 +80,17 @@ class Familiar:
         return self._now in self._models
 
     def _model(self, modules: Sequence[tuple[str, nn.Module]], arguments: Any) -> Any:
-        """Return the parts and the numbers of a model, for comparison."""
-        numbers, self._held = plain_numbers(modules)
+        numbers, self._held = outside.plain_numbers(modules)
         if self._held or self._contents:
             self._contents = {
                 at: self._contents[at] if at in self._left and self._left[at] == value else value
-                for at, value in read_held(self._held).items()
+                for at, value in outside.read_held(self._held).items()
             }
             numbers |= self._contents
         numbers |= self._outside.numbers()
-        numbers |= batch_constants(arguments, singles=self._reads)
+        numbers |= outside.batch_constants(arguments, singles=self._reads)
         if self._reads:
-            singles = single_numbers(modules) | self._outside.singles()
+            singles = outside.single_numbers(modules) | self._outside.singles()
             numbers |= {("a tensor", ".".join(at)): one for at, one in singles.items()}
         if not self._varying:
             return self._parts, tuple(numbers.items())
@@ -111,7 +103,7 @@ class Familiar:
             now, numbers = self._now
             self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")
         self._reads = reads
-        self._left = read_held(self._held) if self._held else {}
+        self._left = outside.read_held(self._held) if self._held else {}
         if len(self._models) < MOST:
             self._models.add(self._now)
             if len(self._models) == MOST:

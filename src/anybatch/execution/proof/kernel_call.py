@@ -10,17 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from anybatch.execution.proof.masks import (
-    ALL,
-    CUT,
-    INTEGERS,
-    PLACE,
-    SAMPLES,
-    elsewhere,
-    fold,
-    geometry,
-    union,
-)
+from anybatch.execution.proof import masks as sets
+from anybatch.execution.proof.masks import ALL, CUT, INTEGERS, PLACE, SAMPLES, fold, union
 
 NORMS = dict.fromkeys(
     "native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split(), 5
@@ -211,7 +202,7 @@ def views_of(call: Call, mask: Tensor, x: Tensor) -> list[Tensor] | None:
     same = _same(call, full)
     if same is not None:
         return same
-    found = [elsewhere(mask, geometry(x), geometry(one)) for one in call.results]
+    found = [sets.elsewhere(mask, sets.geometry(x), sets.geometry(one)) for one in call.results]
     views = [one for one in found if one is not None]
     return views if len(views) == len(found) else _same(call, full.contiguous())
 

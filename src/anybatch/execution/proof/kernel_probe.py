@@ -134,7 +134,6 @@ class _Probe:
                     mark.bitwise_or_(1 << self._bit)
 
     def _rerun(self, other: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
-        """Return the results and written tensors of a rerun with other floats of the sample."""
         changed: list[Any] = []
         for leaf, one in zip(self._leaves, self._chosen, strict=True):
             if not (_real(leaf) and leaf.layout == torch.strided):
@@ -242,7 +241,6 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _own(call: Call, leaf: Any) -> Any:
-    """Return a copy of a tensor that a kernel may write to."""
     return leaf.clone() if isinstance(leaf, Tensor) and call.func._schema.is_mutable else leaf
 
 

@@ -154,7 +154,6 @@ def breaks(full: Called, part: Called, n: int, m: int) -> bool:
 
 
 def _grows(a: Sequence[int], b: Sequence[int], n: int, m: int) -> bool:
-    """Say whether each dimension is the same, or so many for each sample."""
     if len(a) != len(b):
         return False
     return all(x == y or (x % n == 0 and x // n * m == y) for x, y in zip(a, b, strict=True))
@@ -176,7 +175,6 @@ def _scales(a: float, b: float, n: int, m: int, *, inverse: bool) -> bool:
 
 
 def _once(call: Called) -> Called:
-    """Return a call with a list of one tensor for each sample as if it were one tensor."""
     made = [shape for shape, _ in groupby(call.shapes[: call.made])]
     operands = [shape for shape, _ in groupby(call.shapes[call.made :])]
     trains = [one for one, _ in groupby(call.trains)]

@@ -373,11 +373,9 @@ class Masks:
         return record
 
     def _give_up(self) -> None:
-        """Forget storages that are gone."""
         self._records = {k: r for k, r in self._records.items() if not r.gone()}
 
     def _found(self, record: _Record, tensor: Tensor, place: Geometry) -> Tensor:
-        """Return the mask of a view that none has been noted for."""
         if record.flat is None and record.owner is not None:
             mask = elsewhere(record.views[record.owner], record.owner, place)
             if mask is not None:

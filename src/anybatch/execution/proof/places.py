@@ -133,7 +133,6 @@ def _differs(tensor: Tensor, dim: int) -> bool:
 
 
 def _longer(tensor: Tensor, fewer: Sequence[int]) -> list[int]:
-    """Return the dimensions that are longer for more rows."""
     if tensor.dim() != len(fewer):
         return []
     return [d for d, size in enumerate(fewer) if tensor.shape[d] != size]
@@ -425,7 +424,6 @@ class FreeTensors:
         return found if found.tensor() is tensor else _UNKNOWN
 
     def _is_filled(self, name: str, arguments: Any) -> bool:
-        """Return whether the result of a function holds the same number in every element."""
         if name in FILLS:
             return True
         operands = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
@@ -436,7 +434,6 @@ class FreeTensors:
         return alike and bool(operands) and all(self._known(one).filled for one in operands)
 
     def _is_plain(self, name: str, arguments: Any, made: Tensor) -> bool:
-        """Return whether the result of a function does not distinguish rows."""
         if name in MAKERS or not self._has_rows(made):
             return True
         bare = name.strip("_")

@@ -20,12 +20,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from anybatch.execution.proof import rules_products  # noqa: F401, its rules are in the table
+from anybatch.execution.proof import (
+    kernel_call,
+    rules_products,  # noqa: F401, its rules are in the table
+)
 from anybatch.execution.proof.kernel_call import (
     RULES,
     Call,
     Found,
-    dims_of,
     leads_back,
     rows_of,
     rule,
@@ -315,7 +317,7 @@ REDUCTIONS = frozenset((*REDUCED.split(), "_softmax", "_log_softmax"))
 
 def reduced(call: Call) -> list[int]:
     """Return the dimensions along which a reduction brings numbers together."""
-    return dims_of(call.argument("dim", "dims", "axis"), call.args[0].dim())
+    return kernel_call.dims_of(call.argument("dim", "dims", "axis"), call.args[0].dim())
 
 
 @rule(REDUCED)

@@ -9,19 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.kernel_call import Call, Found, leads_back, rule, varies
-from anybatch.execution.proof.masks import (
-    ALL,
-    INTEGERS,
-    LOOSE,
-    PLACE,
-    SAMPLES,
-    fold,
-    line_along,
-    several,
-    total,
-    union,
-)
+from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
 
 # ---------------------------------------------------------------- tables and places
 
@@ -84,7 +74,6 @@ def _takes_turns(places: Tensor, size: int) -> bool:
 
 
 def _moves_rows(call: Call, dim: int, *others: Any) -> bool:
-    """Say whether samples lie along a dimension of one of these operands."""
     for one in others:
         mask = call.mask(one)
         if mask is not None and mask.dim() and varies(mask, dim % mask.dim()):
@@ -161,7 +150,7 @@ def _chosen(call: Call) -> Found:
     x, dim, places = call.args[:3]
     dim %= max(x.dim(), 1)
     found = _read(call.full(x).index_select(dim, places.reshape(-1)), call.mask(places))
-    return [found | line_along(_placed(call, places, x, dim), dim, x.dim())]
+    return [found | sets.line_along(_placed(call, places, x, dim), dim, x.dim())]
 
 
 @rule("index_add index_add_ index_copy index_copy_ _index_copy_ index_fill index_fill_")
@@ -170,7 +159,7 @@ def _added(call: Call) -> Found:
     dim %= max(x.dim(), 1)
     leads = _takes_turns(places, x.shape[dim]) if x.dim() else True
     leads |= _moves_rows(call, dim, x, source)
-    found = line_along(_written_at(call, places, leads=leads), dim, x.dim())
+    found = sets.line_along(_written_at(call, places, leads=leads), dim, x.dim())
     if call.name in CHOICES:  # one value for all places
         if (mask := call.mask(source)) is not None:
             found = found | mask.reshape([1] * x.dim())
@@ -246,7 +235,7 @@ def _poured(call: Call) -> Found:
     found = (call.full(x).expand(shape) | call.full(call.args[1]).expand(shape)).clone()
     found[chosen] |= flat[: int(chosen.sum())]
     by = call.mask(call.args[1])
-    if call.mask(source) is None and by is not None and several(fold(by, range(by.dim()))):
+    if call.mask(source) is None and by is not None and sets.several(fold(by, range(by.dim()))):
         found[chosen] |= ALL  # of a table that belongs to none, each takes what others leave
     return [found & ~(LOOSE | PLACE) & 0xFF]
 
@@ -279,7 +268,7 @@ def collides(call: Call) -> bool:
     if len(free) < len(found):
         return False
     marks = [call.full(one) for one in free]
-    varies = any(several(fold(mask, range(mask.dim()))) for mask in marks)
+    varies = any(sets.several(fold(mask, range(mask.dim()))) for mask in marks)
     return varies and not any(bool((mask & PLACE).any()) for mask in marks)
 
 

@@ -21,17 +21,9 @@ from anybatch.core import pytree
 from anybatch.core.batch import MicroBatch
 from anybatch.core.python_state import difference
 from anybatch.errors import NotExactError
+from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.follow import Follow
-from anybatch.execution.proof.masks import (
-    CUT,
-    EARLIER,
-    LOOSE,
-    PLACE,
-    ROWS,
-    SAMPLES,
-    samples_of,
-    strange_row,
-)
+from anybatch.execution.proof.masks import CUT, EARLIER, LOOSE, PLACE, ROWS, SAMPLES
 from anybatch.execution.proof.notes import Notes
 from anybatch.loss.traced import WEIGHTS
 
@@ -173,7 +165,7 @@ def in_outputs(run: Forward, axes: Sequence[int | None]) -> str:
                 f"{place or path} computes with the place of a row among the samples (arange, eye, "
                 f"an order): give it with the inputs, or {UNDIVIDED}"
             )
-        strange = strange_row(mask, axis, run.samples)
+        strange = sets.strange_row(mask, axis, run.samples)
         if strange is None:
             continue
         row, others = strange
@@ -225,7 +217,7 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
     """
     full = all_rows.notes.norms
     for one in full if part is None else ():
-        held = samples_of(_all(one.rows))
+        held = sets.samples_of(_all(one.rows))
         if one.cut or (held and held != sorted(set(all_rows.samples))):
             return other_rows(one.path, f"it holds samples {_and(held)} alone")
     if part is None:
@@ -248,12 +240,12 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
             )
         wanted = {bits: n for bits, n in one.rows.items() if bits & mine}
         found = {bits: n for bits, n in other.rows.items() if bits}
-        of_all = samples_of(_all(one.rows)) == sorted(set(all_rows.samples))
+        of_all = sets.samples_of(_all(one.rows)) == sorted(set(all_rows.samples))
         as_many = one.values * len(part.samples) == other.values * len(all_rows.samples)
         if not other.rows and of_all and as_many and one.path == other.path:
             continue  # noise as long as there are rows, which tells its samples when that is known
         if one.path != other.path or wanted != found:
-            held = samples_of(_all(one.rows))
+            held = sets.samples_of(_all(one.rows))
             described = f"the call that holds samples {_and(held)} of the batch"
             return other_rows(one.path, f"{described} holds other rows in a micro-batch")
     return ""
