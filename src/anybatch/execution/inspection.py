@@ -373,7 +373,9 @@ class _Inspection:
         self._runs.reverse()
         if not moves:
             return
-        self._doubt_counters()
+        before, _, after = self._plain
+        if moved := first_moved(before, after):  # a hook may compute with it
+            self.doubt(f"each call of forward moves {moved}")
         state = first_difference(first.numbers, self._runs[0].notes.numbers)
         if state is not None:
             self._moved = conclusion.moved_state(state)
@@ -398,12 +400,6 @@ class _Inspection:
             self.doubt(f"{name} in {path} draws numbers that belong to no sample, {again}")
         for path in [path for run in self._runs[:2] for path in run.notes.seeded][:1]:
             self.doubt(f"forward seeds a generator before {path} draws, {again}")
-
-    def _doubt_counters(self) -> None:
-        """Doubt a model that keeps a number which each call moves: a hook may compute with it."""
-        before, _, after = self._plain
-        if moved := first_moved(before, after):
-            self.doubt(f"each call of forward moves {moved}")
 
     def _follow(
         self, micro: MicroBatch, samples: Sequence[int], *, saved: bool, reads: bool = True

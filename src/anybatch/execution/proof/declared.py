@@ -32,6 +32,7 @@ from anybatch.execution.proof import verdict
 from anybatch.execution.proof.congruent import Comparison
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import PLACE, SAMPLES, Masks, strange_row
+from anybatch.execution.proof.notes import FIXED
 from anybatch.execution.proof.places import Lengths, sized
 from anybatch.execution.proof.verdict import UNDIVIDED, Forward, Output, Verdict
 from anybatch.loss.tracer import holds, unread
@@ -415,8 +416,8 @@ def _meets(run: _LossCall) -> str:
 
 
 def _doubts(all_rows: Forward, part: Forward) -> Iterator[str]:
-    for place in all_rows.notes.fixed[:1]:
-        yield f"rows are read or written by their place in the batch in {place}"
+    if FIXED in all_rows.notes.where:
+        yield f"{FIXED} {all_rows.notes.where[FIXED]}"
     for run in (all_rows, part):
         yield from verdict.doubts_of(run)
         yield from verdict.unfollowed([run], [0] * len(run.outputs))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from anybatch.core.modules import DispatchMode
 from anybatch.core.norm import counters
 from anybatch.core.rng import torch_state
-from anybatch.execution.proof import kernel_call, places, rules_places
+from anybatch.execution.proof import kernel_call, notes, places, rules_places
 from anybatch.execution.proof.kernel_call import Call
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
@@ -126,7 +126,7 @@ class Follow(DispatchMode):
     def _trace(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is None:  # control flow: its kernels come one by one, or not at all
-            self.notes.operators.append(f"{self.path} ({func})")
+            self.notes.where.setdefault(notes.OPERATOR, f"{self.path} ({func})")
             return self._run(func, args, kwargs)
         self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
         name = schema.name.split("::")[1]
@@ -163,14 +163,16 @@ class Follow(DispatchMode):
         Their number, and the places of their cuts, depend on the lengths of samples; each sample is
         computed the same with any others, which the masks show.
         """
-        notes, calls = self.notes, self._calls
+        before, calls = self.notes, self._calls
         self.notes, self._packed = Notes(), True
         try:
             yield
         finally:
-            inner, self.notes, self._calls, self._packed = self.notes, notes, calls + 1, False
-            for name in ("values", "unfollowed", "draws", "seeded", "operators", "backward"):
-                getattr(notes, name).extend(getattr(inner, name))
+            inner, self.notes, self._calls, self._packed = self.notes, before, calls + 1, False
+            for name in ("values", "unfollowed", "draws", "seeded", "backward"):
+                getattr(before, name).extend(getattr(inner, name))
+            if notes.OPERATOR in inner.where:
+                before.where.setdefault(notes.OPERATOR, inner.where[notes.OPERATOR])
 
     def pads(self, sizes: Tensor) -> None:
         """Note that rows are padded to the longest of them."""
@@ -252,6 +254,9 @@ class Follow(DispatchMode):
         with _disable_current_modes():
             self.seed(target, [one for one in self.samples for _ in range(target.shape[0] // n)])
 
+    def _doubt(self, words: str, name: str) -> None:
+        self.notes.where.setdefault(words, f"{self.path}, in {name}")
+
     def _note_counter(self, call: Call) -> None:
         """Record a use of the counter of a batch normalisation, which one lane moves first.
 
@@ -260,7 +265,7 @@ class Follow(DispatchMode):
         found = [id(one) in self._counters for one in call.operands] if self._counters else []
         own = call.name == "add_" and not any(found[1:])
         if any(found) and not own and not ours(COUNTING):
-            self.notes.counters.append(f"{self.path}, in {call.name}")
+            self._doubt(notes.COUNTER, call.name)
 
     def _note_numbers(self, call: Call) -> None:
         if not self.backward and (numbers := places.scalars(call.func, call.args, call.kwargs)):
@@ -293,7 +298,7 @@ class Follow(DispatchMode):
         self.notes.made[self._calls] = now
         fewer = self._lengths.get(self._calls)
         if fewer is not None and (fewer.name != name or len(fewer.took) != len(now.took)):
-            self.notes.counted.append(f"{self.path}, in {name}")  # nobody knows which it was
+            self._doubt(notes.COUNTED, call.name)  # nobody knows which it was
         elif fewer is not None:
             free = FreeCall(call, views, fewer, self._trained)
             with _disable_current_modes():
@@ -311,7 +316,7 @@ class Follow(DispatchMode):
             if found is not None:
                 note(one, found, lambda: f"{self.path}, in {name}")
             elif free.counts(at) and not ours():
-                self.notes.counted.append(f"{self.path}, in {name}")
+                self._doubt(notes.COUNTED, call.name)
             elif places.plain(one) and not free.outside:
                 storage = one.untyped_storage()
                 self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
@@ -322,7 +327,7 @@ class Follow(DispatchMode):
         self.notes.sizes |= call.cuts
         fixed = rules_places.at_fixed_places(rows, square=True)
         if (fixed and not rules_places.takes_no_place(rows)) or call.writes_some():
-            self.notes.fixed.append(f"{self.path}, in {rows.name}")
+            self._doubt(notes.FIXED, rows.name)
 
     def alike(self, tensor: Tensor) -> bool:
         """Say whether a tensor was made without samples, and is equal for all rows."""
@@ -380,12 +385,12 @@ class Follow(DispatchMode):
     def _note_places(self, call: Call) -> None:
         """Note rows that are read or written by their place, or where samples choose it."""
         if rules_places.collides(call):
-            self.notes.collisions.append(f"{self.path}, in {call.name}")
+            self._doubt(notes.COLLISION, call.name)
         if self._lengths and rules_places.by_position(call, len(self.samples)):
-            self.notes.positions.append(f"{self.path}, in {call.name}")
+            self._doubt(notes.POSITION, call.name)
         none = 0 in self._few.sizes and rules_places.takes_no_place(call)
         if rules_places.at_fixed_places(call) and not none:
-            self.notes.fixed.append(f"{self.path}, in {call.name}")
+            self._doubt(notes.FIXED, call.name)
 
     def fills_diagonal(self, tensor: Tensor) -> None:
         """Take in a call that writes to a diagonal, which kernels see as a stride."""
@@ -393,7 +398,7 @@ class Follow(DispatchMode):
             mask = self.masks.of(tensor)
             dims = (0, 1) if tensor.dim() > 1 else ()
             if mask is not None and any(kernel_call.varies(mask, d) for d in dims):
-                self.notes.fixed.append(f"{self.path}, in fill_diagonal_")
+                self._doubt(notes.FIXED, "fill_diagonal_")
 
     def _before(self, call: Call, *, views: bool) -> Any:
         """Return the arguments as they are before the call, for a kernel that is rerun later."""
@@ -504,4 +509,4 @@ class Follow(DispatchMode):
             return
         dims = reduced(call)
         if any(x.shape[d] == 1 for d in dims):
-            self.notes.parts.append(f"{self.path}, in {call.name}")
+            self._doubt(notes.PART, call.name)

@@ -46,6 +46,19 @@ def norm_call(path: str, x: Tensor, mask: Tensor | None) -> NormCall:
     return NormCall(path, rows, bool((mask & CUT).any()), x.numel() // channels)
 
 
+OPERATOR = "a higher-order operator could not be followed in"
+SAVING = "saved_tensors_hooks change what autograd saves in"
+COLLISION = "two samples may write to the same place, which they choose in"
+POSITION = "rows are chosen by their place in the batch in"
+PART = "a part of the batch, cut by position, is brought together in"
+COUNTER = "forward computes with num_batches_tracked, which BatchNorm moves, in"
+FIXED = "rows are read or written by their place in the batch in"
+COUNTED = "numbers are others for more rows than for fewer in"
+
+OF_ANY_ROWS = (OPERATOR, SAVING, COLLISION, POSITION, PART, COUNTER)
+"""Doubts that fewer rows raise, too, in their order; the others are of the forward of all rows."""
+
+
 @dataclass
 class Notes:
     """Findings that are recorded while samples are followed.
@@ -61,18 +74,11 @@ class Notes:
         draws: random numbers that were drawn: (module, kernel, shapes).
         seeded: where a generator was not in the state after the last kernel, or before the first.
         backward: where samples meet in backward.
-        operators: kernels that are no torch kernels, and higher-order ones.
         numbers: Python's numbers in arithmetic of kernels: (module, kernel, numbers).
         made: kernels in which no sample has a part (`anybatch.execution.proof.places`).
-        parts: where some samples are cut off from the others, and their numbers brought together.
-        collisions: where samples choose the places they write to, and two may choose the same.
-        positions: where some rows are read or written by their place in the batch.
-        fixed: where rows are read or written at places that are the same for any number of rows.
-        counted: where numbers that are alike for all rows are others for more rows.
+        where: words of a doubt, such as `FIXED` -> the first place that it is of.
         regroups: (module, shape, dimensions along which samples lie) of reshaped tensors, in order.
-        saving: where saved tensors are changed.
         longest: where rows are padded to the longest of the call, and whether lengths differ.
-        counters: where a user's code computes with the counter of a batch normalisation.
         few: where rows were brought together that are chosen by their values, and too few were.
         mixes_orders: a kernel computed with rows in an order and with rows in none.
         cuts: rows are sliced along the samples.
@@ -91,18 +97,11 @@ class Notes:
     shuffles: list[tuple[str, int]] = field(default_factory=list)
     draws: list[tuple[str, str, Shapes]] = field(default_factory=list)
     seeded: list[str] = field(default_factory=list)
-    operators: list[str] = field(default_factory=list)
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     made: dict[int, Made] = field(default_factory=dict)
-    parts: list[str] = field(default_factory=list)
-    collisions: list[str] = field(default_factory=list)
-    positions: list[str] = field(default_factory=list)
-    fixed: list[str] = field(default_factory=list)
-    counted: list[str] = field(default_factory=list)
+    where: dict[str, str] = field(default_factory=dict)
     regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
-    saving: list[str] = field(default_factory=list)
     longest: list[tuple[str, bool]] = field(default_factory=list)
-    counters: list[str] = field(default_factory=list)
     few: list[str] = field(default_factory=list)
     mixes_orders: bool = False
     cuts: bool = False
@@ -113,7 +112,9 @@ class Notes:
     @property
     def may_count(self) -> bool:
         """Whether the results may depend on the number of samples."""
-        calls = self.operators or self.unfollowed or self.read or any(n.cut for n in self.norms)
+        calls = (
+            OPERATOR in self.where or self.unfollowed or self.read or any(n.cut for n in self.norms)
+        )
         return self.sizes or bool(calls)
 
 

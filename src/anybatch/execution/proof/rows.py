@@ -26,7 +26,7 @@ from anybatch.core.modules import keywords
 from anybatch.core.oom import out_of_memory
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import ROWS, several, strange_row
-from anybatch.execution.proof.notes import ours
+from anybatch.execution.proof.notes import SAVING, ours
 from anybatch.execution.proof.places import plain
 from anybatch.execution.proof.verdict import UNDIVIDED
 
@@ -174,7 +174,7 @@ def forward(
     hooked: list[Any] = []
     around = torch._C._autograd._top_saved_tensors_default_hooks(True)
     if around is not None and not _copies(around[0]):
-        follow.notes.saving.append("what the step is within")
+        follow.notes.where.setdefault(SAVING, "what the step is within")
     for _, tensor in pytree.tensors(micro.inputs):
         if tensor.dim() and tensor.shape[0] == micro.size:
             follow.seed(tensor, list(samples))
@@ -238,7 +238,7 @@ def _saving(follow: Follow) -> AbstractContextManager[None]:
 
     def note(pack: Any, _: Any) -> None:
         if not _copies(pack):
-            follow.notes.saving.append(follow.path)
+            follow.notes.where.setdefault(SAVING, follow.path)
 
     return _patched(torch._C._autograd, "_push_saved_tensors_default_hooks", note)
 

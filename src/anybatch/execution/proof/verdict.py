@@ -24,7 +24,7 @@ from anybatch.errors import NotExactError
 from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import CUT, EARLIER, LOOSE, PLACE, ROWS, SAMPLES
-from anybatch.execution.proof.notes import Notes
+from anybatch.execution.proof.notes import COLLISION, COUNTED, FIXED, OF_ANY_ROWS, Notes
 from anybatch.loss.traced import WEIGHTS
 
 UNDIVIDED = "give micro_batch >= the batch size"
@@ -120,10 +120,7 @@ def judge(full: Forward, part: Forward | None, axes: Sequence[int | None]) -> Ve
             "rows looked at fewer than two were"
         ] = None
     doubts |= dict.fromkeys(_in_order(full, axes))  # without an arange, places are none in `part`
-    for place in full.notes.fixed[:1]:
-        doubts[f"rows are read or written by their place in the batch in {place}"] = None
-    for place in full.notes.counted[:1]:
-        doubts[f"numbers are others for more rows than for fewer in {place}"] = None
+    doubts |= dict.fromkeys(_noted(full, (FIXED, COUNTED)))
     for place in _regrouped(full, part)[:1]:
         doubts[f"a dimension as long as the samples is made of others in {place}"] = None
     return Verdict(meets, tuple(doubts))
@@ -141,8 +138,9 @@ def _without_refuted(full: Forward, part: Forward) -> Forward:
     if notes.mixes_orders and not full.notes.mixes_orders:
         masks = [None if one.mask is None else one.mask & EARLIER for one in outputs]
         outputs = [one._replace(mask=mask) for one, mask in zip(outputs, masks, strict=True)]
-    if not full.notes.collisions:
-        notes = replace(notes, collisions=[])
+    if COLLISION in notes.where and COLLISION not in full.notes.where:
+        where = {words: at for words, at in notes.where.items() if words != COLLISION}
+        notes = replace(notes, where=where)
     return replace(part, outputs=outputs, notes=notes)
 
 
@@ -351,21 +349,17 @@ def doubts_of(run: Forward) -> Iterable[str]:
         yield f"Python reads a {sort} of the samples in {path}{script}"
     for path, kernel, _ in notes.unfollowed[:1]:
         yield f"{kernel} in {path} could not be followed"
-    for words, places in (
-        ("a higher-order operator could not be followed in", notes.operators),
-        ("saved_tensors_hooks change what autograd saves in", notes.saving),
-        ("two samples may write to the same place, which they choose in", notes.collisions),
-        ("rows are chosen by their place in the batch in", notes.positions),
-        ("a part of the batch, cut by position, is brought together in", notes.parts),
-        ("forward computes with num_batches_tracked, which BatchNorm moves, in", notes.counters),
-    ):
-        for place in places[:1]:
-            yield f"{words} {place}"
+    yield from _noted(run, OF_ANY_ROWS)
     if notes.made_by_python:
         yield "Python makes numbers that are as many as the samples, and they cannot be followed"
     marked = (one.mask for one in run.outputs if one.mask is not None)
     if notes.cuts and any(bool((mask & CUT).any()) for mask in marked):
         yield "rows are sliced along the samples, and parts of the batch may be computed otherwise"
+
+
+def _noted(run: Forward, doubts: Iterable[str]) -> Iterable[str]:
+    where = run.notes.where
+    return (f"{words} {where[words]}" for words in doubts if words in where)
 
 
 def unfollowed(runs: Sequence[Forward], axes: Sequence[int | None]) -> Iterable[str]:
