@@ -278,13 +278,9 @@ class EncounteredDraw(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """NaN in one sample's entries of a draw.
+    """NaN in one sample's entries of a draw, which is at a place among those of unknown layout.
 
-    Attributes:
-        draw: its place among those of unknown layout.
-        law: layout that selects the entries.
-        sample: whose.
-        salt: other numbers let the draws behind it come out otherwise.
+    A law selects the entries. With another salt the draws behind it come out otherwise.
     """
 
     draw: int
@@ -296,12 +292,8 @@ class Mark(NamedTuple):
 class Learning(DispatchMode):
     """Dispatch mode that records draws of unknown layout, for its rows or a few more.
 
-    Args:
-        shared: of the step; draws that it knows are made for the full batch.
-        rows: where the rows are in the full batch.
-        among: number of rows that `fitted` layouts draw for, and the place of the rows in them.
-        fitted: layouts of draws, by their place among those of unknown layout.
-        mark: the change of one of these.
+    Draws that `shared` knows are made for the full batch. `fitted` layouts, by their place among
+    those of unknown layout, draw for as many rows as `among` says, which has the place of the rows.
     """
 
     def __init__(

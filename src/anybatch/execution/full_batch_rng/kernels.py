@@ -86,14 +86,7 @@ def category_of(func: Any) -> str:
 
 @dataclass
 class Draw:
-    """One call of a kernel that draws.
-
-    Attributes:
-        func: the kernel.
-        args: its arguments.
-        kwargs: the named ones.
-        category: as in the table above.
-    """
+    """One call of a kernel that draws, of a category of the table above."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]

@@ -22,14 +22,7 @@ from torch import Tensor
 
 
 class RowRange(NamedTuple):
-    """The samples of a micro-batch.
-
-    Attributes:
-        begin: place of the first in the batch.
-        size: how many.
-        of: how many the batch has.
-        turned: they come last first.
-    """
+    """The samples of a micro-batch: the first, how many, of how many, and whether in reverse."""
 
     begin: int
     size: int
@@ -197,9 +190,7 @@ def fitted(patterns: Sequence[Pattern], counts: Sequence[int]) -> Law | None:
     sizes, strides = patterns[0]
     several = [d for d in range(len(sizes)) if sizes[d] > 1]
     order = sorted(
-        several,
-        key=lambda d: (d != dim and strides[d] >= strides[dim], strides[d]),
-        reverse=True,
+        several, key=lambda d: (d != dim and strides[d] >= strides[dim], strides[d]), reverse=True
     )
     return Law(dim, 1, None, tuple(order))
 

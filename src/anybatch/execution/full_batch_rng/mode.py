@@ -346,12 +346,9 @@ COMPILED = "compile_wrapper"
 
 
 class Site(NamedTuple):
-    """A place in a program.
+    """A place in a program: a number for each call and each module, and words for people.
 
-    Attributes:
-        chain: a number for each call, and for each module that is called.
-        words: the innermost place in a file that is not torch's, for people.
-        codes: keep the code objects of the ids alive.
+    The code objects of the ids are kept alive.
     """
 
     chain: tuple[int, ...]
@@ -362,8 +359,7 @@ class Site(NamedTuple):
 def site(modules: Collection[int]) -> Site:
     """Return the place in the program that requested the present draw.
 
-    Args:
-        modules: ids of the modules of the model; others come and go.
+    `modules` are ids of the modules of the model; others come and go.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):
