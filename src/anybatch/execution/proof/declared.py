@@ -286,7 +286,8 @@ class Declared:
         agree = all(alike(more[rest:].flip(0), fewer) for more, fewer in pairs)
         if agree and not all_rows.found.dim():
             with torch.no_grad():
-                others = self._loss(self._rows(self._all_rows, rest), self._targets(rest))
+                targets = pytree.rows(self._all_rows.targets, 0, rest, self._all_rows.size)
+                others = self._loss(self._rows(self._all_rows, rest), targets)
             agree = alike(all_rows.found, part.found + others)
         if agree:
             return ""
@@ -295,9 +296,6 @@ class Declared:
             f"gives other numbers for {self._all_rows.size} rows than for {self._part.size}: it "
             "takes a mean over the rows, or divides by how many there are"
         )
-
-    def _targets(self, count: int) -> Any:
-        return pytree.rows(self._all_rows.targets, 0, count, self._all_rows.size)
 
     # Check of a declared loss that reads non-tensor rows: the full batch against its micro-batches.
     #

@@ -30,17 +30,13 @@ MOST = 16
 """Graphs, and models, of a signature that are inspected; a coupled loss has a graph, too."""
 
 
-_NOWHERE = Outside(())
-"""No places at all."""
-
-
 class Familiar:
     """The graphs and the models that were inspected."""
 
     def __init__(self) -> None:
         self._now: Any = None
         self._parts: Any = None
-        self._outside = _NOWHERE
+        self._outside = Outside(())
         self._held: list[tuple[Named, dict[str, Any]]] = []
         self._contents: dict[Named, Any] = {}
         self._left: dict[Named, Any] = {}

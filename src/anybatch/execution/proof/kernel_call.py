@@ -163,6 +163,11 @@ def varies(mask: Tensor, dim: int) -> bool:
     return bool(((own != every) & (own != 0)).any())  # what belongs to none is beside, not apart
 
 
+def varies_somewhere(mask: Tensor | None) -> bool:
+    """Say whether other samples have had a part in it from place to place."""
+    return mask is not None and any(varies(mask, d) for d in range(mask.dim()))
+
+
 def take_in(call: Call, result: Any) -> None:
     """Record the tensors that a call has returned, and those that it has only written to."""
     call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]

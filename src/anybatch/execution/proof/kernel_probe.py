@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from anybatch.core.rng import RNGState
-from anybatch.execution.proof.kernel_call import Call, varies
+from anybatch.execution.proof.kernel_call import Call, varies_somewhere
 from anybatch.execution.proof.masks import CUT, LOOSE, PLACE, ROWS, SAMPLES, fold, several, total
 from anybatch.execution.proof.rules import REDUCTIONS, reduced
 from anybatch.execution.proof.rules_places import PUTS
@@ -177,7 +176,8 @@ class _Probe:
         return accepted
 
     def _mark_changed(self, change: Callable[[Tensor], Tensor]) -> None:
-        found = self._rerun(partial(_changed, change))  # these go with this call: a budget counts
+        # The results go with this call: a budget counts them.
+        found = self._rerun(lambda leaf, one: torch.where(one, change(leaf), leaf))
         for mark, one, other in zip(self._marks, self._plain, found, strict=True):
             mark.bitwise_or_(_differ(one, other).to(torch.uint8) << self._bit)
 
@@ -216,10 +216,6 @@ class _Probe:
             assert one is not None
             changed[at] = torch.where(one, leaf.roll(by, 0), leaf)
         return self._run(changed)
-
-
-def _changed(change: Callable[[Tensor], Tensor], leaf: Tensor, one: Tensor) -> Tensor:
-    return torch.where(one, change(leaf), leaf)
 
 
 def _any_differ(one: Tensor, other: Tensor) -> bool:
@@ -297,30 +293,24 @@ class Few:
             self.places.append(f"{path}, in {call.name}")
         sources = [place for one in call.operands if (place := self._place(one))]
         place = sources[0] if sources else ""
-        if not place and self._brings(call):
+        brings = (self._of_choice(call, x) and self._along(call, x) for x in call.operands)
+        if not place and any(brings):
             place = f"{path}, in {call.name}"
         if not place:
             return
         for one in (*call.results, *call.written):
             weak = StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
             self._together[one.untyped_storage()._cdata] = weak, place
-            other = any(
-                call.mask(two) is not None for two in call.operands if not self._is(two, one)
-            )
+            outside = (two for two in call.operands if two is one or not self._place(two))
+            other = any(call.mask(two) is not None for two in outside)
             many = one.dim() > 0 and one.numel() != 1
             if sources and many and (other or call.name in PUTS):
                 self.places.append(place)
-
-    def _is(self, one: Tensor, made: Tensor) -> bool:
-        return bool(self._place(one)) and one is not made
 
     def _place(self, tensor: Tensor) -> str:
         """Return where rows were brought together that a tensor was made of; "" for none."""
         weak, place = self._together.get(tensor.untyped_storage()._cdata, (None, ""))
         return "" if weak is None or weak.expired() else place  # type: ignore[no-untyped-call]
-
-    def _brings(self, call: Call) -> bool:
-        return any(self._of_choice(call, one) and self._along(call, one) for one in call.operands)
 
     def _counts(self, call: Call) -> bool:
         """Return whether chosen rows are passed to Python one by one, or lie among constants."""
@@ -382,20 +372,12 @@ def _contracted(call: Call, x: Tensor) -> list[int]:
 def _by_values(call: Call) -> bool:
     """Say whether samples choose among rows of several."""
     if call.name == "nonzero":
-        return _in_several_places(call.mask(call.args[0]))
+        return varies_somewhere(call.mask(call.args[0]))
     if call.name == "masked_select":
-        return any(_in_several_places(call.mask(one)) for one in call.args[:2])
+        return any(varies_somewhere(call.mask(one)) for one in call.args[:2])
     bools = [one for one in call.args[1] if one is not None and not one.dtype.is_floating_point]
     chosen = [one for one in bools if one.element_size() == 1 and call.mask(one) is not None]
-    return bool(chosen) and any(
-        _in_several_places(call.mask(one)) for one in (call.args[0], *chosen)
-    )
-
-
-def _in_several_places(mask: Tensor | None) -> bool:
-    return mask is not None and any(
-        mask.shape[d] > 1 and varies(mask, d) for d in range(mask.dim())
-    )
+    return bool(chosen) and any(varies_somewhere(call.mask(one)) for one in (call.args[0], *chosen))
 
 
 def _axis(call: Call) -> int:

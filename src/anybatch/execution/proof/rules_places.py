@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from anybatch.execution.proof import masks as sets
-from anybatch.execution.proof.kernel_call import Call, Found, leads_back, rule, varies
+from anybatch.execution.proof.kernel_call import (
+    Call,
+    Found,
+    leads_back,
+    rule,
+    varies,
+    varies_somewhere,
+)
 from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
 
 # ---------------------------------------------------------------- tables and places
@@ -74,11 +81,8 @@ def _takes_turns(places: Tensor, size: int) -> bool:
 
 
 def _moves_rows(call: Call, dim: int, *others: Any) -> bool:
-    for one in others:
-        mask = call.mask(one)
-        if mask is not None and mask.dim() and varies(mask, dim % mask.dim()):
-            return True
-    return False
+    masks = [mask for one in others if (mask := call.mask(one)) is not None and mask.dim()]
+    return any(varies(mask, dim % mask.dim()) for mask in masks)
 
 
 def _piled(base: Tensor, add: Callable[[Tensor, Tensor], Tensor], source: Tensor) -> Tensor:
@@ -180,9 +184,7 @@ def _picked(call: Call) -> Found:
 def _put(call: Call) -> Found:
     x, places, source = call.args[:3]
     leads = _takes_turns(places, x.numel())
-    leads |= any(
-        mask is not None and _varies_somewhere(mask) for mask in map(call.mask, (x, source))
-    )
+    leads |= any(map(varies_somewhere, map(call.mask, (x, source))))
     found = _written_at(call, places, leads=leads) | call.full(source).reshape(places.shape)
     flat, found = call.full(x).reshape(-1), _unordered(found).reshape(-1)
     put = torch.ops.aten.index_put.default
@@ -192,10 +194,6 @@ def _put(call: Call) -> Found:
     else:
         got = put(flat.contiguous(), [places.reshape(-1)], found)
     return [got.reshape(x.shape)]
-
-
-def _varies_somewhere(mask: Tensor) -> bool:
-    return any(varies(mask, d) for d in range(mask.dim()))
 
 
 @rule("scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ _scatter_reduce")
@@ -398,7 +396,7 @@ def _puts_rows(call: Call, places: Tensor, dim: int) -> bool:
     """Say whether indices of a dimension lead to the rows of samples, or name each row alike."""
     x, every, source = call.args[:3]
     mask, value = call.mask(x), call.mask(source)
-    if (value is not None and _varies_somewhere(value)) or (mask is not None and varies(mask, dim)):
+    if varies_somewhere(value) or (mask is not None and varies(mask, dim)):
         return True
     pure = [
         one
@@ -415,8 +413,7 @@ def _among_samples(call: Call) -> bool:
     mask = call.mask(call.args[0])
     dims = range(dim, dim + bools[0].dim())
     own = mask is not None and any(mask.shape[d] > 1 and varies(mask, d) for d in dims)
-    marks = [mask for one in bools if (mask := call.mask(one)) is not None]
-    return own or any(varies(mask, d) for mask in marks for d in range(mask.dim()))
+    return own or any(map(varies_somewhere, map(call.mask, bools)))
 
 
 CHOOSERS = (torch.bool, torch.uint8)

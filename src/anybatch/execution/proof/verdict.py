@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
+from functools import reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from anybatch.errors import NotExactError
 from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import CUT, EARLIER, LOOSE, PLACE, ROWS, SAMPLES
-from anybatch.execution.proof.notes import COLLISION, COUNTED, FIXED, OF_ANY_ROWS, Notes
+from anybatch.execution.proof.notes import COLLISION, COUNTED, FIXED, OF_ANY_ROWS, NormCall, Notes
 from anybatch.loss.traced import WEIGHTS
 
 UNDIVIDED = "give micro_batch >= the batch size"
@@ -215,7 +216,7 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
     """
     full = all_rows.notes.norms
     for one in full if part is None else ():
-        held = sets.samples_of(_all(one.rows))
+        held = _held(one)
         if one.cut or (held and held != sorted(set(all_rows.samples))):
             return other_rows(one.path, f"it holds samples {_and(held)} alone")
     if part is None:
@@ -226,9 +227,7 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
         return other_rows(
             first.path, f"{len(full)} calls hold all rows and {len(some)} those of a part"
         )
-    mine = 0
-    for sample in part.samples:
-        mine |= 1 << sample
+    mine = sum({1 << sample for sample in part.samples})
     for one, other in zip(full, some, strict=True):
         if not one.rows and one.values == other.values > 0:
             return (
@@ -238,12 +237,12 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
             )
         wanted = {bits: n for bits, n in one.rows.items() if bits & mine}
         found = {bits: n for bits, n in other.rows.items() if bits}
-        of_all = sets.samples_of(_all(one.rows)) == sorted(set(all_rows.samples))
+        of_all = _held(one) == sorted(set(all_rows.samples))
         as_many = one.values * len(part.samples) == other.values * len(all_rows.samples)
         if not other.rows and of_all and as_many and one.path == other.path:
             continue  # noise as long as there are rows, which tells its samples when that is known
         if one.path != other.path or wanted != found:
-            held = sets.samples_of(_all(one.rows))
+            held = _held(one)
             described = f"the call that holds samples {_and(held)} of the batch"
             return other_rows(one.path, f"{described} holds other rows in a micro-batch")
     return ""
@@ -334,11 +333,8 @@ def other_rows(path: str, why: str) -> str:
     )
 
 
-def _all(rows: dict[int, Fraction]) -> int:
-    found = 0
-    for bits in rows:
-        found |= bits
-    return found
+def _held(norm: NormCall) -> list[int]:
+    return sets.samples_of(reduce(or_, norm.rows, 0))
 
 
 def doubts_of(run: Forward) -> Iterable[str]:
