@@ -80,11 +80,7 @@ class Follow(DispatchMode):
             (path, one) for path, one in model.named_modules() if getattr(one, "training", False)
         ]
         self._counters = {id(one) for one in counters(norms)}
-        self._model = model
-
-    def weights(self) -> Iterator[Tensor]:
-        """Yield the parameters of the model: their sizes are no number of samples."""
-        yield from self._model.parameters()
+        self.model = model
 
     @property
     def path(self) -> str:
@@ -302,12 +298,17 @@ class Follow(DispatchMode):
         elif fewer is not None:
             free = FreeCall(call, views, fewer, self._trained)
             with _disable_current_modes():
-                self._note_places_of_free(free, free.rows())
-                if name not in places.CONSTANT:
-                    self._mark(call, free, fewer)
+                self._mark(call, free, fewer)
         return result
 
     def _mark(self, call: Call, free: FreeCall, fewer: Made) -> None:
+        self.notes.sizes |= free.cuts
+        rows = free.rows()
+        fixed = rules_places.at_fixed_places(rows, square=True)
+        if (fixed and not rules_places.takes_no_place(rows)) or free.writes_some():
+            self._doubt(notes.FIXED, call.name)
+        if call.name in places.CONSTANT:
+            return
         name, note = call.name, self.masks.write if call.writes else self.masks.put
         longer = name == "lift_fresh" and call.results[0].shape != torch.Size(fewer.gave[0])
         self.notes.made_by_python |= longer
@@ -322,12 +323,6 @@ class Follow(DispatchMode):
                 self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
                 if not any(each.alias_info for each in call.func._schema.returns):
                     self._fresh.add(storage._cdata)  # no table, which may be another one later
-
-    def _note_places_of_free(self, call: FreeCall, rows: Call) -> None:
-        self.notes.sizes |= call.cuts
-        fixed = rules_places.at_fixed_places(rows, square=True)
-        if (fixed and not rules_places.takes_no_place(rows)) or call.writes_some():
-            self._doubt(notes.FIXED, rows.name)
 
     def alike(self, tensor: Tensor) -> bool:
         """Say whether a tensor was made without samples, and is equal for all rows."""

@@ -69,7 +69,7 @@ class Reads(TorchFunctionMode):
     def __init__(self, follow: Follow) -> None:
         super().__init__()
         self._follow = follow
-        self._weights = {id(one) for one in follow.weights()}
+        self._weights = {id(one) for one in follow.model.parameters()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the sizes and numbers that one call reads, and run it."""

@@ -20,8 +20,6 @@ from anybatch.execution.proof.kernel_call import (
 )
 from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
 
-# ---------------------------------------------------------------- tables and places
-
 
 def _placed(call: Call, places: Tensor, table: Tensor, dim: int | None = None) -> Tensor:
     """Return the marks that indices add to the mask of the elements that they read.

@@ -12,8 +12,6 @@ from anybatch.core.modules import name_of
 from anybatch.execution.proof.kernel_call import Call, Found, rows_of, rule, varies
 from anybatch.execution.proof.masks import ALL, CUT, LOOSE, fold, several, union
 
-# ---------------------------------------------------------------- products
-
 
 @rule("mm bmm addmm baddbmm mv addmv dot vdot linear _linear addmm_ baddbmm_ _addmm_activation")
 def _multiplied(call: Call) -> Found | None:
