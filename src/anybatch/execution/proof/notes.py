@@ -20,7 +20,6 @@ class NormCall(NamedTuple):
     """A call of batch normalisation.
 
     Attributes:
-        path: of the module.
         rows: set of samples -> how many values of a channel have that set.
         cut: the batch was cut by position before.
         values: of a channel.

@@ -277,9 +277,10 @@ def sliced(call: Call, found: Iterable[Tensor]) -> tuple[list[Tensor], str]:
     if mask is None or call.name not in SLICES or not x.dim():
         return views, ""
     dim = call.argument("dim", default=0) % x.dim()
+    if mask.shape[dim] == 1 or not varies(mask, dim):
+        return views, ""
     size = x.shape[dim]
-    every = call.argument("split_size") >= size if call.name == "split" else takes_all(call, size)
-    if mask.shape[dim] == 1 or not varies(mask, dim) or every:
+    if call.argument("split_size") >= size if call.name == "split" else takes_all(call, size):
         return views, ""
     if bool((mask & LOOSE).any()) and call.name != "unbind" and not call.backward:
         said = f"{call.name} of samples that nonzero, sort or topk has put in an order"

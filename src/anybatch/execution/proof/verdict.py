@@ -65,7 +65,6 @@ class Output(NamedTuple):
     """An output of a forward under masks.
 
     Attributes:
-        path: its path.
         mask: which samples have had a part in it; None where none has.
         origin: where these met; "" where they have not.
         trains: it has a gradient.
