@@ -69,7 +69,7 @@ class CallTrace:
         lists: (module, lists of places that rows or features are read or written at), in order.
         numbers: (module, kernel, numbers) of pointwise kernels, in order.
         kernels: (module, kernel, dimensions among its arguments, dimensions of its tensors).
-        norms: (module, values of a channel) of calls of batch normalisation, in order.
+        norms: (module, values of a channel) of calls of batch normalisation.
         by_row: of each call of batch normalisation: it normalises rows by themselves, or a weight.
         calls: of functions that compute something, in order.
         cuts: of kernels that cut something off, in order.
@@ -141,7 +141,8 @@ class _Functions(TorchFunctionMode):
         free = self._free.takes(name, arguments)
         places = free and self._free.numbers(arguments)
         result = func(*args, **kwargs)
-        if traces and name in CASTS and _casts(args[0], result):
+        casts = name in CASTS and isinstance(args[0], Tensor) and isinstance(result, Tensor)
+        if traces and casts and args[0].dtype != result.dtype:
             self._trace.functions.append((self._path(), f"{name}() of another type"))
         self._free.gave(name, arguments, result, free=free)
         if compares:
@@ -202,10 +203,6 @@ def _lists(index: Any) -> list[Any]:
     """Return the lists of an index that hold no tensors: fake tensors have no values to compare."""
     lists = [one for one in (index if isinstance(index, tuple) else (index,)) if type(one) is list]
     return [one for one in lists if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(one))]
-
-
-def _casts(x: Any, result: Any) -> bool:
-    return isinstance(x, Tensor) and isinstance(result, Tensor) and x.dtype != result.dtype
 
 
 class _Numbers(DispatchMode):
@@ -316,7 +313,6 @@ class Comparison:
     Attributes:
         rows: inputs of some rows, and how many.
         run: ``run(model, inputs, samples)`` calls it, and returns its outputs.
-        trains: with a graph; else without gradients.
         values: Python's reads of tensors in a forward, in order. Default: unknown.
         singles: compare numbers that are computed with a number by itself, too. Default False.
         backward: compare the calls of custom hooks and functions in backward. Default False.

@@ -61,7 +61,6 @@ class Called(NamedTuple):
         words: parameters and buffers among the operands, by name; other values, written down.
         shapes: of the results, then of the tensors that are given.
         made: how many of `shapes` are results.
-        trains: which results carry gradients.
         free: it computes with tensors in which no sample has a part.
         places: and these may number the rows.
     """

@@ -207,7 +207,6 @@ class _Record:
 
     Attributes:
         alive: keeps the storage's address from being given to another one.
-        nbytes: of the storage.
         owner: the tensor that was made with it.
         views: masks of the tensors that lie in it.
         flat: the mask of every element; None where the views are all alike.
@@ -221,17 +220,9 @@ class _Record:
     flat: Tensor | None = None
     origin: str = ""
 
-    def gone(self) -> bool:
-        """Say whether the storage is no more."""
-        return bool(self.alive.expired())  # type: ignore[no-untyped-call]
-
 
 def _aged(mask: Tensor) -> Tensor:
     return ((mask & SAMPLES) != 0).to(torch.uint8) * EARLIER
-
-
-def _nowhere() -> str:
-    return ""
 
 
 class Masks:
@@ -260,11 +251,11 @@ class Masks:
         record = self._record(tensor)
         return "" if record is None else record.origin
 
-    def put(self, tensor: Tensor, mask: Tensor | None, origin: Origin = _nowhere) -> None:
+    def put(self, tensor: Tensor, mask: Tensor | None, origin: Origin = str) -> None:
         """Record the mask of a tensor that was just made, and where its samples meet if they do."""
         self._note(tensor, mask, origin, written=False)
 
-    def write(self, tensor: Tensor, mask: Tensor | None, origin: Origin = _nowhere) -> None:
+    def write(self, tensor: Tensor, mask: Tensor | None, origin: Origin = str) -> None:
         """Note the mask of a tensor that has just been written to."""
         self._note(tensor, mask, origin, written=True)
 
@@ -373,7 +364,8 @@ class Masks:
         return record
 
     def _give_up(self) -> None:
-        self._records = {k: r for k, r in self._records.items() if not r.gone()}
+        every = self._records.items()
+        self._records = {k: r for k, r in every if not r.alive.expired()}  # type: ignore[no-untyped-call]
 
     def _found(self, record: _Record, tensor: Tensor, place: Geometry) -> Tensor:
         if record.flat is None and record.owner is not None:

@@ -22,7 +22,6 @@ class NormCall(NamedTuple):
     Attributes:
         rows: set of samples -> how many values of a channel have that set.
         cut: the batch was cut by position before.
-        values: of a channel.
     """
 
     path: str

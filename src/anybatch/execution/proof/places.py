@@ -132,12 +132,6 @@ def _differs(tensor: Tensor, dim: int) -> bool:
     return tensor.shape[dim] > 0 and bool((tensor != tensor.narrow(dim, 0, 1)).any())
 
 
-def _longer(tensor: Tensor, fewer: Sequence[int]) -> list[int]:
-    if tensor.dim() != len(fewer):
-        return []
-    return [d for d, size in enumerate(fewer) if tensor.shape[d] != size]
-
-
 class FreeCall:
     """A kernel in which no sample has a part, and which has longer tensors for more rows.
 
@@ -151,7 +145,13 @@ class FreeCall:
         # A look may have it draw all alike.
         self._random = torch.Tag.nondeterministic_seeded in call.func.tags
         shapes = zip((*call.operands, *bases(written)), fewer.took, strict=False)
-        self._longer = {id(one): _longer(one, shape) for one, shape in shapes}
+        # The dimensions that are longer for more rows.
+        self._longer = {
+            id(one): [
+                d for d, n in enumerate(shape) if len(shape) == one.dim() and n != one.shape[d]
+            ]
+            for one, shape in shapes
+        }
 
     @property
     def cuts(self) -> bool:

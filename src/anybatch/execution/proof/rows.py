@@ -88,7 +88,8 @@ class Reads(TorchFunctionMode):
             self._follow.pads(args[1])
         before = self._follow.called, self._follow.checks
         self._follow.called = True
-        self._follow.checks |= func in CHECKS and _num_classes(*args[1:], **kwargs) > 0
+        classes = kwargs.get("num_classes", args[1] if func in CHECKS and len(args) > 1 else -1)
+        self._follow.checks |= func in CHECKS and classes > 0
         try:
             if func is Tensor.__deepcopy__ and not args[0].grad_fn and plain(args[0]):
                 # It copies bytes, which are no rows
@@ -143,10 +144,6 @@ def _takes_packed(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
         return False
     sizes = args[1]
     return isinstance(sizes, Tensor) and sizes.dim() == 1 and sizes.dtype == torch.int64
-
-
-def _num_classes(num_classes: int = -1, **_: Any) -> int:
-    return num_classes
 
 
 def samples_of_rows(size: int) -> list[int]:
@@ -393,7 +390,8 @@ def matters(call: Callable[[], Any], outputs: Any, *, draws: bool) -> bool | Non
         if out_of_memory(error):
             raise
         return True  # something else is as long as the longest row
-    read = any(map(_holds_nan, pytree.flat(of_nan)))
+    numbers = (one for one in pytree.flat(of_nan) if one.is_floating_point())
+    read = any(bool(one.isnan().any()) for one in numbers)
     if draws:
         return None if read else False
     with Longer():
@@ -410,10 +408,6 @@ def depends(path: str) -> str:
         f"pad_packed_sequence in {path} makes rows as long as the longest of a micro-batch, on "
         f"which the outputs depend: give it total_length=x.shape[1], or {UNDIVIDED}"
     )
-
-
-def _holds_nan(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and bool(tensor.isnan().any())
 
 
 def _alike(one: Any, other: Any) -> bool:

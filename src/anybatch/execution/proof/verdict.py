@@ -249,8 +249,7 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
 
 def _in_shuffles(full: Forward, part: Forward) -> str:
     """Return an error for a random order as long as the batch: of few rows one may move none."""
-    pairs = zip(full.notes.shuffles, part.notes.shuffles, strict=False)
-    for (path, n), (_, m) in pairs:
+    for (path, n), (_, m) in zip(full.notes.shuffles, part.notes.shuffles, strict=False):
         if n != m and n * len(part.samples) == m * len(full.samples):
             return _out_of_place(f"{path} draws an order of all samples")
     return ""
