@@ -146,7 +146,7 @@ class _Inspection:
         self._fewer, self._moved = 0, ""
 
     def restart(self) -> None:
-        """Put random states and buffers back to what they were before the inspection."""
+        """Put random states and buffers back as they were before the inspection."""
         self.before.put_back()
         self._step.buffers.restart()
 

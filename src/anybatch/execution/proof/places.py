@@ -181,7 +181,7 @@ class FreeCall:
             return None
         places = not (self._random or self.outside)
         for d, (size, less) in enumerate(zip(tensor.shape, fewer, strict=True)):
-            if size == less or not (self._random or _tells(tensor, d, n) or self._told(at, d, n)):
+            if size == less or not (self._random or _tells(tensor, d, n) or self._other(at, d, n)):
                 continue
             if (size, less) == (n, rows):
                 bits = [1 << sample for sample in samples]
@@ -230,7 +230,7 @@ class FreeCall:
         found = flags.as_strided(base.shape, base.stride(), base.storage_offset())
         return any(_differs(found, d) for d in self._longer[id(base)])
 
-    def _told(self, at: int, dim: int, n: int) -> bool:
+    def _other(self, at: int, dim: int, n: int) -> bool:
         """Say whether other values of its operands would differ: in result `at`, along `dim`.
 
         A table of zeros is one like any other. Numbers that are never trained, and are the same
@@ -388,7 +388,7 @@ class FreeTensors:
         if name.startswith("new_") or name.endswith("_like"):
             return True
         return all(
-            id(one) in self._names or self._known(one).free
+            id(one) in self._names or self._record(one).free
             for one in tree_leaves(arguments)
             if isinstance(one, Tensor)
         )
@@ -419,7 +419,7 @@ class FreeTensors:
         """Take in that samples have a part in a tensor."""
         self._free.pop(id(tensor), None)
 
-    def _known(self, tensor: Tensor) -> _Free:
+    def _record(self, tensor: Tensor) -> _Free:
         found = self._free.get(id(tensor), _UNKNOWN)
         return found if found.tensor() is tensor else _UNKNOWN
 
@@ -431,7 +431,7 @@ class FreeTensors:
             operands = operands[:1]
         bare = name.strip("_")
         alike = bare in ELEMENTWISE or bare in SPREADS
-        return alike and bool(operands) and all(self._known(one).filled for one in operands)
+        return alike and bool(operands) and all(self._record(one).filled for one in operands)
 
     def _is_plain(self, name: str, arguments: Any, made: Tensor) -> bool:
         if name in MAKERS or not self._has_rows(made):
@@ -464,7 +464,7 @@ class FreeTensors:
         )
 
     def _may_number(self, tensor: Tensor) -> bool:
-        return self._has_rows(tensor) and not self._known(tensor).plain
+        return self._has_rows(tensor) and not self._record(tensor).plain
 
     def _has_rows(self, tensor: Tensor) -> bool:
         return any(size and size % self._rows == 0 for size in tensor.shape)

@@ -283,8 +283,8 @@ def by_position(call: Call, rows: int) -> bool:
 
 def takes_no_place(call: Call) -> bool:
     """Say whether a kernel that takes places gets none."""
-    taken = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
-    places = sum(one.numel() for one in taken if one.dtype in INTEGERS)
+    operands = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
+    places = sum(one.numel() for one in operands if one.dtype in INTEGERS)
     return call.name in CHOICES | WRITES | PUTS and not places
 
 
