@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,11 @@ from anybatch.memory.meter import Meter
 CPU = torch.device("cpu")
 
 
+def metered(there: Mapping[str, Iterable[Tensor]] | None = None) -> Meter:
+    """A meter of the live bytes of the host: of those that are there, by owner, and of new ones."""
+    return Meter(CPU, there)
+
+
 def held(engine: Engine, rows: tuple[Tensor, Tensor], **options: Any) -> int:
     """The most bytes that two steps hold, beside the optimizer's state.
 
@@ -24,7 +30,7 @@ def held(engine: Engine, rows: tuple[Tensor, Tensor], **options: Any) -> int:
     model, most = engine.model, 0
     for _ in range(2):
         model.zero_grad()
-        with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+        with metered({"there": [*model.parameters(), *model.buffers()]}) as meter:
             engine.backward(*rows, **options)
         most = max(most, meter.peak)
     model.zero_grad()
