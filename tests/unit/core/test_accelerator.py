@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import error_of, tolerance
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
@@ -21,16 +22,15 @@ from anybatch import Engine
 from anybatch.core import accelerator, accelerators, moments
 from anybatch.core.accelerator import of
 from anybatch.core.moments import merged, moments_of
-from anybatch.core.rng import RNGState
+from anybatch.devices import RNGState, available_memory, segments_of
 from anybatch.errors import NotYetError, StoreError
 from anybatch.execution.prefetch import HostLink, StreamLink, link_to
 from anybatch.lockstep.lockstep import Surroundings
 from anybatch.lockstep.scheduler import LaneTurns
-from anybatch.memory.limits import SHARE_THERE, available_memory, segments_of
+from anybatch.memory.limits import SHARE_THERE
 from anybatch.memory.page_table import Copier
 from anybatch.memory.spill import maker, takes
 from anybatch.memory.stores import FileStore, HostStore, StagedStore, store_on
-from anybatch.tools.exactness import error_of, tolerance
 
 ROOT = Path(__file__).parents[3]
 SOURCE = ROOT / "src/anybatch"

@@ -8,13 +8,13 @@ import pytest
 import torch
 from tests.oracle import assert_exact, state_after, undivided
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss
 from anybatch.core.batch import MicroBatch, TensorBatch, count_micro_batches
 from anybatch.errors import BatchError, NotReproducibleError
-from anybatch.memory.fakes import is_fake
 
 
 def model() -> nn.Module:
@@ -49,6 +49,14 @@ def test_micro_batches_are_views_in_order() -> None:
     assert [part.size for part in parts] == [4, 4, 2]
     assert parts[1].inputs.data_ptr() == x[4:].data_ptr()
     assert torch.equal(torch.cat([part.targets for part in parts]), y)
+
+
+def test_the_form_of_a_batch_is_that_of_its_tensors_and_found_once() -> None:
+    x, y = torch.ones(4, 3, requires_grad=True), torch.ones(4).long()
+    batch = TensorBatch.of({"x": x, "n": 3}, y)
+    assert batch.form == (("[0]['x']", 2, torch.float32), ("[1]", 1, torch.int64))
+    assert batch.form is batch.form
+    assert batch.trained == (x,)
 
 
 def test_a_fingerprint_changes_with_any_bit() -> None:
@@ -172,7 +180,7 @@ def test_a_lazy_batch_is_in_memory_one_micro_batch_at_a_time() -> None:
             self.net = nn.Linear(1, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            if not is_fake(x):
+            if not isinstance(x, FakeTensor):
                 live.append(x.untyped_storage().nbytes())
             return self.net(x[:, :1])
 

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine
 from anybatch.core import modules
-from anybatch.core.batch import TensorBatch
 from anybatch.core.modules import (
     call_model,
     first_parameter,
@@ -93,14 +92,6 @@ def test_the_storages_of_several_are_those_of_each() -> None:
     tensors = [x, x[1:], x.t(), x.clone()]
     assert storages_of(tensors) == [storage_of(tensor) for tensor in tensors]
     assert len(set(storages_of(tensors))) == 2
-
-
-def test_the_form_of_a_batch_is_that_of_its_tensors_and_found_once() -> None:
-    x, y = torch.ones(4, 3, requires_grad=True), torch.ones(4).long()
-    batch = TensorBatch.of({"x": x, "n": 3}, y)
-    assert batch.form == (("[0]['x']", 2, torch.float32), ("[1]", 1, torch.int64))
-    assert batch.form is batch.form
-    assert batch.trained == (x,)
 
 
 def freeze(model: nn.Sequential) -> None:

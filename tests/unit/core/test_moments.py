@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.peaks import metered
 
 from anybatch.core.moments import CACHED, HALF, merged, moments_of
-from anybatch.memory.meter import Meter
 
 
 @given(
@@ -51,7 +51,7 @@ def test_half_precision_is_summed_in_float32() -> None:
 def test_the_rows_that_follow_take_no_less_memory(dtype: torch.dtype, rows: int) -> None:
     x = torch.randn(rows, 4, 300).to(dtype)
     vectors = 32 * 8 * 4
-    with Meter(x.device, {"x": [x]}) as meter:
+    with metered({"x": [x]}) as meter:
         moments_of(x)
     cached = CACHED if dtype in HALF else 0
     assert meter.peak - x.nbytes <= max(x.nbytes, cached) + vectors

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from anybatch import Plan
-from anybatch.core.plan import Facts, OffloadPlan, decide
-from anybatch.core.plan_sections import FORESEEN, UNDIVIDED, Candidate, Evidence, Memory, Pace
-from anybatch.core.units import show_seconds
+from anybatch.core.plan import FORESEEN, UNDIVIDED, Facts, OffloadPlan, decide
+from anybatch.reports import Candidate, Evidence, Memory, Pace
+from anybatch.units import show_seconds
 
 FACTS = Facts(
     micro_batch=64,
@@ -170,3 +170,10 @@ def test_a_pace_is_reported_and_goes_through_json() -> None:
     assert pace.of(3) == (1.5, 0.75, 3.0)
     few = replace(pace, steps=2)
     assert few.in_words(1) == "0.5 s"  # two steps tell no interval
+
+
+def test_a_plan_within_a_budget_says_how_it_is() -> None:
+    facts = Facts(4, True, "sum", False, False, (), False, 0, segments="CUDA memory is in pages")
+    memory = Memory(1 << 30, "given", 1 << 20, (), 1, 1, "fakes")
+    assert "because      CUDA memory is in pages" in str(decide(facts, memory))
+    assert "pages" not in str(decide(facts))

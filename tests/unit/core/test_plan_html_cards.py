@@ -13,9 +13,8 @@ from torch import Tensor, nn
 import anybatch
 from anybatch import Engine
 from anybatch.core.plan import Plan, bar, considered, table
-from anybatch.core.plan_sections import Candidate, Memory
-from anybatch.core.units import show_bytes
-from anybatch.reports import StepReport
+from anybatch.reports import Candidate, Memory, StepReport
+from anybatch.units import show_bytes
 
 VOID = {"br", "img", "hr"}
 

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
+from tests.peaks import metered
 from torch import Tensor
 
 from anybatch.core import python_state
-from anybatch.memory.meter import Meter
 
 SHAPES = [(), (1,), (7,), (5, 3), (3, 1, 4), (2, 9000), (9000, 2), (4, 30, 200), (2, 50000, 3)]
 
@@ -67,9 +67,9 @@ def test_one_number_in_the_last_piece_distinguishes_tensors() -> None:
 @pytest.mark.parametrize("shape", [(5000,), (3, 40000), (2, 500, 300)])
 def test_a_comparison_holds_what_its_rehearsal_does(shape: tuple[int, ...]) -> None:
     a, b = torch.randn(shape), torch.randn(shape)
-    with Meter(torch.device("cpu")) as compared:
+    with metered() as compared:
         python_state.difference(a, b, 0)
-    with Meter(torch.device("cpu")) as rehearsed:
+    with metered() as rehearsed:
         python_state.rehearse_difference(b)
     assert 0.8 * rehearsed.peak <= compared.peak <= rehearsed.peak
     assert (

@@ -10,15 +10,15 @@ import torch
 from tests.oracle import same, snapshot
 from torch import Tensor, nn
 
-from anybatch.core.barrier import looking, looks_here
-from anybatch.core.modules import walk
 from anybatch.core.transaction import (
     Before,
+    back_to,
     no_optimizer_step,
     note_buffers,
     same_values,
     transaction,
     uninterrupted,
+    where,
 )
 from anybatch.errors import NotExactError
 
@@ -32,7 +32,7 @@ def _ctrl_c() -> Iterator[None]:
 
 def test_buffers_are_restored_as_the_tensors_they_were() -> None:
     norm = nn.BatchNorm1d(3)
-    (mean, *_) = states = note_buffers(walk(norm))
+    (mean, *_) = states = note_buffers([*norm.named_modules()])
     assert [state.path for state in states] == [
         "running_mean",
         "running_var",
@@ -50,7 +50,7 @@ def test_buffers_are_restored_as_the_tensors_they_were() -> None:
 
 def test_batch_norm_moves_statistics_without_a_version_and_is_detected_all_the_same() -> None:
     norm = nn.BatchNorm1d(3)
-    mean = note_buffers(walk(norm))[0]
+    mean = note_buffers([*norm.named_modules()])[0]
     norm(torch.randn(8, 3))
     assert not mean.written(), "if this fails torch counts the write now: written() suffices"
     assert mean.moved()
@@ -61,7 +61,7 @@ def test_batch_norm_moves_statistics_without_a_version_and_is_detected_all_the_s
 def test_failure_puts_back_what_was_noted() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model[0].weight.grad = torch.ones(3, 3)
-    before, note = snapshot(model), Before(walk(model), model.parameters())
+    before, note = snapshot(model), Before([*model.named_modules()], model.parameters())
     with pytest.raises(ZeroDivisionError), transaction(note, lambda: None):
         model[0].weight.grad = None
         model(torch.randn(4, 3)).sum().backward()
@@ -71,17 +71,15 @@ def test_failure_puts_back_what_was_noted() -> None:
 
 
 def test_an_interrupted_inspection_is_over() -> None:
-    """An interrupt comes just before its end, or between its entry and its body."""
-    model = nn.Linear(3, 3)
-    with pytest.raises(KeyboardInterrupt), transaction(Before(walk(model), ()), lambda: None):
-        looking().__enter__()
+    """An interrupt comes between its entry and its body."""
+    model, place = nn.Linear(3, 3), where()
+    with (
+        pytest.raises(KeyboardInterrupt),
+        transaction(Before([*model.named_modules()], ()), lambda: None),
+    ):
+        back_to((*place[:-1], True))  # it looks, and is never left
         raise KeyboardInterrupt
-    assert not looks_here()
-    entered = looking()
-    with looking():
-        entered.__enter__()
-    del entered
-    assert not looks_here()
+    assert where() == place
 
 
 @pytest.mark.usefixtures("_ctrl_c")
@@ -96,7 +94,7 @@ def test_an_interrupt_during_delivery_comes_after_it() -> None:
 
     with (
         pytest.raises(KeyboardInterrupt),
-        transaction(Before(walk(model), model.parameters()), deliver),
+        transaction(Before([*model.named_modules()], model.parameters()), deliver),
     ):
         pass
     assert delivered == ["all of it"]
@@ -143,7 +141,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 def test_an_optimizer_may_step_again_when_the_step_is_over() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = Before(walk(model), model.parameters())
+    before = Before([*model.named_modules()], model.parameters())
     with no_optimizer_step(before), pytest.raises(NotExactError, match="SGD"):
         optimizer.step()
     optimizer.step()
@@ -215,7 +213,7 @@ def test_every_sort_of_buffer_comes_back(
     model = Holder(buffer())
     names, persistent, tensor = list(model._buffers), list(model.state_dict()), model.b
     values = None if tensor is None else tensor.clone()
-    before = Before(walk(model), [])
+    before = Before([*model.named_modules()], [])
     with pytest.raises(KeyError, match="the real error"), transaction(before, lambda: None):
         with suppress(RuntimeError):  # torch does not write to all of them
             change(model)
@@ -230,7 +228,7 @@ def test_a_tensor_that_cannot_be_written_to_is_replaced_by_what_was_noted() -> N
     """An expanded buffer whose memory was written cannot be copied into."""
     memory = torch.ones(())
     model = Holder(memory.expand(3))
-    state = note_buffers(walk(model))[1]
+    state = note_buffers([*model.named_modules()])[1]
     memory.fill_(5.0)
     assert state.moved()
     state.put_back()
@@ -255,7 +253,7 @@ def test_buffers_of_scripted_modules_are_restored(make: Callable[[nn.Module], nn
     """Their ``_buffers`` is a wrapper without ``get``."""
     model = make(Scripted())
     start, tensor = float(model.calls), model.calls
-    before = Before(walk(model), [])
+    before = Before([*model.named_modules()], [])
     (state,) = before.buffers
     assert not state.written()
     assert not state.moved()
@@ -270,7 +268,7 @@ def test_buffers_of_scripted_modules_are_restored(make: Callable[[nn.Module], nn
 def test_a_buffer_without_data_yet_is_noted() -> None:
     """LazyBatchNorm: nothing to copy, and nothing that could be taken away again."""
     norm = nn.LazyBatchNorm1d().eval()
-    states = note_buffers(walk(norm))
+    states = note_buffers([*norm.named_modules()])
     assert [state.moved() for state in states] == [False, False, False]
     norm(torch.randn(4, 3))
     assert [state.moved() for state in states] == [True, True, False]
@@ -283,7 +281,7 @@ def test_buffers_made_in_inference_mode_are_restored() -> None:
     """They count no versions, and refuse to be written to."""
     with torch.inference_mode():
         model = Holder(torch.ones(3))
-    before = Before(walk(model), [])
+    before = Before([*model.named_modules()], [])
     assert not before.buffers[1].written()
     model.b = torch.zeros(3)
     assert before.put_back() == []
@@ -294,7 +292,7 @@ def test_what_cannot_be_undone_is_noted_on_the_real_error() -> None:
     """The dice come back all the same."""
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)
-    before, rng_state = Before(walk(model), model.parameters()), torch.get_rng_state()
+    before, rng_state = Before([*model.named_modules()], model.parameters()), torch.get_rng_state()
     with pytest.raises(KeyError) as caught, transaction(before, lambda: None):
         torch.rand(3)
         model.bias.grad = torch.ones(2)
@@ -310,7 +308,7 @@ def test_gradients_of_leaves_that_appear_late_are_restored() -> None:
     """A parameter that only the loss closes over kept what a failed step had added."""
     model, late, other = nn.Linear(2, 2), torch.ones(2), torch.ones(2)
     late.grad = gradient = torch.ones(2)
-    before = Before(walk(model), model.parameters())
+    before = Before([*model.named_modules()], model.parameters())
     before.add([late, other, model.weight])
     late.grad, other.grad, model.weight.grad = None, torch.ones(2), torch.ones(2, 2)
     before.put_back()
@@ -325,7 +323,7 @@ def test_an_optimizer_of_other_parameters_may_step() -> None:
     other.grad = torch.ones(2)
     unrelated = torch.optim.SGD([other], lr=0.1)
     mixed = torch.optim.SGD([{"params": [other]}, {"params": [model.bias]}], lr=0.1)
-    before = Before(walk(model), model.parameters())
+    before = Before([*model.named_modules()], model.parameters())
     with no_optimizer_step(before):
         unrelated.step()
         with pytest.raises(NotExactError, match="SGD.step.. was called inside engine.backward"):
