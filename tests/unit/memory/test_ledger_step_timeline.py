@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from anybatch.core.plan_sections import Interval
-from anybatch.memory.ledger import BLOCKS, Move, StepTimeline, Timeline, grid, sparkline
+from anybatch.memory.ledger import BLOCKS, Interval, Move, StepTimeline, Timeline, grid, sparkline
 
 OWNERS = ("weights", "saved")
 

@@ -2,43 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
+from tests.segments import Allocator, allocator
 
-from anybatch.cli import devices
-from anybatch.core.plan import Facts, decide
-from anybatch.core.plan_sections import Memory
 from anybatch.memory.limits import SETTING, segments_of
 
+__all__ = ["allocator"]
 CUDA = torch.device("cuda")
-
-
-@dataclass
-class Allocator:
-    """What torch's allocator would answer."""
-
-    settings: str = ""
-    backend: str = "native"
-    reserved: int = 0
-    applied: list[str] = field(default_factory=list)
-
-    def set(self, settings: str) -> None:
-        self.applied.append(settings)
-        self.settings = settings
-
-
-@pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    fake = Allocator()
-    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: fake.backend)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: fake.reserved)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", fake.set)
-    monkeypatch.setattr(
-        torch._C, "_accelerator_getAllocatorSettings", lambda: fake.settings, raising=False
-    )
-    return fake
 
 
 def test_the_host_has_nothing_to_say() -> None:
@@ -89,27 +60,4 @@ def test_where_torch_does_not_tell_the_environment_does(
     assert segments_of(CUDA).ask() == f"CUDA segments: as was set ({SETTING})"
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     segments_of(CUDA).ask()
-    assert allocator.applied == [SETTING]
-
-
-def test_a_plan_within_a_budget_says_how_it_is() -> None:
-    facts = Facts(4, True, "sum", False, False, (), False, 0, segments="CUDA memory is in pages")
-    memory = Memory(1 << 30, "given", 1 << 20, (), 1, 1, "fakes")
-    assert "because      CUDA memory is in pages" in str(decide(facts, memory))
-    assert "pages" not in str(decide(facts))
-
-
-def test_the_command_asks_and_says_so(
-    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Context:
-        obj = None
-
-    monkeypatch.setattr(devices, "find_device", lambda _: CUDA)
-    context: object = Context()
-    reported = devices.allocate(context, "default", "cuda", budgeted=True)  # type: ignore[arg-type]
-    assert reported.startswith("malloc: ")
-    assert reported.endswith(
-        "CUDA segments: expandable (offloaded and prefetched tensors leave no gaps)"
-    )
     assert allocator.applied == [SETTING]

@@ -10,8 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from anybatch.memory.ledger import Timeline
-from anybatch.memory.lockstep_budget import WAITING, Lane, in_segment, least
+from anybatch.memory.lockstep_budget import WAITING, Lane, Timeline, in_segment, least
 
 
 class Kernel(NamedTuple):

@@ -5,9 +5,8 @@ from functools import partial
 
 import pytest
 import torch
-from tests.busy import busy
+from tests.busy import busy, no_idle
 
-from anybatch.core import threads
 from anybatch.memory.page_table import Copier
 
 CPU = torch.device("cpu")
@@ -60,7 +59,7 @@ def test_where_no_thread_starts_a_job_is_done_at_once(monkeypatch: pytest.Monkey
     copier, done = Copier(CPU), []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", fails)
-        patch.setattr(threads, "_IDLE", [])
+        no_idle(patch)
         job = copier.start(lambda: done.append(threading.current_thread()))
         copier.wait(job)
         fault = copier.start(partial(int, "no number"))

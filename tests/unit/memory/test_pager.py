@@ -1,63 +1,25 @@
 from __future__ import annotations
 
-import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tests.unit.memory.copies import host, stores
 from torch import Tensor
 
-from anybatch.core.plan_sections import LockstepLimits
-from anybatch.memory.pager import SMALL, Pager, Paging
-from anybatch.memory.stores import FileStore, HostStore, Store
+from anybatch.memory.pager import SMALL, LockstepLimits, Pager, Paging, Store
 
 CPU = torch.device("cpu")
 KIB = 1024 // 4
-
-
-def stores(tmp_path: Path) -> dict[str, Store]:
-    return {"host": HostStore(), "file": FileStore(tmp_path)}
 
 
 def filled(count: int) -> Tensor:
     return torch.arange(float(count))
 
 
-@pytest.mark.parametrize("store_name", ["host", "file"])
-def test_what_was_written_to_a_store_is_read_back(store_name: str, tmp_path: Path) -> None:
-    store = stores(tmp_path)[store_name]
-    data = {size: torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, 100_001)}
-    for size, one in data.items():
-        store.writing(size, one.untyped_storage())()
-    store.drop(4096)
-    store.writing("again", data[4096].flip(0).untyped_storage())()
-    for key, want in {1: data[1], 100_001: data[100_001], "again": data[4096].flip(0)}.items():
-        out = torch.zeros_like(want)
-        store.reading(key, out.untyped_storage())()
-        assert torch.equal(out, want)
-    store.drop("never")
-    store.close()
-
-
-def test_a_spill_file_has_no_name_and_uses_its_space_again(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    one = torch.ones(5000, dtype=torch.uint8)
-    for number in range(20):
-        store.writing(number, one.untyped_storage())()
-        store.drop(number)
-    assert os.fstat(store._file).st_size == 5000
-    store.close()
-    store.close()
-
-
-def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="nowhere"):
-        FileStore(tmp_path / "nowhere")
-
-
 def pager(available: int, store: Store | None = None) -> Pager:
-    return Pager(available, store or HostStore(), CPU)
+    return Pager(available, store or host(), CPU)
 
 
 @pytest.mark.parametrize("store_name", ["host", "file"])
@@ -132,7 +94,7 @@ def test_within_a_limit_the_lane_that_runs_is_offloaded_too(
 
 
 def test_a_kernel_that_needs_more_than_the_limit_has_it_all_the_same() -> None:
-    it = Pager(0, HostStore(), CPU, inside=LockstepLimits(1024))
+    it = Pager(0, host(), CPU, inside=LockstepLimits(1024))
     it.begin(0)
     with Paging(it):
         made = [filled(KIB) + number for number in range(4)]
@@ -185,7 +147,7 @@ def test_what_is_small_or_was_there_before_stays() -> None:
 
 
 def test_what_dies_while_it_is_offloaded_is_forgotten(tmp_path: Path) -> None:
-    store = FileStore(tmp_path)
+    store: Any = stores(tmp_path)["file"]
     it = pager(0, store)
     it.begin(0)
     with Paging(it):

@@ -8,8 +8,40 @@ import torch
 
 from anybatch.errors import StoreError
 from anybatch.memory import stores
-from anybatch.memory.spill import Spill, maker
 from anybatch.memory.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore, store_on
+
+
+@pytest.mark.parametrize("way", ["host", "file"])
+def test_what_was_written_to_a_store_is_read_back(way: str, tmp_path: Path) -> None:
+    store = HostStore() if way == "host" else FileStore(tmp_path)
+    data = {size: torch.randint(256, (size,), dtype=torch.uint8) for size in (1, 4096, 100_001)}
+    for size, one in data.items():
+        store.writing(size, one.untyped_storage())()
+    store.drop(4096)
+    store.writing("again", data[4096].flip(0).untyped_storage())()
+    for key, want in {1: data[1], 100_001: data[100_001], "again": data[4096].flip(0)}.items():
+        out = torch.zeros_like(want)
+        store.reading(key, out.untyped_storage())()
+        assert torch.equal(out, want)
+    store.drop("never")
+    store.close()
+
+
+def test_a_spill_file_has_no_name_and_uses_its_space_again(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    one = torch.ones(5000, dtype=torch.uint8)
+    for number in range(20):
+        store.writing(number, one.untyped_storage())()
+        store.drop(number)
+    assert os.fstat(store._file).st_size == 5000
+    store.close()
+    store.close()
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        FileStore(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -103,12 +135,3 @@ def test_a_device_has_what_is_nearest_and_what_was_requested(tmp_path: Path) -> 
         ("cpu", "file"): FileStore,
         ("cpu", folder): FileStore,
     }
-    assert type(maker(None, cuda)()) is HostStore
-    assert type(maker(folder, cuda)()) is StagedStore
-    assert Spill("file", folder).where(cuda) == folder
-    assert [Spill(way).store(cuda) for way in ("auto", "host", "file")] == ["host", "host", "file"]
-    Spill("file", folder).refuse_on(cuda)
-    with pytest.raises(ValueError, match='leave spill out, or give offload="file"'):
-        Spill("auto", folder).refuse_on(cuda)
-    with pytest.raises(ValueError, match='offload must be "file" on cpu'):
-        Spill("host").refuse_on(cpu)

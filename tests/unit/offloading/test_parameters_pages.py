@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.unit.memory.copies import host
 
-from anybatch.memory.page_table import Hold
-from anybatch.memory.stores import HostStore
-from anybatch.offloading.parameters import Pages
+from anybatch.offloading.parameters import Hold, Pages
 
 ROWS = 256
 BYTES = 4 * ROWS
@@ -16,7 +15,7 @@ BYTES = 4 * ROWS
 def test_what_dies_during_an_eviction_is_not_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    hold = Hold(HostStore(), torch.device("cpu"), [])
+    hold = Hold(host(), torch.device("cpu"), [])
     pages, alive = Pages(hold, 3 * BYTES, 1), {n: torch.full((ROWS,), float(n)) for n in range(4)}
     keys = {}
     for number, tensor in alive.items():
