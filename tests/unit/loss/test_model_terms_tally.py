@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from anybatch.core.batch import MicroBatch
 from anybatch.errors import LossError
-from anybatch.loss.model_terms import Count, Tally
+from anybatch.loss.model_terms import Count, MicroBatch, Tally
 
 
 def part(begin: int, size: int) -> MicroBatch:

@@ -18,7 +18,6 @@ from anybatch import Engine
 from anybatch.errors import LossError
 from anybatch.loss import replay
 from anybatch.loss.replay import form_of, read_values
-from anybatch.loss.tracer import CallableLoss
 
 N = 11
 WEIGHT = torch.tensor([0.2, 1.0, 3.0], dtype=torch.double)
@@ -166,14 +165,15 @@ def test_the_trace_of_a_loss_with_values_of_its_own_is_saved(
 ) -> None:
     """Micro-batches call it; the full batch without data is traced once."""
     model, traced = net(), list[int]()
-    trace = CallableLoss._traced
+    engine = Engine(model, loss, micro_batch=4)
+    callable_loss: Any = type(engine._inputs.loss)
+    trace = callable_loss._traced
 
-    def counting(self: CallableLoss, scope: Any) -> Any:
+    def counting(self: Any, scope: Any) -> Any:
         traced.append(scope.size)
         return trace(self, scope)
 
-    monkeypatch.setattr(CallableLoss, "_traced", counting)
-    engine = Engine(model, loss, micro_batch=4)
+    monkeypatch.setattr(callable_loss, "_traced", counting)
     for seed in range(3):
         model.zero_grad()
         inputs = batch(seed)
@@ -316,16 +316,15 @@ def test_a_change_between_steps_counts(name: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_step_of_another_size_is_planned_after_a_replay() -> None:
     """A dry run copies the loss: what it had traced could not be copied."""
-    loss = CallableLoss(nn.CrossEntropyLoss(WEIGHT))
     model = net()
-    engine = Engine(model, loss, memory="64MiB", micro_batch=4)
+    engine = Engine(model, nn.CrossEntropyLoss(WEIGHT), memory="64MiB", micro_batch=4)
     for size in (11, 11, 7, 9):
         inputs, targets = batch(size)
         inputs, targets = inputs[:size], targets[:size]
         model.zero_grad()
         want = undivided(model, nn.CrossEntropyLoss(WEIGHT), inputs, targets)
         assert_exact(state_of(model, engine.backward(inputs, targets)), want)
-        assert copy.deepcopy(loss)._replays == {}
+        assert copy.deepcopy(engine._inputs.loss)._replays == {}
 
 
 class Weighing(nn.Module):

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.loss.function_trace import LossTrace, same_calls
-from anybatch.loss.trace import UnfollowableError
+from anybatch.loss.function_trace import LossTrace, UnfollowableError, same_calls
 
 N, C = 5, 3
 WEIGHT = torch.rand(C)
