@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
+from tests.cases import inputs_of
 from tests.oracle import assert_exact
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,20 +14,15 @@ from torch.utils.data import TensorDataset
 from torch.utils.weak import TensorWeakRef
 
 from anybatch import Engine, LazyBatch
-from anybatch.core.rng import RNGState
-from anybatch.engine.inputs import LOSS, StepInputs
+from anybatch.devices import RNGState
+from anybatch.engine.inputs import LOSS
 from anybatch.errors import AnybatchError
-from anybatch.execution.signature import shapes_of
-from anybatch.lockstep.sync_batchnorm import Fixed
-from anybatch.loss.tracer import CallableLoss
 
 
 def step_inputs(
     optimizer: torch.optim.Optimizer | None = None, loss: nn.Module | None = None
-) -> StepInputs:
-    return StepInputs(
-        nn.Linear(5, 3), CallableLoss(loss or F.cross_entropy), optimizer, Fixed("exact")
-    )
+) -> Any:
+    return inputs_of(nn.Linear(5, 3), loss or F.cross_entropy, optimizer=optimizer)
 
 
 def test_leaves_are_those_of_model_loss_optimizer_closure_and_batch_each_once() -> None:
@@ -43,12 +40,11 @@ def test_leaves_are_those_of_model_loss_optimizer_closure_and_batch_each_once() 
     assert [path for path, _ in it.modules() if path.startswith(LOSS)] == [LOSS]
 
 
-def test_kinds_know_no_sizes_and_shapes_no_rows() -> None:
+def test_kinds_know_no_sizes() -> None:
     it = step_inputs()
     y = torch.zeros(4).long()
     one, other = (it.batch(torch.ones(n, 5), y[:n]) for n in (4, 2))
     assert it.tensor_signature(one) == it.tensor_signature(other)
-    assert shapes_of(one) == shapes_of(other) == ((5,), ())
     assert it.tensor_signature(it.batch(torch.ones(4, 5).double(), y)) != it.tensor_signature(one)
     lazy = it.batch(LazyBatch(TensorDataset(torch.ones(4, 5), y)), None)
     assert it.tensor_signature(lazy) == ("lazy",)

@@ -6,21 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from tests.busy import no_idle
+from tests.cases import inputs_of
 from tests.oracle import same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
-from anybatch.core import threads
-from anybatch.core.plan_sections import Memory
-from anybatch.engine.executor import Runner
-from anybatch.engine.inputs import StepInputs
-from anybatch.engine.step_builder import seconds_of_step
-from anybatch.execution.signature import RunPlan
-from anybatch.execution.step import Step
-from anybatch.lockstep.sync_batchnorm import Fixed
-from anybatch.loss.tracer import CallableLoss
+from anybatch.engine.step_builder import Runner, RunPlan, Step, seconds_of_step
+from anybatch.reports import Memory
 
 
 class Model(nn.Module):
@@ -44,7 +39,7 @@ def rows() -> tuple[Tensor, Tensor]:
 
 
 def timed(model: Model, n: int = 8, available: int | None = 0, inputs: Any = None) -> float | None:
-    step_inputs = StepInputs(model, CallableLoss(F.cross_entropy), None, Fixed("exact"))
+    step_inputs = inputs_of(model, F.cross_entropy)
     batch = step_inputs.batch(*rows()) if inputs is None else step_inputs.batch(inputs, None)
     return seconds_of_step(step_inputs, batch, step_inputs.modules(), planned(n, available))
 
@@ -108,8 +103,8 @@ def test_lanes_for_which_there_are_no_threads_take_for_ever(
 
     model = Model()
     before = snapshot(model)
-    monkeypatch.setattr(threads, "start", fails)
-    monkeypatch.setattr(threads, "_IDLE", [])  # nor one that waits
+    monkeypatch.setattr(threading.Thread, "start", fails)
+    no_idle(monkeypatch)
     assert timed(model) == inf
     assert same(before, snapshot(model))
 
@@ -124,7 +119,7 @@ def test_what_a_loss_closes_over_gets_nothing(n: int, there: bool) -> None:
     def loss(out: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(head(out), y)
 
-    step_inputs = StepInputs(model, CallableLoss(loss), None, Fixed("exact"))
+    step_inputs = inputs_of(model, loss)
     batch, before = step_inputs.batch(*rows()), snapshot(head)
     assert seconds_of_step(step_inputs, batch, step_inputs.modules(), planned(n, None)) is not None
     assert same(before, snapshot(head))

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.core.batch import MicroBatch, TensorBatch
-from anybatch.execution.prefetch import HostLink, Shipment, feed, link_to
+from anybatch.execution.prefetch import HostLink, MicroBatch, Shipment, feed, link_to
 
 
 class RecordingLink:
@@ -65,7 +64,7 @@ def test_on_the_host_nothing_is_copied() -> None:
     x = torch.arange(6.0).view(6, 1)
     link = link_to(torch.device("cpu"))
     assert isinstance(link, HostLink)
-    parts = list(feed(TensorBatch.of({"x": x}, None).micro_batches(4), link))
+    parts = list(feed([MicroBatch({"x": part}, None, len(part)) for part in x.split(4)], link))
     assert [part.inputs["x"].data_ptr() for part in parts] == [x.data_ptr(), x[4:].data_ptr()]
 
 

@@ -4,24 +4,31 @@ import copy
 
 import pytest
 import torch
+from tests.cases import case_of
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import LazyBatch
-from anybatch.engine.inputs import StepInputs
-from anybatch.execution.signature import Case, as_fakes, few, first_rows
-from anybatch.lockstep.sync_batchnorm import Fixed
-from anybatch.loss.tracer import CallableLoss
-from anybatch.memory.fakes import is_fake
+from anybatch.execution.signature import Case, as_fakes, bytes_of, few, first_rows, shapes_of
 
 
 def case(n: int, *, lazy: bool = False) -> Case:
-    step_inputs = StepInputs(nn.Linear(2, 3), CallableLoss(F.cross_entropy), None, Fixed("exact"))
-    x, y = torch.arange(2.0 * n).view(n, 2), torch.zeros(n).long()
-    inputs = LazyBatch(TensorDataset(x, y)) if lazy else x
-    batch = step_inputs.batch(inputs, None if lazy else y)
-    return step_inputs.case(batch, step_inputs.modules(), trains=True)
+    model, x, y = nn.Linear(2, 3), torch.arange(2.0 * n).view(n, 2), torch.zeros(n).long()
+    rows = (LazyBatch(TensorDataset(x, y)),) if lazy else (x, y)
+    return case_of(model, F.cross_entropy, *rows)
+
+
+def test_shapes_know_no_rows() -> None:
+    assert shapes_of(case(4).rows) == shapes_of(case(2).rows) == ((2,), ())
+
+
+def test_the_bytes_of_a_sparse_tensor_are_those_of_places_and_values() -> None:
+    entries = torch.sparse_coo_tensor(
+        torch.tensor([[0, 2]]), torch.ones(2), (9,), check_invariants=True
+    )
+    assert bytes_of(entries) == 2 * (8 + 4)
 
 
 @pytest.mark.parametrize(("n", "rows"), [(1, 6), (4, 9), (5, 6), (6, 6), (20, 6)])
@@ -59,9 +66,9 @@ def test_a_case_of_fakes_holds_no_data_and_shares_nothing() -> None:
     fake = as_fakes(real)
     assert fake.fake
     assert not real.fake
-    assert is_fake(fake.rows.inputs)
+    assert isinstance(fake.rows.inputs, FakeTensor)
     assert fake.rows.size >= 12
-    assert all(map(is_fake, fake.leaves))
+    assert all(isinstance(one, FakeTensor) for one in fake.leaves)
     assert {id(leaf) for leaf in fake.leaves} == {id(p) for p in fake.model.parameters()}
     assert first_rows(fake, 5).rows.inputs.shape == (5, 2)
     for name, value in real.model.state_dict().items():

@@ -1,31 +1,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from anybatch.core.batch import MicroBatch, TensorBatch
-from anybatch.core.retry import Retry
-from anybatch.errors import NotExactError
-from anybatch.execution.buffers import ForwardBuffers
-from anybatch.execution.prefetch import HostLink
-from anybatch.execution.snapshots import Attempts
-from anybatch.execution.step import Step
-from anybatch.execution.streaming import cut, in_pieces, memory_is_too_small
-from anybatch.loss.tracer import CallableLoss
+from anybatch.execution.streaming import (
+    MicroBatch,
+    Step,
+    TensorBatch,
+    cut,
+    in_pieces,
+    memory_is_too_small,
+)
+
+NOT_USED: Any = None
+HERE: Any = SimpleNamespace(send=lambda micro: micro, receive=lambda micro: micro)
+NO_BUFFERS: Any = SimpleNamespace(statistics=lambda: None, go_back=lambda _: None)
 
 
 def step(size: int = 10, micro_batch: int = 4) -> Step:
     return Step(
         model=nn.Identity(),
-        loss=CallableLoss(lambda out: out.sum()),
+        loss=NOT_USED,
         batch=TensorBatch(torch.arange(size), None, size),
         micro_batch=micro_batch,
-        link=HostLink(torch.device("cpu")),
-        buffers=ForwardBuffers([], set()),
+        link=HERE,
+        buffers=NO_BUFFERS,
         gradients=None,
     )
 
@@ -162,24 +166,3 @@ def test_another_error_after_memory_ran_out_has_it_as_its_cause() -> None:
     assert fault.__cause__ is first
     over.attempts.explain(first)
     assert first.__cause__ is None
-
-
-@pytest.mark.parametrize(
-    ("reason", "most"), [("coupled", 1), ("meeting", 2), ("inspection", 2), ("sites", 2)]
-)
-def test_a_model_that_changes_in_every_attempt_is_refused(reason: Any, most: int) -> None:
-    attempts = Attempts()
-    for _ in range(most):
-        attempts.learn(Retry(reason))
-    with pytest.raises(NotExactError, match="depends on how often it is called"):
-        attempts.learn(Retry(reason))
-
-
-def test_only_a_coupled_loss_leaves_the_inspection_as_it_was() -> None:
-    attempts = Attempts(traits=object())
-    attempts.learn(Retry("coupled"))
-    assert attempts.coupled
-    assert attempts.traits is not None
-    attempts.learn(Retry("memory"))
-    assert attempts.coupled
-    assert attempts.traits is None

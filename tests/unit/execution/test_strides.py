@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.oracle import assert_exact, state_after, undivided
+from tests.oracle import assert_exact, error_of, state_after, tolerance, undivided
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from anybatch import Engine
 from anybatch.execution import strides
 from anybatch.execution.strides import FORMATS, one_row, standard, standard_strides
-from anybatch.tools.exactness import error_of, tolerance
 
 C = 4
 IMAGES = {1: (C, 9), 2: (C, 5, 6), 3: (C, 3, 4, 5)}

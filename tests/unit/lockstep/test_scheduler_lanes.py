@@ -10,9 +10,8 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from tests.busy import busy
+from tests.busy import busy, no_idle
 
-from anybatch.core import threads
 from anybatch.core.barrier import exchange, reduce
 from anybatch.errors import LockstepError
 from anybatch.lockstep.scheduler import Lanes
@@ -155,7 +154,7 @@ def test_a_system_that_starts_no_more_threads_is_reported(monkeypatch: pytest.Mo
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", limited)
-    monkeypatch.setattr(threads, "_IDLE", [])
+    no_idle(monkeypatch)
     with pytest.raises(
         RuntimeError, match=r"of 5 threads the system started 3.*larger micro_batch"
     ):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.core.moments import merged, moments_of
-from anybatch.distributed.process_group import group_of
+from anybatch.devices import group_of
 from anybatch.errors import NotExactError
 from anybatch.lockstep.sync_batchnorm import GlobalBatchNorm, GroupMeeting
 

@@ -3,8 +3,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from anybatch.execution.full_batch_rng.kernels import CATEGORY, FORMS, Draw, category_of, fault_of
-from anybatch.execution.full_batch_rng.law import Law, RowRange, fitted, pattern_of
+from anybatch.execution.full_batch_rng.kernels import (
+    CATEGORY,
+    FORMS,
+    Draw,
+    Law,
+    RowRange,
+    category_of,
+    fault_of,
+)
+from anybatch.execution.full_batch_rng.law import fitted, pattern_of
 
 aten = torch.ops.aten
 CALLS = [

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from anybatch.execution.proof.follow import Follow
-from anybatch.execution.proof.masks import Masks
+from anybatch.execution.proof.follow import Follow, Masks
 
 ROWS, LINES = 4, 6
 CHANGES: list[Callable[[Tensor], Tensor]] = [

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from anybatch import Engine
-from anybatch.execution.proof.follow import Follow
-from anybatch.execution.proof.masks import FEW, Masks
-from anybatch.memory.meter import Meter
+from anybatch.execution.proof.follow import Follow, Masks
+
+PAGE = 4096
 
 
 class Kernels(TorchDispatchMode):
@@ -44,16 +45,16 @@ def test_modes_around_a_followed_forward_intercept_only_its_kernels() -> None:
 
 @pytest.mark.parametrize("large", [False, True])
 def test_a_mask_counts_from_a_page_on(large: bool) -> None:
-    width = FEW if large else FEW // 8
+    width = PAGE if large else PAGE // 8
 
     def mixed(x: Tensor) -> Tensor:
         return torch.cat([x[0], x[1]])
 
     x, follow = torch.randn(2, width), Follow(nn.Identity(), Masks())
     follow.seed(x, [0, 1])
-    with Meter(x.device) as plain:
+    with metered() as plain:
         mixed(x)
-    with Meter(x.device) as meter, follow:
+    with metered() as meter, follow:
         found = mixed(x)
     assert (meter.peak > plain.peak) == large
     mask = follow.masks.of(found)
