@@ -15,11 +15,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import anybatch
 from anybatch import Engine
-from anybatch.core.modules import walk
-from anybatch.execution.snapshots import as_it_was
 from anybatch.reports import Profile
-from anybatch.tools.profile import Clock, again_and_again, profile
-from anybatch.tools.profiled import COMPUTE, EXCHANGE, LOAD, PREPARE, STAGES, TRANSFER, UPDATE
+from anybatch.tools.profile import (
+    COMPUTE,
+    EXCHANGE,
+    LOAD,
+    PREPARE,
+    TRANSFER,
+    UPDATE,
+    Clock,
+    again_and_again,
+    profile,
+)
 
 
 class Hands:
@@ -87,10 +94,9 @@ def loop(loader_of: Any, micro_batch: int = 2) -> tuple[Hands, Profile]:
 
 def test_seconds_are_those_of_the_parts_to_the_digit() -> None:
     _, found = loop(lambda hands: DataLoader(Read(hands), batch_size=8))
-    shows = {one.name: one.shows for one in found.stages}
-    assert shows == {
-        **dict.fromkeys(STAGES, 0.0), LOAD: 8 * 0.25, PREPARE: 8 * 0.5, COMPUTE: 4 * 0.125,
-        UPDATE: 0.0625,
+    assert len(found.stages) == 7
+    assert {one.name: one.shows for one in found.stages if one.shows} == {
+        LOAD: 8 * 0.25, PREPARE: 8 * 0.5, COMPUTE: 4 * 0.125, UPDATE: 0.0625,
     }  # fmt: skip
     assert (found.samples, found.steps) == (8, 5)
     assert found.overhead == (6 + 0.0625) / 0.5
@@ -209,18 +215,6 @@ def test_training_goes_on_as_if_nothing_had_been_measured() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-def test_a_learning_rate_and_a_new_state_entry_are_put_back() -> None:
-    _, model, opt, _ = a_loop("AdamW", trained=True)
-    before = state(model, opt)
-    first = next(iter(model.parameters()))
-    with as_it_was(walk(model), model.parameters(), opt):
-        opt.param_groups[0]["lr"] = 7.0
-        opt.state[first]["seen"] = 1
-        opt.state[first]["exp_avg"] = torch.ones(1)
-        del opt.state[list(model.parameters())[-1]]
-    assert alike(before, state(model, opt))
-
-
 class Nested(torch.optim.SGD):
     """Keeps lists of tensors, and an option that it adds."""
 
@@ -255,27 +249,6 @@ def test_nested_state_new_options_and_tensors_as_options_are_put_back(trained: b
     assert [sorted(group) for group in opt.param_groups] == options
     assert opt.param_groups[0]["lr"] is rate
     assert float(rate) == 0.5
-
-
-def test_what_cannot_be_put_back_is_reported_and_the_rest_is() -> None:
-    model = nn.Linear(4, 3)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    frozen = nn.Parameter(torch.zeros(1).expand(8), requires_grad=False)
-    before = model.weight.detach().clone()
-    with (
-        pytest.raises(RuntimeError, match="the state that tried steps changed") as failed,
-        as_it_was(walk(model), [frozen, *model.parameters()], opt),
-        torch.no_grad(),
-    ):
-        model.weight += 1
-    assert "single memory location" in failed.value.__notes__[0]
-    assert torch.equal(model.weight, before)
-    with (
-        pytest.raises(KeyboardInterrupt) as stopped,
-        as_it_was(walk(model), [frozen, *model.parameters()], opt),
-    ):
-        raise KeyboardInterrupt
-    assert "could not be restored" in stopped.value.__notes__[0]
 
 
 def test_rng_of_samplers_and_what_ends_are_restored() -> None:

@@ -6,28 +6,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.core.plan import Plan
-from anybatch.core.plan_sections import FORESEEN, Scale
-from anybatch.tools.gpus import NetworkLink, speedup
-from anybatch.tools.profiled import (
+from anybatch import Plan
+from anybatch.planning import speedup
+from anybatch.reports import Evidence, Profile, Scale
+from anybatch.tools.scaled import (
+    AS_PARTS,
     COMPUTE,
+    FREE,
     LOAD,
     PREPARE,
+    SHARED,
+    TRANSFER,
     UPDATE,
-    Conditions,
-    Passed,
-    Profile,
-    profiled,
+    Goal,
+    LoopStage,
+    NetworkLink,
+    loop_of,
+    scaled,
 )
-from anybatch.tools.scaled import AS_PARTS, FREE, SHARED, Goal, loop_of, scaled
 
 some = st.floats(0.01, 10.0)
 
 
 def profile(workers: int = 0, takes: dict[str, float] | None = None, **shows: float) -> Profile:
-    names = {"compute": COMPUTE, "load": LOAD, "prepare": PREPARE, "update": UPDATE}
-    passed = Passed(64, {names[k]: v for k, v in shows.items()}, takes or {})
-    return profiled([passed], Conditions(cores=8, workers=workers))
+    names = {"load": LOAD, "prepare": PREPARE, "compute": COMPUTE, "update": UPDATE}
+    seconds, takes = sum(shows.values()), takes or {}
+    stages = tuple(
+        LoopStage(name, max(show, takes.get(name, 0.0)), show, show / seconds)
+        for name, show in ((name, shows.get(word, 0.0)) for word, name in names.items())
+    )
+    stages += (LoopStage(TRANSFER, 0.0, 0.0, 0.0),)
+    waits = seconds / shows["compute"] - 1
+    return Profile(stages, 1, 64, seconds, (seconds, seconds), waits, (waits, waits), workers)
 
 
 @given(some, some, some)
@@ -107,7 +117,8 @@ def test_a_goal_is_reached_by_as_few_as_can(compute: float, load: float, wanted:
 def test_it_is_reported_and_goes_through_json() -> None:
     found = scaled(profile(compute=1.0, load=0.1), 8, {}, 0, None, Goal(gpus=5))
     assert found.gpus == 5
-    plan = Plan(8, "streaming", "in place", "a loss", FORESEEN, (), scale=found)
+    foreseen = Evidence("not shown", "no step has been run")
+    plan = Plan(8, "streaming", "in place", "a loss", foreseen, (), scale=found)
     assert Plan.from_json(plan.to_json()) == plan
     text = str(plan)
     assert "5 GPUs, as requested" in text

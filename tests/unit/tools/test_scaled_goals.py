@@ -19,10 +19,24 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import anybatch
 from anybatch import Plan
-from anybatch.core.units import parse_bandwidth, parse_seconds
-from anybatch.tools.gpus import NetworkLink, step_seconds
-from anybatch.tools.profiled import COMPUTE, STAGES, LoopStage
-from anybatch.tools.scaled import FREE, SERVED, Goal, goal_of, of_micro_batches, scale_of, scaled
+from anybatch.tools.scaled import (
+    COMPUTE,
+    FREE,
+    LOAD,
+    PREPARE,
+    SERVED,
+    TRANSFER,
+    UPDATE,
+    Goal,
+    LoopStage,
+    NetworkLink,
+    goal_of,
+    of_micro_batches,
+    scale_of,
+    scaled,
+    step_seconds,
+)
+from anybatch.units import parse_bandwidth, parse_seconds
 
 
 class Stream(IterableDataset[Any]):
@@ -150,7 +164,7 @@ def test_parameter_servers_are_those_of_the_lemma(
     """2 S_p N_w / (N_ps B_ps) over T_C, and no less than 2 S_p / B_ps on a worker's own link."""
     optimizer = torch.optim.SGD(nn.Linear(1000, 1000, bias=False).parameters(), lr=0.1)
     assert sum(p.nbytes for p in optimizer.param_groups[0]["params"]) == BYTES
-    takes = dict.fromkeys(STAGES, 0.0) | {COMPUTE: COMPUTES}
+    takes = dict.fromkeys((LOAD, PREPARE, TRANSFER, UPDATE), 0.0) | {COMPUTE: COMPUTES}
     stages = [
         LoopStage(name, seconds, seconds, seconds / COMPUTES) for name, seconds in takes.items()
     ]
@@ -208,7 +222,7 @@ def test_seconds_of_micro_batches_are_those_whose_steps_were_timed(
 def test_the_sizes_that_were_timed_are_those_of_the_samples() -> None:
     """Bytes of the gradients stood for them: a speedup of 1.2 where it is 1.8."""
     optimizer = torch.optim.SGD(nn.Linear(1000, 1000).parameters(), lr=0.1)
-    takes = dict.fromkeys(STAGES, 0.0) | {COMPUTE: 0.9}
+    takes = dict.fromkeys((LOAD, PREPARE, TRANSFER, UPDATE), 0.0) | {COMPUTE: 0.9}
     stages = [LoopStage(name, seconds, seconds, seconds / 0.9) for name, seconds in takes.items()]
     profile: Any = SimpleNamespace(samples=100, stages=stages, workers=0, overhead=0.0)
     true = {50: 0.5, 75: 0.6, 100: 0.9}

@@ -12,8 +12,7 @@ from benchmarks.simulators.parameter_servers import Cluster, remedies, servers_f
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.tools.gpus import NetworkLink
-from anybatch.tools.scaled import _served
+from anybatch.tools.scaled import NetworkLink, _served
 
 
 def drawn(seed: int) -> Cluster:
