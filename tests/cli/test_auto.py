@@ -12,6 +12,7 @@ import pytest
 import torch
 from tests.cli.runs import Stopped, checkpoint, equal, same_end
 from tests.cli.test_kernels import MODEL, measured
+from tests.kernels import measured_as
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from typer.testing import Result
@@ -26,7 +27,6 @@ from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
 from anybatch.cli.team import Team
 from anybatch.cli.train import resume, train
-from anybatch.conv import measure
 from anybatch.core.plan import TRIED
 from anybatch.execution.signature import Signature
 from anybatch.offloading.parameters import PagedModel
@@ -104,7 +104,7 @@ def test_a_training_shares_its_budget_once(
     def never(*_: Any) -> None:
         raise AssertionError("a run that goes on measures nothing")
 
-    monkeypatch.setattr(measure, "measure", never)
+    measured_as(monkeypatch, never)
     monkeypatch.setattr("anybatch.tools.planning.step_seconds", never)
     shutil.copytree(first, full)
     resume(full, {"workspace": "auto"})

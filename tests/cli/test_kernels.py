@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.cli.runs import Stopped, same_end
-from tests.unit.conv.problems import problem
+from tests.kernels import Problem, bytes_held, fought_as, measured_as
+from tests.unit.conv.problems import KERNELS, problem
 from torch import nn
 from typer.testing import Result
 
@@ -20,10 +21,8 @@ from anybatch.cli.kernels import name_of, summary_of, table_of
 from anybatch.cli.saved_run import Interrupted
 from anybatch.cli.settings import Settings
 from anybatch.cli.train import resume, train
-from anybatch.conv import measure
-from anybatch.conv.problem import KERNELS, Problem
-from anybatch.core.plan_sections import Configuration, KernelPart
 from anybatch.kernels import KernelBenchmark, MeasuredKernel, record_kernels
+from anybatch.reports import Configuration, KernelPart
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -51,9 +50,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
         calls.append((size, name))
-        return (0.001 if name == "fft" else 0.01) * size**0.9, measure.held(one, size, name), 0.0
+        return (0.001 if name == "fft" else 0.01) * size**0.9, bytes_held(one, size, name), 0.0
 
-    monkeypatch.setattr(measure, "measure", made)
+    measured_as(monkeypatch, made)
     return calls
 
 
@@ -122,7 +121,7 @@ def test_training_with_a_workspace_goes_on_to_the_bit(
     def never(*_: Any) -> None:
         raise AssertionError("a run that goes on measures nothing")
 
-    monkeypatch.setattr(measure, "measure", never)
+    measured_as(monkeypatch, never)
     shutil.copytree(first, full)
     resume(full)
     with pytest.raises(Interrupted):
@@ -205,7 +204,7 @@ def test_an_interrupt_keeps_what_was_measured(
             raise KeyboardInterrupt
         return 1.0, 0, 0.0
 
-    monkeypatch.setattr(measure, "measure", made)
+    measured_as(monkeypatch, made)
     cache = tmp_path / "costs.sqlite"
     ended = command(*BENCH, "--cache", cache)
     assert ended.exit_code == 130
@@ -217,7 +216,7 @@ def test_an_interrupt_keeps_what_was_measured(
         calls.append(one)
         return 1.0, 0, 0.0
 
-    monkeypatch.setattr(measure, "measure", goes_on)
+    measured_as(monkeypatch, goes_on)
     assert command(*BENCH, "--cache", cache).exit_code == 0
     assert calls[0] == last
     assert len(set(calls)) == 3
@@ -232,7 +231,7 @@ def test_a_file_that_is_lost_is_said_once(
         cache.write_bytes(b"no data base" * 1000)
         return 1.0, 0, 0.0
 
-    monkeypatch.setattr(measure, "measure", made)
+    measured_as(monkeypatch, made)
     ended = command(*BENCH, "--cache", cache)
     assert ended.exit_code == 0, ended.output
     assert ended.stdout.count("are no longer stored in") == 1
@@ -243,7 +242,7 @@ def test_the_table_shows_what_a_duel_has_decided(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        return (0.8 if name == "fft" else 1.0) * size, measure.held(one, size, name), 0.0
+        return (0.8 if name == "fft" else 1.0) * size, bytes_held(one, size, name), 0.0
 
     fought: list[Problem] = []
 
@@ -251,8 +250,8 @@ def test_the_table_shows_what_a_duel_has_decided(
         fought.append(one)
         return 1.5 if one.kernel == "filter" else 0.5
 
-    monkeypatch.setattr(measure, "measure", made)
-    monkeypatch.setattr(measure, "duel", lost)
+    measured_as(monkeypatch, made)
+    fought_as(monkeypatch, lost)
     cache = tmp_path / "costs.sqlite"
     ended = command(*BENCH, "--cache", cache)
     assert ended.exit_code == 0, ended.output

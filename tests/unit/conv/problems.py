@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 
 from anybatch.conv.algorithms import Plain, native
+from anybatch.conv.circles import Circle, options
+from anybatch.conv.divide import front
 from anybatch.conv.fourier import Fourier
+from anybatch.conv.measure import Costs
 from anybatch.conv.problem import KERNELS, Problem
+from anybatch.reports import Configuration, KernelPart
 
 KINDS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -101,3 +105,16 @@ def computed(way: Plain | Fourier, problem: Problem, one: Tensor, other: Tensor)
     if problem.kernel == "filter":
         return way.finish(problem, way.add(problem, None, one, other))
     return way.part(problem, one, way.shared(problem, other))
+
+
+def any_circles(problem: Problem, rng: random.Random) -> tuple[Circle, ...]:
+    """Return circles for a problem, in each direction one of those that there are."""
+    return tuple(rng.choice(found) for found in options(problem))
+
+
+def divided(
+    problem: Problem, size: int, policy: str
+) -> tuple[list[KernelPart], list[Configuration]]:
+    """Return the measured parts of a kernel, and the configurations that are made of them."""
+    parts = Costs().parts(problem, size, policy, 1 << 40)
+    return parts, front(parts, size)

@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 import torch
 from tests.busy import busy
+from tests.kernels import measured_as
 from tests.unit.conv.problems import KINDS, distance, problem
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.conv import convolutions, measure
-from anybatch.conv.chooser import Chooser, certain
-from anybatch.conv.convolutions import Telling
-from anybatch.conv.problem import Problem
-from anybatch.core.plan_sections import Configuration, KernelPart
+from anybatch.conv import convolutions
+from anybatch.conv.convolutions import Chooser, Problem, Telling
 
 CONV = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
@@ -34,8 +32,7 @@ def divided(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
         return (0.1 if name == "fft" and size <= 2 else 1.0) * size**0.9, 100 * size, 0.0
 
-    monkeypatch.setattr(measure, "measure", made)
-    monkeypatch.setattr(measure, "held", lambda one, size, name: made(one, size, name)[1])
+    measured_as(monkeypatch, made, held=True)
 
 
 def alive() -> int:
@@ -246,8 +243,7 @@ def test_a_total_is_divided_among_the_kernels_of_a_network(monkeypatch: pytest.M
         wide = one.window == (5, 5)
         return ((0.1 if wide else 0.5) if name == "fft" else 1.0) * size, 1000 * size, 0.0
 
-    monkeypatch.setattr(measure, "measure", made)
-    monkeypatch.setattr(measure, "held", lambda one, size, name: made(one, size, name)[1])
+    measured_as(monkeypatch, made, held=True)
     torch.manual_seed(0)
     layers = [nn.Conv2d(2, 2, k, padding=k // 2) for k in (5, 3, 3)]
     model, x = nn.Sequential(*layers), torch.randn(4, 2, 8, 8)
@@ -345,58 +341,13 @@ def test_time_for_measuring_is_for_all_kernels(monkeypatch: pytest.MonkeyPatch) 
         requested.append(name)
         return 1.0 if name == "native" else 0.5, 100, 0.0
 
-    monkeypatch.setattr(measure, "measure", made)
+    measured_as(monkeypatch, made)
     x, w = torch.randn(4, 2, 9), torch.randn(4, 2, 3)
     with anybatch.convolutions(seconds=0.0, cache=False) as found:
         F.conv1d(x, w)
         F.conv1d(x, w[:2])
     assert not requested
     assert [str(c) for c in found.configurations] == ["native@4", "native@4"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "measured"),
-    [
-        (0.0, []),
-        (1.0, ["native@1"]),  # how long it takes is not known before
-        (26.0, ["native@1"]),  # it takes 24 s more on 8
-        (30.5, ["native@1", "native@8", "im2col@1"]),
-    ],
-)
-def test_no_measurement_begins_that_is_expected_to_end_too_late(
-    monkeypatch: pytest.MonkeyPatch, seconds: float, measured: list[str]
-) -> None:
-    """A kernel of 6 s was measured twice within 0.2 s: torch's own was always measured."""
-    now, requested = [0.0], list[str]()
-
-    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        requested.append(f"{name}@{size}")
-        now[0] += 3 * size  # it is run three times, each a second a sample
-        return float(size), 100, 0.0
-
-    monkeypatch.setattr(measure, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(measure, "measure", made)
-    costs = measure.Costs(seconds=seconds)
-    found = costs.parts(problem("forward", 1, "plain"), 8, "powerOfTwo", 1 << 40)
-    assert [part.algorithm for part in found if part.size == 8][:1] == ["native"]
-    assert requested == measured
-    assert now[0] <= max(seconds, 3.0)
-
-
-@pytest.mark.usefixtures("divided")
-def test_a_duel_for_which_there_is_no_time_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    fought: list[Problem] = []
-    monkeypatch.setattr(measure, "duel", lambda one, _: fought.append(one) or 0.1)
-    costs, one = measure.Costs(), problem("forward", 1, "plain")
-    own, best = (
-        Configuration((KernelPart(2, name, seconds, 1),))
-        for name, seconds in (("native", 1.0), ("fft", 0.8))
-    )
-    assert certain(costs, one, [own, best], 8.9) == [own]
-    assert not fought
-    assert certain(costs, one, [own, best], 9.1) == [own, best]
-    assert certain(costs, one, [own, best], 0.0) == [own, best]  # it was fought already
-    assert len(fought) == 1
 
 
 LOUD = {
@@ -417,8 +368,7 @@ def test_an_infinity_meets_no_zeros_of_a_border_on_request(
     def made(_: Problem, size: int, name: str) -> tuple[float, int, float]:
         return (0.1 if name == fastest else 1.0) * size, 100 * size, 0.0
 
-    monkeypatch.setattr(measure, "measure", made)
-    monkeypatch.setattr(measure, "held", lambda one, size, name: made(one, size, name)[1])
+    measured_as(monkeypatch, made, held=True)
     torch.manual_seed(0)
     x, w = torch.randn(2, 2, 32, 32), torch.randn(1, 2, 5, 5)
     wide = w.clone()
@@ -518,9 +468,7 @@ def test_what_takes_long_is_announced_on_a_terminal_and_in_a_notebook(
 
 
 def test_what_is_torchs_for_ever_is_not_queried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        measure, "measure", lambda one, size, name: (float(name != "native"), 9, 0.0)
-    )
+    measured_as(monkeypatch, lambda one, size, name: (float(name != "native"), 9, 0.0))
     x, w = torch.randn(4, 2, 9, requires_grad=True), torch.randn(4, 2, 3, requires_grad=True)
     requested: list[str] = []
     ask = Chooser.__call__
@@ -547,7 +495,7 @@ def test_a_kernel_for_whose_measurement_memory_does_not_suffice_stays_torchs(
     def fails(*_: Any) -> Any:
         raise error
 
-    monkeypatch.setattr("anybatch.conv.measure.measure", fails)
+    measured_as(monkeypatch, fails)
     x, weight = torch.randn(4, 3, 40, 40), torch.randn(3, 1, 31, 31)
     want = F.conv2d(x, weight, groups=3)
     with anybatch.convolutions("8MiB") as chosen:

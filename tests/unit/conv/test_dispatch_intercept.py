@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.conv.problems import problem
+from torch import nn
 from torch.library import Library
 from torch.nn import functional as F
 
 from anybatch.conv import dispatch
-from anybatch.conv.dispatch import intercepted
+from anybatch.conv.dispatch import KernelRecorder, intercepted, kernels_of, sizes_of
 
 
 @pytest.fixture(autouse=True)
@@ -76,3 +78,23 @@ def test_a_warning_while_a_kernel_is_replaced_is_no_error(monkeypatch: pytest.Mo
     want = step()
     with intercepted("cpu", lambda *_: None):
         assert same(step(), want)
+
+
+def test_kernels_are_recorded_with_their_layers_and_sizes() -> None:
+    layers = nn.Conv1d(2, 8, 31, padding=15), nn.ReLU(), nn.Conv1d(8, 8, 63, 2, 31, groups=8)
+    model, x = nn.Sequential(*layers), torch.randn(4, 2, 200)
+    with KernelRecorder(model) as recorder:
+        model(x).sum().backward()
+    keys = list(recorder.keys)
+    assert [(p.kernel, size) for p, size in keys] == [
+        ("forward", 4),
+        ("forward", 4),
+        ("data", 4),
+        ("filter", 4),
+        ("filter", 4),
+    ]
+    assert [recorder.layers(p) for p, _ in keys] == [["0"], ["2"], ["2"], ["2"], ["0"]]
+    assert recorder.layers(problem("forward", 2, "plain")) == []
+    assert kernels_of("aten::mm", ()) == []
+    assert sizes_of(100, 32) == [32, 4]
+    assert sizes_of(8, 32) == [8]

@@ -11,7 +11,7 @@ from functools import cache
 import pytest
 
 from anybatch.conv.divide import front, sizes
-from anybatch.core.plan_sections import Configuration, KernelPart
+from anybatch.reports import Configuration, KernelPart
 
 ALGORITHMS = ("native", "im2col", "fft", "winograd")
 
@@ -174,3 +174,9 @@ def test_policies() -> None:
     assert sizes("undivided", 11) == [11]
     with pytest.raises(ValueError, match="policy must be"):
         sizes("half", 4)
+
+
+def test_what_takes_for_ever_is_never_chosen() -> None:
+    parts = [KernelPart(n, "native", float(n), 0) for n in (1, 2)]
+    parts += [KernelPart(n, "cudnn:5", float("inf"), 0) for n in (1, 2)]
+    assert {p.algorithm for c in front(parts, 2) for p in c.parts} == {"native"}

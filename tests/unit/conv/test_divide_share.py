@@ -11,8 +11,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from tests.unit.conv.test_divide import measured
 
 from anybatch.conv.divide import front, share
-from anybatch.core.plan_sections import Configuration, KernelPart
 from anybatch.errors import BudgetError
+from anybatch.reports import Configuration, KernelPart
 
 Fronts = list[list[Configuration]]
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from anybatch.conv import circles as rough
-from anybatch.conv.circles import Circle
-from anybatch.conv.fourier import places, spectrum
+from anybatch.conv.fourier import Circle, places, spectrum
 
 
 def circles(*lengths: int) -> tuple[Circle, ...]:
@@ -38,9 +36,3 @@ def test_it_is_the_fast_transform_and_its_inverse(
     true = w[inner].reshape(12, -1)
     assert back.dtype == dtype
     assert float((back - true).norm()) <= exact * float(true.norm())
-
-
-def test_small_windows_are_transformed_so_and_large_or_long_ones_are_not() -> None:
-    assert rough.staged([20, 20], [7, 7]) < rough.fast([20, 20])
-    assert rough.staged([768], [255]) > rough.fast([768])
-    assert rough.frequencies([20, 18, 16]) == (20, 18, 9)

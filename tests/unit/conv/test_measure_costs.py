@@ -1,82 +1,32 @@
-"""What is measured of algorithms: a configuration holds no more than its workspace when it runs."""
+"""What is measured of algorithms: seconds, bytes and duels."""
 
 from __future__ import annotations
 
-import random
 import threading
-from collections.abc import Callable
-from dataclasses import replace
-from math import prod
+from math import inf, prod
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.unit.conv.problems import KINDS, bound, distance, drawn, operands, problem, wanted
+from tests.unit.conv.package import package
+from tests.unit.conv.problems import KERNELS, KINDS, problem
 
 from anybatch.conv import measure as costs
-from anybatch.conv.algorithms import candidates, native, run
-from anybatch.conv.chooser import Chooser, Convolutions
-from anybatch.conv.divide import front
-from anybatch.conv.fourier import Fourier
-from anybatch.conv.measure import Costs, allocated, duel, held, machine, measure
-from anybatch.conv.problem import KERNELS, Problem
-from anybatch.core.plan_sections import Configuration, KernelPart
-from anybatch.memory.meter import Meter
+from anybatch.conv.measure import (
+    Costs,
+    Problem,
+    allocated,
+    candidates,
+    duel,
+    held,
+    machine,
+    measure,
+)
+from anybatch.reports import Configuration, KernelPart
 
+__all__ = ["package"]
 LOTS = 1 << 40
 CPU = torch.device("cpu")
-
-
-@pytest.mark.large(few=1)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_a_configuration_keeps_to_its_workspace_and_is_right(
-    dtype: str, counted: Callable[[int], int]
-) -> None:
-    rng = random.Random(7)
-    for _ in range(counted(200)):
-        one, size = drawn(rng, dtype), rng.randint(1, 5)
-        if rng.random() < 0.3:  # large enough for tiles
-            one = replace(one, image=tuple(h + 60 // len(one.image) ** 2 for h in one.image))
-        a, b = operands(one, size)
-        parts = Costs().parts(one, size, rng.choice(["all", "powerOfTwo"]), LOTS)
-        true = wanted(one, a, b)
-        own, scale = native(one, a, b), float(a.double().norm() * b.double().norm())
-        mixed = tuple(rng.choice([p for p in parts if p.size == 1]) for _ in range(size))
-        chosen = [*front(parts, size), Configuration((rng.choice(parts[:1]),))]
-        for configuration in (*chosen, *([Configuration(mixed)] if size > 1 else [])):
-            with Meter(CPU, {"operands": [a, b]}) as meter:
-                found = run(one, configuration, (a, b), own.stride())
-            its = distance(own, true, scale)
-            assert distance(found, true, scale) <= bound(one, its), (one, configuration)
-            undivided = configuration.parts[0].workspace == 0  # torch's own, which is not run here
-            more = meter.peak - a.nbytes - b.nbytes - found.nbytes
-            assert undivided or more <= configuration.workspace, (one, configuration)
-
-
-def noted(done: list[str], name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """`real`, which notes its name."""
-
-    def call(*arguments: Any) -> Any:
-        done.append(name)
-        return real(*arguments)
-
-    return call
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_what_parts_have_in_common_is_done_once(
-    kernel: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, done = problem(kernel, 2, "grouped"), list[str]()
-    for name in ("shared", "finish"):
-        monkeypatch.setattr(Fourier, name, noted(done, name, getattr(Fourier, name)))
-    a, b = operands(one, 5)
-    own = native(one, a, b)
-    parts = tuple(KernelPart(*part, 1.0, 0) for part in ((2, "fft"), (2, "fft"), (1, "fft")))
-    found = run(one, Configuration(parts), (a, b), own.stride())
-    assert distance(found, wanted(one, a, b)) <= 1e-6
-    assert done == ["finish" if kernel == "filter" else "shared"]
 
 
 def test_measuring_stops_where_it_is_hopeless_too_large_or_too_long(
@@ -172,32 +122,6 @@ def test_seconds_are_of_real_runs() -> None:
     assert workspace >= 8 * prod(one.weight)
 
 
-def test_a_duel_is_fought_once_and_decides_a_small_gain(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fought: list[str] = []
-
-    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        return (0.8 if name == "fft" else 1.0) * size / 100, 100, 0.0
-
-    def fight(one: Problem, configuration: Configuration) -> float:
-        fought.append(str(configuration))
-        return 1.1 if one.kernel == "data" else 0.8
-
-    monkeypatch.setattr(costs, "measure", made)
-    monkeypatch.setattr(costs, "held", lambda one, size, name: 0)
-    monkeypatch.setattr(costs, "duel", fight)
-    path = tmp_path / "costs.sqlite"
-    for _ in range(2):
-        found = Convolutions(1 << 20, "powerOfTwo")
-        chooser = Chooser(found, Costs(path), 60.0)
-        keys = [(problem(kernel, 1, "padded"), 4) for kernel in KERNELS]
-        chooser.choose(keys)
-        chosen = [str(found.chosen[key].configurations[0])[:4] for key in keys]
-        assert chosen == ["fft@", "nati", "fft@"]
-    assert len(fought) == 3
-
-
 def test_a_duel_is_of_real_runs() -> None:
     one = problem("filter", 2, "padded")
     ratio = duel(one, Configuration((KernelPart(2, "native", 1.0, 0),) * 4))
@@ -230,3 +154,54 @@ def test_on_cuda_the_allocator_tells_what_libraries_take(monkeypatch: pytest.Mon
     assert "a card" in was
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     assert machine("cuda") != was
+
+
+@pytest.mark.usefixtures("package")
+def test_plans_are_measured_with_their_workspace_and_missing_ones_take_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one = problem("forward", 2, "plain")
+    result = 4 * torch.Size(one.result(2)).numel()
+    spaces = [measure(one, 2, f"cudnn:{number}")[1] for number in range(4)]
+    # the package here computes by torch, which makes another result
+    assert spaces[:3] == [2 * result + 5000, 2 * result + 100, 2 * result + 1]
+    assert measure(one, 2, "cudnn:3") == (inf, 0, 0.0)
+    assert held(one, 2, "cudnn:0") == result  # without computing, nobody tells more
+    names = ["native", "cudnn:0", "cudnn:5"]
+    monkeypatch.setattr(costs, "candidates", lambda _: names)
+    parts = Costs().parts(one, 2, "powerOfTwo", 1 << 30)
+    assert {p.algorithm for p in parts} == set(names)
+    assert {p.seconds for p in parts if p.algorithm == "cudnn:5"} == {inf}
+
+
+def test_tiles_hold_less_than_the_whole_image() -> None:
+    long = Problem("forward", 32, 32, (4096,), (255,), (1,), (127,), (1,))
+    assert held(long, 1, "overlap_save") < held(long, 1, "fft") / 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "measured"),
+    [
+        (0.0, []),
+        (1.0, ["native@1"]),  # how long it takes is not known before
+        (26.0, ["native@1"]),  # it takes 24 s more on 8
+        (30.5, ["native@1", "native@8", "im2col@1"]),
+    ],
+)
+def test_no_measurement_begins_that_is_expected_to_end_too_late(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, measured: list[str]
+) -> None:
+    """A kernel of 6 s was measured twice within 0.2 s: torch's own was always measured."""
+    now, requested = [0.0], list[str]()
+
+    def made(one: Problem, size: int, name: str) -> tuple[float, int, float]:
+        requested.append(f"{name}@{size}")
+        now[0] += 3 * size  # it is run three times, each a second a sample
+        return float(size), 100, 0.0
+
+    monkeypatch.setattr(costs, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(costs, "measure", made)
+    found = Costs(seconds=seconds).parts(problem("forward", 1, "plain"), 8, "powerOfTwo", 1 << 40)
+    assert [part.algorithm for part in found if part.size == 8][:1] == ["native"]
+    assert requested == measured
+    assert now[0] <= max(seconds, 3.0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from anybatch.memory.meter import Meter, take_in
+from anybatch.memory.meter import Meter, take_in, within_kernel
 
 CPU = torch.device("cpu")
 KIB = 256
@@ -146,3 +146,22 @@ def test_a_tensor_that_was_made_outside_of_modes_is_counted_on_request() -> None
         assert (meter.live, meter.peak) == (40, 40)
         del mine, other
         assert (meter.live, elsewhere.peak) == (0, 0)
+
+
+def test_a_meter_counts_what_a_kernel_says_it_allocates() -> None:
+    device = torch.device("cpu")
+
+    def kernel(x: Tensor) -> Tensor:
+        with within_kernel(device, 1000), within_kernel(torch.device("cuda"), 5000):
+            return x.clone()
+
+    with torch.library._scoped_library("workspace_test", "DEF") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", kernel, "CPU")
+        x = torch.zeros(10)
+        with Meter(device, {"operands": [x]}) as meter:
+            y = torch.ops.workspace_test.op(x)
+            assert meter.live == x.nbytes + y.nbytes
+            with within_kernel(device, 10**6):  # none runs
+                pass
+        assert meter.peak == x.nbytes + 1000

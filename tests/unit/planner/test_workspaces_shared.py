@@ -6,17 +6,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.kernels import Measured, measured_as
+from tests.limits.test_workspace import LOSS, batch, gradients, net, true
 from tests.pool import ranks
 from tests.unit.conv.problems import distance
-from tests.unit.conv.test_workspace import LOSS, Measured, batch, gradients, net, true
 from torch.utils.data import TensorDataset
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.conv import measure
-from anybatch.core.plan_sections import Division, Divisions, Memory
 from anybatch.errors import BudgetError
 from anybatch.planner.workspaces import LEAST, SHARED_GAIN, SHARES, shared
+from anybatch.reports import Division, Divisions, Memory
 
 MIB = 1 << 20
 
@@ -77,7 +77,7 @@ def test_what_brings_nothing_is_not_run() -> None:
 @pytest.fixture
 def fourier(monkeypatch: pytest.MonkeyPatch) -> Measured:
     found = Measured()
-    monkeypatch.setattr(measure, "measure", found)
+    measured_as(monkeypatch, found)
     return found
 
 

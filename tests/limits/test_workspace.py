@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.conv.problems import distance, problem
+from tests.kernels import Measured, measured, measured_as
+from tests.unit.conv.problems import distance
 from torch import Tensor, nn
 
 import anybatch
 from anybatch import Plan
-from anybatch.conv import measure
-from anybatch.conv.dispatch import KernelRecorder, kernels_of, sizes_of
-from anybatch.conv.problem import Problem
-from anybatch.engine.executor import Runner
 from anybatch.errors import BudgetError
-from anybatch.memory.meter import Meter, within_kernel
-from anybatch.planner.forecast import WORKSPACE
 
+__all__ = ["measured"]
 LOSS = nn.CrossEntropyLoss()
 KIB = 1 << 10
 
@@ -45,33 +41,6 @@ def true(x: Tensor, y: Tensor) -> list[Tensor]:
     full = net().double()
     LOSS(full(x.double()), y).backward()
     return gradients(full)
-
-
-class Measured:
-    """FFT is the fastest, and more so for more samples; who measures inside a step is found out."""
-
-    def __init__(self) -> None:
-        self.now, self.inside = False, 0
-
-    def __call__(self, one: Problem, size: int, name: str) -> tuple[float, int, float]:
-        self.inside += self.now
-        return (0.1 if name == "fft" else 1.0) * size**0.9, measure.held(one, size, name), 0.0
-
-
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
-    found, run = Measured(), Runner.run
-
-    def watched(self: Runner, *args: Any) -> Tensor:
-        found.now = True
-        try:
-            return run(self, *args)
-        finally:
-            found.now = False
-
-    monkeypatch.setattr(measure, "measure", found)
-    monkeypatch.setattr(Runner, "run", watched)
-    return found
 
 
 def owners(plan: Plan | None) -> dict[str, int]:
@@ -106,7 +75,7 @@ def test_a_step_keeps_within_its_budget_with_the_workspace_counted(
         assert 0 < space <= 200 * KIB
         assert last.predicted_bytes is not None
         assert last.predicted_bytes <= 700 * KIB
-        assert owners(engine.plan)[WORKSPACE] == space
+        assert owners(engine.plan)["workspace"] == space
         memory = engine.plan.memory
         assert memory is not None
         rows = {c.micro_batch: c.peak_bytes for c in memory.candidates if not c.offloaded}
@@ -152,7 +121,7 @@ def test_a_plan_is_obeyed_to_the_bit_and_measures_nothing(monkeypatch: pytest.Mo
     def never(*_: Any) -> None:
         raise AssertionError("a plan that is obeyed measures nothing")
 
-    monkeypatch.setattr(measure, "measure", never)
+    measured_as(monkeypatch, never)
     again = copy.deepcopy(model)
     second = anybatch.Engine(again, LOSS, plan=Plan.from_json(text))
     for _ in range(2):
@@ -204,7 +173,7 @@ def test_a_model_without_convolutions_needs_no_workspace() -> None:
     model, x, y = nn.Linear(50, 3), torch.randn(20, 50), torch.randint(3, (20,))
     with anybatch.convolutions("1GiB"):
         plan = anybatch.plan(model, LOSS, (x, y), memory="40KiB")
-    assert WORKSPACE not in owners(plan)
+    assert "workspace" not in owners(plan)
 
 
 def test_what_means_nothing_is_refused() -> None:
@@ -219,44 +188,6 @@ def test_what_means_nothing_is_refused() -> None:
         anybatch.Engine(net().to("meta"), LOSS, workspace="1MiB")
 
 
-def test_a_meter_counts_what_a_kernel_says_it_allocates() -> None:
-    device = torch.device("cpu")
-
-    def kernel(x: Tensor) -> Tensor:
-        with within_kernel(device, 1000), within_kernel(torch.device("cuda"), 5000):
-            return x.clone()
-
-    with torch.library._scoped_library("workspace_test", "DEF") as library:
-        library.define("op(Tensor x) -> Tensor")
-        library.impl("op", kernel, "CPU")
-        x = torch.zeros(10)
-        with Meter(device, {"operands": [x]}) as meter:
-            y = torch.ops.workspace_test.op(x)
-            assert meter.live == x.nbytes + y.nbytes
-            with within_kernel(device, 10**6):  # none runs
-                pass
-        assert meter.peak == x.nbytes + 1000
-
-
-def test_kernels_are_recorded_with_their_layers_and_sizes() -> None:
-    model, (x, _) = net(), batch(4)
-    with KernelRecorder(model) as recorder:
-        model(x).sum().backward()
-    keys = list(recorder.keys)
-    assert [(p.kernel, size) for p, size in keys] == [
-        ("forward", 4),
-        ("forward", 4),
-        ("data", 4),
-        ("filter", 4),
-        ("filter", 4),
-    ]
-    assert [recorder.layers(p) for p, _ in keys] == [["0"], ["2"], ["2"], ["2"], ["0"]]
-    assert recorder.layers(problem("forward", 2, "plain")) == []
-    assert kernels_of("aten::mm", ()) == []
-    assert sizes_of(100, 32) == [32, 4]
-    assert sizes_of(8, 32) == [8]
-
-
 @pytest.mark.usefixtures("measured")
 def test_a_network_that_shares_its_workspace_has_all_of_it_counted() -> None:
     x, y = batch()
@@ -266,7 +197,7 @@ def test_a_network_that_shares_its_workspace_has_all_of_it_counted() -> None:
             engine.model.zero_grad()
             engine.backward(x, y)
         assert engine.last is not None
-        assert owners(engine.plan)[WORKSPACE] == 100 * KIB
+        assert owners(engine.plan)["workspace"] == 100 * KIB
         for mine, its in zip(gradients(engine.model), true(x, y), strict=True):
             assert distance(mine, its) < 1e-5
 
