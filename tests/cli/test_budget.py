@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.cli.conftest import Make
 from tests.cli.runs import Drawing, Stopped, checkpoint, equal, rows, same_end
+from tests.offloads import small_leave
 from torch import Tensor, nn
 from typer.testing import Result
 
@@ -29,7 +30,6 @@ from anybatch.cli.settings import Settings
 from anybatch.cli.train import resume, train
 from anybatch.engine import measurement
 from anybatch.errors import BudgetError
-from anybatch.offloading import saved_tensors
 from anybatch.planner.probe import CountedBytes
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -475,7 +475,7 @@ def test_plan_explains_and_trains_nothing(
 def test_what_leaves_is_planned_saved_and_obeyed(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
     offloaded = ("--offload", "file", "--spill", tmp_path)
     plan = Plan.from_json(command(*PLAN, *offloaded, "--micro-batch", 300, "--json").stdout)
     assert plan.offload is not None

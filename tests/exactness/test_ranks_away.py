@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.offloads import small_leave
 from tests.oracle import assert_exact, state_of, undivided
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
@@ -17,11 +18,9 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.core.plan import OffloadPlan
-from anybatch.core.plan_sections import Memory
 from anybatch.errors import AnybatchError, BudgetError, NotYetError
 from anybatch.memory.spill import Spill
-from anybatch.offloading import saved_tensors
+from anybatch.reports import Memory, OffloadPlan
 
 SHARDS = {2: (5, 2), 4: (3, 0, 1, 2)}
 Batch = tuple[Tensor, Tensor]
@@ -84,7 +83,7 @@ def needed(model: nn.Module, loss: Any, batch: Batch, *, offload: str) -> int:
 
 def trained(rank: int, size: int, variant: str, loss: str, share: float) -> Any:
     """Return what two steps leave, and what each has held, foreseen and moved."""
-    saved_tensors.SMALL = 64
+    small_leave()
     model, batch = model_of(variant), rows(rank, SHARDS[size])
     low = needed(model, LOSSES[loss], batch, offload="auto")
     high = needed(model, LOSSES[loss], batch, offload="off")
@@ -140,7 +139,7 @@ def test_two_steps_within_what_no_rank_could_keep_are_those_of_the_whole_batch(
 
 def moved_on_request(rank: int, size: int) -> list[int]:
     """Return the bytes moved where it was requested, by name and by a plan."""
-    saved_tensors.SMALL = 64
+    small_leave()
     model, batch = model_of("stream"), rows(rank, (2,) * size)
     asks = Engine(model, F.mse_loss, memory="1GiB", micro_batch=1)
     assert asks._planner is not None

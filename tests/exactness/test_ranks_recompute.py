@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from tests.networks import Clipped
+from tests.offloads import slow_link, small_leave
 from tests.oracle import assert_exact, state_of, undivided
 from tests.pool import ranks
 from torch import Tensor
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.core.plan_sections import Link
-from anybatch.offloading import recorder, saved_tensors
 
 SIZE = 512
 """Samples of a rank."""
@@ -30,8 +29,8 @@ def most(rank: int, step: int) -> float:
 
 
 def on_rank(rank: int, _size: int) -> list[tuple[dict[str, Tensor], int]]:
-    saved_tensors.SMALL = 64
-    recorder.Link = lambda out, back: Link(1e3, 1e3)  # type: ignore[assignment, misc]
+    small_leave()
+    slow_link()
     net, found = Clipped(32, 4).double(), []
     engine = Engine(
         net, F.mse_loss, memory="900KiB", micro_batch=SIZE, rungs=["offload"], cache=None

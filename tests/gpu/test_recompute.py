@@ -7,12 +7,11 @@ import copy
 import pytest
 import torch
 from tests.networks import Clipped
+from tests.offloads import slow_link, small_leave
 from torch import Tensor
 
 import anybatch
-from anybatch.core.plan_sections import Link
 from anybatch.errors import NotReproducibleError
-from anybatch.offloading import recorder, saved_tensors
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
@@ -51,8 +50,8 @@ def errors(net: Clipped, other: Clipped, x: Tensor, memory: int) -> int:
 def test_what_is_computed_again_on_a_device_is_compared_once_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(recorder, "Link", lambda out, back: Link(1e3, 1e3))
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    slow_link(monkeypatch)
+    small_leave(monkeypatch)
     net = Clipped(64, 6).cuda()
     other, x = copy.deepcopy(net), torch.randn(1024, 64, device="cuda")
     step(net, x)

@@ -9,13 +9,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from tests.unit.offloading.steps import LOTS, equal, held, slow_link, states
+from tests.offloads import slow_link, small_leave
+from tests.unit.offloading.steps import LOTS, equal, held, states
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.offloading import saved_tensors
 
 WIDTH = 16
 
@@ -108,7 +108,7 @@ STEPS = (once, once, twice, two_losses)
 
 
 def test_random_programs(counted: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
     kinds: set[str] = set()
     for seed in range(counted(200)):
         torch.manual_seed(seed)

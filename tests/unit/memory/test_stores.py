@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.unit.core.made_up import modules
 
 from anybatch.errors import StoreError
 from anybatch.memory import stores
 from anybatch.memory.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore, store_on
+
+__all__ = ["modules"]
 
 
 @pytest.mark.parametrize("way", ["host", "file"])
@@ -135,3 +139,30 @@ def test_a_device_has_what_is_nearest_and_what_was_requested(tmp_path: Path) -> 
         ("cpu", "file"): FileStore,
         ("cpu", folder): FileStore,
     }
+
+
+def test_the_space_of_a_file_is_its_own_and_what_is_left(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    before = store.space()
+    store.writing(1, torch.ones(1 << 20, dtype=torch.uint8).untyped_storage())()
+    assert before < 1 << 60
+    assert store.space() > 1 << 20
+    store.close()
+    store.close()
+
+
+@pytest.mark.parametrize("device_type", ["xpu", "mps", "hpu"])
+def test_a_file_is_never_made_of_memory_that_is_not_the_hosts(
+    modules: dict[str, SimpleNamespace], device_type: str, tmp_path: Path
+) -> None:
+    del modules
+    device = torch.device(device_type)
+    assert type(store_on(device)) is HostStore
+    assert type(store_on(device, "file")) is StagedStore
+    store, there = FileStore(), SimpleNamespace(device=device, nbytes=lambda: 8)
+    for begin in (store.writing, store.reading):
+        with pytest.raises(
+            StoreError, match=f"memory of the host, and the storage is on {device_type}"
+        ):
+            begin(0, there)
+    store.close()

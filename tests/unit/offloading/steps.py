@@ -6,16 +6,13 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from tests.networks import NETWORKS
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.core.plan_sections import Link
-from anybatch.memory.meter import Meter
-from anybatch.offloading import recorder
 from anybatch.reports import Offload
 
 CPU = torch.device("cpu")
@@ -108,14 +105,6 @@ def offloaded(
     return found
 
 
-def slow_link(patch: pytest.MonkeyPatch, speed: float = 1e3) -> None:
-    """Have plans think that copies are slow, so that they compute again what they can.
-
-    Or, at a `speed` of many bytes a second, fast: on a machine that is busy real ones are slow.
-    """
-    patch.setattr(recorder, "Link", lambda out, back: Link(speed, speed))
-
-
 def bounds(model: nn.Module, step: Callable[[nn.Module], Any]) -> tuple[int, int]:
     """Return the bytes that a step holds with everything away, and with nothing away."""
     off = anybatch.offload(memory=LOTS, device="cpu", recompute=False)
@@ -134,6 +123,6 @@ def bounds(model: nn.Module, step: Callable[[nn.Module], Any]) -> tuple[int, int
 def held(model: nn.Module, rows: tuple[Tensor, ...], body: Callable[[], Any]) -> int:
     """Return the most bytes that were live, with those of model and rows."""
     there = [*model.parameters(), *model.buffers(), *rows]
-    with Meter(CPU, {"there": there}) as meter:
+    with metered({"there": there}) as meter:
         body()
     return meter.peak

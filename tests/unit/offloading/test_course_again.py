@@ -6,12 +6,22 @@ from collections.abc import Callable
 from random import Random
 
 import pytest
+from tests.unit.offloading.traces import peak_of
 
-from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.offloading.course import Cut, Recording, Remake, choices, remade, set_course, wanted
-from anybatch.offloading.schedule import Schedule, Stage, Trace
-from anybatch.offloading.unroll import of_course
+from anybatch.offloading.course import (
+    Cut,
+    Link,
+    Recording,
+    Remake,
+    Schedule,
+    Stage,
+    Trace,
+    choices,
+    remade,
+    set_course,
+    wanted,
+)
 
 SLOW, FAST = Link(1.0, 1.0), Link(1e9, 1e9)
 
@@ -116,7 +126,7 @@ def test_drawn_steps(counted: Callable[[int], int]) -> None:
         memory = 5 + rng.randint(low, high)
         ours = set_course(drawn, memory, link)
         without = set_course(recording(sizes, {}, rest=drawn.rest[0]), memory, link)
-        assert of_course(ours).peak == ours.predicted <= memory
+        assert peak_of(ours) == ours.predicted <= memory
         assert ours.seconds <= without.seconds
         assert ours.dropped <= remakes.keys()
         _lives(remade(drawn, ours.dropped).trace)

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.offloading.course import Cut, Recording, set_course
+from anybatch.offloading.course import Cut, Link, Recording, set_course
 
 LINK = Link(1.0, 1.0)
 

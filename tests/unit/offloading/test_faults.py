@@ -22,12 +22,12 @@ from typing import Any
 import pytest
 import torch
 from tests.busy import busy
+from tests.offloads import small_leave
 from tests.unit.offloading.steps import bounds, equal, mlp, plain, states
 from torch import nn
 
 import anybatch
 from anybatch.errors import StoreError
-from anybatch.offloading import saved_tensors
 from anybatch.reports import Offload
 
 pytestmark = pytest.mark.skipif(
@@ -43,7 +43,7 @@ NO_FOLDER = "its store could not be (opened|written to) .*No such file"
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
 
 
 EARLIER: set[str] = set()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.busy import busy
+from tests.offloads import slow_link, small_leave
 from tests.unit.offloading.steps import (
     LOTS,
     NAMES,
@@ -24,7 +25,6 @@ from tests.unit.offloading.steps import (
     network,
     offloaded,
     plain,
-    slow_link,
     states,
 )
 from torch import Tensor, nn
@@ -32,12 +32,12 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch.errors import BudgetError, StoreError
-from anybatch.offloading import recorder, saved_tensors
+from anybatch.offloading import saved_tensors
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
 
 
 def offload(memory: int = LOTS, **options: Any) -> anybatch.reports.Offload:
@@ -457,7 +457,7 @@ def test_where_hooks_are_forbidden_nothing_is_left() -> None:
 
 
 def test_only_so_many_steps_are_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "CAPACITY", 2)
+    monkeypatch.setattr("anybatch.offloading.recorder.CAPACITY", 2)
     model, off = mlp()[0], offload()
     for rows in (3, 4, 5, 6, 3, 4, 5, 6, 3):
         _in(off, lambda rows=rows: model(torch.randn(rows, 32)).sum().backward())  # type: ignore[misc]

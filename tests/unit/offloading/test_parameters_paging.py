@@ -15,18 +15,18 @@ import pytest
 import torch
 from tests.busy import busy
 from tests.faults import alone
+from tests.offloads import file_method, instead
+from tests.peaks import metered
 from tests.unit.offloading.steps import network as states_of_steps
-from tests.unit.offloading.trainings import CPU, equal
+from tests.unit.offloading.trainings import equal
 from torch import Tensor, nn, optim
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import anybatch
-from anybatch.core import optimizers
 from anybatch.errors import BudgetError, StoreError
-from anybatch.memory.meter import Meter
-from anybatch.memory.stores import FileStore
+from anybatch.offloading.parameters import optimizers
 
 adamw = partial(optim.AdamW, lr=1e-2)
 Step = Callable[[nn.Module, optim.Optimizer, int], Any]
@@ -164,7 +164,7 @@ def test_states_of_several_times_the_budget_train_within_it(share: int) -> None:
     optimizer = adamw(model.parameters())
     extra = 3 * one + 3 * depth * 2 * 4 * width  # a kernel's results; rows that are saved
     states = anybatch.offload_states(optimizer, model=model, memory=budget - extra)
-    with Meter(CPU, {"there": model.parameters()}) as meter:
+    with metered({"there": model.parameters()}) as meter:
         states._paged._meters = [meter]  # type: ignore[union-attr]
         with states:
             for number in range(3):
@@ -181,14 +181,13 @@ def test_what_does_not_change_is_written_once(monkeypatch: pytest.MonkeyPatch) -
     total = sum(p.nbytes for p in model.parameters())
     optimizer = adamw(model.parameters())
     x, written, writes = torch.randn(2, 32), 0, []
-    real = FileStore._write
 
-    def write(store: FileStore, storage: Any, begin: int) -> None:
+    def write(store: Any, storage: Any, begin: int) -> None:
         nonlocal written
         written += storage.nbytes()
         real(store, storage, begin)
 
-    monkeypatch.setattr(FileStore, "_write", write)
+    real = instead(monkeypatch, "_write", write)
     with anybatch.offload_states(optimizer, model=model, memory=total // 2):
         for _ in range(3):
             with torch.no_grad():
@@ -253,10 +252,10 @@ def test_no_parameter_is_lost_where_a_copy_fails(
     wanted = [p.detach().clone() for p in model.parameters()]
     optimizer = adamw(model.parameters())
     states = anybatch.offload_states(optimizer, model=model, memory=6 * wanted[0].nbytes)
-    real: Any = getattr(FileStore, name)
+    real = file_method(name)
     calls = 0
 
-    def fails(store: FileStore, *args: Any) -> None:
+    def fails(store: Any, *args: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == call:
@@ -265,7 +264,7 @@ def test_no_parameter_is_lost_where_a_copy_fails(
 
     x = torch.randn(2, 32)
     with states:
-        monkeypatch.setattr(FileStore, name, fails)
+        instead(monkeypatch, name, fails)
         with pytest.raises(StoreError, match="No space left on device"):
             for _ in range(3):
                 optimizer.zero_grad()

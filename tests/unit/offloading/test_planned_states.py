@@ -10,18 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.peaks import metered
 from tests.unit.offloading.steps import network as groups
 from tests.unit.offloading.test_parameters_paging import Unusual, adamw, all_of, budget_for
-from tests.unit.offloading.trainings import CPU, equal
+from tests.unit.offloading.trainings import equal
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.core import optimizers
 from anybatch.errors import BudgetError
-from anybatch.memory.meter import Meter
-from anybatch.offloading.planned_states import best_resident, least_resident
+from anybatch.offloading.planned_states import best_resident, least_resident, optimizers
 
 STEPS = 3
 
@@ -98,7 +97,7 @@ def within(plan: Plan, model: nn.Module, loss_fn: Any, batch: Any) -> list[Tenso
     paged = engine.states._paged
     assert paged is not None
     groups = {"there": [*model.parameters(), *model.buffers()], "rows": batch}
-    with Meter(CPU, groups) as meter:
+    with metered(groups) as meter:
         paged._meters = [meter]
         with engine.states:
             paged.pages.squeeze(0)  # all was in memory until then

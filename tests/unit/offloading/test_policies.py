@@ -15,12 +15,10 @@ import pytest
 from benchmarks.outofcore.lp_bound import lower_bound
 from benchmarks.simulators.baselines import fixed_distance, naive, on_demand, prefetch
 from benchmarks.simulators.window import window
-from tests.unit.offloading.traces import anything, network
+from tests.unit.offloading.traces import anything, network, simulated
 
-from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError
-from anybatch.offloading.policy import Gap, as_schedule, belady, ends, plan
-from anybatch.offloading.schedule import Schedule, Trace, simulate
+from anybatch.offloading.policy import Gap, Link, Schedule, Trace, as_schedule, belady, ends, plan
 
 Policy = Callable[[Trace, int], Schedule]
 ALWAYS: dict[str, Policy] = {
@@ -53,7 +51,7 @@ def test_from_the_floor_on_there_is_a_schedule_and_it_does(name: str) -> None:
         for budget in {trace.floor, rng.randint(trace.floor, trace.peak), trace.peak}:
             schedule = ALWAYS[name](trace, budget)
             for link in LINKS:
-                found = simulate(trace, schedule, link)
+                found = simulated(trace, schedule, link)
                 assert found.peak <= budget
                 assert found.seconds == pytest.approx(trace.seconds + found.stall)
         if trace.floor:
@@ -64,7 +62,7 @@ def test_from_the_floor_on_there_is_a_schedule_and_it_does(name: str) -> None:
 
 def most_at_any_time(trace: Trace, schedule: Schedule, link: Link) -> int:
     """The most bytes there at one time, by the clock: an account of its own, from the intervals."""
-    run = simulate(trace, schedule, link)
+    run = simulated(trace, schedule, link)
     outs, ins = iter(run.outs), iter(run.ins)
     since = dict.fromkeys(trace.before, 0.0)
     copied: dict[int, float] = {}
@@ -113,7 +111,7 @@ def test_other_policies_do_or_say_that_they_cannot(name: str) -> None:
         except BudgetError:
             continue
         did += 1
-        assert simulate(trace, schedule, LINKS[0]).peak <= schedule.budget
+        assert simulated(trace, schedule, LINKS[0]).peak <= schedule.budget
     assert did > 5
 
 
@@ -145,7 +143,7 @@ def test_no_policy_beats_the_linear_program(duplex: bool) -> None:
                 schedule = policy(trace, budget)
             except BudgetError:
                 continue
-            assert simulate(trace, schedule, link).seconds >= bounds[1] * (1 - 1e-9)
+            assert simulated(trace, schedule, link).seconds >= bounds[1] * (1 - 1e-9)
 
 
 def every_schedule(trace: Trace, budget: int) -> Iterator[Schedule]:
@@ -166,7 +164,7 @@ def fastest(trace: Trace, budget: int, link: Link) -> float:
     found = []
     for schedule in every_schedule(trace, budget):
         try:
-            found.append(simulate(trace, schedule, link).seconds)
+            found.append(simulated(trace, schedule, link).seconds)
         except ValueError:
             continue
     return min(found)
@@ -180,7 +178,7 @@ def test_the_bound_is_below_the_best_of_all_schedules_and_the_default_near_it() 
         budget, link = (trace.floor + trace.peak) // 2, Link(8, 8)
         best = fastest(trace, budget, link)
         assert lower_bound(trace, budget, link) <= best * (1 + 1e-9)
-        ratios.append(simulate(trace, plan(trace, budget, link), link).seconds / best)
+        ratios.append(simulated(trace, plan(trace, budget, link), link).seconds / best)
     assert min(ratios) >= 1 - 1e-9
     assert median(ratios) <= 1.05
 
@@ -193,7 +191,7 @@ def best_window(trace: Trace, budget: int, link: Link) -> float | None:
             schedule = window(trace, budget, part * budget // 8)
         except BudgetError:
             continue
-        found.append(simulate(trace, schedule, link).seconds)
+        found.append(simulated(trace, schedule, link).seconds)
     return min(found, default=None)
 
 
@@ -210,7 +208,7 @@ def test_the_default_is_not_behind_the_papers_best_window_but_by_a_stall_of_one_
             budget = trace.floor + tenth * (trace.peak - trace.floor) // 10
             theirs = best_window(trace, budget, link)
             if theirs is not None:
-                ours = simulate(trace, plan(trace, budget, link), link).seconds
+                ours = simulated(trace, plan(trace, budget, link), link).seconds
                 ratios.append(ours / theirs)
     assert len(ratios) > 35
     assert max(ratios) <= 1.03

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.unit.offloading.steps import TELLS, bounds, equal, offloaded, plain, slow_link, states
+from tests.offloads import slow_link, small_leave
+from tests.unit.offloading.steps import TELLS, bounds, equal, offloaded, plain, states
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
 from anybatch.errors import NotReproducibleError
-from anybatch.offloading import saved_tensors
 
 pytestmark = pytest.mark.skipif(
     not TELLS, reason="this torch does not say what hooks have given a node"
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
     slow_link(monkeypatch)
 
 

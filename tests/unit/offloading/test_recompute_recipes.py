@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.offloads import slow_link, small_leave
 from tests.unit.offloading.steps import (
     LOTS,
     TELLS,
@@ -18,7 +19,6 @@ from tests.unit.offloading.steps import (
     held,
     offloaded,
     plain,
-    slow_link,
     states,
 )
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch.errors import NotReproducibleError
-from anybatch.offloading import recompute, saved_tensors
+from anybatch.offloading import recompute
 
 C = 8
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
     slow_link(monkeypatch)
 
 

@@ -13,18 +13,15 @@ from weakref import ref
 
 import pytest
 import torch
-from tests.unit.offloading.steps import CPU, LOTS, TELLS, equal, slow_link, states
+from tests.offloads import file_store, slow_link, small_leave
+from tests.peaks import metered
+from tests.unit.offloading.steps import CPU, LOTS, TELLS, equal, states
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.core.plan_sections import Link
-from anybatch.memory.meter import Meter
-from anybatch.memory.stores import FileStore
-from anybatch.offloading import recorder, saved_tensors
-from anybatch.offloading.mover import Mover, Saved
-from anybatch.offloading.saved_tensors import Keeping, StepHooks
+from anybatch.offloading.saved_tensors import Keeping, Mover, Saved, StepHooks
 
 pytestmark = pytest.mark.skipif(
     not TELLS, reason="this torch does not say what hooks have given a node"
@@ -34,7 +31,7 @@ Batch = tuple[Tensor, Tensor]
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
     slow_link(monkeypatch)
 
 
@@ -91,7 +88,7 @@ def run(engine: Engine, batch: Batch, seed: int = 1) -> tuple[list[Tensor], int]
     model = engine.model
     model.zero_grad()
     torch.manual_seed(seed)
-    with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+    with metered({"there": [*model.parameters(), *model.buffers()]}) as meter:
         engine.backward(*batch)
     return states(model), meter.peak
 
@@ -162,24 +159,24 @@ def work() -> Callable[[], None]:
 
 def most(keeping: Keeping, work: Callable[[], None]) -> int:
     """The most bytes that a micro-batch makes."""
-    with Meter(CPU) as meter:
+    with metered() as meter:
         keeping.run(work, 32, first=False)
     return meter.peak
 
 
 def test_a_budget_is_for_what_a_micro_batch_makes_itself(work: Callable[[], None]) -> None:
     """Whatever is there beside it, weights above all, neither forbids a trial nor allows one."""
-    with Meter(CPU) as meter:
+    with metered() as meter:
         work()
     high, found = meter.peak, []
-    keeping = Keeping(FileStore, CPU)
+    keeping = Keeping(file_store, CPU)
     keeping.begin((0, 0))
     low = most(keeping, work)
     keeping.close()
     assert low < high
     assert keeping.remade == 0
     for available in (low, (3 * low + high) // 4, (low + high) // 2, high):
-        keeping = Keeping(FileStore, CPU)
+        keeping = Keeping(file_store, CPU)
         keeping.begin((0, available))
         for _ in range(3):  # recorded, planned, planned
             assert most(keeping, work) <= available
@@ -211,7 +208,7 @@ def test_what_is_saved_twice_is_dropped_once_and_not_sent_between(
     speeds: tuple[float, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A plan began to copy what had been dropped when it was saved first."""
-    monkeypatch.setattr(recorder, "Link", lambda out, back: Link(*speeds))
+    slow_link(monkeypatch, *speeds)
     torch.manual_seed(0)
     model, x = Scaled(), torch.randn(60, 1, 8, 8)
 
@@ -224,7 +221,7 @@ def test_what_is_saved_twice_is_dropped_once_and_not_sent_between(
 
     once()
     want = gradients()
-    keeping = Keeping(FileStore, CPU)
+    keeping = Keeping(file_store, CPU)
     keeping.begin((LOTS, LOTS))
     keeping.run(once, 60, first=False)  # recorded, and tried what is cheap to make again
     (recorded_step,) = keeping._caches[False, 60].recorded.values()
@@ -232,7 +229,7 @@ def test_what_is_saved_twice_is_dropped_once_and_not_sent_between(
     for share in range(24):
         available = found.peak + share * sum(found.sizes) // 24
         keeping.begin((available, available))
-        with Meter(CPU) as meter:
+        with metered() as meter:
             keeping.run(once, 60, first=False)
         assert meter.peak <= available
         assert all(map(torch.equal, gradients(), want))
@@ -241,7 +238,7 @@ def test_what_is_saved_twice_is_dropped_once_and_not_sent_between(
 
 def test_what_was_dropped_is_neither_sent_nor_called() -> None:
     """Whatever a schedule says of it: nothing here holds it any more."""
-    step = StepHooks(Mover(FileStore, CPU), CPU, None, {})
+    step = StepHooks(Mover(file_store, CPU), CPU, None, {})
     retained, dropped = (Saved(n, n, torch.ones(9), deque()) for n in range(2))
     dropped.storage, dropped.recipe = None, object()
     step._saved = [ref(retained), ref(dropped)]

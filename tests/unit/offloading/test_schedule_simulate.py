@@ -6,9 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from anybatch.core.plan_sections import Interval, Link
 from anybatch.errors import ScheduleError
-from anybatch.offloading.schedule import Function, Schedule, Stage, Trace, Variable, simulate
+from anybatch.offloading.schedule import (
+    Function,
+    Interval,
+    Link,
+    Schedule,
+    Stage,
+    Trace,
+    Variable,
+    simulate,
+)
 
 # a is made, not used for a function, and used again; b takes its place meanwhile.
 TRACE = Trace(

@@ -12,21 +12,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.oracle import state_of, undivided
+from tests.offloads import small_leave
+from tests.oracle import error_of, state_of, tolerance, undivided
 from tests.unit.offloading.steps import LOTS, bounds, equal, offloaded, plain
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch.errors import NotExactError
-from anybatch.offloading import saved_tensors
 from anybatch.offloading.mover import Handle, Saved, one_count, probe
-from anybatch.tools.exactness import error_of, tolerance
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
 
 
 class Cells(nn.Module):

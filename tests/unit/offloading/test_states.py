@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 from tests.busy import busy
+from tests.offloads import file_method, instead
+from tests.peaks import metered
 from tests.unit.offloading.trainings import (
     CPU,
     equal,
@@ -29,8 +31,6 @@ from torch.optim.lr_scheduler import StepLR
 import anybatch
 from anybatch.core import optimizers
 from anybatch.errors import NotExactError, StoreError
-from anybatch.memory.meter import Meter
-from anybatch.memory.stores import FileStore
 
 LIMIT = 16 << 10
 adamw = partial(optim.AdamW, lr=1e-2)
@@ -97,7 +97,7 @@ def test_no_more_state_is_in_memory_than_the_limit(available: int) -> None:
         for _ in range(3):  # without a kernel that makes anything but the state
             gave(model)
             there = [t for p in model.parameters() for t in (p, p.grad) if t is not None]
-            with Meter(CPU, {"there": there}) as meter:
+            with metered({"there": there}) as meter:
                 optimizer.step()
             held = sum(t.nbytes for t in there)
             assert states.last is not None
@@ -329,15 +329,15 @@ class Failing:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str, call: int) -> None:
         self.calls, self.on = 0, True
-        real: Any = getattr(FileStore, name)
+        real = file_method(name)
 
-        def fails(store: FileStore, *args: Any) -> None:
+        def fails(store: Any, *args: Any) -> None:
             self.calls += 1
             if self.on and self.calls == call:
                 raise OSError(28, "No space left on device")
             real(store, *args)
 
-        monkeypatch.setattr(FileStore, name, fails)
+        instead(monkeypatch, name, fails)
 
 
 @pytest.mark.parametrize("call", [1, 4, 8])
@@ -378,7 +378,7 @@ def test_too_small_a_limit_is_reported_before_anything_changes(
     _, (model, optimizer), states = pair(adamw, LIMIT)
     before = [p.detach().clone() for p in model.parameters()]
     gradients(model, 0)
-    monkeypatch.setattr(FileStore, "space", lambda _: 1000)
+    instead(monkeypatch, "space", lambda _: 1000)
     with pytest.raises(StoreError, match=r"that is 1\d\.\d KiB, and the folder .* has 1000 B left"):
         optimizer.step()
     assert equal(before, [p.detach() for p in model.parameters()])
@@ -406,14 +406,14 @@ def test_an_interrupt_waits_for_the_end_of_the_step(monkeypatch: pytest.MonkeyPa
     plain, (model, optimizer), states = pair(adamw, LIMIT)
     trained(*plain, range(2))
     trained(model, optimizer, range(1))
-    real = FileStore.writing
+    real = file_method("writing")
 
-    def interrupted(store: FileStore, *args: Any) -> Any:
-        monkeypatch.setattr(FileStore, "writing", real)
+    def interrupted(store: Any, *args: Any) -> Any:
+        instead(monkeypatch, "writing", real)
         signal.raise_signal(signal.SIGINT)
         return real(store, *args)
 
-    monkeypatch.setattr(FileStore, "writing", interrupted)
+    instead(monkeypatch, "writing", interrupted)
     with pytest.raises(KeyboardInterrupt):
         trained(model, optimizer, range(1, 2))
     states.back()
@@ -461,7 +461,7 @@ def test_a_plan_whose_states_are_offloaded_is_obeyed_within_its_prediction(make:
         for _ in range(3):
             optimizer.zero_grad()
             there = [*model.parameters(), *(t for t in tensors(optimizer) if not t.is_meta)]
-            with Meter(CPU, {"there": there}) as meter:
+            with metered({"there": there}) as meter:
                 engine.backward(*batch)
                 optimizer.step()
             assert plan.memory is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -10,13 +11,19 @@ import pytest
 from benchmarks.simulators.baselines import naive, on_demand
 from benchmarks.simulators.window import window
 from tests.unit.offloading.test_course_recording import recording
-from tests.unit.offloading.traces import anything, network
+from tests.unit.offloading.traces import anything, course_of, network, planned, simulated
 
-from anybatch.core.plan_sections import Link
-from anybatch.offloading.course import Recording, set_course
-from anybatch.offloading.policy import plan
-from anybatch.offloading.schedule import Schedule, Trace, simulate
-from anybatch.offloading.unroll import COPIED, LEAVING, RETURNING, THERE, of_course, unroll
+from anybatch.offloading.unroll import (
+    COPIED,
+    LEAVING,
+    RETURNING,
+    THERE,
+    Link,
+    Schedule,
+    Trace,
+    of_course,
+    unroll,
+)
 
 LINKS = (Link(7.0, 5.0), Link(1e9, 1e9), Link(4.0, 4.0, duplex=False))
 
@@ -24,7 +31,7 @@ LINKS = (Link(7.0, 5.0), Link(1e9, 1e9), Link(4.0, 4.0, duplex=False))
 def schedules(trace: Trace, link: Link) -> list[Schedule]:
     budget = (trace.floor + trace.peak) // 2
     makers = (
-        lambda: plan(trace, budget, link),
+        lambda: planned(trace, budget, link),
         lambda: window(trace, budget, budget // 4),
         lambda: on_demand(trace, budget),
         lambda: naive(trace, budget),
@@ -38,7 +45,7 @@ def test_bytes_are_those_of_the_simulation_at_every_moment(seed: int, link: Link
     rng = Random(seed)
     trace = network(rng.randint(1, 9), rng) if seed % 2 else anything(rng)
     for schedule in schedules(trace, link):
-        step, run = unroll(trace, schedule, link, there=3), simulate(trace, schedule, link)
+        step, run = unroll(trace, schedule, link, there=3), simulated(trace, schedule, link)
         live, edges = step.ledger.live, step.edges
         assert (live >= 0).all()
         assert (np.diff(edges) >= 0).all()
@@ -68,7 +75,7 @@ def test_bytes_are_those_of_the_simulation_at_every_moment(seed: int, link: Link
 
 
 def test_a_storage_is_followed_from_its_making_to_its_end() -> None:
-    course = set_course(recording(), 35, Link(5.0, 10.0))  # storage 0 alone leaves
+    course = course_of(recording(), 35, Link(5.0, 10.0))  # storage 0 alone leaves
     step = of_course(course)
     assert (step.peak, step.budget, step.end) == (course.predicted, 35, course.seconds)
     assert [(m.name, m.back, m.begin, m.end) for m in step.moves] == [
@@ -87,8 +94,8 @@ def test_a_storage_is_followed_from_its_making_to_its_end() -> None:
 
 @pytest.mark.parametrize("more", [0, 4])
 def test_on_demand_everything_leaves_once_and_returns_when_it_is_needed(more: int) -> None:
-    tight = Recording(**{**vars(recording()), "peak": 16, "rest": (1, 9, 0, 1, 1, 1, 1)})
-    course = set_course(tight, 16 + more, Link(5.0, 10.0), more)
+    tight = replace(recording(), peak=16, rest=(1, 9, 0, 1, 1, 1, 1))
+    course = course_of(tight, 16 + more, Link(5.0, 10.0), more)
     assert course.stages is None
     step = of_course(course)
     assert (step.peak, step.budget) == (course.predicted, 16 + more)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from random import Random
 
-from anybatch.offloading.schedule import Function, Trace, Variable
+from anybatch.core.plan_sections import Link
+from anybatch.offloading.course import Course, Recording, set_course
+from anybatch.offloading.policy import plan
+from anybatch.offloading.schedule import Function, Schedule, Simulation, Trace, Variable, simulate
+from anybatch.offloading.unroll import of_course
 
 
 def network(
@@ -68,3 +72,23 @@ def anything(rng: Random, functions: int = 12, most: int = 20) -> Trace:
         makes = tuple(range(count, len(variables)))
         row.append(Function(f"f{i}", reads, makes, writes, 0, 0, rng.uniform(0, 2)))
     return Trace(tuple(variables), tuple(row))
+
+
+def simulated(trace: Trace, schedule: Schedule, link: Link) -> Simulation:
+    """Return what a schedule costs, by the simulation that all of them are held against."""
+    return simulate(trace, schedule, link)
+
+
+def planned(trace: Trace, budget: int, link: Link) -> Schedule:
+    """Return the schedule of this package for a trace."""
+    return plan(trace, budget, link)
+
+
+def course_of(recording: Recording, memory: int, link: Link, more: int = 0) -> Course:
+    """Return what is planned for a recorded step."""
+    return set_course(recording, memory, link, more)
+
+
+def peak_of(course: Course) -> int:
+    """Return the most bytes of a planned step, counted storage by storage."""
+    return of_course(course).peak
