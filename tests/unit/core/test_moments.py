@@ -1,13 +1,20 @@
 from __future__ import annotations
 
 from functools import reduce
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.oracle import error_of, tolerance
 from tests.peaks import metered
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from anybatch.core import moments
 from anybatch.core.moments import CACHED, HALF, merged, moments_of
 
 
@@ -74,3 +81,51 @@ def test_moments_are_merged_in_float64() -> None:
     assert found.mean.dtype == torch.float64
     assert torch.equal(found.mean, want.mean)
     assert torch.equal(found.squares, want.squares)
+
+
+class NoFloat64(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note kernels that make float64 on MPS."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = result if isinstance(result, tuple | list) else [result]
+        self.found += [
+            str(func)
+            for one in made
+            if isinstance(one, Tensor) and one.device.type == "mps" and one.dtype == torch.float64
+        ]
+        return result
+
+
+def test_sums_are_float64_where_the_device_has_none() -> None:
+    device = torch.device("mps")
+    with FakeTensorMode(), NoFloat64() as observed:
+        parts = [moments_of(torch.empty(n, 3, 4, device=device)) for n in (5, 2)]
+        total = merged(*parts)
+        assert total.mean.dtype == total.squares.dtype == torch.float64
+        assert total.mean.device.type == "cpu"
+        assert parts[0].packed().device.type == "cpu"
+        assert observed.found == []
+        torch.empty(2, device=device).double()
+        assert observed.found == ["aten._to_copy.default"]  # it would be noted
+
+
+def test_moments_of_parts_in_float32_are_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of an accelerator, on the host: parts by its kernel, merged in float64."""
+    monkeypatch.setattr(moments, "of", lambda _: SimpleNamespace(host=False))
+    torch.manual_seed(0)
+    x = torch.randn(23, 3, 8)
+    total = moments_of(x[:0])
+    for part in (x[:7], x[7:8], x[8:]):
+        total = merged(total, moments_of(part))
+    variance, mean = torch.var_mean(x.double(), [0, 2], correction=0)
+    own_variance, own_mean = torch.var_mean(x, [0, 2], correction=0)
+    want = {"mean": mean, "variance": variance}
+    noise = error_of({"mean": own_mean, "variance": own_variance}, want)
+    assert total.count == 23 * 8
+    got = error_of({"mean": total.mean, "variance": total.variance}, want)
+    assert max(got.values()) <= tolerance(noise)

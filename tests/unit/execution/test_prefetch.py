@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import _thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tests.unit.core.made_up import modules
 
-from anybatch.execution.prefetch import HostLink, MicroBatch, Shipment, feed, link_to
+from anybatch.execution.prefetch import HostLink, MicroBatch, Shipment, StreamLink, feed, link_to
+
+__all__ = ["modules"]
 
 
 class RecordingLink:
@@ -86,3 +90,14 @@ def test_an_interrupt_while_an_unfinished_loop_is_freed_is_not_lost(
     with pytest.raises(KeyboardInterrupt):
         del freed
         sum(range(10))
+
+
+def test_copies_overlap_kernels_where_there_are_streams(
+    modules: dict[str, SimpleNamespace],
+) -> None:
+    del modules
+    links = {
+        device_type: type(link_to(torch.device(device_type)))
+        for device_type in ("cpu", "xpu", "mps", "hpu")
+    }
+    assert links == {"cpu": HostLink, "xpu": StreamLink, "mps": HostLink, "hpu": HostLink}

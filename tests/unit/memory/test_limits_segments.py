@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.segments import Allocator, allocator
+from tests.unit.core.made_up import modules
 
 from anybatch.memory.limits import SETTING, segments_of
 
-__all__ = ["allocator"]
+__all__ = ["allocator", "modules"]
 CUDA = torch.device("cuda")
 
 
@@ -61,3 +64,9 @@ def test_where_torch_does_not_tell_the_environment_does(
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     segments_of(CUDA).ask()
     assert allocator.applied == [SETTING]
+
+
+def test_an_xpu_has_no_segments(modules: dict[str, SimpleNamespace]) -> None:
+    del modules
+    segments = segments_of(torch.device("xpu"))
+    assert (segments.ask(), segments.in_words()) == ("", "")

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tests.busy import busy, no_idle
+from tests.unit.core.made_up import modules
 
 from anybatch.memory.page_table import Copier
+
+__all__ = ["modules"]
 
 CPU = torch.device("cpu")
 
@@ -69,3 +73,11 @@ def test_where_no_thread_starts_a_job_is_done_at_once(monkeypatch: pytest.Monkey
     assert done[0] is threading.current_thread()
     assert done[1] is not threading.current_thread()
     copier.close()
+
+
+def test_without_a_stream_a_copy_is_a_job(modules: dict[str, SimpleNamespace]) -> None:
+    del modules
+    copier, done = Copier(torch.device("mps")), []
+    copier.wait(copier.start(lambda: done.append(1)))
+    copier.close()
+    assert done == [1]

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.unit.core.made_up import modules
 
-from anybatch.memory.spill import HostStore, Spill, StagedStore, maker
+from anybatch.memory.spill import HostStore, Spill, StagedStore, maker, require_place, takes
+
+__all__ = ["modules"]
 
 
 def test_a_way_has_its_store_on_each_device(tmp_path: Path) -> None:
@@ -20,3 +24,18 @@ def test_a_way_has_its_store_on_each_device(tmp_path: Path) -> None:
         Spill("auto", folder).refuse_on(cuda)
     with pytest.raises(ValueError, match='offload must be "file" on cpu'):
         Spill("host").refuse_on(cpu)
+
+
+@pytest.mark.parametrize("store", ["host", "file"])
+def test_a_gpu_sends_to_either_place(store: str) -> None:
+    require_place(store, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("device_type", ["xpu", "mps", "hpu"])
+def test_memory_of_a_device_is_staged(
+    modules: dict[str, SimpleNamespace], device_type: str, tmp_path: Path
+) -> None:
+    del modules
+    device = torch.device(device_type)
+    assert type(maker(tmp_path, device)()) is StagedStore
+    assert takes(device) == ("host", "file")
