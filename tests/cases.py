@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from anybatch import Engine
 from anybatch.execution.signature import Case, as_fakes
+from anybatch.loss.traced import OfModel, TracedModel
+from anybatch.memory.ledger import AffineTimeline
 from anybatch.planner import rehearsal
 
 
@@ -28,3 +31,14 @@ def case_of(
 def inspected(case: Case, rows: int = 4) -> Any:
     """Return what the first dry run of a case shows of its model."""
     return rehearsal.inspect_model(case, rows)[1]
+
+
+def line_of(owners: tuple[str, ...], live: np.ndarray) -> AffineTimeline:
+    """Return bytes by event and owner, which as many are added to with each sample."""
+    return AffineTimeline(owners, tuple(map(str, range(len(live)))), live, live)
+
+
+def own_loss(model: nn.Module) -> tuple[Any, Any]:
+    """Return a model that computes its own loss and the loss, as a trainer gives both."""
+    traced = TracedModel(model)
+    return traced, OfModel(traced)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from anybatch.core.barrier import in_forward, standalone_here
+from anybatch.core.barrier import in_forward, looks_here, standalone_here
 from anybatch.tools.exactness import error_of, tolerance
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -106,6 +106,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
             id(torch.batch_norm),
             standalone_here(),
             in_forward(),
+            looks_here(),
         ],
         "optimizer": None if optimizer is None else copy.deepcopy(optimizer.state_dict()),
     }

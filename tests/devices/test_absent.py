@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import anybatch
-from anybatch.core.absent import AbsentDevice, planned_for
-from anybatch.core.plan import Memory
+from anybatch.devices import AbsentDevice, planned_for
 from anybatch.planner.autocast import autocast_of_absent
+from anybatch.reports import Memory
 
 N = 48
 ELSEWHERE = 4096

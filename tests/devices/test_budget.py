@@ -10,14 +10,13 @@ import pytest
 import torch
 from benchmarks.guide.values.networks import WAYS, Values, batch
 from benchmarks.mbs.cases import CASES, Case
-from tests.oracle import assert_exact, state_of, undivided
+from tests.oracle import assert_exact, error_of, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 import anybatch
 from anybatch import Engine
-from anybatch.core.pytree import map_tensors
-from anybatch.tools.exactness import error_of
 
 N = 96
 ABOVE = 1.02
@@ -110,7 +109,7 @@ def test_no_allocation_fails_over_the_catalogue(stand_in: Any, case: Case) -> No
     model, loss = problem.model.cuda(), problem.loss_fn
     if isinstance(loss, nn.Module):
         loss.cuda()
-    x, y = (map_tensors(Tensor.cuda, t) for t in (problem.inputs, problem.targets))
+    x, y = (tree_map_only(Tensor, Tensor.cuda, t) for t in (problem.inputs, problem.targets))
     undivided(model, loss, x, y)
     stand_in.clear_workspaces()
     found = anybatch.plan(model, loss, (x, y), memory="4GiB", timed=False).memory

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch import Engine
-from anybatch.core.units import parse_bytes
 from anybatch.errors import BudgetError
+from anybatch.units import parse_bytes
 
 N = 24
 

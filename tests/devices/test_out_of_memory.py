@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.devices.steps import KINDS, N, setting
-from tests.oracle import assert_exact, same, state_of, undivided
-
-from anybatch.tools.exactness import error_of
+from tests.oracle import assert_exact, error_of, same, state_of, undivided
 
 FOREVER = 1 << 40
 RETRIES = 2 * N

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.oracle import assert_exact, undivided
+from tests.oracle import assert_exact, error_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -25,7 +25,6 @@ from anybatch import Engine
 from anybatch.errors import BudgetError
 from anybatch.offloading import saved_tensors
 from anybatch.planner import offload_memory
-from anybatch.tools.exactness import error_of
 
 N = 22
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.oracle import assert_exact, state_after, undivided
+from tests.oracle import assert_exact, error_of, state_after, tolerance, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.tools.exactness import error_of, tolerance
 
 
 def paper(model: nn.Module, x: Tensor, y: Tensor, micro_batch: int) -> Tensor:

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 import anybatch.execution.collated
 from anybatch import Engine, LazyBatch
-from anybatch.core.rng import RNGState
+from anybatch.devices import RNGState
 from anybatch.errors import NotExactError
 from anybatch.execution.collated import FEW, doubts_of_collate
 from anybatch.execution.proof.inspected import LARGER, MOST

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from tests.oracle import assert_exact, state_after
+from tests.oracle import assert_exact, error_of, state_after, tolerance
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,7 +19,6 @@ from anybatch import Engine
 from anybatch.core.batch import MicroBatch
 from anybatch.errors import BudgetError, LossError
 from anybatch.loss import contrastive
-from anybatch.tools.exactness import error_of, tolerance
 
 N, D = 22, 4
 SIZES = (13, 0, 9)

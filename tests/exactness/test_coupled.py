@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cases import own_loss
 from tests.oracle import assert_exact, state_after, undivided
 from tests.peaks import assert_a_budget_is_respected
 from tests.pool import Pool, ranks
@@ -19,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 import anybatch
 from anybatch import Engine, Loss
 from anybatch.errors import LockstepError, LossError, NotExactError
-from anybatch.loss.traced import OfModel, TracedModel
 
 N, CLASSES = 22, 4
 SHARDS = {2: (13, 9), 3: (15, 0, 7)}
@@ -136,8 +136,7 @@ def trained(model: nn.Module, step: Any) -> Tensor:
 
 def traced_engine(model: nn.Module, **options: Any) -> Engine:
     """An engine that traces what the model's loss is divided by."""
-    ears = TracedModel(model)
-    return Engine(ears, OfModel(ears), **options)
+    return Engine(*own_loss(model), **options)
 
 
 @pytest.mark.product(pairs=True)
@@ -186,8 +185,7 @@ def test_any_budget_is_kept(seed: int) -> None:
     draw = random.Random(seed)
     model, size = make(draw.choice(EVERY)).float(), draw.choice([30, 64, 150])
     rows = torch.randn(size, 6), torch.randint(CLASSES, (size,))
-    subject: Any = TracedModel(model) if draw.random() < 0.5 else model
-    loss: Any = BY_SAMPLES if subject is model else OfModel(subject)
+    subject, loss = own_loss(model) if draw.random() < 0.5 else (model, BY_SAMPLES)
     assert_a_budget_is_respected(subject, loss, rows, draw.random() * 0.9)
 
 

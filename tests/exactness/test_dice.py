@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine
-from anybatch.core.rng import RNGState
+from anybatch.devices import RNGState
 from anybatch.errors import NotExactError
 
 N = 22

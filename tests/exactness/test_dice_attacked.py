@@ -33,18 +33,17 @@ from tests.exactness.test_dice import (
 from tests.faults import in_backward
 from tests.limits.test_out_of_memory import Fault, Fuse, above, at
 from tests.oracle import assert_exact, same, snapshot, undivided
+from tests.peaks import metered
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 import anybatch
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.core.rng import RNGState
+from anybatch.devices import RNGState
 from anybatch.errors import NotExactError
-from anybatch.execution.full_batch_rng.kernels import largest_draw
-from anybatch.memory.fakes import is_fake
-from anybatch.memory.meter import Meter
 
 pytestmark = pytest.mark.usefixtures("_double")
 
@@ -501,7 +500,7 @@ def test_only_what_draws_is_looked_at() -> None:
     calls: list[int] = []
 
     def count(x: Tensor) -> Tensor:
-        if not is_fake(x):
+        if not isinstance(x, FakeTensor):
             calls.append(len(x))
         return x
 
@@ -531,14 +530,7 @@ def test_a_draw_of_the_whole_batch_is_in_the_plan(row: str, variant: Any) -> Non
         engine._planner.timed = False
         owners = {"parameters": copied.parameters(), "buffers": copied.buffers()}
         for _ in range(2):
-            with Meter(torch.device("cpu"), owners) as meter:
+            with metered(owners) as meter:
                 engine.backward(x, y)
             copied.zero_grad()
             assert meter.peak <= budget, (share, meter.peak, budget)
-
-
-def test_the_bytes_of_the_largest_draw_are_those_of_a_line() -> None:
-    assert largest_draw([[16, 40, 8], [24, 40, 12]], [2, 3], 100) == 24 + 97 * 8
-    assert largest_draw([[40], [40]], [2, 3], 100) == 0
-    assert largest_draw([[16], [24, 8]], [2, 3], 100) == 800
-    assert largest_draw([[]], [1], 100) == 0

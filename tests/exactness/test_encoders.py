@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.limits.test_out_of_memory import Fault, Fuse, above, at
+from tests.offloads import small_leave
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
@@ -20,16 +21,9 @@ from torch.utils.data import Dataset
 
 import anybatch
 from anybatch import Encoders, Engine, LazyBatch, Plan
-from anybatch.core.plan import OffloadPlan
-from anybatch.core.plan_sections import Memory
-from anybatch.engine.inputs import StepInputs
 from anybatch.errors import BatchError, NotExactError, NotReproducibleError
-from anybatch.lockstep.sync_batchnorm import Fixed
 from anybatch.loss import contrastive as tiles
-from anybatch.memory.meter import Meter
-from anybatch.offloading import saved_tensors
-from anybatch.planner import probe
-from anybatch.planner.rehearsal import Inspection
+from anybatch.reports import Memory, OffloadPlan
 
 N, D, WIDTH = 22, 4, 6
 SIZES = (13, 0, 9)
@@ -427,7 +421,7 @@ def test_samples_that_change_between_the_passes_are_refused() -> None:
 
 @pytest.mark.parametrize("variant", ["scale", "one of both", "spectral"])
 def test_saved_tensors_may_be_offloaded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
     model, want = make(variant), truth(variant)
     memory = Memory(1 << 30, "by hand", 1 << 30, (), 1, 1, "nobody")
     leaves = OffloadPlan("file", None, (0, 0), 0, 0, 1)
@@ -530,20 +524,6 @@ def test_what_cannot_be_is_said() -> None:
         engine.backward({"pixels": rows["image"], "text": rows["text"]})
     with pytest.raises(anybatch.errors.LossError, match="two or more embeddings"):
         engine.backward({"text": rows["text"]})
-
-
-def test_running_a_micro_batch_holds_one_graph() -> None:
-    """What a plan runs must not hold more than what it plans."""
-    parts = {
-        name: nn.Sequential(nn.Linear(8, 64), *(nn.Tanh() for _ in range(16))) for name in "ab"
-    }
-    model, rows = Encoders(parts), {name: torch.randn(256, 8) for name in "ab"}
-    step_inputs = StepInputs(model, contrastive(), None, Fixed("exact"))
-    case = step_inputs.case(step_inputs.batch(rows, None), step_inputs.modules(), trains=True)
-    graph, observed = 16 * 64 * 64 * 4, Inspection((0, 0), copies=False, coupled=True)
-    with Meter(torch.device("cpu"), {"parameters": list(model.parameters())}) as meter:
-        assert probe.ran(case, observed, 64)
-    assert graph < meter.peak < 2 * graph
 
 
 class Masked(nn.Linear):

@@ -12,12 +12,11 @@ from benchmarks.mbs.loops import LOOPS
 from benchmarks.mbs.problem import Problem, rows
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.oracle import assert_exact, state_after, undivided
+from tests.oracle import assert_exact, error_of, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, Loss
-from anybatch.tools.exactness import error_of
 
 
 def engine_result(problem: Problem, micro_batch: int) -> dict[str, Tensor]:

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.core.batch import hanging, hangs
 from anybatch.errors import LossError
 
 N = 14
@@ -185,12 +184,3 @@ def state_of_step(model: nn.Module, loss: Any, x: Tensor, y: Tensor) -> dict[str
     full = loss(model(x), y)
     full.backward()
     return state_of(model, full)
-
-
-def test_rows_that_keep_attributes_are_no_doubt() -> None:
-    rows = data()[0].as_subclass(Held)
-    rows.path = "a"  # type: ignore[attr-defined]
-    assert hangs(rows)
-    assert hanging(rows, "inputs") == set()
-    assert hanging({"x": rows}, "outputs", classes=True) == {("outputs['x']", "the class Held")}
-    assert not hangs({"x": data()[0], "n": 3})

@@ -17,14 +17,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from tests.networks import NETWORKS
-from tests.oracle import assert_exact, state_after, trained, undivided
+from tests.oracle import assert_exact, error_of, state_after, trained, undivided
 from torch import Tensor, nn
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.core.plan import OffloadPlan
-from anybatch.core.plan_sections import Memory
-from anybatch.tools.exactness import error_of
+from anybatch.reports import Memory, OffloadPlan
 
 N = 22
 SPLITS = [1, 7]

@@ -27,12 +27,11 @@ import torch
 from tests.busy import busy
 from tests.chance import Step, as_written_once, steps
 from tests.faults import MICRO_BATCH, Fails, Faults, Items, N, alone, loss_of
-from tests.oracle import copy_of, same, snapshot, state_of, undivided
+from tests.oracle import copy_of, error_of, same, snapshot, state_of, tolerance, undivided
 from torch import Tensor
 
 import anybatch
 from anybatch import Engine, LazyBatch
-from anybatch.tools.exactness import error_of, tolerance
 
 State = dict[str, Tensor]
 

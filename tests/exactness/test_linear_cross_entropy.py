@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.cases import own_loss
 from tests.oracle import assert_exact, state_after
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,7 +16,6 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Engine
 from anybatch.errors import AnybatchError
-from anybatch.loss.traced import OfModel, TracedModel
 
 pytestmark = pytest.mark.skipif(
     not hasattr(F, "linear_cross_entropy"), reason="torch before 2.13 has no such loss"
@@ -139,9 +139,8 @@ def test_a_model_that_calls_it(name: str, n: int | None) -> None:
     x, y = batch(tokens=True)
 
     def divided(copied: nn.Module) -> Tensor:
-        ears = TracedModel(copied)
         budget: Any = {"memory": "64KiB"} if n is None else {"micro_batch": n}
-        return Engine(ears, OfModel(ears), **budget).backward({"x": x, "labels": y})
+        return Engine(*own_loss(copied), **budget).backward({"x": x, "labels": y})
 
     def undivided_loss(copied: nn.Module) -> Tensor:
         loss: Tensor = copied(x, y)
@@ -165,10 +164,9 @@ def test_a_model_whose_layer_is_its_other_samples_is_refused() -> None:
             return F.linear_cross_entropy(z, z.detach(), labels)
 
     torch.manual_seed(1)
-    ears = TracedModel(Two().double())
     x, labels = torch.randn(N, 5).double(), torch.arange(N)
     with pytest.raises(AnybatchError):
-        Engine(ears, OfModel(ears), micro_batch=4).backward({"x": x, "labels": labels})
+        Engine(*own_loss(Two().double()), micro_batch=4).backward({"x": x, "labels": labels})
 
 
 def test_where_the_layer_is_the_other_samples_they_meet() -> None:

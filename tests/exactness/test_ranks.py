@@ -18,14 +18,13 @@ from benchmarks.mbs.problem import rows as rows_of
 from tests.exactness.test_exactness import noise as noise_of
 from tests.exactness.test_exactness import truth
 from tests.exactness.test_lanes import ROWS, N, by_torch, info_nce, trained
-from tests.oracle import assert_exact, state_after
+from tests.oracle import assert_exact, error_of, state_after
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
-from anybatch.tools.exactness import error_of
 
 SHARDS = {
     2: {"uneven": (13, 9), "empty": (22, 0)},

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Loss
-from anybatch.distributed.process_group import Group, group_of
+from anybatch.devices import Group, group_of
 from anybatch.errors import RankError
 
 SIZES = (8, 5)

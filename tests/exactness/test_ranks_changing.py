@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.distributed.process_group import Group
+from anybatch.devices import Group
 
 SIZE, MICRO = 3, 2
 STEPS = 5

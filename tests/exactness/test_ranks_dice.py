@@ -28,17 +28,15 @@ from tests.exactness.test_dice import (
 )
 from tests.exactness.test_ranks import SHARDS, shard
 from tests.faults import in_backward
-from tests.oracle import state_of
+from tests.oracle import looks_here, state_of
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
-from anybatch.core.barrier import looks_here
-from anybatch.core.rng import RNGState
+from anybatch.devices import RNGState
 from anybatch.errors import BudgetError, LockstepError
-from anybatch.planner.forecast import DRAW
 
 LOSSES = {"one pass": F.cross_entropy, "coupled": coupled}
 MODELS = {"streaming": Noisy, "lanes": Normed}
@@ -310,8 +308,8 @@ def budgeted(rank: int, size: int) -> Any:
     try:
         Engine(model, F.cross_entropy, memory=full, rng="batch").backward(x, y)
     except BudgetError as error:
-        return engine.last, owners[DRAW] >= full, str(error)
-    return engine.last, owners[DRAW] >= full, ""
+        return engine.last, owners["a draw of the full batch"] >= full, str(error)
+    return engine.last, owners["a draw of the full batch"] >= full, ""
 
 
 def test_a_plan_counts_the_draw_of_all_ranks(pool: tuple[int, Pool]) -> None:

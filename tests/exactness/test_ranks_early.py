@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch
+from anybatch.devices import Group
 from anybatch.distributed import buckets, gradients
-from anybatch.distributed.process_group import Group
 from anybatch.planner.full_batch import COLLECTIVES
 
 SIZE, SHARDS = 3, (5, 0, 8)

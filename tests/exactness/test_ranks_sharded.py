@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.faults import backward_without_data
-from tests.oracle import assert_exact, same
+from tests.oracle import assert_exact, error_of, same
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -34,11 +34,10 @@ from torch.utils.checkpoint import checkpoint
 
 import anybatch
 from anybatch import Engine
+from anybatch.devices import Group
 from anybatch.distributed.fsdp import Sharded, refuse_unknown
-from anybatch.distributed.process_group import Group
 from anybatch.errors import NotYetError, RankError
 from anybatch.execution.gradients import Gradients
-from anybatch.tools.exactness import error_of
 
 N = 22
 SHARDS = {2: (13, 9), 4: (7, 0, 3, 12)}

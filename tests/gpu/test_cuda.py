@@ -6,16 +6,15 @@ import pytest
 import torch
 from benchmarks.mbs.cases import CASES, Case, splits
 from benchmarks.mbs.problem import rows
-from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from tests.oracle import assert_exact, error_of, same, snapshot, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from anybatch import Engine, LazyBatch
 from anybatch.core.accelerator import of
 from anybatch.core.batch import TensorBatch
-from anybatch.core.pytree import map_tensors
 from anybatch.execution.prefetch import StreamLink, feed
-from anybatch.tools.exactness import error_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -74,7 +73,7 @@ def test_cases_of_the_catalogue(case: Case) -> None:
     net, loss = problem.model.cuda(), problem.loss_fn
     if isinstance(loss, nn.Module):
         loss.cuda()
-    x, y = (map_tensors(Tensor.cuda, t) for t in (problem.inputs, problem.targets))
+    x, y = (tree_map_only(Tensor, Tensor.cuda, t) for t in (problem.inputs, problem.targets))
     order = torch.randperm(problem.batch)
     want = undivided(net, loss, x, y)
     permuted = undivided(net, loss, rows(x, order), rows(y, order))

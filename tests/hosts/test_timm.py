@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.oracle import assert_exact, state_of, undivided
+from tests.oracle import assert_exact, error_of, state_of, undivided
 from torch import Tensor, nn
 
 import anybatch
 from anybatch.errors import NotExactError
-from anybatch.tools.exactness import error_of
 
 timm = pytest.importorskip("timm", reason="needs timm: make hosts")
 pytestmark = pytest.mark.filterwarnings("ignore")

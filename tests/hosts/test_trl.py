@@ -33,12 +33,12 @@ from benchmarks.hosts.trl.runs import (
 )
 from datasets import Dataset
 from tests.hosts import trl_on_ranks
+from tests.oracle import tolerance
 from torch.nn import functional as F
 
 from anybatch.errors import NotExactError, NotYetError
 from anybatch.integrations import trl as ours
 from anybatch.integrations.trl_documents import separates
-from anybatch.tools.exactness import FLOOR
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -99,7 +99,7 @@ def test_gradient_and_metrics_are_those_of_the_undivided_batch_in_any_split(name
     ways += [{"micro_batch": n} for n in (1, 2)] if name in EVERY_SPLIT else []
     for way in ways:
         got = train(case, own(case), PARTS, **way)
-        assert got.error(want) <= FLOOR, way
+        assert got.error(want) <= tolerance(), way
         assert_metrics(got, want)
         two_passes = name in TWO_PASSES and got.trainer.engine.last.micro_batches > 1
         expected = "two-pass" if two_passes else "streaming"
@@ -114,7 +114,7 @@ def test_what_trl_itself_divides_wrongly(name: str) -> None:
         train(BY_NAME[name], host(BY_NAME[name]), rate=0.0)
     )
     assert (error > 1e-3) == (name in DIVIDED_WRONGLY)
-    assert error > 1e-3 or error <= FLOOR
+    assert error > 1e-3 or error <= tolerance()
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -188,7 +188,7 @@ def test_two_ranks_have_the_gradient_and_the_metrics_of_the_batch_of_both(
         assert rank["samples"] == 2 * trl_on_ranks.BATCH
         assert rank["micro_batches"] == [2, 2]
         got = Found(rank["gradients"], rank["logs"], None)
-        assert got.error(want) <= FLOOR
+        assert got.error(want) <= tolerance()
     if case.method != "GRPO":
         assert_metrics(Found([], ranks[0]["logs"], None), want)
 
@@ -316,7 +316,7 @@ def test_an_evaluation_in_between_is_trls_own_and_moves_nothing() -> None:
     config = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
     want = train(case, trl.SFTTrainer, config=config, eval_dataset=rows)
     got = train(case, ours.SFTTrainer, PARTS, config=config, eval_dataset=rows, micro_batch=1)
-    assert got.error(want) <= FLOOR
+    assert got.error(want) <= tolerance()
     assert_metrics(got, want)
 
 

@@ -15,13 +15,13 @@ pytest.importorskip("ultralytics", reason="needs ultralytics: make hosts")
 
 from benchmarks.hosts.ultralytics.run import NETWORKS, row
 from PIL import Image
+from tests.oracle import error_of, tolerance
 from ultralytics import YOLO
 from ultralytics.models.yolo.detect import DetectionTrainer
 from ultralytics.nn.tasks import DetectionModel
 
 from anybatch.errors import NotYetError
 from anybatch.integrations.ultralytics import AnyBatch
-from anybatch.tools.exactness import FLOOR, error_of
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -111,7 +111,7 @@ def test_every_network_is_exact() -> None:
         for name in NETWORKS:
             found = row(name, 0)
             assert found["exact"], name
-            assert found["ours"] <= FLOOR, name
+            assert found["ours"] <= tolerance(), name
             assert found["own"] > 0.1, name
     finally:
         torch.set_default_dtype(before)

@@ -28,7 +28,6 @@ from tests.integrations.trainings import train  # noqa: E402
 
 from anybatch.integrations.lightning import FullBatch  # noqa: E402
 from anybatch.integrations.transformers import Trainer  # noqa: E402
-from anybatch.planner.planner import RUNGS  # noqa: E402
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -76,7 +75,7 @@ def trained(
     folder: Path,
     memory: str,
     loss: Any = None,
-    rungs: Any = RUNGS,
+    rungs: Any = ("chunks", "offload"),
     **options: Any,
 ) -> tuple[nn.Module, Plan]:
     """Return a model after two steps of a Trainer, and the last plan."""

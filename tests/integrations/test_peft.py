@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.oracle import error_of
 from torch import nn
-
-from anybatch.tools.exactness import error_of
 
 for name in ("transformers", "peft"):
     pytest.importorskip(name, reason=f"pip install {name} is needed for these tests")

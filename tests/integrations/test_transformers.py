@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, copy_of
+from tests.oracle import assert_exact, copy_of, error_of
 from torch import Tensor, nn
-
-from anybatch.tools.exactness import error_of
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install 'anybatch[transformers]' is needed for these tests"

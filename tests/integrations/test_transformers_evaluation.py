@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from tests.oracle import assert_exact
+from tests.peaks import metered
 from torch import Tensor, nn
 
 from anybatch.core import pytree
 from anybatch.errors import BudgetError
-from anybatch.memory.meter import Meter
 
 transformers = pytest.importorskip(
     "transformers", reason="pip install 'anybatch[transformers]' is needed for these tests"
@@ -93,7 +93,7 @@ def test_an_evaluation_keeps_the_budget(tmp_path: Path) -> None:
     evaluation = trainer._evaluation_of(trainer.model.eval())
     evaluation.step(trainer, batch, None, loss_only=True)
     model = trainer.model
-    with Meter(torch.device("cpu"), {"parameters": [*model.parameters()]}) as meter:
+    with metered({"parameters": [*model.parameters()]}) as meter:
         evaluation.step(trainer, batch, None, loss_only=True)
     assert evaluation.engine.plan.micro_batch < N
     assert meter.peak <= evaluation.engine.last.predicted_bytes <= budget

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from tests.cases import own_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.integrations.transformers import NAME, History
-from anybatch.loss.traced import OfModel, TracedModel
 
 LENGTHS = (8, 20, 5, 33, 12, 40)
 
@@ -28,8 +28,8 @@ class Model(nn.Module):
 def run(history: History, lengths: tuple[int, ...], folder: Path | None) -> list[int]:
     """Return the micro-batch of each step; the history is saved before the last three."""
     torch.manual_seed(0)
-    ears = TracedModel(Model())
-    engine = Engine(ears, OfModel(ears), **(history.options() or {"memory": "96KiB"}))
+    model, loss = own_loss(Model())
+    engine = Engine(model, loss, **(history.options() or {"memory": "96KiB"}))
     history.replay(engine)
     sizes = []
     for at, length in enumerate(lengths):
@@ -37,7 +37,7 @@ def run(history: History, lengths: tuple[int, ...], folder: Path | None) -> list
         rows = {"input_ids": ids, "labels": ids}
         decided = engine._decisions
         engine.backward(rows)
-        ears.zero_grad()
+        model.zero_grad()
         if engine._decisions > decided:
             history.note(engine, rows, None)
         assert engine.last is not None

@@ -20,18 +20,17 @@ import torch
 from benchmarks.mbs.models import LSTM, MLP, ResNet, TransformerLM, UNet
 from tests.hiding import Hiding
 from tests.oracle import assert_exact, same, snapshot, state_after, state_of, undivided
+from tests.peaks import metered
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import anybatch
 from anybatch import Engine
 from anybatch.errors import BudgetError
-from anybatch.memory.fakes import is_fake
-from anybatch.memory.meter import Meter
 from anybatch.planner.probe import state_tensors
 
-CPU = torch.device("cpu")
 AMPLE = "1GiB"
 
 
@@ -124,7 +123,7 @@ def metered_step(it: Draw, engine: Engine, x: Tensor, y: Tensor) -> int:
         "buffers": it.model.buffers(),
         "optimizer": state_tensors(it.optimizer),
     }
-    with Meter(CPU, owners) as meter:
+    with metered(owners) as meter:
         engine.backward(x, y)
         it.optimizer.step()
     return meter.peak
@@ -286,7 +285,7 @@ def test_below_the_floor_is_said_before_anything_runs(seed: int) -> None:
     ran: list[int] = []
 
     def notice(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        ran.extend(len(x) for x in inputs if not is_fake(x))
+        ran.extend(len(x) for x in inputs if not isinstance(x, FakeTensor))
 
     handle = it.model.register_forward_pre_hook(notice)
     with pytest.raises(BudgetError, match=r"a step must fit in memory.*budget is 1.0 KiB") as found:
@@ -446,7 +445,7 @@ def test_evaluation_keeps_to_the_budget_with_one_rehearsal_of_its_own() -> None:
             it.optimizer.zero_grad()
         for _ in range(2):
             it.model.eval()
-            with Meter(CPU, owners) as meter, torch.no_grad():
+            with metered(owners) as meter, torch.no_grad():
                 loss = engine.evaluate(it.x, it.y)
             it.model.train()
             assert meter.peak <= budget

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -21,9 +22,7 @@ import anybatch
 from anybatch import Engine, LazyBatch
 from anybatch.core import pytree
 from anybatch.errors import BudgetError
-from anybatch.memory.meter import Meter
 
-CPU = torch.device("cpu")
 WIDE = 64
 
 
@@ -70,7 +69,7 @@ def most_held(engine: Engine, batch: tuple[Any, Any]) -> int:
     owners = {"parameters": list(engine.model.parameters())}
     pair = [] if isinstance(batch[0], LazyBatch) else [batch]
     tensors = [tensor for _, tensor in pytree.tensors(pair)]
-    with Meter(CPU, owners | {"batch": tensors}) as meter:
+    with metered(owners | {"batch": tensors}) as meter:
         engine.backward(*batch)
     return meter.peak - sum(tensor.nbytes for tensor in tensors)
 

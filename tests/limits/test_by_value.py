@@ -8,15 +8,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from benchmarks.guide.values.networks import SIZE, TOKENS, WAYS, Values, batch, masked
-from tests.oracle import assert_exact, state_of, undivided
+from tests.oracle import assert_exact, error_of, state_of, tolerance, undivided
+from tests.peaks import metered
 from tests.pool import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.errors import BudgetError
-from anybatch.memory.meter import Meter
-from anybatch.tools.exactness import error_of, tolerance
 
 KIB = 1024
 
@@ -28,7 +27,7 @@ def peaks(net: Values, engine: Engine, shares: list[float]) -> list[int]:
         x, y = batch(share, number)
         net.zero_grad()
         wanted = undivided(net, F.cross_entropy, x, y)
-        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+        with metered({"parameters": net.parameters()}) as meter:
             loss = engine.backward(x, y)
         assert_exact(state_of(net, loss), wanted)
         held.append(int(meter.peak))
@@ -107,7 +106,7 @@ def on_rank(rank: int, size: int) -> tuple[list[int], list[float]]:
         x, y = (torch.cat([a[:SHARE], b[:SHARE]]) for a, b in zip(few, many, strict=True))
         wanted = undivided(net, F.cross_entropy, x, y)
         mine = slice(rank * SIZE // size, (rank + 1) * SIZE // size)
-        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+        with metered({"parameters": net.parameters()}) as meter:
             loss = engine.backward(x[mine], y[mine])
         errors.append(max(error_of(state_of(net, loss), wanted).values()))
         held.append(meter.peak)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from tests.oracle import assert_exact, state_of
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, Plan
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.loss import chunked_rows
-from anybatch.memory.meter import Meter
 from anybatch.planner import planner
 
 V, L, D, N = 3000, 24, 16, 12
@@ -273,7 +273,7 @@ def test_longer_rows_in_chunks_keep_to_the_budget() -> None:
         batch = torch.randint(V, (8, length)), torch.randint(V, (8, length))
         want = truth(net, batch, inside=True)
         net.zero_grad()
-        with Meter(torch.device("cpu"), {"there": [*net.parameters()]}) as meter:
+        with metered({"there": [*net.parameters()]}) as meter:
             loss = step(engine, batch, inside=True)
         assert engine.plan is not None
         assert engine.plan.memory is not None

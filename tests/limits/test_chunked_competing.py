@@ -22,7 +22,8 @@ from tests.limits.test_chunked_budget import (
     step,
     truth,
 )
-from tests.oracle import assert_exact, state_of
+from tests.oracle import assert_exact, error_of, state_of
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -30,10 +31,8 @@ import anybatch
 from anybatch import Engine
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.loss import chunked_rows
-from anybatch.memory.meter import Meter
 from anybatch.planner import planner
 from anybatch.planner.decision import Decision
-from anybatch.tools.exactness import error_of
 
 __all__ = ["small_chunks"]
 
@@ -196,7 +195,7 @@ def test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen(length: int) -
     engine = engine_of(net, inside=False, memory="4MiB")
     for _ in range(2):
         net.zero_grad()
-        with Meter(torch.device("cpu"), {"there": [*net.parameters()]}) as meter:
+        with metered({"there": [*net.parameters()]}) as meter:
             loss = engine.backward(*batch)
         assert meter.peak <= 4 << 20
         assert_exact(state_of(net, loss), want)
@@ -227,7 +226,7 @@ def test_a_forecast_in_chunks_that_ends_early_is_none_of_other_steps(
             step(engine, batch, inside=True)
     net.zero_grad()
     want = truth(net, batch, inside=True)
-    with Meter(torch.device("cpu"), {"there": [*net.parameters()]}) as meter:
+    with metered({"there": [*net.parameters()]}) as meter:
         loss = step(engine, batch, inside=True)
     assert meter.peak <= 7 << 20
     assert engine.plan is not None

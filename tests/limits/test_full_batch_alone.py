@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from benchmarks.guide.values.networks import WAYS, Values, batch
 from tests.oracle import assert_exact, state_of, undivided
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
 from anybatch.errors import NotExactError
-from anybatch.memory.ledger import Timeline
-from anybatch.memory.meter import Meter
-from anybatch.planner.full_batch import FULL_BATCH, PEAKS, bound_of
+
+FITS = "a dry run of the full batch, which fits"
+IN_PROPORTION = "measured steps of few samples, in proportion, and a tenth"
 
 KIB = 1024
 
@@ -56,7 +56,7 @@ def test_a_batch_that_fits_is_planned_by_its_full_batch(name: str, *, norm: bool
     found = exact_step(model, engine, 96).memory
     assert found is not None
     assert engine.last is not None
-    assert (found.how, found.floor) == (FULL_BATCH, None)
+    assert (found.how, found.floor) == (FITS, None)
     assert found.undivided == found.predicted
     assert engine.last.peak_bytes is not None
     assert found.predicted <= 1.02 * engine.last.peak_bytes + (name == "Adam") * found.predicted
@@ -71,7 +71,7 @@ def test_a_batch_that_fits_is_planned_by_its_full_batch(name: str, *, norm: bool
 def test_a_larger_batch_is_planned_anew_and_a_smaller_one_is_not() -> None:
     model = net()
     engine = Engine(model, F.cross_entropy, memory=1400 * KIB, cache=None)
-    assert exact_step(model, engine, 256).memory.how == FULL_BATCH  # type: ignore[union-attr]
+    assert exact_step(model, engine, 256).memory.how == FITS  # type: ignore[union-attr]
     assert exact_step(model, engine, 7).mechanism == "undivided"
     larger = exact_step(model, engine, 4096)
     assert larger.mechanism != "undivided"
@@ -86,7 +86,7 @@ def test_gradients_that_are_there_may_take_what_the_full_batch_needs() -> None:
     x, y = torch.randn(64, 16).double(), torch.randint(2600, (64,))
     engine = Engine(model, F.cross_entropy, memory="50MiB", cache=None)
     engine.backward(x, y)
-    assert engine.plan.memory.how == FULL_BATCH  # type: ignore[union-attr]
+    assert engine.plan.memory.how == FITS  # type: ignore[union-attr]
     try:
         engine.backward(x, y)
     except anybatch.errors.BudgetError:
@@ -98,7 +98,7 @@ def test_gradients_that_are_there_may_take_what_the_full_batch_needs() -> None:
 def test_a_plan_of_the_full_batch_is_printed_kept_and_obeyed() -> None:
     model = net()
     plan = exact_step(model, Engine(model, F.cross_entropy, memory="64MiB", cache=None), 96)
-    assert FULL_BATCH in str(plan)
+    assert FITS in str(plan)
     assert "floor" not in str(plan)
     assert "floor" not in plan._repr_html_()
     again = Plan.from_json(plan.to_json())
@@ -128,7 +128,7 @@ def test_a_guess_that_was_too_low_stops_at_the_budget_and_is_not_forgotten(way: 
     for number in range(3):
         model.zero_grad()
         wanted = undivided(model, F.cross_entropy, x, y)
-        with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
+        with metered({"parameters": model.parameters()}) as meter:
             loss = engine.backward(x, y)
         assert_exact(state_of(model, loss), wanted)
         one = 600 * KIB  # the result of a kernel, after which a step is stopped
@@ -189,7 +189,7 @@ def test_samples_that_meet_fit_undivided_or_are_refused() -> None:
     assert_exact(state_of(model, loss), wanted)
     assert engine.plan is not None
     assert engine.plan.memory is not None
-    assert engine.plan.memory.how == PEAKS
+    assert engine.plan.memory.how == IN_PROPORTION
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     with pytest.raises((NotExactError, anybatch.errors.BudgetError)):
         engine.backward(x, y)
@@ -294,13 +294,3 @@ def test_a_sparse_matrix_of_a_model_is_in_the_forecast(
             assert engine.last.predicted_bytes is not None
             if engine.last.peak_bytes is not None:
                 assert engine.last.peak_bytes <= engine.last.predicted_bytes <= budget
-
-
-def test_a_guess_of_one_row_counts_each_event() -> None:
-    """One row holds most where gradients are, and many where activations are."""
-    owners, events = ("gradients", "activations"), ("forward", "backward")
-    row = Timeline(owners, events, np.array([[0, 100], [1000, 10]]))
-    line = bound_of([row], (1,))
-    assert line.at(1).peak == pytest.approx(1011, abs=1)
-    assert line.at(64).peak == pytest.approx(64 * 110, abs=64)
-    assert bound_of([row], (1,), 800).at(64).peak == pytest.approx(200 + 64 * 891, abs=64)

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.networks import UNet, resnet20
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.cli.models.resnet import resnet20
-from anybatch.cli.models.unet import UNet
-from anybatch.memory.meter import Meter
 
-CPU = torch.device("cpu")
 BATCH = 64
 
 
@@ -44,7 +42,7 @@ def peak(model: nn.Module, step: Callable[[], object]) -> int:
     """The live bytes at the peak of a step that is not the first."""
     step()
     model.zero_grad()
-    with Meter(CPU, {"parameters": model.parameters(), "buffers": model.buffers()}) as meter:
+    with metered({"parameters": model.parameters(), "buffers": model.buffers()}) as meter:
         step()
     model.zero_grad()
     return int(meter.peak)

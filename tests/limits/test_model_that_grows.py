@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, state_of, undivided
+from tests.oracle import assert_exact, error_of, state_of, tolerance, undivided
+from tests.peaks import metered
 from tests.pool import ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from anybatch import Engine
-from anybatch.memory.meter import Meter
-from anybatch.tools.exactness import error_of, tolerance
 
 KIB = 1024
 
@@ -70,7 +69,7 @@ def step_bytes(net: Growing, engine: Engine, x: Tensor, y: Tensor) -> int:
     """Return the bytes of a step, which is exact."""
     net.zero_grad()
     wanted = undivided(net, F.cross_entropy, x, y)
-    with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+    with metered({"parameters": net.parameters()}) as meter:
         loss = engine.backward(x, y)
     assert_exact(state_of(net, loss), wanted)
     return int(meter.peak)
@@ -185,7 +184,7 @@ def on_rank(rank: int, size: int) -> tuple[list[int], list[float]]:
         x, y = torch.randn(256, 8, dtype=torch.float64), torch.randint(3, (256,))
         wanted = undivided(net, F.cross_entropy, x, y)
         mine = slice(rank * 256 // size, (rank + 1) * 256 // size)
-        with Meter(torch.device("cpu"), {"parameters": net.parameters()}) as meter:
+        with metered({"parameters": net.parameters()}) as meter:
             loss = engine.backward(x[mine], y[mine])
         errors.append(max(error_of(state_of(net, loss), wanted).values()))
         held.append(int(meter.peak))

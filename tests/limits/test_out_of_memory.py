@@ -31,7 +31,6 @@ from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss
 from anybatch.errors import NotExactError
-from anybatch.execution.step import Step
 
 BATCH, MICRO = 10, 4
 ERRORS = (
@@ -205,7 +204,7 @@ def sum_in_accumulator(engine: Engine) -> None:
     """Sum as a plan would have it that finds room for an accumulator."""
     step = engine._runner.step
 
-    def with_accumulator(*arguments: Any, accumulator: bool, **others: Any) -> Step:
+    def with_accumulator(*arguments: Any, accumulator: bool, **others: Any) -> Any:
         return step(*arguments, accumulator=True, **others)
 
     engine._runner.step = with_accumulator  # type: ignore[method-assign]

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, same, snapshot
+from tests.oracle import assert_exact, error_of, same, snapshot
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss
 from anybatch.errors import BudgetError, NotExactError
-from anybatch.memory.meter import Meter
-from anybatch.tools.exactness import error_of
 
 SIZE = 48
 EVERY = 10**9
@@ -78,7 +77,7 @@ def held(engine: Engine, *arguments: Any) -> int:
     """What a step holds at its peak."""
     model = engine.model
     model.zero_grad()
-    with Meter(torch.device("cpu"), {"there": [*model.parameters(), *model.buffers()]}) as meter:
+    with metered({"there": [*model.parameters(), *model.buffers()]}) as meter:
         engine.backward(*arguments)
     return meter.peak
 

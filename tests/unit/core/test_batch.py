@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss
-from anybatch.core.batch import MicroBatch, TensorBatch, count_micro_batches
+from anybatch.core.batch import MicroBatch, TensorBatch, count_micro_batches, hanging, hangs
 from anybatch.errors import BatchError, NotReproducibleError
 
 
@@ -288,3 +288,25 @@ def test_a_fingerprint_sees_arrays_and_captions() -> None:
     assert print_of(["a", "b"]) != print_of(["a", "c"])
     assert print_of(np.array([object()])) == print_of(np.array([object()]))
     assert print_of(torch.tensor([1j]).conj()) != print_of(torch.tensor([1j]))
+
+
+class Held(Tensor):
+    """Rows of it have its attributes."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(found, Held) and args and isinstance(args[0], Held):
+            found.__dict__.update(args[0].__dict__)
+        return found
+
+
+def test_rows_that_keep_attributes_are_no_doubt() -> None:
+    rows = data()[0].as_subclass(Held)
+    rows.path = "a"  # type: ignore[attr-defined]
+    assert hangs(rows)
+    assert hanging(rows, "inputs") == set()
+    assert hanging({"x": rows}, "outputs", classes=True) == {("outputs['x']", "the class Held")}
+    assert not hangs({"x": data()[0], "n": 3})

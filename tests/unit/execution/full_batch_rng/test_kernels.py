@@ -11,6 +11,7 @@ from anybatch.execution.full_batch_rng.kernels import (
     RowRange,
     category_of,
     fault_of,
+    largest_draw,
 )
 from anybatch.execution.full_batch_rng.law import fitted, pattern_of
 
@@ -101,3 +102,10 @@ def test_dropout_that_drops_nothing_is_idle() -> None:
     assert Draw(aten.native_dropout.default, (x, 0.5, False), {}, category).idle
     assert not Draw(aten.native_dropout.default, (x, 0.5, True), {}, category).idle
     assert pattern_of(x) == Draw(aten.native_dropout.default, (x, 0.5, True), {}, category).pattern
+
+
+def test_the_bytes_of_the_largest_draw_are_those_of_a_line() -> None:
+    assert largest_draw([[16, 40, 8], [24, 40, 12]], [2, 3], 100) == 24 + 97 * 8
+    assert largest_draw([[40], [40]], [2, 3], 100) == 0
+    assert largest_draw([[16], [24, 8]], [2, 3], 100) == 800
+    assert largest_draw([[]], [1], 100) == 0
