@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import compress
 from typing import Any, Protocol
 
@@ -181,7 +181,7 @@ class Step(Repeatable):
     sharded: Sharded | None = None
     offloader: MicroBatchOffloader | None = None
     deliver: Callable[[], None] = lambda: None
-    sample: Callable[[], None] = lambda: None
+    sample: Callable[[], object] = int
     calls: LossCalls | None = None
     hanging: set[Hung] = field(default_factory=set)
     chunked: ChunkedLosses | None = None
@@ -254,7 +254,7 @@ class Step(Repeatable):
         """N_S, the number of micro-batches."""
         return count_micro_batches(self.batch.size, self.micro_batch)
 
-    @property
+    @cached_property
     def divided(self) -> bool:
         """Whether the batch is more than one micro-batch, here or over all ranks."""
         return self.batch.size > self.micro_batch or self.global_batch.several
@@ -389,24 +389,23 @@ class Step(Repeatable):
         return [self.scaler.scale(weight).to(weight.dtype) for weight in weights]
 
     def pull(
-        self, roots: list[Tensor], gradients: list[Tensor], into: list[Tensor] | None = None
+        self,
+        roots: list[Tensor],
+        gradients: list[Tensor],
+        into: list[Tensor] | None = None,
+        *,
+        ends: bool = True,
     ) -> int:
         """Accumulate gradients of leaves from those of `roots`; return how many roots have a graph.
 
-        Roots without a graph are left out. Where `into` is given, no other leaf gets anything.
+        Roots without a graph are left out. Where `into` is given, no other leaf gets anything. A
+        part that does not end its micro-batch is in no sum before `collect`.
         """
-        flowed = self.flow(roots, gradients, into)
-        if flowed:
-            self.collect()
-        return flowed
-
-    def flow(
-        self, roots: list[Tensor], gradients: list[Tensor], into: list[Tensor] | None = None
-    ) -> int:
-        """Do the same for a part of a micro-batch, which is in no sum before `collect`."""
-        flows = [root.requires_grad for root in roots]
-        if not all(flows):
-            roots, gradients = [*compress(roots, flows)], [*compress(gradients, flows)]
+        for root in roots:
+            if not root.requires_grad:
+                flows = [one.requires_grad for one in roots]
+                roots, gradients = [*compress(roots, flows)], [*compress(gradients, flows)]
+                break
         if self.gradients is None or not roots:
             return 0
         if any(map(is_fake, roots)) and not any(map(is_fake, self.gradients.parameters)):
@@ -419,12 +418,15 @@ class Step(Repeatable):
         self.phase = "backward"
         self.sample()
         try:
-            with _outside_autocast(roots[0].device.type):
-                torch.autograd.backward(roots, gradients, inputs=into)
+            _outside_autocast(roots[0].device.type, torch.autograd.backward)(
+                roots, gradients, inputs=into
+            )
         except CheckpointError as error:
             if self.loss.takes_outputs:
                 raise
             raise LossError(IN_CHECKPOINT) from error
+        if ends:
+            self.collect()
         return len(roots)
 
     def recognise(self, *, found: bool) -> None:
@@ -497,12 +499,14 @@ class Step(Repeatable):
             How many of `losses` have a gradient.
         """
         gradients = self.gradients
-        last = micro.begin + micro.size == self.batch.size
-        if gradients is None or not (last and self.global_batch.several):
-            return self.pull(losses, self.scaled(weights))
+        if self.scaler is not None:
+            weights = self.scaled(weights)
+        last = self.global_batch.several and micro.begin + micro.size == self.batch.size
+        if gradients is None or not last:
+            return self.pull(losses, weights)
         old = gradients.summed()
         with self.global_batch.during(lambda some: gradients.take(some, factor(), old)):
-            return self.pull(losses, self.scaled(weights))
+            return self.pull(losses, weights)
 
     def finish(self, factor: float | Tensor = 1.0) -> None:
         """Make the sum of the gradients over all ranks ready, this rank's times `factor`."""
@@ -523,8 +527,7 @@ class Step(Repeatable):
         several = self.global_batch.several
         rng = RNGState.now() if several else None
         self.phase = "fired"
-        with _outside_autocast(self.where):
-            self.gradients.fire(in_order=not several)
+        _outside_autocast(self.where, self.gradients.fire)(in_order=not several)
         if rng is not None and not RNGState.now().same_as(rng):
             raise NotExactError(
                 "a hook on a parameter must compute the same on all ranks, and one drew random "
@@ -574,8 +577,9 @@ def check_trains(roots_with_grad: int) -> None:
         )
 
 
-def _outside_autocast(device_type: str) -> AbstractContextManager[Any]:
+def _outside_autocast(device_type: str, run: Callable[..., None]) -> Callable[..., None]:
     """Backward runs outside autocast, as torch advises; forward chose the dtypes."""
     if torch.is_autocast_enabled(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+        outside: Callable[..., None] = torch.autocast(device_type, enabled=False)(run)
+        return outside
+    return run

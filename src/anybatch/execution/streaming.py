@@ -56,8 +56,10 @@ def stream(step: Step) -> Tensor:
     step.offer()
     if step.loss.couples and step.batch.size:
         of_parts(step, None)
+    bare = step.chunked is None and step.discover is None
+    train = step.under(streaming.train if bare else streaming.train_first)
     for micro in step.feed():  # 8
-        in_pieces(step, micro, step.under(streaming.train))
+        in_pieces(step, micro, train)
     normalize = streaming.normalize or of_parts(step, [])
     if step.gradients is not None and step.batch.size:
         check_trains(streaming.trained)
@@ -73,15 +75,16 @@ class Streaming:
         self.trained = 0
         self.normalize: Normalization | None = None
 
-    def train(self, micro: MicroBatch) -> None:
-        """Train on a micro-batch; when it returns or fails, its memory is free."""
+    def train_first(self, micro: MicroBatch) -> None:
+        """Train in chunks, and let go of leaves that were found, when their memory is free."""
         step = self.step
         with step.in_chunks():
-            self._train(micro)
+            self.train(micro)
         if step.discover is not None and step.gradients is not None:
             step.gradients.let_go()
 
-    def _train(self, micro: MicroBatch) -> None:
+    def train(self, micro: MicroBatch) -> None:
+        """Train on a micro-batch; when it returns or fails, its memory is free."""
         step = self.step
         if self.normalize is None and step.discover is not None:
             self._refuse_coupled(micro)

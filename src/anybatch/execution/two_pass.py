@@ -393,7 +393,7 @@ def pull(
         tensors = pytree.flat(parts.forward(micro, at))
         check(tensors, place)
         with step.buffers.unmoved():
-            trained += step.flow(*shares(step, tensors, gradients, begin, place))
+            trained += step.pull(*shares(step, tensors, gradients, begin, place), ends=False)
         place += len(tensors)
         del tensors
     if trained:
