@@ -379,7 +379,16 @@ def uninterrupted(*, once: bool = False) -> HeldBack:
 
 
 class NoOptimizerStep:
-    """Context of `no_optimizer_step`; a class, which is entered faster than a generator."""
+    """Context in which an optimizer that steps is refused, before it changes a parameter of a step.
+
+    One that holds none of the step's parameters is another's business, in another thread perhaps.
+
+    Args:
+        before: the step; once it is over the hook means nothing, even if it should still be there.
+
+    Raises:
+        NotExactError: from a gradient hook that steps an optimizer.
+    """
 
     __slots__ = ("_before", "_handle")
 
@@ -400,17 +409,3 @@ class NoOptimizerStep:
                 f"{type(optimizer).__name__}.step() was called inside engine.backward, most "
                 "likely by a gradient hook: remove the hook and step after engine.backward"
             )
-
-
-def no_optimizer_step(before: Before) -> NoOptimizerStep:
-    """Refuse an optimizer that steps inside the body, before it changes a parameter of the step.
-
-    One that holds none of the step's parameters is another's business, in another thread perhaps.
-
-    Args:
-        before: the step; once it is over the hook means nothing, even if it should still be there.
-
-    Raises:
-        NotExactError: from a gradient hook that steps an optimizer.
-    """
-    return NoOptimizerStep(before)

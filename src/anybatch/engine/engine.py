@@ -27,7 +27,7 @@ from anybatch.core.optimizers import Prepared, bare
 from anybatch.core.plan import Plan, card, decide, table
 from anybatch.core.retry import until_complete
 from anybatch.core.status import say
-from anybatch.core.transaction import Before, no_optimizer_step, transaction
+from anybatch.core.transaction import Before, NoOptimizerStep, transaction
 from anybatch.core.units import parse_share, show_bytes
 from anybatch.distributed.fsdp import sharded_of
 from anybatch.engine.executor import Runner
@@ -360,7 +360,7 @@ class Engine(Resumable):
             )
             step.scaler, step.observe, step.deliver = scaler, observe, delivery
             gradients.set_aside()
-            with no_optimizer_step(before), torch.enable_grad():
+            with NoOptimizerStep(before), torch.enable_grad():
                 loss, peak = self._measurement.run(self._planner, step, signature, modules, before)
         if self._planner is not None and signature is not None:
             n, failed = step.limit, step.retries > 0

@@ -36,7 +36,7 @@ from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import Before
 from anybatch.distributed.local_batch import LocalBatch
-from anybatch.engine.inputs import LOSS, StepInputs
+from anybatch.engine.inputs import LOSS, Detecting, StepInputs
 from anybatch.errors import NotExactError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.collated import Collates
@@ -52,7 +52,7 @@ from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Step
 from anybatch.execution.streaming import discoverer, memory_is_too_small, stream, undivided
-from anybatch.execution.strides import standard_strides
+from anybatch.execution.strides import StandardStrides
 from anybatch.execution.traits import LaneTraits, Traits
 from anybatch.execution.two_pass import gather
 from anybatch.lockstep.batchnorm import Listening, Singles, Tracked, values_of_a_part
@@ -274,7 +274,7 @@ class Runner:
         """
         outside, failure = sys.exception(), None
         try:  # no closures: the frames of an error would hold what they close over
-            with standard_strides():
+            with StandardStrides():
                 loss = self._computed(step, modules, before)
             step.agree()
             step.global_batch.moves(step.buffers)
@@ -398,7 +398,7 @@ class Runner:
             return run(step)
         traits, inspected = self._findings(step)
         if traits is None or (step.traits.steps in AGAIN and not inspected):
-            with self._inputs.detecting(), self._listening(before), attributes_of(step):
+            with Detecting(self._inputs), self._listening(before), attributes_of(step):
                 inspect_model(step)
             step.attempts.traits = replace(step.traits, moving=None)
         else:
@@ -409,7 +409,7 @@ class Runner:
             step.discover = discoverer(step, before, self._inputs.closure)
         # Forward may call batch_norm where the inspection has not observed it
         # (test_only_some_micro_batches_is_refused).
-        with self._inputs.detecting(), self._listening(before):
+        with Detecting(self._inputs), self._listening(before):
             loss = clocked(run, step)
         moving = step.buffers.moving
         if earlier is not None:
@@ -437,7 +437,7 @@ class Runner:
         if not compared.new(*pair_of(step)):
             doubt_beyond(step)
             return
-        with self._inputs.detecting(), attributes_of(step), quietly():
+        with Detecting(self._inputs), attributes_of(step), quietly():
             compare_new_sizes(step)
 
     def _listening(self, before: Before) -> AbstractContextManager[None]:

@@ -187,14 +187,6 @@ class StepInputs:
         """Return the tensors of a batch that receive a gradient themselves."""
         return list(batch.trained) if isinstance(batch, TensorBatch) else []
 
-    def detecting(self) -> Detecting:
-        """Record batch normalisation that no module stands for; the step begins again for it.
-
-        Raises:
-            Retry: it was found in the body.
-        """
-        return Detecting(self)
-
     def meets(self, modules: Modules) -> list[str]:
         """Return the names of the layers where samples meet, so that micro-batches need lanes."""
         if self.norms.now != "exact":
@@ -275,7 +267,11 @@ _NOTHING = TensorBatch(None, None, 0)
 
 
 class Detecting:
-    """Context of `StepInputs.detecting`; a class, which is entered faster than a generator."""
+    """Context that records batch normalisation that no module stands for; the step begins again.
+
+    Raises:
+        Retry: it was found in the body.
+    """
 
     __slots__ = ("_inputs",)
 

@@ -38,7 +38,7 @@ from anybatch.core.units import show_samples
 from anybatch.distributed.handshake import ANY, Here, hooks_of, named_parameters
 from anybatch.distributed.local_batch import LocalBatch
 from anybatch.engine.executor import Runner
-from anybatch.engine.inputs import StepInputs
+from anybatch.engine.inputs import Detecting, StepInputs
 from anybatch.engine.rank_session import RankSession
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.buffers import put_back_moved
@@ -259,7 +259,7 @@ class Arranger:
         """
         self._last = planner, signature
         planning = STATUS.of("planning the step", "micro_batch= or plan= skips this")
-        with planning, self._inputs.detecting():
+        with planning, Detecting(self._inputs):
             return planner.allow(
                 signature,
                 lambda: replace(

@@ -35,7 +35,7 @@ from anybatch.core.norm import NonReducingNorms, RefusedNorms, counters
 from anybatch.core.python_state import PythonState, rehearse_difference
 from anybatch.core.retry import Retry
 from anybatch.core.status import STATUS
-from anybatch.core.transaction import Before, no_optimizer_step, uninterrupted
+from anybatch.core.transaction import Before, NoOptimizerStep, uninterrupted
 from anybatch.core.units import show_samples
 from anybatch.distributed.local_batch import AbsentRanks, Layout, Rows
 from anybatch.errors import LossError
@@ -461,7 +461,7 @@ def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
         for _, module in [] if case.fake else renormalised(case.modules):
             module.max_norm = None  # or a rehearsal would write to its weight
         with (
-            no_optimizer_step(before),
+            NoOptimizerStep(before),
             # C++ code that asks a fake its device cannot fail, so Ctrl-C is held back.
             uninterrupted() if case.fake else nullcontext(),
             case.mode(),

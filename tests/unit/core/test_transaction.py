@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from anybatch.core.transaction import (
     Before,
+    NoOptimizerStep,
     back_to,
-    no_optimizer_step,
     note_buffers,
     same_values,
     transaction,
@@ -142,10 +142,10 @@ def test_an_optimizer_may_step_again_when_the_step_is_over() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = Before([*model.named_modules()], model.parameters())
-    with no_optimizer_step(before), pytest.raises(NotExactError, match="SGD"):
+    with NoOptimizerStep(before), pytest.raises(NotExactError, match="SGD"):
         optimizer.step()
     optimizer.step()
-    with no_optimizer_step(before):
+    with NoOptimizerStep(before):
         before.open = False
         optimizer.step()
 
@@ -324,7 +324,7 @@ def test_an_optimizer_of_other_parameters_may_step() -> None:
     unrelated = torch.optim.SGD([other], lr=0.1)
     mixed = torch.optim.SGD([{"params": [other]}, {"params": [model.bias]}], lr=0.1)
     before = Before([*model.named_modules()], model.parameters())
-    with no_optimizer_step(before):
+    with NoOptimizerStep(before):
         unrelated.step()
         with pytest.raises(NotExactError, match="SGD.step.. was called inside engine.backward"):
             mixed.step()

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.execution import strides
-from anybatch.execution.strides import FORMATS, one_row, standard, standard_strides
+from anybatch.execution.strides import FORMATS, StandardStrides, one_row, standard
 
 C = 4
 IMAGES = {1: (C, 9), 2: (C, 5, 6), 3: (C, 3, 4, 5)}
@@ -346,7 +346,7 @@ def test_torch_takes_a_row_by_itself_as_it_takes_it_among_two(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_in_a_step_it_does_so_where_torch_by_itself_does_not(name: str, dtype: torch.dtype) -> None:
-    with standard_strides():
+    with StandardStrides():
         one_row()
         assert wrong(CASES[name], dtype) == []
     assert wrong(CASES[name], dtype), "torch's kernel is its own again"
@@ -360,7 +360,7 @@ def test_the_kernel_of_exported_programs_is_wrong_and_mended_alike() -> None:
 
     case = Case(call, IMAGES[2], ((C,),) * 2, single=True)
     assert wrong(case, torch.float64)
-    with standard_strides():
+    with StandardStrides():
         one_row()
         assert wrong(case, torch.float64) == []
 
@@ -470,11 +470,11 @@ def test_local_statistics_of_one_sample_are_its_own() -> None:
 
 def test_a_step_that_ends_in_another_thread_does_not_end_this_one() -> None:
     name = "batch_norm in eval, 2d"
-    with standard_strides():
+    with StandardStrides():
         one_row()
 
         def other() -> None:
-            with standard_strides():
+            with StandardStrides():
                 pass
 
         thread = threading.Thread(target=other)
