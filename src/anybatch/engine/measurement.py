@@ -114,8 +114,8 @@ class Measurement:
         """
         if planner is not None and signature is not None:
             return self._planned(planner, step, signature, modules, before)
-        with read_peak(self._inputs.device) as found:
-            return self._runner.run(step, modules, before), found()
+        peak = read_peak(step.device)
+        return self._runner.run(step, modules, before), peak()
 
     def _planned(
         self,
@@ -142,8 +142,8 @@ class Measurement:
             self._since += 1
             if planner.varies(signature) or self._since <= EVERY or self._since % EVERY == 1:
                 return self._watched(planner, step, signature, modules, before)
-            with read_peak(self._inputs.device) as found:
-                return self._runner.run(step, modules, before), found()
+            read = read_peak(step.device)
+            return self._runner.run(step, modules, before), read()
         except Exception as error:
             other = isinstance(error, Retry) or out_of_memory(error)
             may = step.unseen() and not step.global_batch.several and not other
@@ -189,10 +189,10 @@ class Measurement:
     ) -> tuple[Tensor, int | None]:
         """Run it, and have the next one metered again if it has held more than a metered one."""
         step.sample = live = LiveBytes(in_use)
-        with read_peak(self._inputs.device) as found:
-            loss = self._runner.run(step, modules, before)
-        peak = found()
-        if accelerator.of(self._inputs.device).peaks:
+        read = read_peak(step.device)
+        loss = self._runner.run(step, modules, before)
+        peak = read()
+        if accelerator.of(step.device).peaks:
             # None: its statistic shows an earlier one, which was more.
             if peak is not None and planner.varies(signature):
                 planner.learn(signature, peak, state_bytes(self._inputs.optimizer), step.limit)

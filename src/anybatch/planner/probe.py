@@ -86,9 +86,8 @@ def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | No
         return 0
     accelerators.clear_workspaces()
     before = there.allocated(case.device)
-    with read_peak(case.device, anew=True) as peak:
-        enough = ran(case, inspection, n)
-    if not enough:
+    peak = read_peak(case.device, anew=True)
+    if not ran(case, inspection, n):
         return None
     # Bytes that remain are exact; those at the peak are foreseen, and may be less
     # (test_the_peak_of_a_step_is_what_was_foreseen).
@@ -129,24 +128,22 @@ Peak = Callable[[], int | None]
 """Returns the most bytes that were held; None if unknown."""
 
 
-@contextmanager
-def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Peak]:
-    """Read the most bytes that a device's allocator has handed out in the body.
+def read_peak(device: torch.device, *, anew: bool = False) -> Peak:
+    """Return a function that reads the most bytes that a device's allocator hands out from now on.
 
     Its statistic is the user's, too, and cannot be restored after a reset. It shows this peak if it
-    grows in the body, or if it was no more than the allocated bytes at the beginning.
+    grows from now on, or if it was no more than the allocated bytes now.
 
     Args:
         device: without such a statistic, the peak is unknown.
         anew: reset the statistic if it would not show the peak. Default False.
 
-    Yields:
+    Returns:
         A function that returns the bytes; None if unknown.
     """
     counts = accelerator.of(device)
     if not counts.peaks:
-        yield lambda: None
-        return
+        return lambda: None
     before = counts.peak(device)
     recorded = before == counts.allocated(device)
     if anew and not recorded:
@@ -157,7 +154,7 @@ def read_peak(device: torch.device, *, anew: bool = False) -> Iterator[Peak]:
         found = counts.peak(device)
         return found if recorded or found > before else None
 
-    yield peak
+    return peak
 
 
 @contextmanager
@@ -174,8 +171,8 @@ def live_peak(
         A function that returns the bytes so far; it may be called after the body.
     """
     if accelerator.of(device).peaks:
-        with read_peak(device, anew=True) as peak:
-            yield lambda: peak() or 0
+        peak = read_peak(device, anew=True)
+        yield lambda: peak() or 0
         return
     with Meter(device, existing) as meter:
         yield lambda: int(meter.peak)

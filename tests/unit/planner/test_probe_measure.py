@@ -50,17 +50,17 @@ def test_a_peak_is_reported_where_the_statistic_tells_it(
     made: Allocator, before: int, anew: bool, reported: int | None, resets: int
 ) -> None:
     made.most = before
-    with read_peak(torch.device("cuda"), anew=anew) as peak:
-        made.take(30)
-        made.take(-30)
+    peak = read_peak(torch.device("cuda"), anew=anew)
+    made.take(30)
+    made.take(-30)
     assert (peak(), made.resets) == (reported, resets)
     if not resets:
         assert made.most == max(before, 130)  # the person's is what it would be without
 
 
 def test_elsewhere_nothing_is_queried(made: Allocator) -> None:
-    with read_peak(torch.device("cpu"), anew=True) as peak:
-        made.take(30)
+    peak = read_peak(torch.device("cpu"), anew=True)
+    made.take(30)
     assert peak() is None
     assert made.resets == 0
 
