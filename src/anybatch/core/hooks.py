@@ -71,21 +71,22 @@ class Suspended:
 
 
 class LeafHooks:
-    """The suspended hooks of the leaves of a step."""
+    """The suspended hooks of the leaves of a step.
+
+    Attributes:
+        suspended: id of a leaf -> its hooks.
+    """
 
     def __init__(self) -> None:
-        self._suspended: dict[int, Suspended] = {}
+        self.suspended: dict[int, Suspended] = {}
         self._order: dict[int, int] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._suspended)
-
     def __contains__(self, leaf: Tensor) -> bool:
-        return id(leaf) in self._suspended
+        return id(leaf) in self.suspended
 
     def count(self, leaf: Tensor) -> tuple[int, ...]:
         """Return how many hooks of each of `ATTRIBUTES` are suspended on a leaf."""
-        found = self._suspended.get(id(leaf))
+        found = self.suspended.get(id(leaf))
         return () if found is None else tuple(map(len, found.entries))
 
     def suspend(self, leaves: Iterable[Tensor]) -> None:
@@ -102,10 +103,10 @@ class LeafHooks:
         before, after = held = tuple(getattr(leaf, name) for name in ATTRIBUTES)
         ours = {key: hook for key, hook in (after or {}).items() if hasattr(hook, SERVICE)}
         persons = bool(before) or len(ours) < len(after or ())
-        if id(leaf) in self._suspended or not persons or not leaf.is_leaf:
+        if id(leaf) in self.suspended or not persons or not leaf.is_leaf:
             return
         entries = tuple(list((one or {}).items()) for one in held)
-        self._suspended[id(leaf)] = Suspended(leaf, held, entries)
+        self.suspended[id(leaf)] = Suspended(leaf, held, entries)
         if before is not None:
             leaf._backward_hooks = None
         # torch reaches leaf tensors in an order of its own, on which hooks that share state rely
@@ -118,7 +119,7 @@ class LeafHooks:
 
     def restore(self) -> None:
         """Restore all hooks, as if there had been no step."""
-        for one in self._suspended.values():
+        for one in self.suspended.values():
             one.restore()
 
     def resume(self) -> None:
@@ -127,7 +128,7 @@ class LeafHooks:
         Raises:
             NotExactError: some were registered meanwhile.
         """
-        for one in self._suspended.values():
+        for one in self.suspended.values():
             refuse_registered([one.leaf])
             one.resume()
 

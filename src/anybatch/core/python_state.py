@@ -202,6 +202,10 @@ class Attributes:
         return AttributeCounts([held for held, _ in self._was])
 
 
+NONE = Attributes(())
+"""No attributes."""
+
+
 class AttributeCounts:
     """Numbers and logs in attributes at one time, without other values: they may be activations.
 

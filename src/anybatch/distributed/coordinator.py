@@ -274,10 +274,8 @@ class Coordinator:
             raise Retry("ranks")
 
 
-def guarded(coordinator: Coordinator | None, run: Callable[[], T]) -> T:
+def guarded(coordinator: Coordinator, run: Callable[[], T]) -> T:
     """Run a rank's own part of a step, and notify the other ranks where it fails."""
-    if coordinator is None:
-        return run()
     try:
         return run()
     except Retry:

@@ -453,12 +453,12 @@ class Engine(Resumable):
     ) -> Tensor:
         if loss.untyped_storage().nbytes() > loss.element_size():
             loss = loss.clone()  # torch's mean of squares lies in the memory of all its terms
-        facts = of_run(step, self._runner.failed_at(step))
+        trying = "" if run_plan is None else run_plan.trying
+        facts = of_run(step, self._runner.failed_at(step), trying)
         memory = None if run_plan is None else run_plan.memory
         left = None if run_plan is None else run_plan.offload
         # A last partial batch that needs no splitting does not change the plan of the others
         # (test_last_and_plan_say_what_the_step_was).
-        facts = replace(facts, trying="" if run_plan is None else run_plan.trying)
         now, samples = (facts, memory, self._convolutions.count), step.global_batch.size
         if now != self._facts and (facts.divided or samples >= self._samples):
             self._samples = samples

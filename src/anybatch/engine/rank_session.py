@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -94,16 +93,16 @@ class RankSession:
         self._coordinator = coordinator = self._begun()
         self._rolls = self._shared_rng
         try:
-            with self.local_layers():
-                if self._sharded is None:
-                    return guarded(coordinator, run)
-                return guarded(coordinator, partial(self._with_full_model, self._sharded, run))
+            with plain(self._meeting):
+                if self._sharded is not None:
+                    run = partial(self._with_full_model, self._sharded, run)
+                return run() if coordinator is None else guarded(coordinator, run)
         finally:
             self._coordinator = None
 
     def foreseeing(self, run: Callable[[], T]) -> T:
         """Run a forecast; only a sharded model requires the call on all ranks."""
-        with self.local_layers():
+        with plain(self._meeting):
             if self._sharded is None:
                 return run()
             group = group_of(self._handle) if several(self._handle) else None
@@ -119,10 +118,6 @@ class RankSession:
         self._scripts.pop(self._signature, None)
         if "dense" in retry.learned:
             self._dense[self._signature] = retry.learned["dense"]
-
-    def local_layers(self) -> AbstractContextManager[None]:
-        """Let no layer of the model meet other ranks by itself."""
-        return plain(self._meeting)
 
     @property
     def several(self) -> bool:
@@ -207,7 +202,7 @@ def several(handle: Any = None) -> bool:
     if dist.is_available() and dist.is_initialized():
         return bool(dist.get_world_size(handle) > 1)
     world = os.environ.get("WORLD_SIZE", "1")
-    if dist.is_available() and dist.is_torchelastic_launched() and world != "1":
+    if world != "1" and dist.is_available() and dist.is_torchelastic_launched():
         raise RankError(
             f"the {world} processes that were started together must have a process group, and "
             'there is none: call torch.distributed.init_process_group("gloo"), or "nccl" on CUDA, '

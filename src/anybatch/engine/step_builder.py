@@ -431,21 +431,27 @@ def _warm(once: Callable[[], float], steps: int) -> float:
 # Facts behind a plan's reasons, of a step that was run or of one that is forecast.
 
 
-def of_run(step: Step, failed: int) -> Facts:
-    """Return the facts of a step that was run; `failed`: samples at which memory ran out."""
-    gradients = step.gradients
+def of_run(step: Step, failed: int, trying: str) -> Facts:
+    """Return the facts of a step that was run.
+
+    Args:
+        step: the step.
+        failed: samples at which memory ran out.
+        trying: the search that it was a part of, in words; nothing where it was in none.
+    """
+    gradients, divided = step.gradients, step.count > 1
     return Facts(
         micro_batch=step.limit,
-        divided=step.count > 1,
+        divided=divided,
         loss=step.found,
         coupled=step.found == COUPLED and not step.lanes,
         late=isinstance(step.batch, LazyBatch),
         half=gradients.half if gradients is not None else (),
         before=gradients is not None and gradients.added,
         local=step.local,
-        separate_sums=step.accumulator and step.count > 1 and gradients is not None,
+        separate_sums=step.accumulator and divided and gradients is not None,
         failed=failed,
-        lanes=step.lanes and step.count > 1,
+        lanes=step.lanes and divided,
         segments=segments_of(step.device).in_words(),
         looked=max(
             step.traits.looked, step.traits.sizes.step if step.traits.sizes is not None else 0
@@ -455,13 +461,14 @@ def of_run(step: Step, failed: int) -> Facts:
             *step.loss.doubts,
             *([DECLARED] if step.loss.believed else []),
         ),
-        draws=_drew(step),
+        draws=divided and _drew(step),
+        trying=trying,
     )
 
 
 def _drew(step: Step) -> bool:
     """Say whether the micro-batches of a step have made random draws of their own."""
-    own = step.count > 1 and step.draws is None and not isinstance(step.batch, LazyBatch)
+    own = step.draws is None and not isinstance(step.batch, LazyBatch)
     return own and not step.traits.still and step.drew_any()
 
 

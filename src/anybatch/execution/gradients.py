@@ -45,7 +45,8 @@ class Gradients:
         wide: sum half-precision gradients in float32. Default True.
         accumulator: keep every sum outside of ``.grad``, so that a failed backward costs one
             micro-batch; it takes one more set of gradients. Default False.
-        hooks: those of the parameters, suspended; None (default) fires none.
+        hooks: those of the parameters, suspended, which fire once the sum is ready. None (default)
+            fires none.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class Gradients:
         hooks: LeafHooks | None = None,
     ) -> None:
         self.parameters = list(parameters)
-        self._hooks = hooks
+        self.hooks = LeafHooks() if hooks is None else hooks
         self._half: list[Tensor] = []
         self._found: list[Tensor] = []
         self._choose(wide=wide, accumulator=accumulator)
@@ -94,11 +95,6 @@ class Gradients:
     def added(self) -> bool:
         """Whether gradients were there before, to which the sum is added."""
         return bool(self._before)
-
-    @property
-    def hooks(self) -> LeafHooks | None:
-        """The hooks that fire once the sum is ready; None where there are none."""
-        return self._hooks or None
 
     def set_aside(self) -> None:
         """Set the present gradients aside, so that the step starts from none."""
@@ -286,9 +282,10 @@ class Gradients:
                 None (default) where there are none.
         """
         nothing = shared is None and _is_one(factor) and not self._sums and not self._before
-        if nothing and not self.hooks:
+        hooked = bool(self.hooks.suspended)
+        if nothing and not hooked:
             return  # the sums are where they belong
-        if self.hooks:
+        if hooked:
             self._separate()  # a hook may write to the one that it gets
         with torch.no_grad():
             totals = [self._total(parameter, factor) for parameter in self.parameters]
@@ -315,8 +312,6 @@ class Gradients:
         They find the final values in ``.grad`` of other parameters, and their changes are
         delivered. Only `deliver` writes to the previous gradients.
         """
-        hooks = self.hooks
-        assert hooks is not None
         shown: dict[Tensor, Tensor | None] = dict(self._assigned)
         shown |= {p: complete for p, (_, complete) in self._complete.items()}
         for parameter, gradient in shown.items():
@@ -331,7 +326,7 @@ class Gradients:
             parameter.grad = shown[parameter]
             return total
 
-        hooks.fire(list(self._hooked), take, in_order=in_order)
+        self.hooks.fire(list(self._hooked), take, in_order=in_order)
         self._assigned.clear()
         self._complete.clear()
         for parameter, gradient in shown.items():
@@ -371,7 +366,7 @@ class Gradients:
 
     def _prepare(self, parameter: Tensor, total: Tensor | None) -> None:
         before, dtype = self._before.get(parameter), gradient_dtype(parameter)
-        if self.hooks and self.hooks.fires(parameter, total):
+        if self.hooks.suspended and self.hooks.fires(parameter, total):
             self._hooked[parameter] = None if total is None else total.to(dtype)
         elif total is None:
             self._assigned[parameter] = before
@@ -379,7 +374,7 @@ class Gradients:
             self._assigned[parameter] = total.to(dtype)
         elif not (_is_plain(before) and _is_plain(total)):
             self._assigned[parameter] = _sum(before.to(total.dtype), total).to(dtype)
-        elif self.hooks:  # they may read it
+        elif self.hooks.suspended:  # they may read it
             self._complete[parameter] = before, total.add_(before).to(dtype)
         else:  # a half-precision sum is complete here, and rounded once when it is delivered
             ready = total if before.dtype == total.dtype else total.add_(before)
@@ -388,9 +383,11 @@ class Gradients:
 
 def _is_plain(gradient: Tensor) -> bool:
     """Say whether a tensor can be added to in place: dense, and no two entries in one place."""
-    dense = gradient.layout == torch.strided and not gradient.is_inference()
-    steps = zip(gradient.shape, gradient.stride(), strict=True) if dense else ()
-    return dense and all(size < 2 or step != 0 for size, step in steps)
+    if gradient.layout != torch.strided or gradient.is_inference():
+        return False
+    steps = gradient.stride()
+    pairs = zip(gradient.shape, steps, strict=True)
+    return 0 not in steps or all(size < 2 or step != 0 for size, step in pairs)
 
 
 def _sum(before: Tensor, total: Tensor) -> Tensor:

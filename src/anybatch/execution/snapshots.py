@@ -234,16 +234,11 @@ class Repeatable(ABC):
         """How often memory ran out."""
         return self.attempts.retries
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
         """Where the model is."""
         parameter = first_parameter(self.model)
         return torch.device("cpu") if parameter is None else parameter.device
-
-    @cached_property
-    def where(self) -> str:
-        """The type of that device, cached because every micro-batch reads it."""
-        return self.device.type
 
     @abstractmethod
     def rows(self, outputs: Any, begin: int, size: int, of: int) -> Any:
@@ -363,7 +358,7 @@ class Repeatable(ABC):
 
     def forget_casts(self) -> None:
         """Drop the casts of the weights that autocast keeps: some were made without a graph."""
-        if torch.is_autocast_enabled(self.where):
+        if torch.is_autocast_enabled(self.device.type):
             torch.clear_autocast_cache()
 
 

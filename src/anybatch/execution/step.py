@@ -35,7 +35,7 @@ from anybatch.core.batch import (
 from anybatch.core.modules import call_model
 from anybatch.core.oom import out_of_memory
 from anybatch.core.plan_sections import Capacity, LockstepLimits
-from anybatch.core.python_state import Attributes
+from anybatch.core.python_state import NONE, Attributes
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.distributed.fsdp import Sharded
@@ -155,7 +155,7 @@ class Step(Repeatable):
     scaler: Scaler | None = None
     signature: Any = None
     familiar: Familiar | None = None
-    attributes: Attributes = field(default_factory=partial(Attributes, ()))
+    attributes: Attributes = NONE
     own: set[int] = field(default_factory=set)
     discover: Callable[[list[Tensor]], None] | None = None
     batchnorm: str = "exact"
@@ -456,14 +456,15 @@ class Step(Repeatable):
             found = (*self.batch.doubts, *found)
             if sizes is not None and sizes.counts and self.batch.shapes - sizes.lengths:
                 found = (*found, LENGTHS)
-        self.traits.doubt(*found)
+        if found:
+            self.traits.doubt(*found)
 
     def collect(self) -> None:
         """Add the gradients of a micro-batch to the sum."""
         assert self.gradients is not None
         self._collected += 1
         if self._collected == 1 + self.coupled:  # what they held may be large
-            self.attributes = Attributes(())
+            self.attributes = NONE
         self.phase = "summed"
         self.gradients.collect()
 
@@ -472,7 +473,9 @@ class Step(Repeatable):
 
         Not with offloaded saved tensors: gradients are sent when these are freed.
         """
-        if self.gradients is None or self.gradients.hooks:  # they get the sum over all ranks
+        if (
+            self.gradients is None or self.gradients.hooks.suspended
+        ):  # they get the sum over all ranks
             return
         if self.global_batch.several and self.offloader is None:
             every = self.gradients.parameters
@@ -522,12 +525,12 @@ class Step(Repeatable):
 
     def fire_hooks(self) -> None:
         """Fire the hooks of the leaves, once: a failure from here on is not retried."""
-        if self.gradients is None or not self.gradients.hooks:
+        if self.gradients is None or not self.gradients.hooks.suspended:
             return
         several = self.global_batch.several
         rng = RNGState.now() if several else None
         self.phase = "fired"
-        _outside_autocast(self.where, self.gradients.fire)(in_order=not several)
+        _outside_autocast(self.device.type, self.gradients.fire)(in_order=not several)
         if rng is not None and not RNGState.now().same_as(rng):
             raise NotExactError(
                 "a hook on a parameter must compute the same on all ranks, and one drew random "
