@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 from anybatch import Engine, LazyBatch, Loss
 from anybatch.core.plan import OffloadPlan
+from anybatch.execution.step import Step as MadeStep
 
 CLASSES = 3
 STEPS = 5
@@ -194,12 +194,19 @@ def _of_one_engine(first: int, rng: random.Random, *, drops: bool) -> Iterator[S
     runner: Any = engine._runner
     if capacity:
         said += f", room for {capacity} bytes"
-        runner.step = partial(runner.step, lane_bytes=capacity)
+    make = runner.step
     inside = random.Random(-first).choice([None, None, 0, 2000, 10000])
     if inside is not None:
         said += f", {inside} bytes of what runs may stay"
-        offloaded = OffloadPlan("file", None, (inside, inside), 0, 0, 1)
-        runner.step = partial(runner.step, offload=offloaded)
+
+    def step_of(*arguments: Any, **others: Any) -> MadeStep:
+        step: MadeStep = make(*arguments, **others)
+        step.lane_bytes = capacity
+        if inside is not None:
+            runner._offload(step, OffloadPlan("file", None, (inside, inside), 0, 0, 1))
+        return step
+
+    runner.step = step_of
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for number, size in enumerate(sizes, first):
         if rng.random() < 0.7:

@@ -204,8 +204,12 @@ def sum_in_accumulator(engine: Engine) -> None:
     """Sum as a plan would have it that finds room for an accumulator."""
     step = engine._runner.step
 
-    def with_accumulator(*arguments: Any, accumulator: bool, **others: Any) -> Any:
-        return step(*arguments, accumulator=True, **others)
+    def with_accumulator(*arguments: Any, **others: Any) -> Any:
+        made = step(*arguments, **others)
+        made.accumulator = True
+        if made.divided and made.gradients is not None:
+            made.gradients.divide(accumulator=True)
+        return made
 
     engine._runner.step = with_accumulator  # type: ignore[method-assign]
 
@@ -791,9 +795,14 @@ model.zero_grad()
 engine = Engine(model, F.cross_entropy, micro_batch=int(sys.argv[1]))
 if sys.argv[2] == "apart":
     make = engine._runner.step
-    engine._runner.step = lambda *arguments, accumulator, **others: make(
-        *arguments, accumulator=True, **others
-    )
+
+    def with_accumulator(*arguments, **others):
+        step = make(*arguments, **others)
+        step.accumulator = True
+        step.gradients.divide(accumulator=True)
+        return step
+
+    engine._runner.step = with_accumulator
 limit = data_bytes() + 30 * 2**20  # one activation of the full batch is 32 MiB
 resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
 try:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from anybatch.core.norm import (
     training_batchnorms,
 )
 from anybatch.core.plan import OffloadPlan
-from anybatch.core.plan_sections import Capacity, LockstepLimits
+from anybatch.core.plan_sections import LockstepLimits
 from anybatch.core.python_state import Attributes
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
@@ -49,6 +49,7 @@ from anybatch.execution.gradients import Gradients
 from anybatch.execution.inspection import AGAIN, inspect_model
 from anybatch.execution.prefetch import DeviceLink, link_to
 from anybatch.execution.proof.inspected import Familiar
+from anybatch.execution.signature import RunPlan
 from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Step
 from anybatch.execution.streaming import discoverer, memory_is_too_small, stream, undivided
@@ -61,9 +62,24 @@ from anybatch.lockstep.lockstep import lockstep
 from anybatch.lockstep.scheduler import LaneInspection
 from anybatch.lockstep.shared_state import refuse_shared_state
 from anybatch.loss.base import Algorithm1
+from anybatch.loss.chunked_rows import chunks_of
 from anybatch.memory.spill import maker, require_place, require_space
 from anybatch.offloading.saved_tensors import Keeping
 from anybatch.planner.probe import finish
+
+
+class Joined(NamedTuple):
+    """A batch over all ranks, and findings about the share of this one.
+
+    Attributes:
+        global_batch: the batch over all ranks.
+        signature: of the batch here.
+        meeting: names of the layers where samples meet.
+    """
+
+    global_batch: LocalBatch
+    signature: Any
+    meeting: list[str]
 
 
 class Runner:
@@ -94,13 +110,9 @@ class Runner:
         gradients: Gradients | None,
         micro_batch: int,
         *,
-        accumulator: bool = False,
-        lane_bytes: Capacity = 0,
-        global_batch: LocalBatch | None = None,
-        offload: OffloadPlan | None = None,
+        run_plan: RunPlan | None = None,
         attempts: Attempts | None = None,
-        signature: Any = None,
-        meeting: list[str] | None = None,
+        joined: Joined | None = None,
     ) -> Step:
         """Return a step that has not begun.
 
@@ -110,46 +122,42 @@ class Runner:
             before: the state before it.
             gradients: where its gradients come together; None runs forward only.
             micro_batch: samples in a micro-batch; fewer where memory ran out at that.
-            accumulator: sum gradients in an accumulator.
-            lane_bytes: bytes that waiting micro-batches may hold on the device; None: all of them.
-            global_batch: the batch over all ranks. Default None: one process.
-            offload: which saved tensors are offloaded. Default None: none is.
+            run_plan: the plan that it obeys. Default None: nothing was planned.
             attempts: findings of earlier attempts. Default None: there were none.
-            signature: of the batch. Default: it is computed.
-            meeting: names of the layers where samples meet. Default: they are looked up.
+            joined: the batch over all ranks. Default None: one process.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
         """
-        if signature is None:
+        if joined is None:
             signature = self.signature(batch, modules, trains=gradients is not None)
-        shared = self._inputs.rng == "batch" and global_batch is not None and global_batch.several
-        start = RNGState.now() if shared else before.rng
-        attempts = attempts or Attempts()
+            joined = Joined(LocalBatch(batch.size), signature, self._inputs.meets(modules))
+        global_batch, signature, _ = joined
+        inputs, attempts = self._inputs, attempts or Attempts()
+        start = RNGState.now() if inputs.rng == "batch" and global_batch.several else before.rng
         fits = self._shrunk.get(signature, (0, micro_batch))[1]
+        first = signature not in self._traits and signature not in self._walked
         step = Step(
-            model=self._inputs.model,
-            loss=self._inputs.loss,
+            model=inputs.model,
+            loss=inputs.loss,
             batch=batch,
             micro_batch=min(micro_batch, fits, attempts.limit or micro_batch),
             link=self._link_to_model(),
             buffers=ForwardBuffers([], set()),
             gradients=gradients,
             signature=signature,
-            batchnorm=self._inputs.batchnorm,
+            batchnorm=inputs.batchnorm,
             rng=start,
             start=start,
-            accumulator=accumulator,
-            lane_bytes=lane_bytes,
-            global_batch=global_batch or LocalBatch(batch.size),
-            private=frozenset(map(id, [*self._inputs.rows_leaves(batch), *self._inputs.shards])),
-            sharded=self._inputs.sharded,
+            accumulator=run_plan is not None and run_plan.accumulator,
+            lane_bytes=0 if run_plan is None else run_plan.memory.waiting_capacity,
+            global_batch=global_batch,
+            private=frozenset(map(id, [*inputs.rows_leaves(batch), *inputs.shards])),
+            sharded=inputs.sharded,
             attempts=attempts,
-            calls=self._inputs.calls(first=not self._made(signature)),
+            calls=inputs.calls(first=first),
         )
-        if step.calls is not None:
-            before.patched.insert(0, step.calls.restart)
-        self._prepare(step, modules, before, meeting, offload)
+        self._prepare(step, modules, before, joined, run_plan)
         return step
 
     def _prepare(
@@ -157,16 +165,20 @@ class Runner:
         step: Step,
         modules: Modules,
         before: Before,
-        meeting: list[str] | None,
-        offload: OffloadPlan | None,
+        joined: Joined,
+        run_plan: RunPlan | None,
     ) -> None:
-        """Prepare the optional parts of a step: full-batch draws, micro-batches, offloading."""
+        """Prepare the optional parts of a step: its plan, full-batch draws, micro-batches."""
+        if step.calls is not None:
+            before.patched.insert(0, step.calls.restart)
+        if run_plan is not None:
+            step.budgeted, step.chunked = True, chunks_of(run_plan.memory.chunked)
         if self._inputs.rng == "batch":
             step.draws = self._draws(step)
         if step.divided:
-            self._divide(step, modules, before, meeting)
-        if offload is not None:
-            self._offload(step, offload)
+            self._divide(step, modules, before, joined.meeting)
+        if run_plan is not None and run_plan.offload is not None and step.gradients is not None:
+            self._offload(step, run_plan.offload)
 
     def _offload(self, step: Step, offload: OffloadPlan) -> None:
         """Let lanes be paged, or saved tensors be offloaded, as planned."""
@@ -203,10 +215,6 @@ class Runner:
         """Return the signature of a step: dimensions, dtypes, modes and direction."""
         modes = training_modes(modules)
         return self._inputs.tensor_signature(batch), modes, not trains, self._inputs.batchnorm
-
-    def _made(self, signature: Any) -> bool:
-        """Return whether a step of this signature has been made."""
-        return signature in self._traits or signature in self._walked
 
     def coupled(self, signature: Any) -> bool:
         """Return whether earlier steps have found a coupled loss."""
@@ -446,11 +454,9 @@ class Runner:
             return nullcontext()
         return Listening(before, self._singles)
 
-    def _divide(
-        self, step: Step, modules: Modules, before: Before, meeting: list[str] | None
-    ) -> None:
+    def _divide(self, step: Step, modules: Modules, before: Before, meeting: list[str]) -> None:
         """Prepare the parts of a step that only a divided one needs."""
-        names, every = self.refuse_division(modules, meeting), of_model(modules)
+        names, every = self.refuse_division(modules, meeting), _of_model(modules)
         if step.global_batch.several and isinstance(self._inputs.loss, Algorithm1):
             raise NotExactError(
                 "Algorithm 1 to the letter is for one process, and there are several: leave "
@@ -519,6 +525,6 @@ def clocked(run: Callable[[Step], Tensor], step: Step) -> Tensor:
     return loss
 
 
-def of_model(modules: Modules) -> Modules:
+def _of_model(modules: Modules) -> Modules:
     """Return the modules of the model, without those of the loss."""
     return [(path, module) for path, module in modules if not path.startswith(LOSS)]

@@ -37,7 +37,7 @@ from anybatch.core.transaction import Before
 from anybatch.core.units import show_samples
 from anybatch.distributed.handshake import ANY, Here, hooks_of, named_parameters
 from anybatch.distributed.local_batch import LocalBatch
-from anybatch.engine.executor import Runner
+from anybatch.engine.executor import Joined, Runner
 from anybatch.engine.inputs import Detecting, StepInputs
 from anybatch.engine.rank_session import RankSession
 from anybatch.errors import BudgetError, NotExactError
@@ -50,7 +50,6 @@ from anybatch.execution.step import Scaler, Step
 from anybatch.execution.two_pass import COUPLED
 from anybatch.lockstep.scheduler import NoThreadError
 from anybatch.lockstep.sync_batchnorm import Adaptive
-from anybatch.loss.chunked_rows import chunks_of
 from anybatch.memory.fakes import paged
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.limits import segments_of
@@ -122,13 +121,6 @@ class Arranger:
         """
         trains, meeting = gradients is not None, self._inputs.meets(modules)
         signature = self._runner.signature(batch, modules, trains=trains)
-        make = partial(
-            self._runner.step,
-            *(batch, modules, before, gradients),
-            attempts=attempts,
-            signature=signature,
-            meeting=meeting,
-        )
         # A plan that was passed in knows a coupled loss from the first step on; a forecast may be
         # wrong (test_a_step_is_run_from_nothing_but_the_text_of_a_plan).
         coupled = planner is not None and planner.two_pass
@@ -143,22 +135,20 @@ class Arranger:
         else:
             planned = None if plan is None else plan(0)
             global_batch = join(micro_batch if planned is None else planned[1].micro_batch)
-        if planner is None or planned is None:
-            step = make(global_batch.micro_batch, accumulator=False, global_batch=global_batch)
-            return Arranged(step, None, None)
-        plan_signature, run_plan = planned
-        run_plan = replace(run_plan, micro_batch=global_batch.micro_batch)
-        step = make(
-            run_plan.micro_batch,
-            accumulator=run_plan.accumulator,
-            lane_bytes=run_plan.memory.waiting_capacity,
-            global_batch=global_batch,
-            offload=run_plan.offload if trains else None,
+        plan_signature, run_plan = planned or (None, None)
+        n = global_batch.micro_batch
+        if run_plan is not None and run_plan.micro_batch != n:
+            run_plan = replace(run_plan, micro_batch=n)
+        step = self._runner.step(
+            *(batch, modules, before, gradients, n),
+            run_plan=run_plan,
+            attempts=attempts,
+            joined=Joined(global_batch, signature, meeting),
         )
-        step.budgeted, step.spill = True, step.spill or planner.spill.where(step.device)
-        step.chunked = chunks_of(run_plan.memory.chunked)
-        if isinstance(batch, LazyBatch):
-            step.watch = self._inputs.reach.watch
+        if planner is not None and run_plan is not None:
+            step.spill = step.spill or planner.spill.where(step.device)
+            if isinstance(batch, LazyBatch):
+                step.watch = self._inputs.reach.watch
         return Arranged(step, plan_signature, run_plan)
 
     def _planned(
@@ -373,12 +363,6 @@ def seconds_of_step(
     runner = Runner(inputs)  # of its own: what it finds out is not yet the engine's
     try:
         with put_back(replace(case, lanes=False)) as before, torch.enable_grad():
-            make = partial(
-                runner.step,
-                accumulator=run_plan.accumulator,
-                lane_bytes=run_plan.memory.waiting_capacity,
-                offload=offload,
-            )
 
             def attempt(attempts: Attempts) -> float:
                 put_back_moved(before.buffers)
@@ -386,8 +370,8 @@ def seconds_of_step(
                 for leaf in case.leaves:
                     leaf.grad = None
                 gradients = Gradients(case.leaves, wide=False)
-                step = make(batch, modules, before, gradients, n, attempts=attempts)
-                step.budgeted, step.chunked = True, chunks_of(run_plan.memory.chunked)
+                there = batch, modules, before, gradients, n
+                step = runner.step(*there, run_plan=run_plan, attempts=attempts)
                 step.coupled |= attempts.coupled
                 finish(case.device)
                 start = perf_counter()
