@@ -171,12 +171,12 @@ def test_pairs_that_a_loss_selects_are_foreseen(
     x, labels = torch.randn(256, 64, dtype=torch.double), torch.arange(256) % 7
     wanted = undivided(model, loss, x, labels)
     model.zero_grad()
-    with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
+    with metered({"parameters": model.parameters()}) as meter:
         loss(model(x), labels).backward()
     model.zero_grad()
     budget = int(share * meter.peak)
     engine = Engine(model, loss, memory=budget)
-    with Meter(torch.device("cpu"), {"parameters": model.parameters()}) as meter:
+    with metered({"parameters": model.parameters()}) as meter:
         found = engine.backward(x, labels)
     assert engine.last is not None
     assert engine.last.predicted_bytes is not None

@@ -213,8 +213,8 @@ class Runner:
 
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return the signature of a step: dimensions, dtypes, modes and direction."""
-        modes = training_modes(modules)
-        return self._inputs.tensor_signature(batch), modes, not trains, self._inputs.batchnorm
+        form = batch.form if isinstance(batch, TensorBatch) else ("lazy",)
+        return form, training_modes(modules), not trains, self._inputs.batchnorm
 
     def coupled(self, signature: Any) -> bool:
         """Return whether earlier steps have found a coupled loss."""

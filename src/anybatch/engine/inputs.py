@@ -199,10 +199,6 @@ class StepInputs:
         )
         return self.gathers + (self.bare if bare else []) + found
 
-    def tensor_signature(self, batch: Batch) -> tuple[Any, ...]:
-        """Return path, dimensions and dtype of every tensor of a batch that is not lazy."""
-        return tensor_signature(batch) if isinstance(batch, TensorBatch) else ("lazy",)
-
     def signature(self, batch: Batch, modules: Modules, *, trains: bool, before: int) -> Signature:
         """Return the signature of a plan for a step.
 

@@ -274,26 +274,25 @@ def same_values(now: Sequence[Any], was: Sequence[Any]) -> bool:
 
 def form_of(outputs: Any, targets: Any) -> tuple[Any, ...] | None:
     """Return shapes and types of some rows; None where they are more than plain tensors."""
-    found: list[Any] = []
-    plain = _add_form(outputs, found) and _add_form(targets, found)
-    return tuple(found) if plain else None
-
-
-def _add_form(tree: Any, found: list[Any]) -> bool:
-    """Collect shapes and types of a tree; say whether it consists of plain tensors and numbers."""
-    type_ = type(tree)
-    if type_ is Tensor:
-        found += (tree.shape, tree.dtype, tree.device, tree.layout, tree.requires_grad)
-        return True
-    found.append(type_)
-    if type_ is tuple or type_ is list:
-        found.append(len(tree))
-        return all(_add_form(one, found) for one in tree)
-    if type_ is dict:
-        found += (len(tree), *tree)
-        return all(_add_form(one, found) for one in tree.values())
-    found.append(tree)
-    return type_ in ATOMS
+    found, ahead = list[Any](), [targets, outputs]
+    while ahead:
+        tree = ahead.pop()
+        type_ = type(tree)
+        if type_ is Tensor:
+            found += (tree.shape, tree.dtype, tree.device, tree.layout, tree.requires_grad)
+            continue
+        found.append(type_)
+        if type_ is tuple or type_ is list:
+            found.append(len(tree))
+            ahead += reversed(tree)
+        elif type_ is dict:
+            found += (len(tree), *tree)
+            ahead += reversed(tree.values())
+        elif type_ in ATOMS:
+            found.append(tree)
+        else:
+            return None
+    return tuple(found)
 
 
 class RecipeTrace(LossTrace):
