@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import chain
-from operator import attrgetter, is_
+from itertools import product
+from operator import is_
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -41,6 +41,7 @@ from torch.nn.modules import module as torch_module
 
 from anybatch.core import pytree
 from anybatch.core.modules import keywords
+from anybatch.core.python_state import names_of
 from anybatch.loss import functionals
 from anybatch.loss.base import Part, Total
 from anybatch.loss.function_trace import LossTrace
@@ -100,20 +101,26 @@ FUNCTIONALS = tuple(
     if callable(one) and not isinstance(one, type) and type(one).__module__ != "typing"
 )
 FUNCTIONS = tuple(name for name in sorted(NAMES) if inspect.isroutine(vars(torch).get(name)))
-METHODS = (*sorted(NAMES), *(f"__{name}__" for name in OPERATORS))
-METHODS_OF = attrgetter(*(name for name in METHODS if hasattr(Tensor, name)))
+OPERATED = tuple(f"__{name}__" for name in OPERATORS)
 OF_MODULES = (*CALLED, "__getattribute__")
-FORWARD_OF, CALLED_OF = attrgetter("forward"), attrgetter(*CALLED)
+HOMES = (F, torch, Tensor)
+AS_IMPORTED: dict[tuple[Any, str], Any] = {
+    (home, name): getattr(home, name)
+    for home, names in (
+        (F, FUNCTIONALS),
+        (torch, FUNCTIONS),
+        (Tensor, (*sorted(NAMES), *OPERATED)),
+        (nn.Module, CALLED),
+        *((layer, ("forward",)) for layer in LAYERS),
+    )
+    for name in names
+    if hasattr(home, name)
+}
+"""Torch's functions, methods and forwards that a replayed loss may run, by their places."""
 
+ROOTS = frozenset((*ORIGINALS.values(), *LAYERS))
+"""Those that a loss may be."""
 
-def _runnable() -> list[Any]:
-    """Return torch's functions, methods and forwards that a replayed loss may run, as they are."""
-    functions = map(vars(F).get, FUNCTIONALS), map(vars(torch).get, FUNCTIONS)
-    methods = METHODS_OF(Tensor), map(FORWARD_OF, LAYERS), CALLED_OF(nn.Module)
-    return [*chain(*functions, *methods)]
-
-
-AS_IMPORTED = _runnable()
 HOME = str(Path(torch.__file__).parent)
 COMPILED = (
     BuiltinFunctionType,
@@ -125,7 +132,7 @@ UNPATCHED = all(
     one.__code__.co_filename.startswith(HOME)
     if inspect.isfunction(one)
     else isinstance(one, COMPILED)
-    for one in AS_IMPORTED
+    for one in AS_IMPORTED.values()
 )
 """Whether all of it was torch's own, Python in torch's folder or compiled, on import."""
 
@@ -137,7 +144,33 @@ def read_values(fn: Any, found: list[Any]) -> bool:
     (test_a_change_between_steps_counts).
     """
     unbound = torch.nn is nn and nn.functional is F  # as code reads them
-    return UNPATCHED and unbound and _runnable() == AS_IMPORTED and _values(fn, found)
+    if not (UNPATCHED and unbound and _values(fn, found)):
+        return False
+    every = [one for one in found if type(one) in (CodeType, FunctionType, type)]
+    places, were = _runnable(tuple([one for one in every if type(one) is CodeType or one in ROOTS]))
+    return [getattr(home, name, None) for home, name in places] == were
+
+
+@lru_cache(100)
+def _runnable(roots: tuple[Any, ...]) -> tuple[list[tuple[Any, str]], list[Any]]:
+    """Return the places of all of torch's functions that code may run, and those on import.
+
+    Args:
+        roots: the code of a loss; functions and loss modules of torch's.
+    """
+    ahead: list[Any] = [*roots]
+    places: dict[tuple[Any, str], Any] = dict.fromkeys((Tensor, name) for name in OPERATED)
+    places |= dict.fromkeys((nn.Module, name) for name in CALLED)
+    for one in ahead:  # which grows
+        places |= {(one, "forward"): None} if isinstance(one, type) else {}
+        run = getattr(one, "forward", one)
+        for place in product(HOMES, names_of(getattr(run, "__code__", run))):
+            if place not in places:
+                places[place] = None
+                if type(AS_IMPORTED.get(place)) is FunctionType:
+                    ahead.append(AS_IMPORTED[place])
+    listed = [place for place in places if place in AS_IMPORTED]
+    return listed, [AS_IMPORTED[place] for place in listed]
 
 
 def _values(fn: Any, found: list[Any]) -> bool:

@@ -219,6 +219,26 @@ def test_a_hook_or_a_forward_of_its_own_ends_the_replay() -> None:
     assert not read_values(loss, [])
 
 
+@pytest.mark.parametrize(
+    ("loss", "home", "name"),
+    [
+        (nn.CrossEntropyLoss(), F, "cross_entropy"),
+        (nn.CrossEntropyLoss(), nn.CrossEntropyLoss, "forward"),
+        (F.mse_loss, torch, "sum"),  # which that calls
+        (lambda out, y: F.mse_loss(out, y).square(), Tensor, "square"),
+        (lambda out, y: 0.5 * F.mse_loss(out, y), Tensor, "__rmul__"),
+        (nn.MSELoss(), nn.Module, "__call__"),
+    ],
+)
+def test_a_function_that_a_loss_may_run_ends_the_replay_and_another_does_not(
+    loss: Any, home: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(F, "gaussian_nll_loss", lambda *_: None)
+    assert read_values(loss, [])
+    monkeypatch.setattr(home, name, lambda *_: None)
+    assert not read_values(loss, [])
+
+
 def changes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Change]]:
     """Return losses, and changes between two steps of what they read."""
     smoothing, ignoring, summed, hooked = (nn.CrossEntropyLoss() for _ in range(4))
