@@ -435,7 +435,8 @@ class Runner:
         """Record the findings of a step that is complete."""
         self._familiar[step.signature].keep(reads=step.reads)
         step.doubt_batch()
-        self._traits[step.signature] = replace(step.traits, coupled=step.coupled, **found)
+        vars(step.traits).update(coupled=step.coupled, **found)
+        self._traits[step.signature] = step.traits
 
     def _at_new_sizes(self, step: Step) -> None:
         """Compare the full batch with its parts again, where its sizes are new."""

@@ -90,7 +90,12 @@ class RankSession:
             RankError: this process was started as one of several, and they do not know each other;
                 or one was lost in an earlier step.
         """
-        self._coordinator = coordinator = self._begun()
+        coordinator = None
+        if several(self._handle):
+            called = self._sharded is not None
+            facts = int(self._shared_rng)
+            coordinator = Coordinator(group_of(self._handle), facts=facts, called=called)
+        self._coordinator = coordinator
         self._rolls = self._shared_rng
         try:
             with plain(self._meeting):
@@ -181,12 +186,6 @@ class RankSession:
             if self._counts:
                 self._coordinator.group.number(self)
         return amended if self._sharded is None else self._sharded.parts(amended)
-
-    def _begun(self) -> Coordinator | None:
-        if not several(self._handle):
-            return None
-        called = self._sharded is not None
-        return Coordinator(group_of(self._handle), facts=int(self._shared_rng), called=called)
 
 
 def _is_all(handle: Any) -> bool:

@@ -125,16 +125,19 @@ class Arranger:
         # wrong (test_a_step_is_run_from_nothing_but_the_text_of_a_plan).
         coupled = planner is not None and planner.two_pass
         coupled = coupled or attempts.coupled or self._runner.coupled(signature)
-        here = Here(batch.size, micro_batch, ANY, bool(meeting), trains, coupled)
-        join = partial(self._join, here, signature, modules, scaler, before.hooks)
+        facts = bool(meeting), trains, coupled
         plan = None
         if planner is not None and batch.size:
             plan = partial(self._planned, planner, batch, modules, gradients, attempts.most)
         if self._rank_session.several:
+            here = Here(batch.size, micro_batch, ANY, *facts)
+            join = partial(self._join, here, signature, modules, scaler, before.hooks)
             global_batch, planned = self._together(join, plan, micro_batch, trains)
         else:
             planned = None if plan is None else plan(0)
-            global_batch = join(micro_batch if planned is None else planned[1].micro_batch)
+            n = micro_batch if planned is None else planned[1].micro_batch
+            here = Here(batch.size, n, ANY, *facts)
+            global_batch = self._rank_session.join(here, signature, [])
         plan_signature, run_plan = planned or (None, None)
         n = global_batch.micro_batch
         if run_plan is not None and run_plan.micro_batch != n:
@@ -312,12 +315,10 @@ class Arranger:
         scaler: Scaler | None,
         hooks: LeafHooks,
         micro_batch: int,
-        covers: int = ANY,
+        covers: int,
     ) -> LocalBatch:
         """Return the batch over all ranks."""
         here = here._replace(micro_batch=micro_batch, covers=covers)
-        if not self._rank_session.several:
-            return self._rank_session.join(here, signature, [])
         named, scale = named_parameters(modules, self._inputs.optimizer), 1.0
         if scaler is not None:
             scale = float(scaler.scale(torch.ones((), device=self._inputs.device)))

@@ -89,7 +89,9 @@ class Streaming:
         if self.normalize is None and step.discover is not None:
             self._refuse_coupled(micro)
         outputs = step.forward(micro)  # 9
-        normalize = self.normalize or self._first(outputs, micro)
+        if self.normalize is None:
+            self.normalize = of_parts(step, step.totals(outputs, micro))
+        normalize = self.normalize
         parts = step.parts(outputs, micro, normalize.totals)  # 10
         weights = normalize(parts, micro.size)  # 11
         losses = [part.numerator for part in parts]
@@ -110,12 +112,6 @@ class Streaming:
         rng.put_back()
         if coupled:
             of_parts(step, None)
-
-    def _first(self, outputs: Any, micro: MicroBatch) -> Normalization:
-        """Find the denominator of the full batch's loss, from its first outputs."""
-        totals = self.step.totals(outputs, micro)
-        self.normalize = of_parts(self.step, totals)
-        return self.normalize
 
 
 def of_parts(step: Step, totals: list[Total] | None) -> Normalization:
@@ -217,7 +213,8 @@ class Normalization:
         shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
         full = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         dtype = reduce(torch.promote_types, [weight.dtype for weight in self._weights])
-        return self._global_batch.loss(full * correction, dtype)
+        corrected = full if type(correction) is float and correction == 1.0 else full * correction
+        return self._global_batch.loss(corrected, dtype)
 
     def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
         divisors = [_number(total.denominator) for total in self.totals if not self._late]
