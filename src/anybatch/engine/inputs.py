@@ -213,7 +213,7 @@ class StepInputs:
         modes = (
             isinstance(batch, TensorBatch),
             training_modes(modules),
-            tuple(p.requires_grad for p in every),
+            tuple([p.requires_grad for p in every]),
             switched_on(self.optimizer),
             paged().limit,
         )

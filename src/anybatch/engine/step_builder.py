@@ -164,9 +164,9 @@ class Arranger:
         global_samples: int,
     ) -> Planned:
         """Return the signature and plan of a batch, for this many samples of all ranks."""
-        signature = replace(
-            self.signature(batch, modules, gradients, most=most), global_samples=global_samples
-        )
+        signature = self.signature(batch, modules, gradients, most=most)
+        if global_samples:
+            signature = replace(signature, global_samples=global_samples)
         try:
             return signature, self.allow(planner, signature, batch, modules, follow=True)
         except BudgetError as error:
@@ -220,15 +220,11 @@ class Arranger:
             gradients: where they come together; None runs forward only.
             most: samples that a micro-batch may have; 0 (default) is the limit of earlier steps.
         """
-        leaves = self._inputs.leaves(modules, batch)
-        held = paged()
-        there = {
-            id(p.grad): p.grad for p in leaves if p.grad is not None and not held.holds(p.grad)
-        }
+        trains, held = gradients is not None, paged()
+        found = self._inputs.leaves(modules, batch) if gradients is None else gradients.parameters
+        there = {id(p.grad): p.grad for p in found if p.grad is not None and not held.holds(p.grad)}
         before = sum(map(allocated, there.values()))
-        signature = self._inputs.signature(
-            batch, modules, trains=gradients is not None, before=before
-        )
+        signature = self._inputs.signature(batch, modules, trains=trains, before=before)
         most = most or self._runner.most(batch, modules, trains=signature.trains)
         return replace(signature, most=most) if most and most < signature.size else signature
 
