@@ -457,7 +457,8 @@ class Runner:
 
     def _divide(self, step: Step, modules: Modules, before: Before, meeting: list[str]) -> None:
         """Prepare the parts of a step that only a divided one needs."""
-        names, every = self.refuse_division(modules, meeting), _of_model(modules)
+        names = self.refuse_division(modules, meeting)
+        every = [(path, module) for path, module in modules if not path.startswith(LOSS)]
         if step.global_batch.several and isinstance(self._inputs.loss, Algorithm1):
             raise NotExactError(
                 "Algorithm 1 to the letter is for one process, and there are several: leave "
@@ -524,8 +525,3 @@ def clocked(run: Callable[[Step], Tensor], step: Step) -> Tensor:
     finish(step.device)
     step.seconds = perf_counter() - start
     return loss
-
-
-def _of_model(modules: Modules) -> Modules:
-    """Return the modules of the model, without those of the loss."""
-    return [(path, module) for path, module in modules if not path.startswith(LOSS)]

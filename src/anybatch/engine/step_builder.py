@@ -421,6 +421,7 @@ def of_run(step: Step, failed: int, trying: str) -> Facts:
         trying: the search that it was a part of, in words; nothing where it was in none.
     """
     gradients, divided = step.gradients, step.count > 1
+    own = divided and step.draws is None and not isinstance(step.batch, LazyBatch)
     return Facts(
         micro_batch=step.limit,
         divided=divided,
@@ -442,15 +443,9 @@ def of_run(step: Step, failed: int, trying: str) -> Facts:
             *step.loss.doubts,
             *([DECLARED] if step.loss.believed else []),
         ),
-        draws=divided and _drew(step),
+        draws=own and not step.traits.still and step.drew_any(),
         trying=trying,
     )
-
-
-def _drew(step: Step) -> bool:
-    """Say whether the micro-batches of a step have made random draws of their own."""
-    own = step.draws is None and not isinstance(step.batch, LazyBatch)
-    return own and not step.traits.still and step.drew_any()
 
 
 def of_foreseen(step: Step, run_plan: RunPlan, leaves: Iterable[Tensor]) -> Facts:
