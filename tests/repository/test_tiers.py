@@ -36,7 +36,7 @@ WITHOUT_TORCH = set(
         "conv.circles conv.divide conv.problem core.absent core.lazy core.plan "
         "core.plan_sections core.units memory.ledger memory.lockstep_budget offloading.course "
         "offloading.policy offloading.schedule "
-        "offloading.unroll planner.tuning tools.gpus tools.profiled"
+        "offloading.unroll planner.search tools.gpus tools.profiled"
     ).split()
 )
 OF_INTEGRATIONS = ("transformers", "accelerate", "lightning", "trl", "nnunetv2")

@@ -5,6 +5,6 @@ This folder knows steps as far as they can be run without data. It knows no engi
 Read `rehearsal` (a dry run), `forecast` (bytes for every size), `ladder` (how it is made), `budget`
 (the bytes that a step may hold), `memory_model` and its three: `resident_memory`, `offload_memory`
 and `paged_lockstep` (all tensors resident, saved tensors offloaded, lanes paged between kernels),
-`tuning` (the fastest of these, by steps that train), `earlier_plans` (those of the starts before),
+`search` (the fastest of these, by steps that train), `earlier_plans` (those of the starts before),
 `decision`, `planner`.
 """

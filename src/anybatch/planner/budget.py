@@ -27,6 +27,7 @@ from anybatch.memory.meter import storages
 from anybatch.planner.forecast import LOSS, Forecast
 from anybatch.planner.full_batch import FULL_BATCH, Suffices
 from anybatch.planner.ladder import FARTHER, SMALL, forecast
+from anybatch.planner.memory_model import PlanningRequest
 from anybatch.planner.probe import state_bytes, workspace
 
 CUBLAS = "cuBLAS"
@@ -264,24 +265,20 @@ class Foreseen:
 
     def foresee(
         self,
-        signature: Signature,
-        case: Case,
-        optimizer: torch.optim.Optimizer | None,
-        available: int,
+        request: PlanningRequest,
         *,
         rounded: bool,
         suffices: Suffices | None = None,
     ) -> Forecast:
-        """Make and store the forecast of a signature, or of one that bounds it and others.
+        """Make and store the forecast of a batch, or of one that bounds it and others.
 
         Args:
-            signature: of the mini-batch.
-            case: of it.
-            optimizer: its state counts.
-            available: bytes of the budget.
+            request: the batch, and its budget.
             rounded: round changing sizes up.
             suffices: as in `anybatch.planner.ladder.forecast`. Default None.
         """
+        signature, case, optimizer = request.signature, request.case(), request.optimizer
+        available = request.budget
         self.rehearsed += 1
         bound = self._rounded(signature) if rounded else signature
         agreed = any(one.case is not None for _, one in self._stored)

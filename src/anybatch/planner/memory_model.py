@@ -28,53 +28,38 @@ from anybatch.loss.chunked import WIDE
 from anybatch.loss.chunked_rows import fast_chunks
 from anybatch.memory.spill import Spill
 from anybatch.planner.forecast import WORKSPACE, Forecast
-from anybatch.planner.tuning import Place, Tuning
-
-
-@dataclass(frozen=True)
-class Terms:
-    """Constraints on a plan: budget, store, and whether sizes are timed.
-
-    Attributes:
-        budget: bytes.
-        source: where these come from, in words.
-        spill: store of offloaded tensors.
-        timed: steps in different sizes may show the fastest.
-        thorough: they are to tell the seconds of many sizes, of an undivided batch that fits, too.
-    """
-
-    budget: int
-    source: str
-    spill: Spill
-    timed: bool
-    thorough: bool = False
-
-
-# Planning request: one mini-batch, its signature, and the queries about it.
-#
-# A planner gets questions, not answers: rehearsing a case and trying whether a batch may be divided
-# cost something, so each is done when a decision hangs on it.
+from anybatch.planner.search import Place, Search
 
 
 @dataclass(frozen=True)
 class PlanningRequest:
-    """Planning request for one mini-batch.
+    """Planning request for one mini-batch: its budget, and queries, each made where it is needed.
 
     Attributes:
         signature: of the batch.
         case: returns the case of a dry run.
         optimizer: its state counts, as it will be.
         refuse_division: raises where the batch must not be divided.
+        budget: bytes.
+        source: where these come from, in words.
+        spill: store of offloaded tensors.
+        timed: steps in different sizes may show the fastest.
+        thorough: they are to tell the seconds of many sizes, of an undivided batch that fits, too.
         follows: a step of it follows, so what it does not need is not foreseen.
-        chunked: bytes of the chunks of its wide linear maps and losses; 0 (default) is none.
+        chunked: bytes of the chunks of its wide linear maps and losses; 0 is none.
     """
 
     signature: Signature
     case: Callable[[], Case]
     optimizer: torch.optim.Optimizer | None
     refuse_division: Callable[[], object]
-    follows: bool = False
-    chunked: int = 0
+    budget: int
+    source: str
+    spill: Spill
+    timed: bool
+    thorough: bool
+    follows: bool
+    chunked: int
 
     @cached_property
     def full_batch(self) -> bool:
@@ -133,30 +118,23 @@ class PlanningRequest:
 
 
 class MemoryModel(ABC):
-    """Choice of a micro-batch size with the tensors of a step in one place, for one signature.
-
-    Attributes:
-        place: where they are.
-        foreseen: forecast of its steps.
+    """Choice of a micro-batch size with the tensors of a step in one `place`, for one signature.
 
     Args:
         foreseen: forecast of its steps.
         request: the batch.
-        terms: budget and store.
-        tuning: the search, whose dry runs are used and added to; None where there is none.
+        search: its dry runs are used and added to, where it is one of this signature.
     """
 
     place: ClassVar[Place]
 
-    def __init__(
-        self, foreseen: Forecast, request: PlanningRequest, terms: Terms, tuning: Tuning | None
-    ) -> None:
-        self.foreseen, self._request, self._terms = foreseen, request, terms
+    def __init__(self, foreseen: Forecast, request: PlanningRequest, search: Search) -> None:
+        self.foreseen, self._request, self._budget = foreseen, request, request.budget
         self._size, self._most = request.signature.size, request.signature.largest
-        self._budget = terms.budget
-        runs = {} if tuning is None else tuning.dry_runs
+        searched = search.is_of(request.signature)
+        runs = search.dry_runs if searched else {}
         self._steps: dict[int, Any] = runs.setdefault(self.place, {})
-        self._seconds = {} if tuning is None else tuning.of(self.place)
+        self._seconds = search.of(self.place) if searched else {}
 
     @property
     @abstractmethod
@@ -169,11 +147,7 @@ class MemoryModel(ABC):
 
     @abstractmethod
     def planned(self, n: int, *, checked: bool = False) -> RunPlan:
-        """Return how a batch is run in micro-batches of `n` samples.
-
-        Args:
-            n: samples.
-            checked: see once more that they fit. Default False.
+        """Return how a batch is run in micro-batches of `n`, `checked` to fit once more or not.
 
         Raises:
             BudgetError: they do not fit.
@@ -187,17 +161,10 @@ class MemoryModel(ABC):
     def _memory(
         self, owners: Mapping[str, int], predicted: int, *, how: str = "", **more: Any
     ) -> Memory:
-        """Return the memory of a plan.
-
-        Args:
-            owners: owner -> bytes at the peak.
-            predicted: bytes of it.
-            how: added to that of the forecast. Default: nothing.
-            more: other fields.
-        """
+        """Return the memory of a plan: owner -> bytes at its peak, bytes of that, other fields."""
         return Memory(
             budget=self._budget,
-            source=self._terms.source,
+            source=self._request.source,
             predicted=predicted,
             owners=ranked(owners),
             undivided=self.foreseen.peak(self._size, self._size),
@@ -210,19 +177,15 @@ class MemoryModel(ABC):
     ) -> BudgetError:
         """Return the error with the bytes needed, the budget, and a budget that would fit.
 
-        Args:
-            needed: bytes.
-            step: how it would be run, in words.
-            owners: owner -> bytes of these; empty where they are unknown.
-            size: what to give instead of more bytes, in words. Default: nothing.
-            model: what to give in addition to those. Default: nothing.
+        `step`, `size` and `model` are words: how it would be run, what to give instead of more
+        bytes, and in addition to those. `owners` are empty where they are unknown.
         """
         listed = ", ".join(f"{name} {show_bytes(count)}" for name, count in ranked(owners))
         workspace = "a smaller workspace, " if WORKSPACE in owners else ""
         return BudgetError(
             f"a step must fit in memory, and {step} it needs {show_bytes(needed)}"
             f"{listed and f' ({listed})'}, and the budget is {show_bytes(self._budget)} "
-            f"({self._terms.source}): give {size}{enough(needed)} or more, {workspace}{model}"
+            f"({self._request.source}): give {size}{enough(needed)} or more, {workspace}{model}"
             "smaller samples, or an optimizer with less state",
             needed=needed,
             budget=self._budget,

@@ -160,8 +160,8 @@ class OffloadedSizes(MemoryModel):
             candidates=self.rows(n),
         )
         offload = OffloadPlan(
-            store=self._terms.spill.store(self._device),
-            folder=self._terms.spill.folder,
+            store=self._request.spill.store(self._device),
+            folder=self._request.spill.folder,
             capacity=fitted.capacity,
             saved=found.saved,
             sent=sent,
@@ -224,7 +224,7 @@ class OffloadedSizes(MemoryModel):
 
     @property
     def _where(self) -> str:
-        return self._terms.spill.where(self._device)
+        return self._request.spill.where(self._device)
 
     def _sent(self, n: int) -> int:
         return self._step(n).within(self._budget).copies(count_micro_batches(self._size, n))[0]

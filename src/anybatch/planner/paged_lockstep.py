@@ -107,7 +107,7 @@ class PagedLockstep(MemoryModel):
                 "offloaded,"
             )
             raise self._too_small(found.floor, step, {}, size=smaller)
-        spill, device = self._terms.spill, self._request.case().device
+        spill, device = self._request.spill, self._request.case().device
         every, limit = found.every(count), found.limit(self._budget)
         sent = max(0, every - limit)
         require_space(every if sent else 0, spill.where(device))

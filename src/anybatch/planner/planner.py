@@ -1,7 +1,7 @@
 """Planner from a budget in bytes to a micro-batch, decided once for each signature.
 
 The first batch is forecast (`anybatch.planner.forecast`), and the first steps find the fastest size
-that fits (`anybatch.planner.tuning`, `anybatch.planner.decision`), unless a plan that was passed in
+that fits (`anybatch.planner.search`, `anybatch.planner.decision`), unless a plan that was passed in
 decides it already. Batches of other signatures follow:
 
     another batch size, such as a last partial one     the same plan
@@ -38,9 +38,9 @@ from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed, run_pla
 from anybatch.planner.forecast import WORKSPACE
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
-from anybatch.planner.memory_model import PlanningRequest, Terms
+from anybatch.planner.memory_model import PlanningRequest
 from anybatch.planner.resident_memory import depict
-from anybatch.planner.tuning import Precedent
+from anybatch.planner.search import Search
 from anybatch.planner.workspaces import Workspaces
 
 SLACK = 0.05
@@ -103,7 +103,7 @@ class Planner:
         self._chunked: dict[bool, int] = {}
         self._compared = False
         self._varied = self._renewed = self._forgot = self._corrected = False
-        self._precedent = Precedent(fixed, sends=bool(settled and settled.offload))
+        self._search = Search(fixed, sends=bool(settled and settled.offload))
         self._foreseen = Foreseen()
         self._planned: dict[Signature, RunPlan] = {}
         self._ran: set[tuple[Signature, int]] = set()
@@ -120,12 +120,12 @@ class Planner:
     @property
     def decided(self) -> int:
         """Forecasts made, and decisions of a plan passed in: each is worth a measurement."""
-        return self._precedent.decided
+        return self._search.decided
 
     @property
     def fastest(self) -> int | None:
         """Samples in the fastest micro-batch so far, for batches like the first one; or None."""
-        return self._precedent.best and self._precedent.best[0]
+        return self._search.chosen and self._search.chosen[0]
 
     @property
     def rehearsed(self) -> int:
@@ -161,32 +161,54 @@ class Planner:
         found = self._earlier(signature) or self._planned.get(signature)
         if found is None or not (follow or found.memory.floor):
             self._say_stopped(signature)
-            chunked = self._chunked.get(signature.trains, 0)
-            case = cache(lambda: replace(make_case(), chunked=chunked))
-            request = PlanningRequest(signature, case, optimizer, refuse_division, follow, chunked)
-            found = self.workspaces.within(lambda: self.budget or 0, partial(self._decide, request))
+            request = self._request(signature, make_case, optimizer, refuse_division, follow)
+            found = self.workspaces.within(request.budget, partial(self._decide, request))
             knows = self._foreseen.knows(signature)
             foreseen = self._foreseen.bound(signature) if knows else None
             found = self.workspaces.settle(found, foreseen, signature)
             # Another plan was wrong, so the engine measures this one
             # (test_the_first_step_of_the_smaller_plan_is_measured).
-            self._precedent.decided += signature.most > 0
+            self._search.decided += signature.most > 0
             self._planned[self._foreseen.plain(signature)] = found
         return found
+
+    def _request(
+        self,
+        signature: Signature,
+        make_case: Callable[[], Case],
+        optimizer: torch.optim.Optimizer | None,
+        refuse_division: Callable[[], object],
+        follows: bool,  # noqa: FBT001
+    ) -> PlanningRequest:
+        """Return the request for a decision, within the budget of a plan that was passed in."""
+        chunked = self._chunked.get(signature.trains, 0)
+        case = cache(lambda: replace(make_case(), chunked=chunked))
+        if self._settled is not None:
+            self.budget, self.source = self._settled.memory.budget, self._settled.memory.source
+        elif self.budget is None:
+            self.budget, self.source = default_budget(case(), optimizer, self._part)
+        timed = self.timed and not torch.are_deterministic_algorithms_enabled()
+        return PlanningRequest(
+            *(signature, case, optimizer, refuse_division, self.budget, self.source, self.spill),
+            timed=timed,
+            thorough=self.thorough,
+            follows=follows,
+            chunked=chunked,
+        )
 
     def _earlier(self, signature: Signature) -> RunPlan | None:
         """Return the plan that an earlier start had for this step; None where there is none."""
         if signature.most or signature.global_samples:
             return None
-        followed = self._followed(signature)
+        followed, search = self._followed(signature), self._search
         found, last = followed.next(), followed.earlier.get(LAST)
         if found is None:
             return None
-        self._precedent.decided += followed.steps == 0  # metered, as every first step is
-        if self._precedent.best is None:
+        search.decided += followed.steps == 0  # metered, as every first step is
+        if search.chosen is None:
             fastest = found if last is None else run_plan_of(last)
-            self._precedent.best = fastest.micro_batch, signature.elements
-            self._precedent.sends = fastest.offload is not None
+            search.chosen = fastest.micro_batch, signature.elements
+            search.sends = fastest.offload is not None
         found = found.with_more(self._missing)
         self._planned[signature] = found
         self._chunked |= {signature.trains: found.memory.chunked}
@@ -299,16 +321,15 @@ class Planner:
             if followed.most() + missing <= planned.memory.budget:
                 return
             followed.give_up()
-            self._precedent.best, self._precedent.sends = None, False
+            self._search.chosen, self._search.sends = None, False
         del self._planned[signature]
         if varies and planned.lanes and not self._renewed:
             self._renewed = True
             self._foreseen.forget()  # lanes that wait hold more, too: rows of such values show it
         else:
             self._foreseen.hold_more(missing, samples if varies and not planned.lanes else 0)
-        if self._precedent.tuning is not None:
-            self._precedent.tuning.dry_runs.clear()
-        obeyed = self._precedent.best is not None and not self._foreseen.rehearsed
+        self._search.dry_runs.clear()
+        obeyed = self._search.chosen is not None and not self._foreseen.rehearsed
         if obeyed and held <= planned.memory.budget:
             # A caller's plan is obeyed for as long as it keeps to its own budget
             # (test_what_a_step_has_held_more_is_not_forgotten_where_a_plan_is_obeyed).
@@ -324,7 +345,7 @@ class Planner:
         self._planned.clear()
         # Another start that follows the plans up to here goes on alike
         # (test_two_starts_of_a_model_that_grows_are_planned_alike).
-        self._precedent.end_search()
+        self._search = self._search.ended()
         return True
 
     def writes(self, signature: Signature) -> bool:
@@ -334,10 +355,10 @@ class Planner:
 
     def trial(self, signature: Signature) -> bool:
         """Return whether the next step of a signature is a trial."""
-        tuning = self._precedent.tuning
-        if tuning is None or tuning.trial is None:
+        search = self._search
+        if search.trial is None:
             return False
-        return tuning.is_of(self._foreseen.plain(signature)) or tuning.scaled(signature) > 0
+        return search.is_of(self._foreseen.plain(signature)) or search.scaled(signature) > 0
 
     def gives_up(self, signature: Signature, error: Exception) -> bool:
         """Give up the size or place of a step that has failed; return False where nothing is left.
@@ -348,23 +369,22 @@ class Planner:
             signature: of the step.
             error: that it has raised.
         """
-        signature, precedent = self._foreseen.plain(signature), self._precedent
+        signature, search = self._foreseen.plain(signature), self._search
         planned, size = self._planned[signature], signature.size
         n, memory = planned.micro_batch, planned.memory
-        tuning = precedent.tuning if self.trial(signature) else None
-        trial = None if tuning is None else tuning.trial
-        required = precedent.fixed is not None or (self._passed_in and not self._foreseen.rehearsed)
+        trial = search.trial if self.trial(signature) else None
+        required = search.fixed is not None or (self._passed_in and not self._foreseen.rehearsed)
         if required or (n >= size and trial is None):
             return False
         own = (signature, n) in self._ran and not isinstance(error, NotExactError)
-        if tuning and trial and trial not in tuning.seconds and tuning.best() is not None:
-            tuning.fail(trial)
-        elif not precedent.no_single_rows and str(error).startswith(SINGLE_SAMPLE):
-            precedent.no_single_rows = True
-        elif own or memory.undivided > memory.budget or signature in precedent.undivided:
+        if trial and trial not in search.seconds and search.best() is not None:
+            search.fail(trial)
+        elif not search.no_single_rows and str(error).startswith(SINGLE_SAMPLE):
+            search.no_single_rows = True
+        elif own or memory.undivided > memory.budget or signature in search.undivided:
             return False
         else:
-            precedent.undivided.add(signature)
+            search.undivided.add(signature)
         self._followed(signature).give_up()
         first = str(error).strip().split("\n")[0]
         how = f"micro-batches of {show_samples(n)} of {size}"
@@ -390,11 +410,11 @@ class Planner:
             failed: memory ran out before, and this step was a smaller one.
             run_plan: how it was run; None (default) for a trial that did not train.
         """
-        tuning, signature = self._precedent.tuning, self._foreseen.plain(signature)
+        search, signature = self._search, self._foreseen.plain(signature)
         self._ran.add((signature, n))
         if self.earlier is not None and run_plan is not None:
             # A step that has held more than its plan says is no plan for later ones.
-            settled = signature in self._planned and (tuning is None or tuning.trial is None)
+            settled = signature in self._planned and search.trial is None
             if failed:  # another start may have the memory, and would go another way
                 self.earlier = None
             else:
@@ -402,19 +422,16 @@ class Planner:
                     run_plan = run_plan.with_more(self._missing)
                     self._missing = 0  # forecasts of later steps have it
                 self.earlier.done(signature, run_plan, settled=settled)
-        if tuning is None or tuning.trial is None:
+        if search.trial is None:
             return
-        if not tuning.is_of(signature):
-            if seconds is None or failed or tuning.scaled(signature) != n:
+        if not search.is_of(signature):
+            if seconds is None or failed or search.scaled(signature) != n:
                 return  # it fits in smaller ones only, or tells nothing
-            tuning.add_like(signature, seconds)
-            best = tuning.best()
-            if best is not None:
-                self._precedent.best = best.micro_batch, tuning.signature.elements
+            search.add_like(signature, seconds)
         elif failed:
-            tuning.fail(tuning.trial)
+            search.fail(search.trial)
         else:
-            tuning.add(tuning.trial._replace(micro_batch=n), seconds)
+            search.add(search.trial._replace(micro_batch=n), seconds)
             if seconds is None:
                 return
         self._planned.clear()
@@ -426,7 +443,7 @@ class Planner:
             n: samples in a micro-batch.
             signature: of the batch that it was chosen for, and that has been planned again.
         """
-        self._precedent.best, self._precedent.tuning = (n, signature.elements), None
+        self._search = self._search.anew((n, signature.elements), sends=self._search.sends)
         self.earlier = None
         self._planned.pop(self._foreseen.plain(signature), None)
 
@@ -476,7 +493,7 @@ class Planner:
     def _compared_with_chunks(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
         """Return how a batch that fits in parts is run: in chunks where many more fit so."""
         # Once, and by no clock: on a CPU such chunks cost less than more samples gain.
-        if self._precedent.fixed is not None or request.chunked:
+        if self._search.fixed is not None or request.chunked:
             return found
         fits = self._most_that_fit(request)
         if fits == request.signature.size:
@@ -499,12 +516,12 @@ class Planner:
             fits: the samples that fit without.
             failed: the error without, of which the least one is raised; None where there is a plan.
         """
-        size, found, before = request.signature.size, None, (self._foreseen, self._precedent)
+        size, found, before = request.signature.size, None, (self._foreseen, self._search)
         best = *before, request.chunked
         try:
             for nbytes in sizes:
                 if failed is None:
-                    self._precedent = replace(before[1], best=None, tuning=None, sends=False)
+                    self._search = before[1].anew()
                 try:
                     run_plan = self._in_chunks(request, nbytes)
                 except Exception as error:  # the model's own: without chunks it may be none
@@ -514,23 +531,22 @@ class Planner:
                 most = self._most_that_fit(request)
                 if (failed and found is None) or most >= min(size, max(1, MANY * fits)):
                     found, fits = run_plan, most
-                    best = self._foreseen, self._precedent, nbytes
+                    best = self._foreseen, self._search, nbytes
                 if fits == size:
                     break
         finally:
-            self._foreseen, self._precedent, self._chunked[request.signature.trains] = best
+            self._foreseen, self._search, self._chunked[request.signature.trains] = best
         if found is None and failed is not None:
             raise failed from None
         return found
 
     def _most_that_fit(self, request: PlanningRequest) -> int:
         """Return the samples that fit in memory without offloading, by the present forecasts."""
-        assert self.budget is not None
         bound = self._foreseen.bound(request.signature)
         if bound is None:
             return 0
         every = bound.completed(request.signature, self.workspaces.most(bound))
-        return every.largest(self.budget, request.signature.size)
+        return every.largest(request.budget, request.signature.size)
 
     def _in_chunks(self, request: PlanningRequest, nbytes: int) -> RunPlan:
         """Return how a batch is run with losses in chunks of so many bytes."""
@@ -545,11 +561,7 @@ class Planner:
         return found
 
     def _decided(self, request: PlanningRequest) -> RunPlan:
-        if self.budget is None:
-            self.budget, self.source = default_budget(request.case(), request.optimizer, self._part)
-        timed = self.timed and not torch.are_deterministic_algorithms_enabled()
-        terms = Terms(self.budget, self.source, self.spill, timed, self.thorough)
-        decision = Decision(request, terms, self._precedent, self._foreseen, self.workspaces)
+        decision = Decision(request, self._search, self._foreseen, self.workspaces)
         outside = sys.exception()
         try:
             found = decision.made()
@@ -558,7 +570,7 @@ class Planner:
             if accelerator.of(request.case().device).host:
                 raise
             release(error, outside=outside)
-        raise ran_out(request.case().device, self.budget, self.source)
+        raise ran_out(request.case().device, request.budget, request.source)
 
     def _of_plan(self, request: PlanningRequest) -> RunPlan | None:
         """Return the decision of a plan passed in for its first batch; None for other batches.
@@ -568,15 +580,14 @@ class Planner:
         settled, signature = self._settled, request.signature
         if settled is None:
             return None
-        self.budget, self.source = settled.memory.budget, settled.memory.source
-        self._precedent.best = settled.micro_batch, signature.elements
+        self._search.chosen = settled.micro_batch, signature.elements
         if settled.lanes != signature.lanes and settled.micro_batch < signature.size:
             return None
         if settled.offload is not None:
             request.refuse_spread()
         self._chunked |= {signature.trains: settled.memory.chunked}
         self._settled = None
-        self._precedent.decided += 1
+        self._search.decided += 1
         return settled
 
 

@@ -19,8 +19,8 @@ from anybatch.execution.signature import MICRO_BATCHES, RunPlan
 from anybatch.memory.ledger import Phase, StepTimeline, joined
 from anybatch.memory.lockstep_budget import WAITING, least
 from anybatch.planner.forecast import DIVIDED, Forecast, total
-from anybatch.planner.memory_model import MemoryModel, PlanningRequest, Terms, finite
-from anybatch.planner.tuning import Tuning, even
+from anybatch.planner.memory_model import MemoryModel, PlanningRequest, finite
+from anybatch.planner.search import Search, even
 from anybatch.planner.working_set import lane_of, step_of
 
 CACHED = 32 << 20
@@ -52,12 +52,11 @@ class ResidentSizes(MemoryModel):
         self,
         foreseen: Forecast,
         request: PlanningRequest,
-        terms: Terms,
-        tuning: Tuning | None,
+        search: Search,
         *,
         confirmed: bool,
     ) -> None:
-        super().__init__(foreseen, request, terms, tuning)
+        super().__init__(foreseen, request, search)
         self._confirmed = confirmed
 
     @cached_property
@@ -88,7 +87,7 @@ class ResidentSizes(MemoryModel):
             BudgetError: it does not fit.
         """
         size, cap, foreseen = self._size, self.largest, self.foreseen
-        shown = f"{show_bytes(self._budget)} ({self._terms.source})"
+        shown = f"{show_bytes(self._budget)} ({self._request.source})"
         if cap < size:
             try:
                 self._request.refuse_division()

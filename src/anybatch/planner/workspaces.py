@@ -56,11 +56,11 @@ class Workspaces:
         recorded = foreseen.convolutions(1)
         return 0 if recorded is not None and not recorded.keys else chooser.most
 
-    def within(self, budget: Callable[[], int], decide: Callable[[], RunPlan]) -> RunPlan:
+    def within(self, budget: int, decide: Callable[[], RunPlan]) -> RunPlan:
         """Decide, with a smaller workspace where nothing fits next to the requested one.
 
         Args:
-            budget: returns the bytes that a step may hold, when decided.
+            budget: bytes that a step may hold.
             decide: returns how a step is run.
 
         Raises:
@@ -73,7 +73,7 @@ class Workspaces:
             if own is None or not own.most:
                 raise
             needed = error.needed - own.most
-        own.limit(min(own.most, max(0, budget() - needed) // 2))
+        own.limit(min(own.most, max(0, budget - needed) // 2))
         if own.most:
             with suppress(BudgetError):
                 return decide()

@@ -30,7 +30,7 @@ from anybatch.memory.meter import Meter
 from anybatch.memory.spill import require_place
 from anybatch.memory.stores import FileStore
 from anybatch.offloading import saved_tensors
-from anybatch.planner.tuning import SAME
+from anybatch.planner.search import SAME
 
 CPU = torch.device("cpu")
 

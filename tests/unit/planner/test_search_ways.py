@@ -54,9 +54,9 @@ class Clocks:
             failed: bool,
             run_plan: Any = None,
         ) -> None:
-            tuning = planner._precedent.tuning
-            if tuning is not None and tuning.trial is not None and seconds is not None:
-                place = tuning.trial.place
+            search = planner._search
+            if search.trial is not None and seconds is not None:
+                place = search.trial.place
                 self.run.append((n, place))
                 seconds = self.step(n, place, lanes=signature.lanes)
             failed = failed or seconds == INF

@@ -11,6 +11,11 @@ search goes up and down for as long as that pays, then between; close ones are r
 Noise decides nothing: tensors leave the device only for a clear win. A trial with saved tensors
 offloaded runs twice, because its first step records them.
 
+Batches of other signatures follow the first: they keep the number of elements in a micro-batch, and
+where saved tensors were offloaded, they may be again.
+
+    fastest: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
+
 Source: MBS, section 4.3.2, determines the size "experimentally".
 """
 
@@ -19,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from anybatch.core.plan_sections import SCATTER
 from anybatch.core.units import show_samples, show_seconds
@@ -58,25 +63,38 @@ class TrialStep(NamedTuple):
 
 
 @dataclass
-class Tuning:
-    """Search so far for one signature: its trials, and the seconds of their steps.
+class Search:
+    """Search so far: the trials of one signature, their seconds, and what others follow.
 
     Attributes:
-        signature: of the mini-batch.
+        fixed: required samples in a micro-batch; None (default) chooses.
+        signature: of the mini-batch that is tried; None (default) before, or where a plan decided.
         seconds: trial -> seconds of each of its steps; infinite where it cannot be run after all.
         recorded: trials with offloading whose first step was run.
         trial: that of the next step; None where the search has ended.
         sizes: the first size, the most samples that fit, and the steps that may be timed, with all
             tensors resident.
         dry_runs: place -> samples -> a dry run, of the places where tensors leave the device.
+        chosen: samples in the fastest micro-batch so far, and elements of each; None (default)
+            before.
+        sends: whether saved tensors are offloaded, once that has been decided.
+        decided: forecasts made, and decisions of a plan that was given.
+        no_single_rows: the model has failed on a last micro-batch of one sample.
+        undivided: signatures whose batches cannot be divided, though that was planned.
     """
 
-    signature: Signature
+    fixed: int | None = None
+    signature: Signature | None = None
     seconds: dict[TrialStep, list[float]] = field(default_factory=dict)
     recorded: set[TrialStep] = field(default_factory=set)
     trial: TrialStep | None = None
     sizes: tuple[int, int, int] = (1, 1, 0)
     dry_runs: dict[Place, dict[int, Any]] = field(default_factory=dict)
+    chosen: tuple[int, int] | None = None
+    sends: bool = False
+    decided: int = 0
+    no_single_rows: bool = False
+    undivided: set[Signature] = field(default_factory=set)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy or a pickle, without dry runs, which hold fakes."""
@@ -84,7 +102,62 @@ class Tuning:
 
     def is_of(self, signature: Signature) -> bool:
         """Return whether steps of a signature count, with any gradients that were there before."""
-        return replace(self.signature, before=0) == replace(signature, before=0)
+        own = self.signature
+        return own is not None and replace(own, before=0) == replace(signature, before=0)
+
+    def tunes(self, signature: Signature) -> bool:
+        """Return whether steps of this signature find the fastest way: those of the first do."""
+        return self.chosen is None if self.signature is None else self.is_of(signature)
+
+    def anew(self, chosen: tuple[int, int] | None = None, *, sends: bool = False) -> Search:
+        """Return the search without its trials."""
+        found = Search(self.fixed, chosen=chosen, sends=sends, decided=self.decided)
+        found.no_single_rows, found.undivided = self.no_single_rows, self.undivided
+        return found
+
+    def ended(self) -> Search:
+        """Return the search with the fastest size so far: no clock decides any more."""
+        best = self.best()
+        if self.signature is None or best is None:
+            return self.anew(self.chosen, sends=self.sends)
+        return self.anew(
+            (best.micro_batch, self.signature.elements), sends=best.place != "resident"
+        )
+
+    def follow(self, trial: TrialStep, signature: Signature, *, settled: bool) -> None:
+        """Record how a batch is run; `settled`: the search has ended, or there was none."""
+        if self.chosen is None or self.is_of(signature):
+            self.chosen = (self.best() or trial).micro_batch, signature.elements
+        if settled:
+            self.sends = trial.place != "resident"
+            self.dry_runs.clear()
+
+    def without_single(self, n: int, signature: Signature) -> int:
+        """Return a size up to `n` that leaves no single sample, where the model takes none."""
+        while self.no_single_rows and n > 2 and signature.size % n == 1:
+            n -= 1
+        return n
+
+    def keeps_offloading(self, signature: Signature) -> bool:
+        """Return whether saved tensors are offloaded as before: not under another plan."""
+        return self.sends and not signature.most
+
+    def fixed_for(self, signature: Signature) -> int | None:
+        """Return the required samples of a micro-batch; None where the size is free."""
+        return None if self.fixed is None else min(self.fixed, signature.largest)
+
+    def pick(self, signature: Signature, cap: int) -> int:
+        """Return a size up to `cap` that does as much work at once as the first one chosen did."""
+        if self.fixed is not None:
+            return min(self.fixed, cap)
+        if self.chosen is None:
+            return even(signature.size, cap)
+        if trial := self.scaled(signature):
+            return min(cap, trial)
+        n, elements = self.chosen
+        if elements == signature.elements:
+            return min(cap, n)
+        return max(1, min(cap, round(n * elements / max(signature.elements, 1))))
 
     def scaled(self, signature: Signature) -> int:
         """Return the samples with which a trial does as much work at once with another signature.
@@ -93,25 +166,27 @@ class Tuning:
         trial with tensors offloaded.
         """
         own, trial = self.signature, self.trial
+        if own is None or trial is None or trial.place != "resident":
+            return 0
         alike = own.like(signature) and signature.trains and not signature.most
-        if trial is None or trial.place != "resident" or not alike or self._more(signature) > 2:
+        if not alike or _times(own, signature) > 2:
             return 0
         n = round(trial.micro_batch * own.elements / max(signature.elements, 1))
         return max(1, min(signature.size, n))
 
-    def _more(self, signature: Signature) -> float:
-        """Return how many times the elements of such a mini-batch the first one has."""
-        own = self.signature
-        return own.size * own.elements / max(signature.size * signature.elements, 1)
-
     def add_like(self, signature: Signature, seconds: float) -> None:
         """Record a step of another signature by the seconds of as much work of the first."""
+        own = self.signature
+        assert own is not None
         assert self.trial is not None
-        self.add(self.trial, seconds * self._more(signature))
+        self.add(self.trial, seconds * _times(own, signature))
         self.trial = self.next("resident", *self.sizes)
+        if best := self.best():
+            self.chosen = best.micro_batch, own.elements
 
     def next(self, place: Place, start: int, cap: int, most: int) -> TrialStep | None:
         """Return the next trial in a place; None where its search has ended (`next_size`)."""
+        assert self.signature is not None
         found, size = (self.of(place), self.counts(place)), self.signature.size
         n = next_size(*found, start=start, cap=cap, size=size, most=most)
         return None if n is None else TrialStep(n, place)
@@ -145,9 +220,8 @@ class Tuning:
 
     def best(self) -> TrialStep | None:
         """Return the fastest trial: resident and large, unless another is clearly faster."""
-        places: tuple[Place, ...] = ("resident", "paged", "offloaded")
         chosen, seconds = None, inf
-        for place in places:
+        for place in get_args(Place):
             found = self.of(place)
             n = fastest(found)
             if n and found[n] < (CLEAR * seconds if chosen else inf):
@@ -175,6 +249,11 @@ class Tuning:
             return words
         seconds = show_seconds(min(self.seconds[best]))
         return f"{words}; so far {best.micro_batch} are the fastest, with {seconds} a step"
+
+
+def _times(first: Signature, other: Signature) -> float:
+    """Return how many times the elements of another mini-batch the first one has."""
+    return first.size * first.elements / max(other.size * other.elements, 1)
 
 
 def fastest(seconds: Mapping[int, float]) -> int:
@@ -292,98 +371,3 @@ def least_seconds(seconds: Mapping[int, float], n: int, size: int) -> float:
     half, most = ends(seconds)
     rise = 0.0 if half == most else max(0.0, (run[most] - run[half]) / (most - half))
     return (size / n) * (run[most] + rise * (n - most))
-
-
-# Decisions of earlier batches that later ones follow, at any signature.
-#
-# Steps of the first signature find the fastest way. Batches of others keep the number of elements
-# in a micro-batch: of samples half as large, twice as many. If saved tensors were offloaded, they
-# may be again.
-#
-#     fastest: 8 samples of 512 elements ──> 16 of 256, 4 of 1024
-
-
-@dataclass
-class Precedent:
-    """How batches are run.
-
-    Attributes:
-        fixed: required samples in a micro-batch; None (default) chooses.
-        best: samples in the fastest micro-batch so far, and elements of each; None (default)
-            before.
-        tuning: the search of it; None (default) before, or where a plan decided.
-        sends: whether saved tensors are offloaded, once that has been decided.
-        decided: forecasts made, and decisions of a plan that was given.
-        no_single_rows: the model has failed on a last micro-batch of one sample.
-        undivided: signatures whose batches cannot be divided, though that was planned.
-    """
-
-    fixed: int | None = None
-    best: tuple[int, int] | None = None
-    tuning: Tuning | None = None
-    sends: bool = False
-    decided: int = 0
-    no_single_rows: bool = False
-    undivided: set[Signature] = field(default_factory=set)
-
-    def without_single(self, n: int, signature: Signature) -> int:
-        """Return a size up to `n` that leaves no single sample, where the model takes none."""
-        while self.no_single_rows and n > 2 and signature.size % n == 1:
-            n -= 1
-        return n
-
-    def tunes(self, signature: Signature) -> bool:
-        """Return whether steps of this signature find the fastest way: those of the first do."""
-        return self.best is None if self.tuning is None else self.tuning.is_of(signature)
-
-    def tuning_of(self, signature: Signature) -> Tuning:
-        """Return the search, which begins with the first step."""
-        if self.tuning is None:
-            self.tuning = Tuning(signature)
-        return self.tuning
-
-    def follow(self, trial: TrialStep, signature: Signature, *, settled: bool) -> None:
-        """Record how a batch is run, for those of other signatures.
-
-        Args:
-            trial: as it is run.
-            signature: of the batch.
-            settled: the search has ended, or there was none.
-        """
-        best = None if self.tuning is None else self.tuning.best()
-        if self.best is None or (self.tuning is not None and self.tuning.is_of(signature)):
-            self.best = (best or trial).micro_batch, signature.elements
-        if settled:
-            self.sends = trial.place != "resident"
-            if self.tuning is not None:
-                self.tuning.dry_runs.clear()
-
-    def end_search(self) -> None:
-        """End the search with the fastest size so far: no clock decides any more."""
-        tuning, self.tuning = self.tuning, None
-        best = None if tuning is None else tuning.best()
-        if tuning is not None and best is not None:
-            self.best = best.micro_batch, tuning.signature.elements
-            self.sends = best.place != "resident"
-
-    def keeps_offloading(self, signature: Signature) -> bool:
-        """Return whether saved tensors are offloaded as before: not under another plan."""
-        return self.sends and not signature.most
-
-    def fixed_for(self, signature: Signature) -> int | None:
-        """Return the required samples of a micro-batch; None where the size is free."""
-        return None if self.fixed is None else min(self.fixed, signature.largest)
-
-    def pick(self, signature: Signature, cap: int) -> int:
-        """Return a size up to `cap` that does as much work at once as the first one chosen did."""
-        if self.fixed is not None:
-            return min(self.fixed, cap)
-        if self.best is None:
-            return even(signature.size, cap)
-        trial = 0 if self.tuning is None else self.tuning.scaled(signature)
-        if trial:
-            return min(cap, trial)
-        n, elements = self.best
-        if elements == signature.elements:
-            return min(cap, n)
-        return max(1, min(cap, round(n * elements / max(signature.elements, 1))))
