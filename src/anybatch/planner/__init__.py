@@ -2,6 +2,11 @@
 
 This folder knows steps as far as they can be run without data. It knows no engine.
 
+In all of its files `n` is the samples in a micro-batch, `size` is N_B, those in the mini-batch, and
+memory is in bytes. `case` is that of a dry run: fakes, or the real rows. `inspection` has the
+findings of the first inspection, and `limit` the bytes at which a dry run stops with
+torch.OutOfMemoryError; None (default) is any number of them.
+
 Read `rehearsal` (a dry run), `forecast` (bytes for every size), `ladder` (how it is made), `budget`
 (the bytes that a step may hold), `memory_model` and its three: `resident_memory`, `offload_memory`
 and `paged_lockstep` (all tensors resident, saved tensors offloaded, lanes paged between kernels),

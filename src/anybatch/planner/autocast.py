@@ -221,10 +221,8 @@ Policy = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]
 def _kernel(name: str, policy: Policy | None, *, replaces: bool) -> Call:
     """Return the kernel of an operator for the host's autocast; other threads have torch's.
 
-    Args:
-        name: of the operator.
-        policy: CUDA's; None if its autocast does not cast the operator.
-        replaces: the host's autocast has a kernel, too.
+    `policy` is CUDA's, or None if its autocast does not cast the operator; `replaces`: the host's
+    autocast has a kernel, too.
     """
     key = getattr(torch._C.DispatchKey, HERE)
     only = torch._C.DispatchKeySet(key)

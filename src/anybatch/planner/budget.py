@@ -35,12 +35,7 @@ CUBLAS = "cuBLAS"
 
 
 def other_tensors(case: Case, optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of tensors on a device that are no states of a step.
-
-    Args:
-        case: the real one.
-        optimizer: whose state is there.
-    """
+    """Return the bytes of tensors on a device that are no states of a step."""
     # Workspaces of other threads and streams would count twice: a step makes its own
     # (test_the_peak_of_a_step_is_what_was_foreseen).
     accelerators.clear_workspaces()
@@ -78,13 +73,6 @@ def on_cuda(
     Workspace is measured at one sample, at few, and at the most that fit: kernels use other
     workspaces for few samples than for more. Only sizes that fit are run. If none does, or memory
     runs out, it is that of cuBLAS as assumed for a device that is not there.
-
-    Args:
-        found: without them.
-        case: the real one.
-        others: bytes of the other tensors; see `other_tensors`.
-        budget: bytes.
-        size: N_B, samples in the mini-batch.
     """
     found = found.with_more("other tensors", others)
     measured = dict[int, int]()
@@ -119,13 +107,7 @@ def _workspace(case: Case, found: Forecast, n: int, size: int) -> int | None:
 def default_budget(
     case: Case, optimizer: torch.optim.Optimizer | None, share: float | None
 ) -> tuple[int, str]:
-    """Return the budget of a share of the free bytes plus the step's own tensors, and its source.
-
-    Args:
-        case: of the step.
-        optimizer: whose state is there.
-        share: of the free bytes; None is the default share.
-    """
+    """Return the bytes of a share of what is free plus the step's own tensors, and their source."""
     device = absent()
     if device is not None:
         return device.budget(None, share)
@@ -169,11 +151,7 @@ MANY = 8
 
 
 class Foreseen:
-    """Forecasts made so far, by signature of the mini-batch.
-
-    Attributes:
-        rehearsed: how many were made.
-    """
+    """Forecasts made so far, by signature of the mini-batch; `rehearsed` is how many."""
 
     def __init__(self) -> None:
         self.rehearsed = 0
@@ -212,11 +190,8 @@ class Foreseen:
     def hold_more(self, count: int, samples: int = 0) -> None:
         """Add `count` bytes to every forecast: a step has held more than was foreseen.
 
-        Where there is none, because a plan was obeyed, to those that come.
-
-        Args:
-            count: bytes.
-            samples: that held them, each as much, because of their values. Default 0: the step.
+        Where there is none, because a plan was obeyed, to those that come. Where `samples` have
+        held them because of their values, each of these as much.
         """
         if samples and self._stored:
             each = -(-count // samples)
@@ -270,13 +245,7 @@ class Foreseen:
         rounded: bool,
         suffices: Suffices | None = None,
     ) -> Forecast:
-        """Make and store the forecast of a batch, or of one that bounds it and others.
-
-        Args:
-            request: the batch, and its budget.
-            rounded: round changing sizes up.
-            suffices: as in `anybatch.planner.ladder.forecast`. Default None.
-        """
+        """Make and store the forecast of a batch, or of one that bounds it: sizes `rounded` up."""
         signature, case, optimizer = request.signature, request.case(), request.optimizer
         available = request.budget
         self.rehearsed += 1

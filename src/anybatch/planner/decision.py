@@ -44,14 +44,7 @@ from anybatch.planner.workspaces import Workspaces
 
 
 class Decision:
-    """Decision about one batch.
-
-    Args:
-        request: the batch, and its budget.
-        search: what earlier steps have shown; this decision adds to it.
-        foreseen: the forecasts made so far; one that is missing is made.
-        workspaces: of convolutions.
-    """
+    """Decision about one batch, by what the search has shown; it adds to that and forecasts."""
 
     def __init__(
         self,

@@ -55,11 +55,7 @@ ERRORS = (OSError, sqlite3.Error, ValueError)
 
 
 class PlanFile:
-    """The file of plans.
-
-    Args:
-        path: of the file; made with the first plans.
-    """
+    """The file of plans; it is made with the first of them."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -81,10 +77,7 @@ class PlanFile:
             return {}
 
     def keep(self, program: str, batch: str, plans: Mapping[int, Plan]) -> None:
-        """Keep step -> plan, for all that were there from these steps on.
-
-        Nothing is lost where that fails but the next start's time.
-        """
+        """Keep step -> plan, for all that were there from these steps on."""
         if self._ignored:
             return
         rows = [(program, batch, step, plan.to_json()) for step, plan in plans.items()]
@@ -162,9 +155,7 @@ class Followed:
 class EarlierPlans:
     """Plans of earlier starts that one training follows, and its own for later ones.
 
-    Args:
-        file: of plans.
-        program: returns what they belong to besides the signature of a batch.
+    `program` returns what they belong to besides the signature of a batch.
     """
 
     def __init__(self, file: PlanFile, program: Callable[[], str]) -> None:
@@ -173,13 +164,7 @@ class EarlierPlans:
         self._followed: dict[Signature, Followed] = {}
 
     def done(self, signature: Signature, run_plan: RunPlan, *, settled: bool) -> None:
-        """Record the plan of a step that is complete.
-
-        Args:
-            signature: of its batch.
-            run_plan: how it was run.
-            settled: no search goes on: later steps are run like this one.
-        """
+        """Record the plan of a complete step; where it is `settled`, later ones are run so."""
         followed = self.of(signature)
         follows = followed.next() is not None
         followed.steps += 1
@@ -256,11 +241,8 @@ def program(
 ) -> str:
     """Return a short text that is the same in every start of a program, and only there.
 
-    Args:
-        modules: path and module of all that a step runs.
-        functions: of the loss.
-        optimizer: its class and options count; None where there is none.
-        settings: what else the plans depend on, as values that print alike in every start.
+    `functions` are of the loss; of an optimizer its class and options count; `settings` are what
+    else the plans depend on, as values that print alike in every start.
     """
     lines: list[Any] = [[ADDRESS.sub("", repr(one)) for one in settings]]
     for path, module in modules:

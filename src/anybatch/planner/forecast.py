@@ -149,12 +149,7 @@ class Forecast:
     def largest(self, budget: int, size: int) -> int:
         """Return the most samples in a micro-batch with which a step fits in `budget` bytes.
 
-        Args:
-            budget: bytes.
-            size: N_B, samples in the mini-batch.
-
-        Returns:
-            `size` where the batch need not be divided; 0 where nothing fits.
+        It is `size` where the batch need not be divided, and 0 where nothing fits.
         """
         if self.peak(size, size) <= budget:
             return size
@@ -180,10 +175,7 @@ class Forecast:
     def accumulator_peak(self, n: int, size: int, *, confirmed: bool) -> int:
         """Return the bytes of the peak where gradients are summed in an accumulator.
 
-        Args:
-            n: samples in a micro-batch, fewer than `size`.
-            size: N_B, samples in the mini-batch.
-            confirmed: rehearse it, where that costs no memory; else a bound will do.
+        With `confirmed` it is rehearsed, where that costs no memory; else a bound will do.
         """
         if self.accumulated is not None and not (confirmed and self.measured):
             return total(self.accumulator_owners(n, size))
@@ -210,13 +202,7 @@ class Forecast:
         return max(total(self.summed(found)) + total(held), *map(total, self.other_peaks(n, size)))
 
     def rehearsed(self, n: int, size: int, *, accumulator: bool) -> Timeline:
-        """Return one more rehearsal of a step, which is made once.
-
-        Args:
-            n: samples in a micro-batch.
-            size: N_B, samples in the mini-batch.
-            accumulator: gradients are summed in an accumulator.
-        """
+        """Return one more rehearsal of a step, which is made once."""
         key = n, size, self.global_samples, accumulator
         if key in self.confirmed:
             return self.confirmed[key]
@@ -287,16 +273,10 @@ class Forecast:
         )
 
     def phases(self, n: int, size: int, *, accumulator: bool = False) -> dict[str, Timeline]:
-        """Return a step of `size` samples in micro-batches of `n`, phase by phase.
+        """Return a step of `size` samples in micro-batches of `n`: name -> timeline of its phases.
 
-        Args:
-            n: samples in a micro-batch.
-            size: N_B, samples in the mini-batch.
-            accumulator: gradients are summed in an accumulator, where that was rehearsed.
-
-        Returns:
-            Name -> its timeline; of a divided step the first micro-batches. The peak of all
-            is `peak`, where `accumulator` is False.
+        Of a divided step they are the first micro-batches. The peak of all is `peak`, where
+        `accumulator` is False: else gradients are summed in one, where that was rehearsed.
         """
         divided, others = self.divides(n, size), self._other_phases(n, size)
         sums = self.accumulated if accumulator and divided else None

@@ -78,16 +78,9 @@ def may_suffice(case: Case) -> bool:
 def of_full_batch(
     case: Case, state: State, available: int, suffices: Suffices, step: Timeline
 ) -> Forecast | None:
-    """Return the forecast of an undivided step that fits by a tenth, if that suffices.
+    """Return the forecast of an undivided `step` on fakes that fits by a tenth, if that suffices.
 
     Nothing is known of smaller micro-batches then.
-
-    Args:
-        case: the real one.
-        state: of the optimizer, and more.
-        available: bytes.
-        suffices: says whether such a forecast is enough.
-        step: that step on fakes.
     """
     most = int((available - sum(state[1].values()) - buffer_bytes(case)) / MARGIN)
     if step.peak > most:
@@ -128,13 +121,8 @@ def _constant(
 ) -> Forecast:
     """Return the forecast of an undivided step, which bounds a smaller one.
 
-    Args:
-        case: the real one.
-        state: of the optimizer, and more.
-        how: the rung.
-        step: its bytes.
-        runs: a case that shows the bytes of outputs, where the engine stores them.
-        n: samples for that; 0 (default) is all.
+    `runs` is a case that shows the bytes of outputs by `n` samples, where the engine stores them; 0
+    is all.
     """
     line = AffineTimeline(step.owners, step.events, step.live, 0 * step.live)
     return Forecast(
@@ -207,12 +195,7 @@ def bound_of(steps: list[Timeline], sizes: tuple[int, ...], growing: int = 0) ->
     """Return a bound of larger steps: at each event samples hold in proportion, and a tenth more.
 
     Where few samples hold most is not where many do: gradients weigh less there
-    (test_a_guess_of_one_row_counts_each_event).
-
-    Args:
-        steps: of few samples.
-        sizes: samples in a micro-batch of each.
-        growing: bytes that a sample adds to sparse gradients. Default 0.
+    (test_a_guess_of_one_row_counts_each_event). A sample adds `growing` bytes to sparse gradients.
     """
     base, slope = [], []
     for step, n in zip(steps, sizes, strict=True):

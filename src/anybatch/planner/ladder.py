@@ -112,7 +112,7 @@ def forecast(
     agreed: bool = False,
     suffices: Suffices | None = None,
 ) -> Forecast:
-    """Foresee the memory of a step.
+    """Return the forecast of a step, of the highest rung that holds.
 
     Args:
         case: the real one.
@@ -121,14 +121,9 @@ def forecast(
         verify: measure one small real step, and do not believe a rehearsal that it contradicts;
             without, nothing real is run, so there is only the first rung.
         others: bytes of these that other tensors hold. Default 0.
-        on_device: adds bytes of a device in addition to a step's tensors, needed before a real run.
-            Default: none, as on the host.
+        on_device: adds workspace and other tensors of a device, before a real run. Default: none.
         agreed: fakes have held what real steps hold, at other lengths. Default False.
-        suffices: says whether a forecast of the full batch alone is enough. Default None: it is
-            not, as micro-batches are to be foreseen.
-
-    Returns:
-        The forecast of the highest rung that holds.
+        suffices: says whether a forecast of the full batch alone is enough. Default None: no.
 
     Raises:
         Exception: that of the step on real rows; without `verify`, on fakes.
@@ -245,15 +240,10 @@ def _on_few_rows(
 ) -> tuple[Forecast | None, Inspected | None]:
     """Return the forecast of real rows, and the first inspection of them, as far as these tell.
 
-    None for a forecast where more rows may not be foreseen by these, or where these do not fit.
-
-    Args:
-        case: the real one.
-        state: of the optimizer, and more.
-        step: of all rows, on fakes; undivided steps of a few must lead to the same bytes.
-        spare: bytes for them.
-        most: bytes at which a step of them is stopped.
-        single: fakes for the inspection and steps of one sample each; None for real ones.
+    None for a forecast where more rows may not be foreseen by these, or where these do not fit in
+    `spare` bytes; their steps are stopped at `most`. Undivided they must lead to the bytes of
+    `step`, that of all rows on fakes. `single` are fakes for the inspection and steps of one sample
+    each; None for real ones.
     """
     case, inspected = few(case, MICRO_BATCHES * max(SIZES)), None
     undivided = list[Timeline]()
@@ -435,17 +425,10 @@ def _rehearsed(
 ) -> Forecast:
     """Return the forecast of dry runs or real steps, at two and three samples.
 
-    Args:
-        case: fakes, or real rows.
-        state: of the optimizer, and more.
-        how: the rung.
-        sizes: samples of the dry runs. Default two and three.
-        inspected: a first inspection that has been run. Default None: it is run here.
-        undivided: undivided steps that have been run. Default None: they are run here.
-        limit: bytes at which a divided step stops. Default None: any.
+    An inspection and `undivided` steps that were run before are taken as they are.
 
     Raises:
-        torch.OutOfMemoryError: one holds more than `limit`.
+        torch.OutOfMemoryError: a divided step holds more than `limit` bytes.
         NotAffineError: they do not show the same events, and `how` is not `PEAKS`.
     """
     looked, inspection = inspected or _inspected(case, sizes, how)

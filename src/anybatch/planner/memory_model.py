@@ -120,10 +120,7 @@ class PlanningRequest:
 class MemoryModel(ABC):
     """Choice of a micro-batch size with the tensors of a step in one `place`, for one signature.
 
-    Args:
-        foreseen: forecast of its steps.
-        request: the batch.
-        search: its dry runs are used and added to, where it is one of this signature.
+    Dry runs of the search are used and added to, where it is one of this signature.
     """
 
     place: ClassVar[Place]

@@ -306,11 +306,7 @@ class OffloadedStep:
         return max(sum(size + BLOCK for size in part.recording.sizes) for part in self.parts)
 
     def within(self, budget: int) -> Fitted:
-        """Return the offload plan of the step within a budget.
-
-        Raises:
-            BudgetError: it is below the floor.
-        """
+        """Return the offload plan of the step within a budget of its floor or more."""
         if self.floor > budget:
             raise BudgetError("below the floor", needed=self.floor, budget=budget)
         held = total(self.held)
@@ -371,14 +367,8 @@ def rehearse_offloaded(
 ) -> OffloadedStep:
     """Run a step with its saved tensors offloaded, on fake tensors or real rows.
 
-    Args:
-        foreseen: forecast of such steps.
-        case: on fakes, or the real one.
-        n: samples in a micro-batch.
-        size: N_B, samples in the mini-batch.
-        make: returns the store of a real one; None (default) keeps nothing, for fakes.
-        tries: bytes that a real one may hold during trials of recomputation. Default 0: no trials,
-            for fakes have no values to compare.
+    `make` returns the store of a real one, which may hold `tries` bytes during trials of
+    recomputation; fakes have no store, and no values to compare.
     """
     recorders: list[Recorder] = []
     divided, inspection = foreseen.divides(n, size), foreseen.inspection
@@ -434,11 +424,8 @@ def _rows(case: Case, n: int, size: int) -> Case:
 class Recorder:
     """Recorder of micro-batches with all their saved tensors offloaded.
 
-    Args:
-        case: the case of the dry run.
-        meter: counts its bytes.
-        make: returns a store; None keeps nothing.
-        tries: bytes that may be live during trials of recomputation.
+    They go to a store that `make` returns, or nowhere; `tries` bytes may be live during trials of
+    recomputation.
 
     Attributes:
         parts: the micro-batches so far.

@@ -269,14 +269,7 @@ class Widths:
 
 
 def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
-    """Rehearse a lane.
-
-    Args:
-        foreseen: forecast of such steps.
-        fakes: the case without data.
-        n: samples in a micro-batch; all of them only where other ranks have more.
-        size: N_B, samples in the mini-batch.
-    """
+    """Rehearse a lane; `n` are all samples only where other ranks have more."""
     watched: list[WidthRecorder] = []
 
     def sends(meter: Meter) -> WidthRecorder:
@@ -339,14 +332,10 @@ def _brought(foreseen: Forecast, case: Case, n: int, size: int) -> int:
 class WidthRecorder:
     """Recorder of the bytes that kernels of micro-batches need and make; nothing is evicted.
 
-    Args:
-        meter: counts the bytes of the rehearsal.
-
     Attributes:
         needs: the most bytes of its micro-batch that a kernel has needed.
         makes: the most bytes that a kernel has made.
-        spans: where each micro-batch begins and ends, in kernels.
-        sizes: samples of each.
+        spans: where each micro-batch begins and ends, in kernels, and its samples.
         joins: records the kernels of a loss of all outputs.
     """
 
@@ -368,10 +357,7 @@ class WidthRecorder:
 
 
 class KernelBytes(DispatchMode):
-    """Dispatch mode that records the bytes that each kernel needs and makes.
-
-    Args:
-        meter: counts bytes, around this.
+    """Dispatch mode inside a meter that records the bytes that each kernel needs and makes.
 
     Attributes:
         needs: the most bytes made under this mode that one has needed.

@@ -364,10 +364,6 @@ class Planner:
         """Give up the size or place of a step that has failed; return False where nothing is left.
 
         The next attempt is planned without it. An error that is not the size's comes again.
-
-        Args:
-            signature: of the step.
-            error: that it has raised.
         """
         signature, search = self._foreseen.plain(signature), self._search
         planned, size = self._planned[signature], signature.size
@@ -437,11 +433,9 @@ class Planner:
         self._planned.clear()
 
     def recall(self, n: int, signature: Signature) -> None:
-        """Take the size that an earlier run has chosen with a clock, instead of the present one.
+        """Take the `n` that an earlier run has chosen with a clock, instead of the present one.
 
-        Args:
-            n: samples in a micro-batch.
-            signature: of the batch that it was chosen for, and that has been planned again.
+        The signature is of the batch that it was chosen for, and that has been planned again.
         """
         self._search = self._search.anew((n, signature.elements), sends=self._search.sends)
         self.earlier = None
@@ -508,13 +502,9 @@ class Planner:
     ) -> RunPlan | None:
         """Return how a batch is run in the largest chunks in which many more samples fit.
 
-        None where no more fit, or the model cannot be run in chunks.
-
-        Args:
-            request: the batch.
-            sizes: bytes of chunks, the largest first; 0 is none.
-            fits: the samples that fit without.
-            failed: the error without, of which the least one is raised; None where there is a plan.
+        None where no more fit, or the model cannot be run in chunks. `sizes` are bytes of chunks,
+        the largest first, and 0 is none; `fits` the samples that fit without. `failed` is the error
+        without, of which the least one is raised; None where there is a plan.
         """
         size, found, before = request.signature.size, None, (self._foreseen, self._search)
         best = *before, request.chunked

@@ -38,15 +38,9 @@ from anybatch.planner.rehearsal import Inspection, make_step, put_back, unharmed
 
 
 def ran(case: Case, inspection: Inspection, n: int) -> bool:
-    """Run forward and backward of one micro-batch twice, and restore all state.
+    """Run forward and backward of one micro-batch of the real case twice, and restore all state.
 
-    Args:
-        case: the real one.
-        inspection: findings of the first inspection.
-        n: samples in the micro-batch; the second run finds sums of gradients, where it would.
-
-    Returns:
-        Whether memory was enough.
+    The second run finds sums of gradients, where it would. Return whether memory was enough.
     """
     try:
         single, once_only = n >= case.size, 2 * n > case.size
@@ -72,14 +66,8 @@ def ran(case: Case, inspection: Inspection, n: int) -> bool:
 def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | None:
     """Return the bytes that CUDA's allocator adds to a micro-batch's forecast tensors.
 
-    Args:
-        case: the real one.
-        inspection: findings of the first inspection.
-        n: samples in the micro-batch.
-        held: bytes of tensors that it holds at its peak, in addition to those allocated before.
-
-    Returns:
-        Bytes of workspace; 0 on a device without a statistic, None if memory runs out.
+    These are `held` bytes at its peak, in addition to those allocated before. 0 on a device without
+    a statistic, None if memory runs out.
     """
     there = accelerator.of(case.device)
     if not there.peaks:
@@ -163,12 +151,9 @@ def live_peak(
 ) -> Iterator[Callable[[], int]]:
     """Count the most bytes of tensors that are live on a device in the body.
 
-    Args:
-        device: its allocator counts where it reports a peak; elsewhere every kernel is intercepted.
-        existing: owner -> tensors that are live before and count.
-
-    Yields:
-        A function that returns the bytes so far; it may be called after the body.
+    Its allocator counts where it reports a peak; elsewhere every kernel is intercepted, and owner
+    -> tensors that are live before count. Yields a function that returns the bytes so far; it may
+    be called after the body.
     """
     if accelerator.of(device).peaks:
         peak = read_peak(device, anew=True)
@@ -278,11 +263,7 @@ def in_use() -> int:
 
 
 class LiveBytes:
-    """Record of the most bytes that are live beyond those at the start, when it is called.
-
-    Args:
-        now: returns the bytes that are live.
-    """
+    """Record of the most bytes that are live, by `now()`, beyond those at its start."""
 
     def __init__(self, now: Callable[[], int]) -> None:
         self._now, self._start, self.most = now, now(), 0
@@ -305,14 +286,9 @@ def update(
 ) -> Timeline | None:
     """Rehearse the first ``optimizer.step()``, on fakes, with every gradient there.
 
-    Args:
-        optimizer: the real one.
-        modules: all that a step runs; their tensors are there too.
-        sharded: has gathered them only for the step. Default None.
-
-    Returns:
-        Its bytes, in parts if its state is offloaded; None if the optimizer is not
-        torch's own, or reads a value.
+    Return its bytes, in parts if its state is offloaded; None if the optimizer is not torch's own,
+    or reads a value. Tensors of `modules` are there too; `sharded` has gathered them only for the
+    step.
     """
     fakes = Fakes()
     twin = fakes.optimizer(optimizer)

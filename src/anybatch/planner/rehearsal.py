@@ -93,19 +93,7 @@ class Inspection:
 
 
 def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Timeline, Inspection]:
-    """Run the first inspection of a model under the meter, as a step would.
-
-    Args:
-        case: the case of the dry run.
-        n: samples in a micro-batch.
-        limit: bytes at which it stops. Default None: any.
-
-    Returns:
-        Its bytes, and its findings.
-
-    Raises:
-        torch.OutOfMemoryError: it holds more than `limit`.
-    """
+    """Run the first inspection of a model as a step would; return its bytes and its findings."""
     STATUS.at(f"first inspection of {show_samples(n)}")
     exact_norms = case.batchnorm == "exact" and not case.lanes
     with (
@@ -165,18 +153,9 @@ def divided(
 ) -> Timeline:
     """Rehearse the first micro-batches of a divided step.
 
-    Args:
-        case: the case of the dry run.
-        n: samples in a micro-batch.
-        inspection: findings of the first inspection.
-        accumulator: gradients are summed in an accumulator.
-        sends: returns the offloader of saved tensors; None (default) offloads none.
-        around: returns the context of a loss of all outputs. Default none.
-        limit: bytes at which it stops. Default None: any.
-        most: how many. Default None: those of the case, or three where something of them remains.
-
-    Raises:
-        torch.OutOfMemoryError: it holds more than `limit`.
+    `sends` returns the offloader of saved tensors, `around` the context of a loss of all outputs.
+    There are `most` micro-batches; None: those of the case, or three where something of them
+    remains.
     """
     STATUS.at(f"{DRY if case.fake else REAL} in micro-batches of {show_samples(n)}")
     with metered(case, limit=limit) as (meter, before):
@@ -211,13 +190,7 @@ def streams(step: Step) -> bool:
 
 
 def kernels(case: Case, n: int, inspection: Inspection) -> KernelRecorder:
-    """Return the convolutions recorded in a micro-batch; the case is made of fakes.
-
-    Args:
-        case: the case of the dry run.
-        n: samples in the micro-batch.
-        inspection: findings of the first inspection.
-    """
+    """Return the convolutions recorded in a micro-batch of a case that is made of fakes."""
     recorder = KernelRecorder(case.model)
 
     @contextmanager
@@ -270,15 +243,7 @@ def full_batch(
 
     Of these the bytes that a sample adds; 0 where all are dense.
 
-    Args:
-        case: the case of the dry run.
-        size: samples.
-        inspection: findings of the first inspection. Default None: unknown.
-        sends: returns the offloader of saved tensors; None (default) offloads none.
-        limit: bytes at which it stops. Default None: any.
-
     Raises:
-        torch.OutOfMemoryError: it holds more than `limit`.
         NotImplementedError: a gradient of fakes is sparse.
     """
     STATUS.at(f"{DRY if case.fake else REAL} of {show_samples(size)} undivided")
@@ -436,9 +401,7 @@ def own_rows(case: Case, rows: int) -> TensorBatch:
 def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
     """Run the body on a case without its gradients, and restore all that it changed.
 
-    Args:
-        case: the real one, or fakes of it.
-        undivided: the batch is not divided, so BatchNorm is torch's own. Default False.
+    `undivided`: the batch is not divided, so BatchNorm is torch's own.
 
     Raises:
         LossError: the loss draws from an iterator, which cannot be restored.

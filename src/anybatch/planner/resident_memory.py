@@ -40,11 +40,7 @@ def in_no_cache(foreseen: Forecast, size: int) -> bool:
 
 
 class ResidentSizes(MemoryModel):
-    """Choice of a size with all saved tensors resident, for one signature.
-
-    Args:
-        confirmed: rehearse the sizes that matter, where that costs no memory.
-    """
+    """Sizes with all saved tensors resident, rehearsed (`confirmed`) where that is free."""
 
     place = "resident"
 
@@ -139,11 +135,9 @@ class ResidentSizes(MemoryModel):
         return self._on_host and in_no_cache(self.foreseen, self._size)
 
     def planned(self, n: int, *, checked: bool = False) -> RunPlan:
-        """Return how a batch is run in micro-batches of `n`.
+        """Return how a batch is run in micro-batches of `n`, which are `checked` by a rehearsal.
 
-        Args:
-            n: samples.
-            checked: rehearse the size. Default False: one above it was, or they are lanes.
+        Or not: one above it was rehearsed, or they are lanes, which always are.
         """
         foreseen, size, budget = self.foreseen, self._size, self._budget
         inspection, signature = foreseen.inspection, self._request.signature
@@ -238,17 +232,11 @@ class ResidentSizes(MemoryModel):
 
 
 def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
-    """Return the step of a plan as it passes.
+    """Return the step of a plan as it passes, by its forecast, in the order of its events.
 
-    Args:
-        foreseen: the forecast of the plan.
-        planned: the plan.
-        size: N_B, samples in the mini-batch.
-
-    Returns:
-        The step, in the order of its events. Its peak is what the plan predicts, or less where
-        micro-batches wait and the peak is not in theirs but in the update. Where saved tensors
-        are offloaded it has the seconds that they were planned with, if it was run for that.
+    Its peak is what the plan predicts, or less where micro-batches wait and the peak is not in
+    theirs but in the update. Where saved tensors are offloaded it has the seconds that they were
+    planned with, if it was run for that.
     """
     n, memory = min(planned.micro_batch, size), planned.memory
     shown = foreseen.micro_batches if planned.passes is None else MICRO_BATCHES

@@ -336,15 +336,9 @@ def may_win(
     """Say whether a step in micro-batches of `n` with offloading could be clearly faster.
 
     A micro-batch costs more for every sample the more samples it has, once the device is busy; and
-    bytes that do not fit are moved out and back.
-
-    Args:
-        seconds: samples -> seconds of a step with all tensors resident; empty where these tell
-            nothing, because micro-batches wait for each other.
-        best: seconds of the fastest step so far.
-        n: samples, more than fit resident.
-        size: N_B, samples in the mini-batch.
-        moving: samples -> the seconds in which a step moves what does not fit.
+    bytes that do not fit are moved out and back, in `moving(n)` seconds. `best` are the seconds of
+    the fastest step so far, `seconds` are those of steps with all tensors resident, by samples;
+    empty where these tell nothing, because micro-batches wait for each other.
     """
     worth = CLEAR * best
     return least_seconds(seconds, n, size) < worth and moving(n) < worth

@@ -54,11 +54,7 @@ LOSS = "the loss of all outputs"
 def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) -> Lane | None:
     """Return a lane of `n` samples; None where its memory depends on other lanes.
 
-    Args:
-        foreseen: forecast of such steps; it caches dry runs of lanes.
-        n: samples in a micro-batch.
-        size: N_B, samples in the mini-batch.
-        rehearsed: rehearse it where that was not done before. Default True.
+    The forecast caches dry runs of lanes; with `rehearsed` one that is missing is run.
     """
     key, case = (n, size if foreseen.inspection.coupled else 0), foreseen.case
     if rehearsed and key not in foreseen.lanes:
@@ -69,18 +65,9 @@ def lane_of(foreseen: Forecast, n: int, size: int, *, rehearsed: bool = True) ->
 def step_of(
     lane: Lane, foreseen: Forecast, n: int, size: int, budget: int
 ) -> tuple[Timeline, tuple[int, ...] | None]:
-    """Return a step in lanes as a timeline, and the budget of waiting lanes.
+    """Return a step in lanes, at the kernels of one, and the budget of waiting lanes.
 
-    Args:
-        lane: one of them.
-        foreseen: forecast, for the bytes in addition.
-        n: samples in a micro-batch.
-        size: N_B, samples in the mini-batch.
-        budget: bytes.
-
-    Returns:
-        The step at the kernels of a lane, and the bytes for waiting ones; None where all of them
-        fit, negative where one lane that runs does not.
+    That is None where all of them fit, and negative where one lane that runs does not.
     """
     lanes, shown = count_micro_batches(size, n), size * foreseen.inspection.shows
     joins = shown if foreseen.inspection.coupled else 0  # by one lane: resident
@@ -120,11 +107,7 @@ def _alike(foreseen: Forecast, case: Case) -> bool:
 
 
 class Touching(Paging):
-    """Dispatch mode that records the untouched bytes after every kernel.
-
-    Args:
-        notes: of the lane.
-        meter: counts events, inside this.
+    """Dispatch mode around a meter that records the untouched bytes after every kernel.
 
     Attributes:
         untouched: event -> bytes; of an event in which several kernels ran, the fewest.
@@ -153,12 +136,9 @@ class Touching(Paging):
 
 
 class LaneRehearsal:
-    """Runs each micro-batch of a rehearsal as a lane; the last of them counts.
+    """Runs each micro-batch of a rehearsal as a lane, and the last of them counts.
 
-    Args:
-        meter: counts the bytes of the rehearsal.
-        case: the case of the dry run.
-        coupled: in some phase lanes wait once more, for the loss of all outputs.
+    Where it is `coupled`, lanes wait once more in some phase, for the loss of all outputs.
     """
 
     def __init__(self, meter: Meter, case: Case, *, coupled: bool) -> None:
@@ -226,14 +206,10 @@ class LaneRehearsal:
         return Lane(resident, untouched, waiting, phases, self._stays, *each, storages)
 
     def _not_yet(self, rehearsed: Bytes, there: Bytes) -> Bytes:
-        """Return the bytes of gradients that are made after the phase of each event.
+        """Return the bytes of gradients `there` that are made after the phase of each event.
 
         The measured lane has found sums of earlier ones. A step begins without any, and lanes are
         in the same phase: the first lane has shown those that exist by the end of one.
-
-        Args:
-            rehearsed: [events of the rehearsal] bytes of gradients.
-            there: [events of the lane] of them.
         """
         if len(self._first_ends) != len(self._ends):
             return np.zeros(len(there), np.int64)
@@ -299,10 +275,7 @@ class Noted:
 
 
 class StorageRecorder:
-    """Recorder of storages with the interface of a pager, which evicts nothing.
-
-    Args:
-        device: of the storages that could be evicted.
+    """Recorder of a device's storages with the interface of a pager, which evicts nothing.
 
     Attributes:
         limit: None, as for a pager that keeps to none within a phase.
@@ -384,12 +357,7 @@ class StorageRecorder:
 
 
 class SingleLaneBarrier:
-    """Barrier of a single lane, with results of the same shapes as for all lanes.
-
-    Args:
-        notes: of the lane.
-        ended: called where a phase has ended.
-    """
+    """Barrier of a single lane, with results as large as for all; `ended` ends a phase."""
 
     def __init__(self, notes: StorageRecorder, ended: Callable[[], None]) -> None:
         self._notes, self._ended = notes, ended

@@ -59,10 +59,6 @@ class Workspaces:
     def within(self, budget: int, decide: Callable[[], RunPlan]) -> RunPlan:
         """Decide, with a smaller workspace where nothing fits next to the requested one.
 
-        Args:
-            budget: bytes that a step may hold.
-            decide: returns how a step is run.
-
         Raises:
             BudgetError: nothing fits without any workspace either.
         """
@@ -84,11 +80,6 @@ class Workspaces:
         """Choose how all convolutions of a step are computed, and count their actual workspace.
 
         In lockstep, with offloading or a workspace for a network, all of it is counted.
-
-        Args:
-            found: how the step is run.
-            foreseen: its forecast; None if there is none with its kernels.
-            signature: of the mini-batch.
         """
         chooser = self.chooser
         if chooser is None:
