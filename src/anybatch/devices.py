@@ -16,7 +16,7 @@ from anybatch.core.accelerators import (
 from anybatch.core.rng import RNGState
 from anybatch.distributed.process_group import Group, group_of
 from anybatch.memory.limits import MemoryLimit, available_memory, segments_of
-from anybatch.planner.probe import live_peak
+from anybatch.memory.meter import live_peak
 
 __all__ = [
     "AbsentDevice",

@@ -30,7 +30,6 @@ from anybatch.cli.settings import Settings
 from anybatch.cli.train import resume, train
 from anybatch.engine import measurement
 from anybatch.errors import BudgetError
-from anybatch.planner.probe import CountedBytes
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -411,11 +410,11 @@ def test_more_than_was_foreseen_makes_another_plan_at_once(
     real, calls = measurement.measured, []
 
     @contextlib.contextmanager
-    def measured(*arguments: Any) -> Iterator[CountedBytes]:
+    def measured(*arguments: Any) -> Iterator[measurement.CountedBytes]:
         calls.append(1)
         more = budget if len(calls) == 1 else 0
         with real(*arguments) as found:
-            yield CountedBytes(lambda: found.peak() + more, found.live)
+            yield measurement.CountedBytes(lambda: found.peak() + more, found.live)
 
     monkeypatch.setattr(measurement, "measured", measured)
     out = tmp_path / "run"

@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import anybatch
 from anybatch.devices import AbsentDevice, planned_for
-from anybatch.planner.autocast import autocast_of_absent
 from anybatch.reports import Memory
+from anybatch.tools.autocast import autocast_of_absent
 
 N = 48
 ELSEWHERE = 4096

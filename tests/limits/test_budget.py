@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import anybatch
 from anybatch import Engine
+from anybatch.core.optimizers import state_tensors
 from anybatch.errors import BudgetError
-from anybatch.planner.probe import state_tensors
 
 AMPLE = "1GiB"
 

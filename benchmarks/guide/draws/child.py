@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from anybatch import Engine, Plan
+from anybatch.core.optimizers import state_tensors
 from anybatch.errors import AnybatchError, BudgetError
 from anybatch.memory.meter import Meter, _run
-from anybatch.planner.probe import state_tensors
 from benchmarks.guide.draws.draws import Draw, Training
 from benchmarks.mbs.tables.limited import STACK, DataLimit
 

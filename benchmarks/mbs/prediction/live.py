@@ -15,6 +15,7 @@ from torch import Tensor
 
 from anybatch import Engine, Plan
 from anybatch.core.batch import TensorBatch
+from anybatch.core.optimizers import state_tensors
 from anybatch.core.plan_sections import FORESEEN, Memory
 from anybatch.engine.inputs import StepInputs
 from anybatch.lockstep.sync_batchnorm import Fixed
@@ -22,7 +23,6 @@ from anybatch.loss.tracer import CallableLoss
 from anybatch.memory.meter import Meter
 from anybatch.planner.forecast import Forecast
 from anybatch.planner.ladder import forecast
-from anybatch.planner.probe import state_tensors
 from benchmarks.mbs.prediction.models import OPTIMIZERS, SUBJECTS, Subject
 from benchmarks.mbs.prediction.referee import allocated_peaks
 

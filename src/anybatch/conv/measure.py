@@ -41,6 +41,7 @@ from anybatch.conv.divide import sizes
 from anybatch.conv.fourier import HALVES
 from anybatch.conv.problem import Problem
 from anybatch.core import accelerator
+from anybatch.core.accelerator import finish
 from anybatch.core.accelerators import kernel_switches
 from anybatch.core.plan_sections import Configuration, KernelPart
 from anybatch.errors import StoreError
@@ -269,10 +270,10 @@ def duel(problem: Problem, configuration: Configuration) -> float:
 
 def _seconds(work: Callable[[], Tensor], device: torch.device) -> float:
     """Return the seconds of a piece of work."""
-    _finish(device)
+    finish(device)
     begin = perf_counter()
     work()
-    _finish(device)
+    finish(device)
     return perf_counter() - begin
 
 
@@ -345,10 +346,6 @@ def _made(
     if problem.layout == "channels_last" and shape != problem.weight and len(shape) in LAYOUTS:
         return found.contiguous(memory_format=LAYOUTS[len(shape)])
     return found
-
-
-def _finish(device: torch.device) -> None:
-    accelerator.of(device).synchronise(device)
 
 
 # Search for the algorithms of a kernel that are worth measuring, the most promising first.

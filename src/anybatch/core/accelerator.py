@@ -457,6 +457,11 @@ def of(device: torch.device | str) -> Accelerator:
     return _of(device.type if isinstance(device, torch.device) else device.split(":")[0])
 
 
+def finish(device: torch.device) -> None:
+    """Wait for a device that computes on its own."""
+    of(device).synchronise(device)
+
+
 @cache
 def _of(device_type: str) -> Accelerator:
     return Host(device_type) if device_type in ("cpu", "meta") else Accelerator(device_type)

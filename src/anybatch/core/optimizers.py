@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn, optim
 
-from anybatch.core import accelerator
+from anybatch.core import accelerator, pytree
 from anybatch.core.absent import type_of
 from anybatch.core.modules import is_spread, local, parts_of_sparse
 from anybatch.errors import NotExactError, NotYetError
@@ -257,3 +257,17 @@ def allocated(tensor: Tensor) -> int:
     tensor = local(tensor)
     parts = parts_of_sparse(tensor) or (tensor,)
     return sum(rounded(part.numel() * part.element_size(), part.device) for part in parts)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return every tensor of an optimizer's state that is resident."""
+    states = optimizer.state.values()
+    every = [local(tensor) for state in states for _, tensor in pytree.tensors(dict(state))]
+    return [tensor for tensor in every if not tensor.is_meta]
+
+
+def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+    """Return the bytes of that state."""
+    held = [] if optimizer is None else state_tensors(optimizer)
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}
+    return sum(rounded(one.nbytes(), one.device) for one in storages.values())

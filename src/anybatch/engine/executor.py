@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anybatch.core.accelerator import finish
 from anybatch.core.batch import Batch, TensorBatch, refuse_missing
 from anybatch.core.modules import Modules, eager, renormalised, training_modes
 from anybatch.core.norm import (
@@ -65,7 +66,6 @@ from anybatch.loss.base import Algorithm1
 from anybatch.loss.chunked_rows import chunks_of
 from anybatch.memory.spill import maker, require_place, require_space
 from anybatch.offloading.saved_tensors import Keeping
-from anybatch.planner.probe import finish
 
 
 class Joined(NamedTuple):

@@ -14,16 +14,20 @@ ones that compute more at once than these did.
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from functools import cache
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from anybatch.core import accelerator
-from anybatch.core.modules import Modules
+from anybatch.core.modules import Modules, eager, tensors_of
 from anybatch.core.oom import out_of_memory
-from anybatch.core.optimizers import rounding
+from anybatch.core.optimizers import rounding, state_bytes, state_tensors
 from anybatch.core.plan import bar, card, table
 from anybatch.core.retry import Retry
 from anybatch.core.transaction import Before
@@ -32,8 +36,9 @@ from anybatch.engine.executor import Runner
 from anybatch.engine.inputs import StepInputs
 from anybatch.execution.signature import Signature
 from anybatch.execution.step import Step
+from anybatch.memory.fakes import paged, uncounted
+from anybatch.memory.meter import FOREIGN, Meter, live_peak, read_peak
 from anybatch.planner.planner import Planner
-from anybatch.planner.probe import LiveBytes, in_use, measured, read_peak, state_bytes
 
 MORE = 0.05
 """Share of a metered step's bytes that a watched one may hold more, if the budget has them."""
@@ -78,6 +83,106 @@ class _Metered:
             return min(larger)[1]
         most, held = max(self.held.items(), default=(1, 0))
         return held * elements / most
+
+
+class CountedBytes(NamedTuple):
+    """Bytes that are counted.
+
+    Attributes:
+        peak: returns the most bytes.
+        live: returns those that are live now; 0 where a device counts them.
+    """
+
+    peak: Callable[[], int]
+    live: Callable[[], int]
+
+
+@contextmanager
+def measured(
+    inputs: StepInputs,
+    modules: Modules,
+    before: Before,
+    limit: int | None = None,
+    stops: Callable[[], bool] = lambda: True,
+) -> Iterator[CountedBytes]:
+    """Count the peak bytes of the body, with the tensors that were live before it.
+
+    Its allocator's peak, if the device records one; else the body runs under the meter, and may
+    end, where it `stops`, with torch.OutOfMemoryError if it holds more than `limit` bytes.
+    """
+    device, optimizer = inputs.device, inputs.optimizer
+    if accelerator.of(device).peaks:
+        with live_peak(device, {}) as peak:
+            yield CountedBytes(peak, lambda: 0)
+        return
+    every = [module for _, module in modules]
+    pages = paged()
+    there = [*tensors_of(every, "_parameters"), *inputs.shards]
+    gradients = [gradient for _, gradient in before.gradients if gradient is not None]
+    owned = {
+        FOREIGN: [t for t in (*there, *gradients) if pages.holds(t)],
+        "parameters": there,
+        "buffers": [
+            *tensors_of(every, "_buffers"),
+            *(b.values for b in before.buffers if b.values is not None),
+        ],
+        "optimizer": [] if optimizer is None else state_tensors(optimizer),
+        "gradients": gradients,
+    }
+    leaves = [leaf for leaf, _ in before.gradients]
+    with (
+        eager(),
+        Meter(device, owned, limit=limit, stops=stops) as meter,
+        uncounted(meter, leaves, pages.ids(leaves)),
+    ):
+        yield CountedBytes(lambda: int(meter.peak) + pages.most, lambda: meter.live)
+
+
+# The bytes that the C library has handed out: a meter costs up to three times the time of small
+# kernels, and this little, more in a heap in many pieces. It counts all of
+# the process, so it shows that something has changed, and a meter how much.
+
+FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+
+
+class _Info(ctypes.Structure):
+    """Statistic of glibc's allocator, in bytes and blocks."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
+
+
+@cache
+def _mallinfo() -> Callable[[], _Info] | None:
+    """Return the function that tells it; None where the C library has none."""
+    try:
+        found = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.restype = _Info
+    return found
+
+
+def in_use() -> int:
+    """Return the bytes that are allocated now; 0 where the C library does not tell.
+
+    Source: glibc, mallinfo2(3): blocks of the heap in use, and blocks that were mapped.
+    """
+    tell = _mallinfo()
+    if tell is None:
+        return 0
+    info = tell()
+    return int(info.uordblks + info.hblkhd)
+
+
+class LiveBytes:
+    """Record of the most bytes that are live, by `now()`, beyond those at its start."""
+
+    def __init__(self, now: Callable[[], int]) -> None:
+        self._now, self._start, self.most = now, now(), 0
+
+    def __call__(self) -> None:
+        """Compare the bytes of this moment."""
+        self.most = max(self.most, self._now() - self._start)
 
 
 class Measurement:
@@ -167,8 +272,7 @@ class Measurement:
         """
         inputs = self._inputs
         limit = planner.limit(signature, state_bytes(inputs.optimizer), again=again)
-        there = inputs.device, modules, inputs.optimizer, before, inputs.shards
-        with measured(*there, limit, step.may_stop) as found:
+        with measured(inputs, modules, before, limit, step.may_stop) as found:
             step.sample = live = LiveBytes(found.live)
             loss = self._runner.run(step, modules, before)
         self._measured = planner.decided

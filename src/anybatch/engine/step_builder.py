@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core import pytree
+from anybatch.core.accelerator import finish
 from anybatch.core.batch import Batch, LazyBatch, TensorBatch
 from anybatch.core.hooks import LeafHooks
 from anybatch.core.modules import Modules
@@ -54,7 +55,6 @@ from anybatch.memory.fakes import paged
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.limits import segments_of
 from anybatch.planner.planner import Planner
-from anybatch.planner.probe import finish
 from anybatch.planner.rehearsal import put_back
 
 Planned = tuple[Signature, RunPlan]

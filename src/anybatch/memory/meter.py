@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from anybatch.core import accelerator
 from anybatch.core.modules import DispatchMode, local, parts_of_sparse
 from anybatch.core.optimizers import rounding
 from anybatch.core.status import STATUS
@@ -498,3 +499,56 @@ def _run(args: tuple[Any, ...], rows: int) -> tuple[int, int]:
         made = torch.ops.aten.mkldnn_rnn_layer.default(*arguments)
         there = [*(arguments[index] for index in OF_ROWS), *made]
         return sum(t.untyped_storage().nbytes() for t in there), int(made[-1].numel())
+
+
+# The most bytes that a body holds, as the device or the meter counts them.
+
+Peak = Callable[[], int | None]
+"""Returns the most bytes that were held; None if unknown."""
+
+
+def read_peak(device: torch.device, *, anew: bool = False) -> Peak:
+    """Return a function that reads the most bytes that a device's allocator hands out from now on.
+
+    Its statistic is the user's, too, and cannot be restored after a reset. It shows this peak if it
+    grows from now on, or if it was no more than the allocated bytes now.
+
+    Args:
+        device: without such a statistic, the peak is unknown.
+        anew: reset the statistic if it would not show the peak. Default False.
+
+    Returns:
+        A function that returns the bytes; None if unknown.
+    """
+    counts = accelerator.of(device)
+    if not counts.peaks:
+        return lambda: None
+    before = counts.peak(device)
+    recorded = before == counts.allocated(device)
+    if anew and not recorded:
+        counts.reset_peak(device)
+        recorded = True
+
+    def peak() -> int | None:
+        found = counts.peak(device)
+        return found if recorded or found > before else None
+
+    return peak
+
+
+@contextmanager
+def live_peak(
+    device: torch.device, existing: Mapping[str, Iterable[Tensor]]
+) -> Iterator[Callable[[], int]]:
+    """Count the most bytes of tensors that are live on a device in the body.
+
+    Its allocator counts where it reports a peak; elsewhere every kernel is intercepted, and owner
+    -> tensors that are live before count. Yields a function that returns the bytes so far; it may
+    be called after the body.
+    """
+    if accelerator.of(device).peaks:
+        peak = read_peak(device, anew=True)
+        yield lambda: peak() or 0
+        return
+    with Meter(device, existing) as meter:
+        yield lambda: int(meter.peak)

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from anybatch.core import accelerator, accelerators
 from anybatch.core.absent import ASSUMED, absent
 from anybatch.core.oom import out_of_memory
-from anybatch.core.optimizers import rounded
+from anybatch.core.optimizers import rounded, state_bytes
 from anybatch.core.pytree import tensors
 from anybatch.core.units import show_bytes
 from anybatch.errors import AnybatchError, BudgetError
@@ -28,7 +28,7 @@ from anybatch.planner.forecast import LOSS, Forecast
 from anybatch.planner.full_batch import FULL_BATCH, Suffices
 from anybatch.planner.ladder import FARTHER, SMALL, forecast
 from anybatch.planner.memory_model import PlanningRequest
-from anybatch.planner.probe import state_bytes, workspace
+from anybatch.planner.probe import workspace
 
 CUBLAS = "cuBLAS"
 """The owner of its workspaces, as they are assumed of a device that is not there."""

@@ -17,7 +17,13 @@ import numpy as np
 import torch
 
 from anybatch.core import accelerator
-from anybatch.core.optimizers import allocated, resident_state_bytes, rounded, rounding
+from anybatch.core.optimizers import (
+    allocated,
+    resident_state_bytes,
+    rounded,
+    rounding,
+    state_bytes,
+)
 from anybatch.core.pytree import tensors
 from anybatch.distributed.buckets import copied_bytes
 from anybatch.execution.signature import Case, Claiming, as_fakes, bytes_of, few
@@ -169,7 +175,7 @@ def _of_optimizer(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
     if optimizer is None:
         return None, {}
     update = probe.update(optimizer, [module for _, module in case.modules], case.sharded)
-    there = probe.state_bytes(optimizer)
+    there = state_bytes(optimizer)
     coming = update.final().get("optimizer", 0) if update is not None else 0
     if update is None and not there:
         stepped = [p for group in optimizer.param_groups for p in group["params"]]

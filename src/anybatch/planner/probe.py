@@ -6,12 +6,8 @@ because the second one finds sums of gradients, and all state is restored.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
-from typing import NamedTuple
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +15,15 @@ from torch import Tensor, nn
 from anybatch.core import accelerator, accelerators, pytree
 from anybatch.core.absent import type_of
 from anybatch.core.batch import MicroBatch
-from anybatch.core.modules import Modules, eager, local, tensors_of
+from anybatch.core.modules import tensors_of
 from anybatch.core.oom import out_of_memory
-from anybatch.core.optimizers import SMALL, inner_step, resident_state_bytes, rounded, state_bound
-from anybatch.core.transaction import Before
+from anybatch.core.optimizers import (
+    SMALL,
+    inner_step,
+    resident_state_bytes,
+    state_bound,
+    state_tensors,
+)
 from anybatch.distributed.fsdp import Sharded
 from anybatch.execution.few_rows import quietly
 from anybatch.execution.gradients import Gradients
@@ -30,9 +31,9 @@ from anybatch.execution.prefetch import link_to
 from anybatch.execution.signature import Case, few
 from anybatch.execution.step import Step
 from anybatch.execution.streaming import Parts, discoverer
-from anybatch.memory.fakes import Fakes, interrupted_between_functions, large, paged, uncounted
+from anybatch.memory.fakes import Fakes, interrupted_between_functions, large, paged
 from anybatch.memory.ledger import Timeline
-from anybatch.memory.meter import FOREIGN, Meter
+from anybatch.memory.meter import FOREIGN, Meter, read_peak
 from anybatch.offloading.state_mover import parts_of, widest
 from anybatch.planner.rehearsal import Inspection, make_step, put_back, unharmed
 
@@ -101,176 +102,7 @@ def _run(step: Step, micro: MicroBatch) -> None:
         step.pull([loss], step.scaled([torch.ones_like(loss)]))
 
     step.under(train)(micro)
-    finish(step.device)
-
-
-def finish(device: torch.device) -> None:
-    """Wait for a device that computes on its own."""
-    accelerator.of(device).synchronise(device)
-
-
-# The bytes that a real step holds at its peak, as the device or the meter counts them.
-
-
-Peak = Callable[[], int | None]
-"""Returns the most bytes that were held; None if unknown."""
-
-
-def read_peak(device: torch.device, *, anew: bool = False) -> Peak:
-    """Return a function that reads the most bytes that a device's allocator hands out from now on.
-
-    Its statistic is the user's, too, and cannot be restored after a reset. It shows this peak if it
-    grows from now on, or if it was no more than the allocated bytes now.
-
-    Args:
-        device: without such a statistic, the peak is unknown.
-        anew: reset the statistic if it would not show the peak. Default False.
-
-    Returns:
-        A function that returns the bytes; None if unknown.
-    """
-    counts = accelerator.of(device)
-    if not counts.peaks:
-        return lambda: None
-    before = counts.peak(device)
-    recorded = before == counts.allocated(device)
-    if anew and not recorded:
-        counts.reset_peak(device)
-        recorded = True
-
-    def peak() -> int | None:
-        found = counts.peak(device)
-        return found if recorded or found > before else None
-
-    return peak
-
-
-@contextmanager
-def live_peak(
-    device: torch.device, existing: Mapping[str, Iterable[Tensor]]
-) -> Iterator[Callable[[], int]]:
-    """Count the most bytes of tensors that are live on a device in the body.
-
-    Its allocator counts where it reports a peak; elsewhere every kernel is intercepted, and owner
-    -> tensors that are live before count. Yields a function that returns the bytes so far; it may
-    be called after the body.
-    """
-    if accelerator.of(device).peaks:
-        peak = read_peak(device, anew=True)
-        yield lambda: peak() or 0
-        return
-    with Meter(device, existing) as meter:
-        yield lambda: int(meter.peak)
-
-
-class CountedBytes(NamedTuple):
-    """Bytes that are counted.
-
-    Attributes:
-        peak: returns the most bytes.
-        live: returns those that are live now; 0 where a device counts them.
-    """
-
-    peak: Callable[[], int]
-    live: Callable[[], int]
-
-
-@contextmanager
-def measured(
-    device: torch.device,
-    modules: Modules,
-    optimizer: torch.optim.Optimizer | None,
-    before: Before,
-    shards: list[Tensor],
-    limit: int | None = None,
-    stops: Callable[[], bool] = lambda: True,
-) -> Iterator[CountedBytes]:
-    """Count the peak bytes of the body, with the tensors that were live before it.
-
-    Args:
-        device: its allocator's peak, if it records one; else the body runs under the meter.
-        modules: their tensors are there.
-        optimizer: and its state.
-        before: and the gradients that were there.
-        shards: with remains of gathered parameters.
-        limit: the most bytes, under the meter. Default None: any.
-        stops: whether the body may end where it holds more; then torch.OutOfMemoryError is raised.
-
-    Yields:
-        Functions that return the bytes.
-    """
-    if accelerator.of(device).peaks:
-        with live_peak(device, {}) as peak:
-            yield CountedBytes(peak, lambda: 0)
-        return
-    every = [module for _, module in modules]
-    pages = paged()
-    there = [*tensors_of(every, "_parameters"), *shards]
-    gradients = [gradient for _, gradient in before.gradients if gradient is not None]
-    owned = {
-        FOREIGN: [t for t in (*there, *gradients) if pages.holds(t)],
-        "parameters": there,
-        "buffers": [
-            *tensors_of(every, "_buffers"),
-            *(b.values for b in before.buffers if b.values is not None),
-        ],
-        "optimizer": [] if optimizer is None else state_tensors(optimizer),
-        "gradients": gradients,
-    }
-    leaves = [leaf for leaf, _ in before.gradients]
-    with (
-        eager(),
-        Meter(device, owned, limit=limit, stops=stops) as meter,
-        uncounted(meter, leaves, pages.ids(leaves)),
-    ):
-        yield CountedBytes(lambda: int(meter.peak) + pages.most, lambda: meter.live)
-
-
-# The bytes that the C library has handed out: a meter costs up to three times the time of small
-# kernels, and this little, more in a heap in many pieces. It counts all of
-# the process, so it shows that something has changed, and a meter how much.
-
-FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-
-
-class _Info(ctypes.Structure):
-    """Statistic of glibc's allocator, in bytes and blocks."""
-
-    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split()]
-
-
-@cache
-def _mallinfo() -> Callable[[], _Info] | None:
-    """Return the function that tells it; None where the C library has none."""
-    try:
-        found = ctypes.CDLL(None).mallinfo2
-    except (AttributeError, OSError, TypeError):
-        return None
-    found.restype = _Info
-    return found
-
-
-def in_use() -> int:
-    """Return the bytes that are allocated now; 0 where the C library does not tell.
-
-    Source: glibc, mallinfo2(3): blocks of the heap in use, and blocks that were mapped.
-    """
-    tell = _mallinfo()
-    if tell is None:
-        return 0
-    info = tell()
-    return int(info.uordblks + info.hblkhd)
-
-
-class LiveBytes:
-    """Record of the most bytes that are live, by `now()`, beyond those at its start."""
-
-    def __init__(self, now: Callable[[], int]) -> None:
-        self._now, self._start, self.most = now, now(), 0
-
-    def __call__(self) -> None:
-        """Compare the bytes of this moment."""
-        self.most = max(self.most, self._now() - self._start)
+    accelerator.finish(step.device)
 
 
 # Optimizer state and update of a forecast, by a dry run on fakes before the first step.
@@ -388,17 +220,3 @@ def _parameters(modules: list[nn.Module], sharded: Sharded | None) -> list[Tenso
     if sharded is None:
         return every
     return [*(p for p in every if not sharded.holds(p)), *sharded.shards]
-
-
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return every tensor of an optimizer's state that is resident."""
-    states = optimizer.state.values()
-    every = [local(tensor) for state in states for _, tensor in pytree.tensors(dict(state))]
-    return [tensor for tensor in every if not tensor.is_meta]
-
-
-def state_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-    """Return the bytes of that state."""
-    held = [] if optimizer is None else state_tensors(optimizer)
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in held}
-    return sum(rounded(one.nbytes(), one.device) for one in storages.values())

@@ -31,9 +31,9 @@ from anybatch.lockstep.sync_batchnorm import Adaptive
 from anybatch.loss.base import Loss
 from anybatch.memory.spill import takes
 from anybatch.offloading.planned_states import plan_offloaded, states_of
-from anybatch.planner.autocast import autocast_of_absent
 from anybatch.planner.planner import RUNGS
 from anybatch.planner.workspaces import shared
+from anybatch.tools.autocast import autocast_of_absent
 from anybatch.tools.profile import pace_of, profile, step_seconds
 from anybatch.tools.profiled import Profile
 from anybatch.tools.scaled import Goal, goal_of, scale_of

@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from anybatch.core import accelerator, pytree
+from anybatch.core.accelerator import finish
 from anybatch.core.batch import count_micro_batches
 from anybatch.core.modules import Modules, parameters
 from anybatch.core.optimizers import bare
@@ -33,7 +34,6 @@ from anybatch.engine.rank_session import several
 from anybatch.errors import NotYetError
 from anybatch.execution.signature import bytes_of
 from anybatch.execution.snapshots import as_it_was
-from anybatch.planner.probe import finish
 from anybatch.tools.profiled import (
     COMPUTE,
     EXCHANGE,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
+from anybatch.core.optimizers import state_bytes
 from anybatch.engine.inputs import StepInputs
 from anybatch.execution.signature import Case, as_fakes
 from anybatch.lockstep.sync_batchnorm import Fixed
@@ -108,7 +109,7 @@ def test_the_state_of_an_optimizer_is_foreseen_before_its_first_step(
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     state = found.final().get("optimizer", 0)
-    assert state == probe.state_bytes(optimizer)
+    assert state == state_bytes(optimizer)
     assert state >= sets * sum(p.nbytes for p in model.parameters())
 
 

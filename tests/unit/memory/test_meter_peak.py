@@ -8,7 +8,7 @@ from torch import nn
 
 from anybatch import Engine
 from anybatch.engine import measurement
-from anybatch.planner.probe import read_peak
+from anybatch.memory.meter import read_peak
 
 
 class Allocator:

@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import anybatch
 from anybatch import Plan
 from anybatch.core.absent import NOT_MEASURED, AbsentDevice, planned_for
-from anybatch.planner import autocast
-from anybatch.planner.autocast import SWITCHED_OFF, autocast_of_absent, unknown
 from anybatch.planner.ladder import FAKE
+from anybatch.tools import autocast
+from anybatch.tools.autocast import SWITCHED_OFF, autocast_of_absent, unknown
 
 HALVES = [torch.bfloat16, torch.float16]
 

@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from anybatch.planner.probe import LiveBytes, in_use
+from anybatch.engine.measurement import LiveBytes, in_use
 
 MIB = 1 << 20
 
