@@ -10,13 +10,12 @@ may have workspace that no fake shows; that also measures the speed of the store
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from anybatch.core.absent import absent
 from anybatch.core.batch import count_micro_batches
@@ -469,30 +468,13 @@ class Recorder:
 
 
 class Nowhere:
-    """A store of tensors without data."""
+    """A store of tensors without data: it keeps and copies nothing."""
 
-    def writing(self, key: Hashable, storage: Any) -> Callable[[], None]:
+    def drop(self, *_: Any, **__: Any) -> None:
+        """Do nothing."""
+
+    def writing(self, *_: Any, **__: Any) -> Callable[[], None]:
         """Return a function that does nothing."""
-        del key, storage
-        return _nothing
+        return self.drop
 
-    def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
-        """Return a function that does nothing."""
-        del key, storage
-        return _nothing
-
-    def put(self, key: Hashable, data: Tensor) -> None:
-        """Keep nothing."""
-
-    def get(self, key: Hashable, out: Tensor) -> None:
-        """Fill nothing."""
-
-    def drop(self, key: Hashable) -> None:
-        """Forget nothing."""
-
-    def close(self) -> None:
-        """Forget nothing."""
-
-
-def _nothing() -> None:
-    """Copy nothing."""
+    close, reading = drop, writing

@@ -335,7 +335,8 @@ class WidthRecorder:
     Attributes:
         needs: the most bytes of its micro-batch that a kernel has needed.
         makes: the most bytes that a kernel has made.
-        spans: where each micro-batch begins and ends, in kernels, and its samples.
+        spans: where each micro-batch begins and ends, in kernels.
+        sizes: samples of each.
         joins: records the kernels of a loss of all outputs.
     """
 
