@@ -86,12 +86,7 @@ class _Metered:
 
 
 class CountedBytes(NamedTuple):
-    """Bytes that are counted.
-
-    Attributes:
-        peak: returns the most bytes.
-        live: returns those that are live now; 0 where a device counts them.
-    """
+    """Functions that return the most bytes, and those live now; 0 where a device counts them."""
 
     peak: Callable[[], int]
     live: Callable[[], int]
@@ -186,12 +181,7 @@ class LiveBytes:
 
 
 class Measurement:
-    """Measurement of the steps of an engine.
-
-    Args:
-        inputs: of the engine.
-        runner: runs an attempt of a step.
-    """
+    """Measurement of the steps of an engine."""
 
     def __init__(self, inputs: StepInputs, runner: Runner) -> None:
         self._inputs, self._runner = inputs, runner
@@ -210,31 +200,14 @@ class Measurement:
     ) -> tuple[Tensor, int | None]:
         """Run an attempt of a step, and return its loss and its most bytes; None if unknown.
 
-        Args:
-            planner: of the engine, if any.
-            step: the attempt.
-            signature: of the step; None without a planner.
-            modules: of the model and of the loss.
-            before: the state before the step.
-        """
-        if planner is not None and signature is not None:
-            return self._planned(planner, step, signature, modules, before)
-        peak = read_peak(step.device)
-        return self._runner.run(step, modules, before), peak()
-
-    def _planned(
-        self,
-        planner: Planner,
-        step: Step,
-        signature: Signature,
-        modules: Modules,
-        before: Before,
-    ) -> tuple[Tensor, int | None]:
-        """Run a planned step; if it fails by its size, it is run again in another.
+        Without a planner there is no `signature`. `before` is the state before the step.
 
         Raises:
-            Retry: it has.
+            Retry: it has failed by its planned size, and is run again in another.
         """
+        if planner is None or signature is None:
+            peak = read_peak(step.device)
+            return self._runner.run(step, modules, before), peak()
         first, trial = planner.decided != self._measured, planner.trial(signature)
         earlier = self._metered_steps[signature.trains]
         if step.attempts.other_model:
@@ -266,10 +239,7 @@ class Measurement:
         *,
         again: bool,
     ) -> tuple[Tensor, int]:
-        """Run it under the meter, where the device has no statistic.
-
-        It may be another one than was planned where it is metered again.
-        """
+        """Run it under the meter, where the device has no statistic; `again` for another model."""
         inputs = self._inputs
         limit = planner.limit(signature, state_bytes(inputs.optimizer), again=again)
         with measured(inputs, modules, before, limit, step.may_stop) as found:

@@ -45,7 +45,7 @@ from anybatch.errors import BudgetError, NotExactError
 from anybatch.execution.buffers import put_back_moved
 from anybatch.execution.gradients import HALF, Gradients, gradient_dtype
 from anybatch.execution.proof.declared import DECLARED
-from anybatch.execution.signature import RunPlan, Signature
+from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Scaler, Step
 from anybatch.execution.two_pass import COUPLED
@@ -76,13 +76,7 @@ class Arranged(NamedTuple):
 
 
 class Arranger:
-    """Makes steps of batches.
-
-    Args:
-        inputs: model, loss and optimizer.
-        runner: makes steps, and has the findings of earlier ones.
-        rank_session: the ranks.
-    """
+    """Makes steps of batches."""
 
     def __init__(self, inputs: StepInputs, runner: Runner, rank_session: RankSession) -> None:
         self._inputs, self._runner, self._rank_session = inputs, runner, rank_session
@@ -109,15 +103,8 @@ class Arranger:
     ) -> Arranged:
         """Return the step, in micro-batches as large as the budget allows on every rank.
 
-        Args:
-            planner: knows the budget; None where there is none.
-            batch: the mini-batch of this rank.
-            modules: every module that it runs.
-            before: the state before it.
-            gradients: where they come together; None runs forward only.
-            micro_batch: samples in a micro-batch, where nothing is planned.
-            attempts: findings of earlier attempts.
-            scaler: as `backward` has it.
+        Without a planner they have `micro_batch` samples. `gradients` is None where only forward is
+        run; `attempts` are findings of earlier attempts, and `scaler` is as in `backward`.
         """
         trains, meeting = gradients is not None, self._inputs.meets(modules)
         signature = self._runner.signature(batch, modules, trains=trains)
@@ -214,11 +201,8 @@ class Arranger:
     ) -> Signature:
         """Return the signature of a plan for a single-process step.
 
-        Args:
-            batch: the mini-batch.
-            modules: every module that it runs.
-            gradients: where they come together; None runs forward only.
-            most: samples that a micro-batch may have; 0 (default) is the limit of earlier steps.
+        Without `gradients` only forward is run. A micro-batch may have `most` samples; 0 (default)
+        is the limit of earlier steps.
         """
         trains, held = gradients is not None, paged()
         found = self._inputs.leaves(modules, batch) if gradients is None else gradients.parameters
@@ -237,15 +221,7 @@ class Arranger:
         *,
         follow: bool = False,
     ) -> RunPlan:
-        """Return how a batch is run, within the budget.
-
-        Args:
-            planner: knows the budget.
-            signature: of the batch.
-            batch: the mini-batch.
-            modules: every module that it runs.
-            follow: take the plan that an earlier start had. Default False.
-        """
+        """Return how a batch is run within the budget, or as an earlier start to `follow` did."""
         self._last = planner, signature
         planning = STATUS.of("planning the step", "micro_batch= or plan= skips this")
         with planning, Detecting(self._inputs):
@@ -261,16 +237,9 @@ class Arranger:
             )
 
     def tried(self, planner: Planner, run_plan: RunPlan, batch: Batch, modules: Modules) -> bool:
-        """Run a trial step of the last planned batch, and restore all state.
+        """Run a trial step of the last planned batch for its planner, and restore all state.
 
-        Args:
-            planner: that has planned it; it gets the seconds.
-            run_plan: how it is run.
-            batch: the mini-batch.
-            modules: every module that it runs.
-
-        Returns:
-            Whether it could be run: not where the batch is loaded on the way.
+        Return whether it could be run: not where the batch is loaded on the way.
         """
         assert self._last is not None
         if planner.writes(self._last[1]) and isinstance(batch, TensorBatch):
@@ -341,19 +310,12 @@ FOR_EVER = 5.0
 def seconds_of_step(
     inputs: StepInputs, batch: Batch, modules: Modules, run_plan: RunPlan
 ) -> float | None:
-    """Time a step as it is planned.
-
-    Args:
-        inputs: model, loss and optimizer; gradients, buffers and RNG state are restored.
-        batch: the mini-batch.
-        modules: every module that it runs.
-        run_plan: how it is run.
+    """Time a step as it is planned; gradients, buffers and RNG state are restored.
 
     Returns:
         Seconds, infinitely many where it ran out of memory or threads; None for a batch that is
         loaded on the way, which can be run once only.
     """
-    n, offload = run_plan.micro_batch, run_plan.offload
     case = inputs.case(batch, modules, trains=True)
     if case.lazy:
         return None
@@ -361,32 +323,12 @@ def seconds_of_step(
     try:
         with put_back(replace(case, lanes=False)) as before, torch.enable_grad():
 
-            def attempt(attempts: Attempts) -> float:
-                put_back_moved(before.buffers)
-                before.rng.put_back()
-                for leaf in case.leaves:
-                    leaf.grad = None
-                gradients = Gradients(case.leaves, wide=False)
-                there = batch, modules, before, gradients, n
-                step = runner.step(*there, run_plan=run_plan, attempts=attempts)
-                step.coupled |= attempts.coupled
-                finish(case.device)
-                start = perf_counter()
-                try:
-                    runner.run(step, modules, before)
-                except Retry as retry:
-                    step.begin_again()
-                    if retry.reason == "memory":
-                        return inf
-                    raise
-                finish(case.device)
-                return inf if step.retries else perf_counter() - start
-
             def once() -> float:
                 attempts = Attempts()  # another plan is needed where samples meet elsewhere
-                return until_complete(partial(attempt, attempts), attempts, beyond=("meeting",))
+                run = partial(_attempt, runner, case, batch, modules, before, run_plan, attempts)
+                return until_complete(run, attempts, beyond=("meeting",))
 
-            return _warm(once, 1 if offload is None else RECORDED)
+            return _warm(once, 1 if run_plan.offload is None else RECORDED)
     except Exception as error:
         if not isinstance(error, NoThreadError) and not out_of_memory(error):
             raise
@@ -395,13 +337,38 @@ def seconds_of_step(
     return inf
 
 
-def _warm(once: Callable[[], float], steps: int) -> float:
-    """Return the seconds of a step after the first ones: the median of a few, or one if it is long.
+def _attempt(
+    runner: Runner,
+    case: Case,
+    batch: Batch,
+    modules: Modules,
+    before: Before,
+    run_plan: RunPlan,
+    attempts: Attempts,
+) -> float:
+    """Return the seconds of an attempt of a step that begins without gradients."""
+    put_back_moved(before.buffers)
+    before.rng.put_back()
+    for leaf in case.leaves:
+        leaf.grad = None
+    gradients, n = Gradients(case.leaves, wide=False), run_plan.micro_batch
+    step = runner.step(batch, modules, before, gradients, n, run_plan=run_plan, attempts=attempts)
+    step.coupled |= attempts.coupled
+    finish(case.device)
+    start = perf_counter()
+    try:
+        runner.run(step, modules, before)
+    except Retry as retry:
+        step.begin_again()
+        if retry.reason == "memory":
+            return inf
+        raise
+    finish(case.device)
+    return inf if step.retries else perf_counter() - start
 
-    Args:
-        once: runs a step, and returns its seconds.
-        steps: that only get ready.
-    """
+
+def _warm(once: Callable[[], float], steps: int) -> float:
+    """Return the seconds after the first `steps`: the median of a few, or of one if it is long."""
     for _ in range(steps):
         first = once()
         if first > FOR_EVER:  # out of memory, too
