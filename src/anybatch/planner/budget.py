@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 
 from anybatch.core import accelerator, accelerators
 from anybatch.core.absent import ASSUMED, absent
-from anybatch.core.oom import out_of_memory
 from anybatch.core.optimizers import rounded, state_bytes
 from anybatch.core.pytree import tensors
 from anybatch.core.units import show_bytes
@@ -60,14 +59,7 @@ def ran_out(device: torch.device, budget: int, source: str) -> BudgetError:
     )
 
 
-def on_cuda(
-    found: Forecast,
-    *,
-    case: Case,
-    others: int,
-    budget: int,
-    size: int,
-) -> Forecast:
+def on_cuda(found: Forecast, *, case: Case, others: int, budget: int, size: int) -> Forecast:
     """Return the forecast plus the workspace and the other tensors of CUDA's allocator.
 
     Workspace is measured at one sample, at few, and at the most that fit: kernels use other
@@ -80,28 +72,13 @@ def on_cuda(
     while (n := few.pop() if few else found.largest(budget, size)) and n not in measured:
         if found.peak(n, size) > budget:
             continue
-        took = _workspace(case, found, n, size)
+        took = workspace(case, found, n, size)
         if took is None:
             return found.with_more(CUBLAS, ASSUMED)
         measured[n] = took
         most = max(measured.values())
         found = found.with_constant({"workspace": most}) if most else found
     return found if measured else found.with_more(CUBLAS, ASSUMED)
-
-
-def _workspace(case: Case, found: Forecast, n: int, size: int) -> int | None:
-    """Return the bytes of workspace of a micro-batch of `n`; None where memory runs out."""
-    run = replace(case, lanes=case.lanes and n < size)  # undivided, BatchNorm is torch's own
-    held = (found.divided.at(n) if n < size else found.undivided.at(n)).at_peak()
-    there = held.get("parameters", 0) + held.get("buffers", 0)
-    if n < size:  # no other micro-batch is on its way
-        there += held.get("inputs", 0) // 2
-    try:
-        return workspace(run, found.inspection, n, sum(held.values()) - there)
-    except Exception as error:
-        if out_of_memory(error) or n > 1 or size == 1:
-            raise
-    return 0  # the model takes more than one
 
 
 def default_budget(

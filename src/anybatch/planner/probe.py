@@ -35,6 +35,7 @@ from anybatch.memory.fakes import Fakes, interrupted_between_functions, large, p
 from anybatch.memory.ledger import Timeline
 from anybatch.memory.meter import FOREIGN, Meter, read_peak
 from anybatch.offloading.state_mover import parts_of, widest
+from anybatch.planner.forecast import Forecast
 from anybatch.planner.rehearsal import Inspection, make_step, put_back, unharmed
 
 
@@ -64,24 +65,35 @@ def ran(case: Case, inspection: Inspection, n: int) -> bool:
     return True
 
 
-def workspace(case: Case, inspection: Inspection, n: int, held: int) -> int | None:
+def workspace(case: Case, found: Forecast, n: int, size: int) -> int | None:
     """Return the bytes that CUDA's allocator adds to a micro-batch's forecast tensors.
 
-    These are `held` bytes at its peak, in addition to those allocated before. 0 on a device without
-    a statistic, None if memory runs out.
+    0 on a device without a statistic, None if memory runs out.
     """
-    there = accelerator.of(case.device)
+    device, there = case.device, accelerator.of(case.device)
     if not there.peaks:
         return 0
+    held = (found.divided.at(n) if n < size else found.undivided.at(n)).at_peak()
+    resident = held.get("parameters", 0) + held.get("buffers", 0)
+    if n < size:  # no other micro-batch is on its way
+        resident += held.get("inputs", 0) // 2
     accelerators.clear_workspaces()
-    before = there.allocated(case.device)
-    peak = read_peak(case.device, anew=True)
-    if not ran(case, inspection, n):
+    before = there.allocated(device)
+    case = replace(case, lanes=case.lanes and n < size)  # undivided, BatchNorm is torch's own
+    peak = read_peak(device, anew=True)
+    try:
+        enough = ran(case, found.inspection, n)
+    except Exception:
+        if n > 1 or size == 1:
+            raise
+        return 0  # the model takes more than one
+    if not enough:
         return None
     # Bytes that remain are exact; those at the peak are foreseen, and may be less
     # (test_the_peak_of_a_step_is_what_was_foreseen).
-    stays = max(0, there.allocated(case.device) - before)
-    return stays + max(0, (peak() or 0) - before - stays - held)
+    stays = max(0, there.allocated(device) - before)
+    foreseen = sum(held.values()) - resident
+    return stays + max(0, (peak() or 0) - before - stays - foreseen)
 
 
 def _run(step: Step, micro: MicroBatch) -> None:
