@@ -254,7 +254,7 @@ def test_changing_shapes_cost_a_handful_of_rehearsals_and_stay_within_the_budget
         if number % 100 == 7:
             gradient_is_right(it, engine, x, y)
         assert metered_step(it, engine, x, y) <= budget, tuple(x.shape)
-    assert engine._planner.rehearsed <= most
+    assert engine._planner._foreseen.rehearsed <= most
 
 
 def gradient_is_right(it: Draw, engine: Engine, x: Tensor, y: Tensor) -> None:
@@ -450,7 +450,7 @@ def test_evaluation_keeps_to_the_budget_with_one_rehearsal_of_its_own() -> None:
             it.model.train()
             assert meter.peak <= budget
             assert torch.allclose(loss, it.loss(it.model(it.x), it.y).detach())
-        assert engine._planner.rehearsed == 1 + train_first
+        assert engine._planner._foreseen.rehearsed == 1 + train_first
         assert metered_step(it, engine, it.x, it.y) <= budget
 
 

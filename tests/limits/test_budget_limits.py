@@ -98,7 +98,7 @@ def test_a_later_batch_that_holds_more_keeps_to_the_budget(
 
 def rehearsed(engine: Engine) -> int:
     assert engine._planner is not None
-    return engine._planner.rehearsed
+    return engine._planner._foreseen.rehearsed
 
 
 def predicted(engine: Engine) -> int:

@@ -82,4 +82,4 @@ def test_a_step_is_run_from_nothing_but_the_text_of_a_plan(name: str) -> None:
     assert engine.last is not None
     assert engine.last.micro_batches == -(-len(case.batch[0]) // made.micro_batch)
     assert engine._planner is not None
-    assert engine._planner.rehearsed == 0
+    assert engine._planner._foreseen.rehearsed == 0

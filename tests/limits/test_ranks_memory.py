@@ -166,7 +166,7 @@ def counted(rank: int, size: int, totals: list[int]) -> list[tuple[int, int]]:
         ) as began:
             engine.backward(*rows(rank, sizes))
         assert engine._planner is not None
-        found.append((began.call_count, engine._planner.rehearsed))
+        found.append((began.call_count, engine._planner._foreseen.rehearsed))
     return found
 
 

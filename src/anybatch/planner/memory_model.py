@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from math import isinf
 from typing import Any, ClassVar
 
@@ -60,6 +60,11 @@ class PlanningRequest:
     thorough: bool
     follows: bool
     chunked: int
+
+    def in_chunks(self, nbytes: int) -> PlanningRequest:
+        """Return the request with wide linear maps and losses in chunks of so many bytes."""
+        case = cache(lambda: replace(self.case(), chunked=nbytes))
+        return replace(self, case=case, chunked=nbytes)
 
     @cached_property
     def full_batch(self) -> bool:

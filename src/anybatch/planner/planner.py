@@ -127,11 +127,6 @@ class Planner:
         """Samples in the fastest micro-batch so far, for batches like the first one; or None."""
         return self._search.chosen and self._search.chosen[0]
 
-    @property
-    def rehearsed(self) -> int:
-        """Forecasts made so far."""
-        return self._foreseen.rehearsed
-
     def allow(
         self,
         signature: Signature,
@@ -466,8 +461,7 @@ class Planner:
             release(error, outside=outside)
             failed = error
         else:
-            done = self._compared or request.signature.lanes or not request.signature.trains
-            return found if done else self._compared_with_chunks(request, found)
+            return self._compared_with_chunks(request, found)
         in_chunks = self._best_in_chunks(request, sizes, 0, failed)
         assert in_chunks is not None
         return in_chunks
@@ -487,7 +481,8 @@ class Planner:
     def _compared_with_chunks(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
         """Return how a batch that fits in parts is run: in chunks where many more fit so."""
         # Once, and by no clock: on a CPU such chunks cost less than more samples gain.
-        if self._search.fixed is not None or request.chunked:
+        done = self._compared or request.signature.lanes or not request.signature.trains
+        if done or self._search.fixed is not None or request.chunked:
             return found
         fits = self._most_that_fit(request)
         if fits == request.signature.size:
@@ -506,14 +501,15 @@ class Planner:
         the largest first, and 0 is none; `fits` the samples that fit without. `failed` is the error
         without, of which the least one is raised; None where there is a plan.
         """
-        size, found, before = request.signature.size, None, (self._foreseen, self._search)
-        best = *before, request.chunked
+        size, trains, found = request.signature.size, request.signature.trains, None
+        search, best = self._search, (self._foreseen, self._search, request.chunked)
         try:
             for nbytes in sizes:
+                self._foreseen = Foreseen()  # forecasts of chunks are none of other steps
                 if failed is None:
-                    self._search = before[1].anew()
+                    self._search = search.anew()
                 try:
-                    run_plan = self._in_chunks(request, nbytes)
+                    run_plan = self._decided(request.in_chunks(nbytes))
                 except Exception as error:  # the model's own: without chunks it may be none
                     if failed is not None and isinstance(error, BudgetError):
                         failed = min(failed, error, key=lambda one: one.needed)
@@ -525,7 +521,7 @@ class Planner:
                 if fits == size:
                     break
         finally:
-            self._foreseen, self._search, self._chunked[request.signature.trains] = best
+            self._foreseen, self._search, self._chunked[trains] = best
         if found is None and failed is not None:
             raise failed from None
         return found
@@ -537,18 +533,6 @@ class Planner:
             return 0
         every = bound.completed(request.signature, self.workspaces.most(bound))
         return every.largest(request.budget, request.signature.size)
-
-    def _in_chunks(self, request: PlanningRequest, nbytes: int) -> RunPlan:
-        """Return how a batch is run with losses in chunks of so many bytes."""
-        case = cache(lambda: replace(request.case(), chunked=nbytes))
-        before, self._foreseen = self._foreseen, Foreseen()
-        try:
-            found = self._decided(replace(request, case=case, chunked=nbytes))
-        except BaseException:
-            self._foreseen = before  # forecasts of chunks are none of other steps
-            raise
-        self._chunked[request.signature.trains] = nbytes
-        return found
 
     def _decided(self, request: PlanningRequest) -> RunPlan:
         decision = Decision(request, self._search, self._foreseen, self.workspaces)

@@ -80,13 +80,13 @@ def test_five_starts_end_in_the_same_bits(
     sizes, first, engine = start(make, tmp_path / "plans")
     assert len(set(sizes)) > 2  # several were tried
     assert engine._planner is not None
-    assert engine._planner.rehearsed
+    assert engine._planner._foreseen.rehearsed
     for _ in range(4):
         again, parameters, engine = start(make, tmp_path / "plans")
         assert again == sizes
         assert all(map(torch.equal, parameters, first))
         assert engine._planner is not None
-        assert engine._planner.rehearsed == 0
+        assert engine._planner._foreseen.rehearsed == 0
         assert engine.plan is not None
         assert not any("still being found" in reason for reason in engine.plan.reasons)
 
@@ -130,7 +130,7 @@ def test_a_plan_that_was_asked_for_is_followed_rather_than_an_earlier_start(
     assert plan.memory is not None
     engine.backward(x, y)
     assert engine._planner is not None
-    assert engine._planner.rehearsed == 1
+    assert engine._planner._foreseen.rehearsed == 1
     assert engine.last is not None
     assert engine.last.micro_batch == plan.micro_batch
 
@@ -160,7 +160,7 @@ def test_another_program_is_not_followed(tmp_path: Path) -> None:
     for make, more in [(wrapped, {}), (wider, {}), (streamed, {"memory": "39KiB"})]:
         _, _, engine = start(make, cache, steps=1, **more)
         assert engine._planner is not None
-        assert engine._planner.rehearsed == 1
+        assert engine._planner._foreseen.rehearsed == 1
 
 
 @pytest.mark.parametrize("content", [b"", b"no database at all, " * 100])
@@ -171,7 +171,7 @@ def test_a_damaged_file_is_ignored_with_one_line(
     cache.write_bytes(content)
     _, _, engine = start(streamed, cache, tune="off", steps=6)  # of two signatures
     assert engine._planner is not None
-    assert engine._planner.rehearsed == 1
+    assert engine._planner._foreseen.rehearsed == 1
     if content:
         (line,) = said
         assert str(cache) in line
@@ -179,7 +179,7 @@ def test_a_damaged_file_is_ignored_with_one_line(
         assert cache.read_bytes() == content
         return
     assert said == []
-    assert start(streamed, cache, tune="off", steps=1)[2]._planner.rehearsed == 0  # type: ignore[union-attr]
+    assert start(streamed, cache, tune="off", steps=1)[2]._planner._foreseen.rehearsed == 0  # type: ignore[union-attr]
 
 
 def test_a_plan_that_nobody_understands_is_ignored(tmp_path: Path, said: list[str]) -> None:
@@ -190,7 +190,7 @@ def test_a_plan_that_nobody_understands_is_ignored(tmp_path: Path, said: list[st
     file.close()
     _, _, engine = start(streamed, cache, tune="off", steps=1)
     assert engine._planner is not None
-    assert engine._planner.rehearsed == 1
+    assert engine._planner._foreseen.rehearsed == 1
     assert "are not followed" in said[0]
 
 
@@ -228,7 +228,7 @@ def test_what_a_first_step_has_held_more_is_in_its_plan(
     assert again == sizes
     assert all(map(torch.equal, parameters, first))
     assert engine._planner is not None
-    assert engine._planner.rehearsed == 0
+    assert engine._planner._foreseen.rehearsed == 0
 
 
 def test_a_start_that_ran_out_of_memory_keeps_nothing(

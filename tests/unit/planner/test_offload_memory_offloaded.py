@@ -186,7 +186,7 @@ def test_the_engine_finds_the_size_by_itself_in_steps_that_train() -> None:
     timed = {c.micro_batch: c.seconds for c in found.memory.candidates if c.seconds is not None}
     assert timed[found.micro_batch] <= SAME * min(timed.values())
     assert engine._planner is not None
-    assert engine._planner.rehearsed == 1
+    assert engine._planner._foreseen.rehearsed == 1
 
 
 def test_what_is_requested_must_be_there(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_batch_that_fits_as_it_is_is_not_refused_for_a_bound_that_does_not() -
         engine.backward(*images(8, side))
         model.zero_grad()
     assert engine._planner is not None
-    assert engine._planner.rehearsed <= 4
+    assert engine._planner._foreseen.rehearsed <= 4
 
 
 def test_batchnorm_that_fits_undivided_is_not_refused_for_a_bound_that_does_not() -> None:
@@ -106,7 +106,7 @@ def test_a_last_partial_batch_keeps_the_plan() -> None:
         assert engine.last is not None
         assert engine.last.samples == n
     assert engine._planner is not None
-    assert engine._planner.rehearsed == 1
+    assert engine._planner._foreseen.rehearsed == 1
     assert plan is not None
 
 
@@ -125,7 +125,7 @@ def test_a_schedule_from_and_to_nothing_keeps_the_plan() -> None:
     assert schedule.get_last_lr() == [0]
     engine.backward(x, y)
     assert engine._planner is not None
-    assert engine._planner.rehearsed == 1
+    assert engine._planner._foreseen.rehearsed == 1
 
 
 def test_batchnorm_is_never_divided_because_that_would_be_faster(

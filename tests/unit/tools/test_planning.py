@@ -64,7 +64,7 @@ def test_a_plan_goes_through_json_and_is_obeyed(
     assert engine.last.micro_batch == plan.micro_batch
     for name in ("micro_batch", "mechanism", "accumulate", "loss", "memory", "reasons"):
         assert getattr(engine.plan, name) == getattr(plan, name), name
-    assert engine._planner.rehearsed == 0
+    assert engine._planner._foreseen.rehearsed == 0
 
 
 def test_the_engine_makes_the_same_plan() -> None:
