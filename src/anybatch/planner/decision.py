@@ -186,7 +186,7 @@ class Decision:
         search, size, resident = self._search, self._signature.size, self._search.of("resident")
         seconds, misfits = search.least_seconds, False
         trials = [TrialStep(size, "offloaded")]
-        if not offloading.full_batch:
+        if not self._request.full_batch:
             trials = [TrialStep(n, "offloaded") for n in larger(cap, size)]
         elif paged.possible:
             trials.insert(0, TrialStep(paged.largest, "paged"))
@@ -200,7 +200,7 @@ class Decision:
                 continue
             lost = [s for s in search.of("offloaded").values() if s > seconds]
             lost_for_all = len(lost) > 1 or max(lost, default=0) > CLOSE * seconds
-            steps = {} if offloading.full_batch else resident
+            steps = {} if self._request.full_batch else resident
             loses = lost_for_all or not may_win(steps, seconds, n, size, offloading.moving)
             if loses or (misfits and n < size):  # undivided it has no sums of gradients
                 continue
@@ -225,8 +225,8 @@ class Decision:
         signature = self._signature
 
         def choice(foreseen: Forecast, *, fresh: bool) -> ResidentSizes:
-            every = self._completed(foreseen), self._request, self._search
-            found = ResidentSizes(*every, confirmed=fresh)
+            found = ResidentSizes(self._completed(foreseen), self._request, self._search)
+            found.confirmed = fresh
             found.require(self._search.fixed_for(signature))
             return found
 
@@ -262,7 +262,7 @@ class Decision:
         divided = max(n, 1) < signature.size or signature.global_samples
         if signature.lanes and divided and not request.undivided:
             return self._in_paged_lockstep(foreseen, failed)
-        if failed is not None and ((offloading.full_batch and n == 0) or not offloading.helps(n)):
+        if failed is not None and ((request.full_batch and n == 0) or not offloading.helps(n)):
             return None
         least = offloading.floor(offloading.smallest) if n == 0 else 0
         if isinstance(failed, BudgetError) and failed.needed <= least:
@@ -303,7 +303,7 @@ class Decision:
         if fixed is not None:
             return fixed
         cap = offloading.largest
-        if cap == 0 or offloading.full_batch:
+        if cap == 0 or self._request.full_batch:
             return cap
         if not self._tunes:
             free = search.chosen is None

@@ -57,15 +57,10 @@ class OffloadedSizes(MemoryModel):
     place = "offloaded"
     _steps: dict[int, OffloadedStep]
 
-    @property
-    def full_batch(self) -> bool:
-        """Whether the batch must not be divided."""
-        return self._request.full_batch
-
     @cached_property
     def largest(self) -> int:
         """Return the most samples that fit fully offloaded, of 1, 2, 4 ... and most; or 0."""
-        if self.full_batch:
+        if self._request.full_batch:
             return self._size if self._most >= self._size and self.fits(self._size) else 0
         found, n = 0, 1
         while n < self._most and self.fits(n):
@@ -78,22 +73,17 @@ class OffloadedSizes(MemoryModel):
         """Return whether micro-batches of `n` fit with all saved tensors offloaded."""
         return self.floor(n) <= self._budget
 
-    @property
-    def possible(self) -> bool:
-        """Whether anything is large enough to offload, and a dry run can forecast it.
-
-        It is the activations of the undivided batch, which are more than any storage of them.
-        """
-        owners = self.foreseen.owners(self._size, self._size)
-        return self.foreseen.case is not None and owners.get(STEP, 0) >= SMALL
-
     def pays(self, seconds: float) -> bool:
         """Say whether a dry run takes no longer than a few steps of so many `seconds`.
 
-        Its kernels tell, and no clock.
+        Its kernels tell, and no clock. Something must be large enough to offload: the activations
+        of the undivided batch are more than any storage of them.
         """
+        owners = self.foreseen.owners(self._size, self._size)
+        if self.foreseen.case is None or owners.get(STEP, 0) < SMALL:
+            return False
         kernels = MICRO_BATCHES * len(self.foreseen.undivided.at(self._size).events)
-        return self.possible and KERNEL * kernels <= WORTH * seconds
+        return KERNEL * kernels <= WORTH * seconds
 
     def moving(self, n: int) -> float:
         """Return a lower bound on the seconds of copies in a step in micro-batches of `n`."""
@@ -136,7 +126,7 @@ class OffloadedSizes(MemoryModel):
             if checked and self.foreseen.case is not None and absent() is None:
                 self._steps[n] = self._really(n)
         if not self.fits(n):
-            fits = 0 if self.full_batch else self._most_below(n)
+            fits = 0 if self._request.full_batch else self._most_below(n)
             cut = "undivided" if n >= self._size else f"with micro-batches of {show_samples(n)}"
             raise self._too_small(
                 self.floor(n),
@@ -181,8 +171,8 @@ class OffloadedSizes(MemoryModel):
     @property
     def smallest(self) -> int:
         """Return the size that holds the least: one sample, or all, without sums of gradients."""
-        if self.full_batch or self._most < self._size:
-            return self._size if self.full_batch else 1
+        if self._request.full_batch or self._most < self._size:
+            return self._size if self._request.full_batch else 1
         return min((1, self._size), key=lambda n: (self.floor(n), n))
 
     def floor(self, n: int) -> int:

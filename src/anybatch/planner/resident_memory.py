@@ -19,8 +19,8 @@ from anybatch.execution.signature import MICRO_BATCHES, RunPlan
 from anybatch.memory.ledger import Phase, StepTimeline, joined
 from anybatch.memory.lockstep_budget import WAITING, least
 from anybatch.planner.forecast import DIVIDED, Forecast, total
-from anybatch.planner.memory_model import MemoryModel, PlanningRequest, finite
-from anybatch.planner.search import Search, even
+from anybatch.planner.memory_model import MemoryModel, finite
+from anybatch.planner.search import even
 from anybatch.planner.working_set import lane_of, step_of
 
 CACHED = 32 << 20
@@ -40,26 +40,16 @@ def in_no_cache(foreseen: Forecast, size: int) -> bool:
 
 
 class ResidentSizes(MemoryModel):
-    """Sizes with all saved tensors resident, rehearsed (`confirmed`) where that is free."""
+    """Sizes with all saved tensors resident; `confirmed` ones are rehearsed, where that is free."""
 
     place = "resident"
-
-    def __init__(
-        self,
-        foreseen: Forecast,
-        request: PlanningRequest,
-        search: Search,
-        *,
-        confirmed: bool,
-    ) -> None:
-        super().__init__(foreseen, request, search)
-        self._confirmed = confirmed
+    confirmed = False
 
     @cached_property
     def largest(self) -> int:
         """The most samples that fit; 0 where not even one does."""
         cap = min(self.foreseen.largest(self._budget, self._size), self._most)
-        while self._confirmed and cap > 0 and not self._confirms(cap):
+        while self.confirmed and cap > 0 and not self._confirms(cap):
             cap = min(cap - 1, 7 * cap // 8)
         return cap
 
@@ -141,7 +131,7 @@ class ResidentSizes(MemoryModel):
         """
         foreseen, size, budget = self.foreseen, self._size, self._budget
         inspection, signature = foreseen.inspection, self._request.signature
-        confirmed = self._confirmed and (checked or signature.lanes)
+        confirmed = self.confirmed and (checked or signature.lanes)
         owners, peak = foreseen.owners(n, size), 0
         accumulator, lanes = False, inspection.lanes and n < size
         if signature.trains and n < size and not lanes:
