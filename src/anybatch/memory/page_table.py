@@ -1,8 +1,11 @@
-"""Storages of waiting lanes: resident, offloaded, or being copied.
+"""Pages: bytes that are on the device, in a store, or on their way; and the copies between.
 
-Copies are made by a thread while a lane computes. Memory counts from
-when it is allocated until it is freed, so a storage that is being copied is resident.
-`anybatch.memory.pager` decides what is evicted.
+`Copies` moves pages of any owner: storages of lanes and parameters (`Hold`, below), saved tensors
+(`anybatch.offloading.mover`) and an optimizer's state (`anybatch.offloading.state_mover`). Device
+memory is given up in one place, `Copies.empty`, and only with a complete copy.
+
+Threads copy while kernels run. Memory counts from when it is allocated until it is freed, so a
+storage that is being copied is resident. `anybatch.memory.pager` decides what is evicted.
 
     RESIDENT ─evict─> EVICTING ─copied─> OFFLOADED ─call─> PREFETCHING ─copied─> RESIDENT
       ^                   │ used             └────────────────used─────────────────^
@@ -15,9 +18,9 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import SimpleQueue
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -26,329 +29,157 @@ from anybatch.core import accelerator, threads
 from anybatch.core.optimizers import rounded
 from anybatch.core.transaction import uninterrupted
 from anybatch.memory.meter import Meter
-from anybatch.memory.stores import Store
+from anybatch.memory.stores import Store, require_space, space_of, store_errors
 
-RESIDENT, EVICTING, OFFLOADED, PREFETCHING = range(4)
+OUT, BACK = range(2)
+"""The two ways of a copy: from the device to the store, and back."""
+
+WORDS = ("written to", "read from")
 
 
-class Held:
-    """One storage of a lane.
+class Page:
+    """Bytes of one owner that move together.
 
     Attributes:
-        storage: a weak reference, which does not keep it alive.
-        size: bytes that its memory takes.
-        nbytes: bytes that it holds.
-        lane: whose it is.
-        number: of the storages that this lane has made.
-        used: the segment in which it was used last.
-        state: RESIDENT, EVICTING (being copied out), OFFLOADED or PREFETCHING (being copied in).
+        key: its name in the store.
+        size: bytes that it takes on the device.
         has_copy: a copy of its bytes is in the store, or on its way there.
-        used_while_leaving: it was used while it was copied out; until that has ended its memory
-            exists, even if it is dropped, so it counts as waiting.
-        pinned: it is never evicted: more than one lane has used it, or its address was read.
         job: the copy that was started last, until its end was noticed.
     """
 
-    __slots__ = (
-        *("has_copy", "job", "lane", "nbytes", "number", "pinned", "size", "state", "storage"),
-        *("used", "used_while_leaving"),
-    )
+    __slots__ = ("has_copy", "job", "key", "size")
 
-    def __init__(self, storage: Any, nbytes: int, lane: int, number: int, used: int) -> None:
-        self.storage, self.nbytes, self.lane, self.number = storage, nbytes, lane, number
-        self.size = nbytes
-        self.used, self.state = used, RESIDENT
-        self.has_copy = self.pinned = self.used_while_leaving = False
+    def __init__(self, key: int, size: int) -> None:
+        self.key, self.size, self.has_copy = key, size, False
         self.job: Job | None = None
 
+    @property
+    def restorable(self) -> bool:
+        """Return whether its bytes are complete elsewhere."""
+        return self.has_copy and self.job is None
 
-class Hold:
-    """Mover of storages out and in, with a count of the resident bytes that may be offloaded.
+    def let_go(self) -> None:
+        """Give up the device memory; only `Copies.empty` calls this."""
+        raise NotImplementedError
+
+
+class Copies:
+    """Copies between a device and a store, which is opened at the first of them.
+
+    A thread writes and another reads, so that both directions are used at once. Only the thread
+    that needs them allocates and frees memory.
 
     Attributes:
-        all: by the address of the storage.
-        movable: those of them that have memory and may be evicted.
-        here: bytes of these.
-        going: those of them that are EVICTING.
-        touched: those of them that were used in segment `since` or later.
-        since: a segment.
-        moved: bytes that were copied out and in.
+        of: contents of the store, in words; without them errors of the system are as they are.
+        then: consequence of an error, in words.
+        otherwise: other remedy than free space, in words.
+        bytes: numbers of bytes that were copied out and back since `begin`.
+        waited: seconds of waiting for either.
     """
 
-    def __init__(self, store: Store, device: torch.device, meters: Sequence[Meter]) -> None:
-        self.all: dict[int, Held] = {}
-        self.movable: dict[int, Held] = {}
-        self.here = self.going = self.touched = self.since = self.moved = 0
-        self._store, self._meters, self._copier = store, meters, Copier(device)
-        self._device = device
-        self._numbered: dict[tuple[int, int], int] = {}
-        self._dead: deque[int] = deque()
-        self._moving: deque[tuple[int, Held, Job]] = deque()
+    of = then = ""
+    otherwise = "or name another folder (store=)"
+
+    def __init__(
+        self, make: Callable[[], Store], device: torch.device, *, ordered: bool = False
+    ) -> None:
+        self._make, self._device = make, device
+        self._store: Store | None = None
+        writer = Copier(device)
+        self._copiers = writer, writer if ordered else Copier(device)
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from nothing again."""
+        self.bytes = [0, 0]
+        self.waited = 0.0
 
     @property
-    def waiting(self) -> int:
-        """Bytes of those here that were not touched."""
-        return self.here - self.touched
-
-    def add(self, key: int, storage: Any, size: int, lane: int, number: int, segment: int) -> None:
-        """Take in a storage that a lane has made."""
-        held = Held(weakref.ref(storage, partial(self._died, key)), size, lane, number, segment)
-        held.size = self.rounded(size)
-        self.all[key] = held
-        self._numbered[lane, number] = key
-        self._count(key, held)
-
-    def rounded(self, nbytes: int) -> int:
-        """Return the bytes that memory for `nbytes` takes on the device."""
-        return rounded(nbytes, self._device)
+    def moved(self) -> int:
+        """Bytes that were copied out and back."""
+        return sum(self.bytes)
 
     def ready(self) -> None:
-        """Start the copier, while there is memory for it."""
-        self._copier.begin()
+        """Start the threads that copy, while there is memory for them."""
+        for copier in self._copiers:
+            copier.begin()
 
-    def find(self, lane: int, number: int) -> tuple[int, Held] | None:
-        """Return a lane's storage of this number and its key, where it still lives."""
-        key = self._numbered.get((lane, number))
-        held = self.all.get(key) if key is not None else None
-        if key is None or held is None or (held.lane, held.number) != (lane, number):
-            return None
-        return key, held
+    def start(self, way: int, page: Page, storage: Any) -> Job:
+        """Begin to copy a page out of a storage, or back into it, after all earlier copies."""
+        job = page.job = self._copiers[way].start(self._work(way, page, storage))
+        job.way = way
+        self.bytes[way] += page.size
+        page.has_copy = True
+        return job
 
-    def settle(self) -> None:
-        """Remove dead storages, and free the memory of those that were copied out."""
-        while self.stirred():  # what a copy has held may die with it
-            while self._dead:  # the garbage collector may come in the middle of anything
-                self._bury(self._dead.popleft())
-            while self._moving and self._moving[0][2].done:
-                self._moved(*self._moving.popleft())
+    def copy(self, way: int, page: Page, storage: Any) -> None:
+        """Copy now, in this thread."""
+        with self.errors(WORDS[way]):
+            self._work(way, page, storage)()
+        page.has_copy = True
 
-    def _bury(self, key: int) -> None:
-        held = self.all.pop(key, None)
-        if held is not None:
-            self._numbered.pop((held.lane, held.number), None)
-            self._discount(key, held)
-            self.forget_copy(key, held)
-
-    def _moved(self, key: int, held: Held, job: Job) -> None:
-        """Take in that a copy has ended."""
-        job.work = None  # with what it holds: here, where the bytes are counted
-        if held.job is job:
-            held.job = None
-            self._free(key, held)
-            if job.error is not None:
-                self._failed(key, held)
-            self._copier.wait(job)
-            if held.state == EVICTING:
-                self._empty(key, held)
-            elif held.state == PREFETCHING:
-                held.state = RESIDENT
-
-    def stirred(self) -> bool:
-        """Say whether there is something to settle."""
-        return bool(self._dead or (self._moving and self._moving[0][2].done))
-
-    def touch(self, key: int, held: Held, segment: int) -> None:
-        """Record the use of a storage in a segment, and make it resident."""
-        if held.state == EVICTING and held.used < self.since:
-            held.used_while_leaving = True
-        if held.used < self.since and key in self.movable and not held.used_while_leaving:
-            self.touched += held.size
-        held.used = segment
-        if held.state != RESIDENT:
-            self.bring_back(key, held)
-
-    def evict(self, key: int, held: Held) -> None:
-        """Start to offload a storage; where a copy of it is stored, free its memory at once.
-
-        It may be chosen while it is on its way out, and be offloaded by then.
-        """
-        storage = held.storage()
-        if storage is None or held.state in (EVICTING, OFFLOADED):
-            return
-        self._await_copy_in(held)
-        if not storage.resizable():
-            self.pin(key, held)
-            return
-        if storage.nbytes() != held.nbytes:
-            self.forget_copy(key, held)
-            self._discount(key, held)
-            held.nbytes = storage.nbytes()
-            held.size = self.rounded(held.nbytes)
-            self._count(key, held)
-        if held.has_copy and held.job is None:
-            self._empty(key, held)
-            return
-        if not held.has_copy:
-            held.job = self._copier.start(self._store.writing(key, storage))
-            held.has_copy = True
-            self.moved += held.size
-        assert held.job is not None
-        held.state = EVICTING
-        self.going += held.size
-        self._moving.append((key, held, held.job))
-
-    def wait(self) -> bool:
-        """Wait for the first eviction in progress; return False where there is none."""
-        if not self.going:
-            return False
+    def finish(self, job: Job) -> None:
+        """Wait for a copy, and let go of the storage that it holds."""
+        start = perf_counter()
         try:
-            self._copier.wait(self._moving[0][2])
+            with self.errors(WORDS[job.way]):
+                self._copiers[job.way].wait(job)
         finally:
-            self.settle()
-        return True
-
-    def call(self, key: int, held: Held) -> None:
-        """Begin to move a storage in."""
-        storage = held.storage()
-        if storage is None or held.state != OFFLOADED:
-            return
-        storage.resize_(held.nbytes)
-        held.job = self._copier.start(self._store.reading(key, storage))
-        held.state = PREFETCHING
-        self._moving.append((key, held, held.job))
-        self.moved += held.size
-        self._count(key, held)
-        self._metered(storage)
-
-    def bring_back(self, key: int, held: Held) -> None:
-        """Make a storage be here now."""
-        if held.state == EVICTING:
-            held.state = RESIDENT
-            self.going -= held.size
-        elif held.state == PREFETCHING:
-            self._await_copy_in(held)
-        elif held.state == OFFLOADED:
-            storage = held.storage()
-            storage.resize_(held.nbytes)
-            self._metered(storage)
-            self._store.reading(key, storage)()
-            self.moved += held.size
-            held.state = RESIDENT
-            if not held.pinned:
-                self._count(key, held)
-
-    def forget_copy(self, key: int, held: Held) -> None:
-        """Drop the copy of a storage that is written to, or has died."""
-        if held.job is not None:
-            job, held.job = held.job, None
-            try:
-                self._copier.wait(job)
-            finally:
+            self.waited += perf_counter() - start
+            if job.done:
                 job.work = None
-                self._free(key, held)
-                self._drop(key, held)
-        self._drop(key, held)
 
-    def pin(self, key: int, held: Held) -> None:
-        """Exclude a resident storage from offloading; it is not counted, so no copy may hold it."""
-        held.pinned = True
-        self.forget_copy(key, held)
-        self._discount(key, held)
+    def empty(self, page: Page) -> None:
+        """Give up the device memory of a page, the only place where that is done.
 
-    def give_up(self, key: int) -> None:
-        """Make a storage resident, and stop tracking it: another owner moves it from now on."""
-        held = self.all.get(key)
-        if held is not None:
-            self.bring_back(key, held)
-            self.forget_copy(key, held)
-            self._discount(key, held)
-            del self.all[key]
-            self._numbered.pop((held.lane, held.number), None)
+        Its bytes must be complete elsewhere.
+        """
+        assert page.restorable
+        page.let_go()
+
+    def drop(self, page: Page) -> None:
+        """Drop the copy of a page, if there is one."""
+        if page.has_copy and self._store is not None:
+            self._store.drop(page.key)
+        page.has_copy = False
+
+    def require_space(self, size: int) -> None:
+        """Require capacity for so many bytes in the store, where it can be checked in advance."""
+        if size:
+            with self.errors("opened"):
+                space = space_of(self._opened())
+            require_space(size, space, of=self.of, otherwise=self.otherwise)
+
+    def errors(self, what: str) -> AbstractContextManager[None]:
+        """Explain an error of the system."""
+        return store_errors(what, of=self.of, then=self.then) if self.of else nullcontext()
+
+    def rest(self) -> None:
+        """Finish all queued copies, and end the threads."""
+        writer, reader = self._copiers
+        try:
+            writer.close()
+        finally:
+            reader.close()
 
     def close(self) -> None:
-        """Make all live storages resident, and stop tracking them; unreadable ones become NaN."""
-        error: BaseException | None = None
+        """End the threads, and close the store; its contents are lost."""
         try:
-            self._copier.close()
-            self._moving.clear()
-            for key, held in list(self.all.items()):
-                try:
-                    self._return(key, held)
-                except Exception as failure:
-                    error = error or failure
-            if error is not None:
-                raise error
+            self.rest()
         finally:
-            self.all.clear()
-            self.movable.clear()
-            self._store.close()
+            store, self._store = self._store, None
+            if store is not None:
+                store.close()
 
-    def _return(self, key: int, held: Held) -> None:
-        """Bring a storage back where it has no memory."""
-        storage = held.storage()
-        failed = held.job is not None and held.job.error is not None
-        if storage is None or not (
-            held.state == OFFLOADED or (held.state == PREFETCHING and failed)
-        ):
-            return
-        storage.resize_(held.nbytes)
-        try:
-            self._store.reading(key, storage)()
-        except Exception:
-            storage.fill_(0xFF)  # in every dtype with a fraction
-            raise
+    def _work(self, way: int, page: Page, storage: Any) -> Callable[[], None]:
+        with self.errors(WORDS[way]):
+            store = self._opened()
+            return (store.writing, store.reading)[way](page.key, storage)
 
-    def _failed(self, key: int, held: Held) -> None:
-        """Handle a failed copy: a storage going out is resident, one coming in is offloaded."""
-        if held.state == PREFETCHING:
-            self._empty(key, held)
-        elif held.state == EVICTING:
-            held.state = RESIDENT
-            self.going -= held.size
-            self._drop(key, held)
-        else:
-            self._drop(key, held)
-
-    def _drop(self, key: int, held: Held) -> None:
-        if held.has_copy:
-            self._store.drop(key)
-            held.has_copy = False
-
-    def _empty(self, key: int, held: Held) -> None:
-        """Give the memory of a storage back."""
-        storage = held.storage()
-        self._discount(key, held)
-        held.state = OFFLOADED
-        if storage is not None:
-            storage.resize_(0)
-            self._metered(storage)
-
-    def _metered(self, storage: Any) -> None:
-        for meter in self._meters:
-            meter.resized(storage)
-
-    def _await_copy_in(self, held: Held) -> None:
-        """Wait for a storage that is being copied in."""
-        if held.state == PREFETCHING:
-            assert held.job is not None
-            self._copier.wait(held.job)
-            held.job.work = None
-            held.job, held.state = None, RESIDENT
-
-    def _free(self, key: int, held: Held) -> None:
-        """Record the end of a copy out: a storage used meanwhile counts as used."""
-        if held.used_while_leaving and held.used >= self.since and key in self.movable:
-            self.touched += held.size
-        held.used_while_leaving = False
-
-    def _died(self, key: int, _watch: Any) -> None:
-        self._dead.append(key)
-
-    def _count(self, key: int, held: Held) -> None:
-        """Count a resident storage that may be offloaded."""
-        self.movable[key] = held
-        self.here += held.size
-        if held.used >= self.since and not held.used_while_leaving:
-            self.touched += held.size
-
-    def _discount(self, key: int, held: Held) -> None:
-        """Remove a storage from the count: offloaded, gone, or excluded from offloading."""
-        if self.movable.pop(key, None) is not None:
-            self.here -= held.size
-            if held.used >= self.since and not held.used_while_leaving:
-                self.touched -= held.size
-            if held.state == EVICTING:
-                self.going -= held.size
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = self._make()
+        return self._store
 
 
 # A thread that copies while the lane with the token computes.
@@ -369,13 +200,14 @@ class Job:
         work: the function that copies; removed by the caller when it has ended.
         done: it has ended.
         error: the exception that it raised, or None.
+        way: OUT or BACK.
     """
 
-    __slots__ = ("after", "done", "error", "work")
+    __slots__ = ("after", "done", "error", "way", "work")
 
     def __init__(self, work: Callable[[], None], after: Any) -> None:
         self.work: Callable[[], None] | None = work
-        self.after = after
+        self.after, self.way = after, OUT
         self.done = False
         self.error: BaseException | None = None
 
@@ -453,43 +285,300 @@ class Copier:
             self._done.notify_all()
 
 
-class StoreCopies:
-    """Copies between a device and a store, which is opened at the first of them.
+# Storages of waiting lanes, and of parameters: resident, offloaded, or being copied.
+
+RESIDENT, EVICTING, OFFLOADED, PREFETCHING = range(4)
+
+
+class Held(Page):
+    """One storage of a lane, or of a parameter or gradient; its key is its address.
 
     Attributes:
-        out: bytes that were copied out since `begin`.
-        back: bytes that were copied back.
-        waited: seconds of waiting for either.
+        storage: a weak reference, which does not keep it alive.
+        nbytes: bytes that it holds.
+        lane: whose it is.
+        number: of the storages that this lane has made.
+        used: the segment in which it was used last.
+        state: RESIDENT, EVICTING (being copied out), OFFLOADED or PREFETCHING (being copied in).
+        used_while_leaving: it was used while it was copied out; until that has ended its memory
+            exists, even if it is dropped, so it counts as waiting.
+        pinned: it is never evicted: more than one lane has used it, or its address was read.
     """
 
-    def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
-        self._make, self._device = make, device
-        self._store: Store | None = None
-        self._writer, self._reader = Copier(device), Copier(device)
-        self.begin()
+    __slots__ = (
+        "lane", "nbytes", "number", "pinned", "state", "storage", "used", "used_while_leaving",
+    )  # fmt: skip
 
-    def begin(self) -> None:
-        """Count from nothing again."""
-        self.out = self.back = 0
-        self.waited = 0.0
+    def __init__(
+        self, key: int, storage: Any, nbytes: int, lane: int, number: int, used: int
+    ) -> None:
+        super().__init__(key, nbytes)
+        self.storage, self.nbytes, self.lane, self.number = storage, nbytes, lane, number
+        self.used, self.state = used, RESIDENT
+        self.pinned = self.used_while_leaving = False
 
-    def rest(self) -> None:
-        """Finish all queued copies, and end the threads."""
+    def let_go(self) -> None:
+        """Resize the storage to nothing, where it still lives."""
+        storage = self.storage()
+        if storage is not None:
+            storage.resize_(0)
+
+
+class Hold(Copies):
+    """Storages that retain their owners while their memory is freed, and a count of these bytes.
+
+    Attributes:
+        all: by the address of the storage.
+        movable: those of them that have memory and may be evicted.
+        here: bytes of these.
+        going: those of them that are EVICTING.
+        touched: those of them that were used in segment `since` or later.
+        since: a segment.
+    """
+
+    def __init__(self, store: Store, device: torch.device, meters: Sequence[Meter]) -> None:
+        super().__init__(lambda: store, device, ordered=True)
+        self.all: dict[int, Held] = {}
+        self.movable: dict[int, Held] = {}
+        self.here = self.going = self.touched = self.since = 0
+        self._store, self._meters = store, meters
+        self._numbered: dict[tuple[int, int], Held] = {}
+        self._dead: deque[int] = deque()
+        self._moving: deque[tuple[Held, Job]] = deque()
+
+    @property
+    def waiting(self) -> int:
+        """Bytes of those here that were not touched."""
+        return self.here - self.touched
+
+    def add(self, key: int, storage: Any, size: int, lane: int, number: int, segment: int) -> None:
+        """Take in a storage that a lane has made."""
+        died = weakref.ref(storage, lambda _: self._dead.append(key))
+        held = self.all[key] = Held(key, died, size, lane, number, segment)
+        held.size = self.rounded(size)
+        self._numbered[lane, number] = held
+        self._count(held)
+
+    def rounded(self, nbytes: int) -> int:
+        """Return the bytes that memory for `nbytes` takes on the device."""
+        return rounded(nbytes, self._device)
+
+    def find(self, lane: int, number: int) -> Held | None:
+        """Return a lane's storage of this number, where it still lives."""
+        return self._numbered.get((lane, number))
+
+    def settle(self) -> None:
+        """Remove dead storages, and free the memory of those that were copied out."""
+        while self.stirred():  # what a copy has held may die with it
+            while self._dead:  # the garbage collector may come in the middle of anything
+                self._bury(self._dead.popleft())
+            while self._moving and self._moving[0][1].done:
+                self._moved(*self._moving.popleft())
+
+    def _bury(self, key: int) -> None:
+        held = self.all.pop(key, None)
+        if held is not None:
+            self._numbered.pop((held.lane, held.number), None)
+            self._discount(held)
+            self.forget_copy(held)
+
+    def _moved(self, held: Held, job: Job) -> None:
+        """Take in that a copy has ended."""
+        job.work = None  # with what it holds: here, where the bytes are counted
+        if held.job is job:
+            held.job = None
+            self._free(held)
+            if job.error is not None:
+                self._failed(held)
+            self.finish(job)
+            if held.state == EVICTING:
+                self._empty(held)
+            elif held.state == PREFETCHING:
+                held.state = RESIDENT
+
+    def stirred(self) -> bool:
+        """Say whether there is something to settle."""
+        return bool(self._dead or (self._moving and self._moving[0][1].done))
+
+    def touch(self, held: Held, segment: int) -> None:
+        """Record the use of a storage in a segment, and make it resident."""
+        if held.state == EVICTING and held.used < self.since:
+            held.used_while_leaving = True
+        if held.used < self.since and held.key in self.movable and not held.used_while_leaving:
+            self.touched += held.size
+        held.used = segment
+        if held.state != RESIDENT:
+            self.bring_back(held)
+
+    def evict(self, held: Held) -> None:
+        """Start to offload a storage; where a copy of it is stored, free its memory at once.
+
+        It may be chosen while it is on its way out, and be offloaded by then.
+        """
+        storage = held.storage()
+        if storage is None or held.state in (EVICTING, OFFLOADED):
+            return
+        self._await_copy_in(held)
+        if not storage.resizable():
+            self.pin(held)
+            return
+        if storage.nbytes() != held.nbytes:
+            self.forget_copy(held)
+            self._discount(held)
+            held.nbytes = storage.nbytes()
+            held.size = self.rounded(held.nbytes)
+            self._count(held)
+        if held.restorable:
+            self._empty(held)
+            return
+        if not held.has_copy:
+            self.start(OUT, held, storage)
+        assert held.job is not None
+        held.state = EVICTING
+        self.going += held.size
+        self._moving.append((held, held.job))
+
+    def wait(self) -> bool:
+        """Wait for the first eviction in progress; return False where there is none."""
+        if not self.going:
+            return False
         try:
-            self._writer.close()
+            self.finish(self._moving[0][1])
         finally:
-            self._reader.close()
+            self.settle()
+        return True
+
+    def call(self, held: Held) -> None:
+        """Begin to move a storage in."""
+        storage = held.storage()
+        if storage is None or held.state != OFFLOADED:
+            return
+        storage.resize_(held.nbytes)
+        self._moving.append((held, self.start(BACK, held, storage)))
+        held.state = PREFETCHING
+        self._count(held)
+        self._metered(storage)
+
+    def bring_back(self, held: Held) -> None:
+        """Make a storage be here now."""
+        if held.state == EVICTING:
+            held.state = RESIDENT
+            self.going -= held.size
+        elif held.state == PREFETCHING:
+            self._await_copy_in(held)
+        elif held.state == OFFLOADED:
+            storage = held.storage()
+            storage.resize_(held.nbytes)
+            self._metered(storage)
+            self.copy(BACK, held, storage)
+            self.bytes[BACK] += held.size
+            held.state = RESIDENT
+            if not held.pinned:
+                self._count(held)
+
+    def forget_copy(self, held: Held) -> None:
+        """Drop the copy of a storage that is written to, or has died."""
+        job, held.job = held.job, None
+        try:
+            if job is not None:
+                self.finish(job)
+        finally:
+            if job is not None:
+                self._free(held)
+            self.drop(held)
+
+    def pin(self, held: Held) -> None:
+        """Exclude a resident storage from offloading; it is not counted, so no copy may hold it."""
+        held.pinned = True
+        self.forget_copy(held)
+        self._discount(held)
+
+    def give_up(self, key: int) -> None:
+        """Make a storage resident, and stop tracking it: another owner moves it from now on."""
+        if key in self.all:
+            self.bring_back(self.all[key])
+            self._bury(key)
 
     def close(self) -> None:
-        """End the threads, and close the store; its contents are lost."""
+        """Make all live storages resident, and stop tracking them; unreadable ones become NaN."""
+        error: BaseException | None = None
         try:
             self.rest()
+            self._moving.clear()
+            for held in list(self.all.values()):
+                try:
+                    self._return(held)
+                except Exception as failure:
+                    error = error or failure
+            if error is not None:
+                raise error
         finally:
-            store, self._store = self._store, None
-            if store is not None:
-                store.close()
+            self.all.clear()
+            self.movable.clear()
+            super().close()
 
-    def _opened(self) -> Store:
-        if self._store is None:
-            self._store = self._make()
-        return self._store
+    def _return(self, held: Held) -> None:
+        """Bring a storage back where it has no memory."""
+        storage = held.storage()
+        failed = held.job is not None and held.job.error is not None
+        if storage is None or not (
+            held.state == OFFLOADED or (held.state == PREFETCHING and failed)
+        ):
+            return
+        storage.resize_(held.nbytes)
+        try:
+            self.copy(BACK, held, storage)
+        except Exception:
+            storage.fill_(0xFF)  # in every dtype with a fraction
+            raise
+
+    def _failed(self, held: Held) -> None:
+        """Handle a failed copy: a storage going out is resident, one coming in is offloaded."""
+        if held.state == PREFETCHING:
+            self._empty(held)
+            return
+        if held.state == EVICTING:
+            held.state = RESIDENT
+            self.going -= held.size
+        self.drop(held)
+
+    def _empty(self, held: Held) -> None:
+        """Give the memory of a storage back."""
+        self._discount(held)
+        held.state = OFFLOADED
+        self.empty(held)
+        if (storage := held.storage()) is not None:
+            self._metered(storage)
+
+    def _metered(self, storage: Any) -> None:
+        for meter in self._meters:
+            meter.resized(storage)
+
+    def _await_copy_in(self, held: Held) -> None:
+        """Wait for a storage that is being copied in."""
+        if held.state == PREFETCHING:
+            assert held.job is not None
+            self.finish(held.job)
+            held.job, held.state = None, RESIDENT
+
+    def _free(self, held: Held) -> None:
+        """Record the end of a copy out: a storage used meanwhile counts as used."""
+        if held.used_while_leaving and held.used >= self.since and held.key in self.movable:
+            self.touched += held.size
+        held.used_while_leaving = False
+
+    def _count(self, held: Held) -> None:
+        """Count a resident storage that may be offloaded."""
+        self.movable[held.key] = held
+        self.here += held.size
+        if held.used >= self.since and not held.used_while_leaving:
+            self.touched += held.size
+
+    def _discount(self, held: Held) -> None:
+        """Remove a storage from the count: offloaded, gone, or excluded from offloading."""
+        if self.movable.pop(held.key, None) is not None:
+            self.here -= held.size
+            if held.used >= self.since and not held.used_while_leaving:
+                self.touched -= held.size
+            if held.state == EVICTING:
+                self.going -= held.size

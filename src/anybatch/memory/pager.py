@@ -68,7 +68,7 @@ class Pager:
         self.limit = None if inside is None else inside.limit
         self._later = () if inside is None else inside.segment_extra
         self._makes = () if inside is None else inside.segment_kernel
-        self._evicted_next: deque[tuple[int, Held]] | None = None
+        self._evicted_next: deque[Held] | None = None
         self._distance: dict[int, int] = {}
         self._segments, self._small = segments, small
         self._hold, self._book = Hold(store, device, meters), Book()
@@ -144,8 +144,8 @@ class Pager:
         needed = set(keys)
         most = self._limit_in(self._number.get(self._lane, 0)) - self._coming_back(needed)
         if hold.here - hold.going > most:
-            for key, held in self._first_to_go(needed):
-                hold.evict(key, held)
+            for held in self._first_to_go(needed):
+                hold.evict(held)
                 if hold.here - hold.going <= most:
                     break
         while hold.here > most and hold.wait():
@@ -166,7 +166,7 @@ class Pager:
             elif key in hold.movable:  # they are in the order of their last use
                 hold.movable[key] = hold.movable.pop(key)
                 if held.state == EVICTING:
-                    hold.bring_back(key, held)
+                    hold.bring_back(held)
         return coming
 
     def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
@@ -180,12 +180,12 @@ class Pager:
         if held.used < self._segment or held.state != RESIDENT:
             if held.lane == self._lane:
                 self._book.uses(self._lane, self._number[self._lane], held.number, held.size)
-            hold.touch(key, held, self._segment)
+            hold.touch(held, self._segment)
             self._note()
         if held.lane != self._lane and not held.pinned:
-            hold.pin(key, held)
+            hold.pin(held)
         if writes and held.has_copy:
-            hold.forget_copy(key, held)
+            hold.forget_copy(held)
 
     def take(self, key: int, tensor: Tensor) -> None:
         """Take in the storage of a tensor that a kernel has made."""
@@ -208,7 +208,7 @@ class Pager:
         self.use(key, True)
         held = self._hold.all.get(key)
         if held is not None:
-            self._hold.pin(key, held)
+            self._hold.pin(held)
 
     def give_up(self, key: int) -> None:
         """Make a storage resident, and stop tracking it: another owner moves it from now on."""
@@ -238,20 +238,25 @@ class Pager:
         else:
             self._stirred = True  # the next kernel's space comes first
 
-    def _first_to_go(self, needed: set[int]) -> Iterator[tuple[int, Held]]:
+    def _first_to_go(self, needed: set[int]) -> Iterator[Held]:
         """Yield the storages to evict while a lane runs: those of waiting lanes, then its own."""
         hold = self._hold
         if self._evicted_next is None:
-            waiting = [item for item in hold.movable.items() if item[1].used < hold.since]
-            waiting.sort(key=lambda item: self._order(item[1], self._distance))
-            self._evicted_next = deque(waiting)
+            self._evicted_next = deque(self._sorted(self._distance))
         while self._evicted_next:
-            key, held = self._evicted_next.popleft()
+            held = self._evicted_next.popleft()
+            key = held.key
             if hold.all.get(key) is held and held.used < hold.since and key not in needed:
-                yield key, held
+                yield held
         for key, held in list(hold.movable.items()):
             if key not in needed:
-                yield key, held
+                yield held
+
+    def _sorted(self, distance: dict[int, int]) -> list[Held]:
+        """Return the storages in memory that were not touched, the first to evict first."""
+        hold = self._hold
+        found = [held for held in hold.movable.values() if held.used < hold.since]
+        return sorted(found, key=lambda held: self._order(held, distance))
 
     def _limit_in(self, segment: int) -> int:
         """Return the bytes that others may hold during a lane's segment of this number."""
@@ -287,13 +292,11 @@ class Pager:
         """
         hold = self._hold
         if hold.waiting - hold.going > wanted:
-            others = [item for item in hold.movable.items() if item[1].used < hold.since]
-            others.sort(key=lambda item: self._order(item[1], distance))
-            for key, held in others:
+            for held in self._sorted(distance):
                 if hold.waiting - hold.going <= wanted:
                     break
                 if held.state != EVICTING:
-                    hold.evict(key, held)
+                    hold.evict(held)
         while hold.waiting > limit and hold.wait():
             pass
 
@@ -322,11 +325,11 @@ class Pager:
         limit = self._ahead(self._lane, self._number[self._lane])
         while self._called < len(numbers):
             found = self._hold.find(self._next, numbers[self._called])
-            if found is not None and found[1].state == OFFLOADED:
-                hold, size = self._hold, found[1].size
+            if found is not None and found.state == OFFLOADED:
+                hold, size = self._hold, found.size
                 if hold.waiting + size > limit or (most is not None and hold.here + size > most):
                     return
-                self._hold.call(*found)
+                hold.call(found)
             self._called += 1
 
 

@@ -1,7 +1,6 @@
 """Mover of saved storages between the device and a store, with readable error messages.
 
-A thread writes and another reads, so that both directions are used at once; a storage needed
-immediately is copied in the thread that needs it. Only that thread allocates and frees memory.
+A storage needed immediately is copied in the thread that needs it.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from math import gcd, prod
 from time import perf_counter
 from typing import Any
@@ -25,17 +23,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from anybatch.core import accelerator
 from anybatch.errors import NotExactError, StoreError
 from anybatch.memory.fakes import uncached
-from anybatch.memory.page_table import Copier, Job, StoreCopies
-from anybatch.memory.stores import SENT, Store, empty, require_space, space_of, store_errors
+from anybatch.memory.page_table import BACK, OUT, Copies, Job, Page
+from anybatch.memory.stores import SENT, Store, empty
 
 
-class Mover(StoreCopies):
+class Mover(Copies):
     """Storages on their way.
 
     Attributes:
         rates: bytes and seconds of the copies out, and of those back, that nothing else hid.
         ended: names and last copies of storages that are not needed any more.
     """
+
+    of, otherwise = SENT, "name another folder (store=), or give more memory="
+    then = "the gradients of this step are not complete, so set them to zero before the next"
 
     def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
         super().__init__(make, device)
@@ -44,34 +45,29 @@ class Mover(StoreCopies):
         self._keys = 0
         self.rates = [[0, 0.0], [0, 0.0]]
 
-    def ready(self) -> None:
-        """Begin the threads that copy, while there is memory for them."""
-        self._writer.begin()
-        self._reader.begin()
-
     def key(self) -> int:
         """Return a name that nothing in the store has had."""
         self._keys += 1
         return self._keys
 
+    def start(self, way: int, page: Page, storage: Any) -> Job:
+        """Begin a copy, whose storage is freed in this thread, after `rest` at the latest."""
+        self._jobs.append(super().start(way, page, storage))
+        return self._jobs[-1]
+
     def send(self, saved: Saved) -> None:
         """Begin a copy; the memory is held until `free`."""
-        if saved.copied:
-            return
-        with _store_errors("written to"):
-            work = self._opened().writing(saved.key, saved.storage)
-        saved.copied = True
-        saved.out = self._writer.start(work)
-        self._jobs.append(saved.out)
-        self.out += saved.size
+        if not saved.has_copy:
+            self.start(OUT, saved, saved.storage)
 
     def renew(self, saved: Saved, storage: Any) -> None:
         """Copy an already copied storage again as it is now, and evict it if it was evicted."""
-        if not saved.copied:
+        if not saved.has_copy:
             return
+        self.arrived(saved)
         resident = saved.storage
-        self.ended.append((saved.key, saved.out))
-        saved.key, saved.out, saved.copied, saved.storage = self.key(), None, False, storage
+        self.ended.append((saved.key, saved.job))
+        saved.key, saved.job, saved.has_copy, saved.storage = self.key(), None, False, storage
         if resident is None:
             self.send_now(saved)
         else:
@@ -79,14 +75,8 @@ class Mover(StoreCopies):
 
     def free(self, saved: Saved) -> None:
         """Give up the memory, once the copy has ended."""
-        self.arrived(saved)
-        if saved.out is not None:
-            with _store_errors("written to"):
-                self._wait(self._writer, saved.out)
-            saved.out.work = None
-            saved.out = None
-        assert saved.copied
-        saved.storage = None
+        self._wait(saved)
+        self.empty(saved)
         self.settle()
 
     def call(self, saved: Saved) -> None:
@@ -95,45 +85,30 @@ class Mover(StoreCopies):
             saved.storage = storage
             return
         saved.holds(empty(saved.size, saved.device))
-        with _store_errors("read from"):
-            saved.back = self._reader.start(self._reading(saved, saved.storage))
-        self._jobs.append(saved.back)
-        self.back += saved.size
+        self.start(BACK, saved, saved.storage)
 
     def arrived(self, saved: Saved) -> None:
         """Wait for a return that is under way."""
-        if saved.back is not None:
-            with _store_errors("read from"):
-                self._wait(self._reader, saved.back)
-            saved.back.work = None
-            saved.back = None
+        if saved.job is not None and saved.job.way == BACK:
+            self._wait(saved)
 
     def send_now(self, saved: Saved) -> None:
         """Copy out, and give up the memory."""
-        if not saved.copied:
+        if not saved.has_copy:
             self.settle()
-            start = perf_counter()
-            with _store_errors("written to"):
-                self._opened().writing(saved.key, saved.storage)()
-            saved.copied = True
-            self._clocked(0, saved.size, perf_counter() - start)
-            self.out += saved.size
+            self._clocked(OUT, saved, saved.storage)
         self.free(saved)
 
     def call_now(self, saved: Saved) -> None:
         """Copy back."""
-        storage, start = empty(saved.size, saved.device), perf_counter()
-        with _store_errors("read from"):
-            self._reading(saved, storage)()
-        self._clocked(1, saved.size, perf_counter() - start)
-        self.back += saved.size
+        storage = empty(saved.size, saved.device)
+        self._clocked(BACK, saved, storage)
         saved.holds(storage)
 
     def fetch(self, saved: Saved) -> Any:
         """Return a private copy of an offloaded storage."""
         storage = empty(saved.size, saved.device)
-        with _store_errors("read from"):
-            self._reading(saved, storage)()
+        self.copy(BACK, saved, storage)
         return storage
 
     def now(self) -> float:
@@ -153,16 +128,6 @@ class Mover(StoreCopies):
             if self._store is not None:
                 self._store.drop(key)
 
-    def require_space(self, size: int) -> None:
-        """Require capacity for so many bytes in the store, where it can be checked in advance."""
-        if size == 0:
-            return
-        with _store_errors("opened"):
-            space = space_of(self._opened())
-        require_space(
-            size, space, of=SENT, otherwise="name another folder (store=), or give more memory="
-        )
-
     def rest(self) -> None:
         """Finish all queued copies, and end the threads."""
         super().rest()
@@ -171,25 +136,29 @@ class Mover(StoreCopies):
         self._jobs.clear()
         self.settle()
 
-    def _reading(self, saved: Saved, storage: Any) -> Callable[[], None]:
-        if self._store is None:
+    def _work(self, way: int, page: Page, storage: Any) -> Callable[[], None]:
+        if way == BACK and self._store is None:
             raise gone()
         try:
-            return self._store.reading(saved.key, storage)
+            return super()._work(way, page, storage)
         except KeyError:  # of a store that was closed
             raise gone() from None
 
-    def _clocked(self, way: int, size: int, seconds: float) -> None:
+    def _clocked(self, way: int, saved: Saved, storage: Any) -> None:
+        """Copy now, and count its bytes and seconds."""
+        start = perf_counter()
+        self.copy(way, saved, storage)
+        seconds = perf_counter() - start
+        self.bytes[way] += saved.size
         self.waited += seconds
-        self.rates[way][0] += size
+        self.rates[way][0] += saved.size
         self.rates[way][1] += seconds
 
-    def _wait(self, copier: Copier, job: Job) -> None:
-        if not job.done:
-            start = perf_counter()
-            copier.wait(job)
-            self.waited += perf_counter() - start
-        copier.wait(job)
+    def _wait(self, saved: Saved) -> None:
+        """Wait for the copy of a storage that is under way."""
+        if saved.job is not None:
+            self.finish(saved.job)
+            saved.job = None
 
 
 def gone() -> StoreError:
@@ -198,14 +167,6 @@ def gone() -> StoreError:
         "a saved tensor must be in its store, and the step that saved it has failed, or its store "
         "was closed: run forward again"
     )
-
-
-_store_errors = partial(
-    store_errors,
-    of=SENT,
-    then="the gradients of this step are not complete, so set them to zero before the next",
-)
-"""Explain an error of the system for a saved tensor."""
 
 
 # Handle that autograd holds in place of a saved tensor, on a storage that may be offloaded.
@@ -229,46 +190,47 @@ SMALL = 64 << 10
 """Bytes below which a storage is not offloaded: moving it costs more than it frees."""
 
 
-class Saved:
+class Saved(Page):
     """One storage that autograd holds.
 
     Attributes:
         number: in the order in which storages are saved first in a step.
-        key: its name in the store.
-        size: bytes.
         counts: counters of writes under which it was saved, each by a probe, with its value then.
         storage: it, where it is held here; None where nothing here holds it.
         weak_storage: a weak reference on it, wherever it is held.
-        copied: a copy is in the store, or on its way there.
-        out: that copy, until its end was noticed.
-        back: a return that is under way, or None.
         recipe: how to make it again; None where it is moved.
         mark: place of the fingerprint of what a recipe is to make; None where it is moved.
     """
 
     __slots__ = (
-        "__weakref__", "back", "copied", "counts", "device", "ended", "key", "mark", "number",
-        "out", "recipe", "size", "storage", "weak_storage",
+        "__weakref__", "counts", "device", "ended", "mark", "number", "recipe", "storage",
+        "weak_storage",
     )  # fmt: skip
 
     def __init__(
         self, number: int, key: int, tensor: Tensor, ended: deque[tuple[int, Job | None]]
     ) -> None:
         storage = tensor.untyped_storage()
-        self.number, self.key, self.size = number, key, storage.nbytes()
-        self.device, self.ended = tensor.device, ended
+        super().__init__(key, storage.nbytes())
+        self.number, self.device, self.ended = number, tensor.device, ended
         self.counts: list[tuple[Tensor, int]] = [(probe(tensor), tensor._version)]
         self.storage: Any = storage
         self.weak_storage: Any = weakref.ref(storage)
-        self.copied = False
-        self.out: Job | None = None
-        self.back: Job | None = None
         self.recipe: Any = None
         self.mark: int | None = None
 
     def __del__(self) -> None:
-        if getattr(self, "copied", False):  # an interrupt may leave it half made
-            self.ended.append((self.key, self.out))
+        if getattr(self, "has_copy", False):  # an interrupt may leave it half made
+            self.ended.append((self.key, self.job))
+
+    @property
+    def restorable(self) -> bool:
+        """Return whether a copy is complete, or a recipe makes it again."""
+        return self.recipe is not None or super().restorable
+
+    def let_go(self) -> None:
+        """Drop the reference on the storage."""
+        self.storage = None
 
     def holds(self, storage: Any) -> None:
         """Replace its storage with another resident one."""

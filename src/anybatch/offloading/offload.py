@@ -185,7 +185,8 @@ class Offload:
     def _learn(self, step: StepHooks, watch: StepRecorder | None, course: Course | None) -> None:
         """Take in a step that has gone well."""
         mover = self._mover
-        moved = mover.out, mover.back, mover.waited, step.remade
+        out, back = mover.bytes
+        moved = out, back, mover.waited, step.remade
         if watch is None:
             planned = course is not None and course.stages is not None and not step.missed
             predicted = None

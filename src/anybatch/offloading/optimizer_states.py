@@ -186,8 +186,8 @@ class OffloadedStates:
             return loss
         with uninterrupted(once=True), self._shared_memory() as (resident_bytes, paged):
             parts, most = step_in_parts(optimizer, inner, mover, resident_bytes, paged=paged)
-        moved = mover.out, mover.back, mover.waited
-        self.last = StatesReport(parts, mover.offloaded_bytes, most, *moved)
+        out, back = mover.bytes
+        self.last = StatesReport(parts, mover.offloaded_bytes, most, out, back, mover.waited)
         return loss
 
     @contextmanager

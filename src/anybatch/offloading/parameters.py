@@ -26,10 +26,10 @@ from anybatch.core.norm import ESCAPES
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
 from anybatch.memory.meter import Meter
-from anybatch.memory.page_table import EVICTING, OFFLOADED, PREFETCHING, RESIDENT, Held, Hold
+from anybatch.memory.page_table import EVICTING, OFFLOADED, PREFETCHING, RESIDENT, Hold
 from anybatch.memory.pager import OTHERS, PLAIN, Paging, key_of
 from anybatch.memory.stores import Store
-from anybatch.offloading.state_mover import state_errors
+from anybatch.offloading.state_mover import StateMover
 
 DETACH = torch.ops.aten.detach.default
 """The one kernel that reads no memory."""
@@ -61,6 +61,7 @@ class PagedModel:
     def enter(self) -> None:
         """Begin to see kernels, of this thread."""
         hold = Hold(self._make(), next(self._model.parameters()).device, self._meters)
+        hold.of, hold.then = StateMover.of, StateMover.then
         self.pages = Pages(hold, self._limit, optimizers.SMALL)
         with ExitStack() as stack:
             stack.callback(hold.close)
@@ -276,16 +277,15 @@ class Pages:
     def add(self, key: int, storage: Any, role: int, number: int) -> None:
         """Take in a storage that is here, under a name that is the same in every step."""
         hold = self._hold
-        with state_errors("written to"):
-            if hold.stirred():
-                hold.settle()
-            size = storage.nbytes()
-            if key in hold.all or size < self._small or not storage.resizable():
-                return
-            self._clock += 1
-            self._free(hold.rounded(size), "a tensor")
-            hold.add(key, storage, size, role, number, self._clock)
-            self._note((role, number))
+        if hold.stirred():
+            hold.settle()
+        size = storage.nbytes()
+        if key in hold.all or size < self._small or not storage.resizable():
+            return
+        self._clock += 1
+        self._free(hold.rounded(size), "a tensor")
+        hold.add(key, storage, size, role, number, self._clock)
+        self._note((role, number))
 
     def use(self, accesses: list[tuple[int, bool]], name: str) -> None:
         """Make storages be here, before a kernel runs on them.
@@ -295,51 +295,42 @@ class Pages:
         """
         hold = self._hold
         if hold.stirred():
-            with state_errors("written to"):
-                hold.settle()
-        pages = [(key, hold.all[key], writes) for key, writes in accesses if key in hold.all]
+            hold.settle()
+        pages = [(hold.all[key], writes) for key, writes in accesses if key in hold.all]
         if not pages:
             return
         self._clock += 1
-        for _, held, _ in pages:
+        for held, _ in pages:
             held.used = self._clock
-        for key, held, writes in pages:
+        for held, writes in pages:
+            if held.state == OFFLOADED:
+                self._free(held.size, name)
             if held.state != RESIDENT:
-                self._bring(key, held, name)
+                hold.bring_back(held)
             if writes and held.has_copy:
-                with state_errors("written to"):
-                    hold.forget_copy(key, held)
+                hold.forget_copy(held)
             self._note((held.lane, held.number))
         if self._front < len(self._order):
-            with state_errors("written to"):
-                self._prefetch()
+            self._prefetch()
 
     def keep(self, key: int) -> None:
         """Make a storage permanently resident, because its address was read."""
         self.use([(key, True)], "a read of its address")
         held = self._hold.all.get(key)
         if held is not None and not held.pinned:
-            self._hold.pin(key, held)
+            self._hold.pin(held)
             self.fixed += held.size
 
     def squeeze(self, limit: int) -> None:
         """Set the budget, and evict until the resident bytes are within it."""
         self.limit = limit
         self._clock += 1
-        with state_errors("written to"):
-            self._free(0, "what stays")
+        self._free(0, "what stays")
 
     def ended(self) -> None:
         """A step is over."""
         self._order.ended()
         self._front = 0
-
-    def _bring(self, key: int, held: Held, name: str) -> None:
-        if held.state == OFFLOADED:
-            with state_errors("written to"):
-                self._free(held.size, name)
-        with state_errors("read from"):
-            self._hold.bring_back(key, held)
 
     def _note(self, item: tuple[int, int]) -> None:
         self.most = max(self.most, self._hold.here + self.fixed)
@@ -372,14 +363,14 @@ class Pages:
         if hold.stirred():  # what has died cannot leave
             hold.settle()
         best, last = None, (beyond, 0)
-        for key, held in hold.movable.items():
+        for held in hold.movable.values():
             if held.used < self._clock and held.state in (RESIDENT, PREFETCHING):
                 later = order.next((held.lane, held.number)), -held.used
                 if later[0] > beyond and (best is None or later > last):
-                    best, last = (key, held), later
+                    best, last = held, later
         if best is None:
             return False
-        hold.evict(*best)
+        hold.evict(best)
         return True
 
     def _prefetch(self) -> None:
@@ -388,16 +379,16 @@ class Pages:
         self._front = max(self._front, order.at)
         while self._front < min(len(order), order.at + WINDOW):
             found = hold.find(*order[self._front])
-            if found is not None and found[1].state == OFFLOADED:
-                size = found[1].size
+            if found is not None and found.state == OFFLOADED:
+                size = found.size
                 while self._over(size) > hold.going and self._evict(self._front):
                     pass
                 if self._over(size) > 0:
                     return
-                hold.call(*found)
+                hold.call(found)
                 self.most = max(self.most, hold.here + self.fixed)
-            elif found is not None and found[1].state == EVICTING:
-                hold.bring_back(*found)
+            elif found is not None and found.state == EVICTING:
+                hold.bring_back(found)
             self._front += 1
 
 

@@ -158,7 +158,7 @@ class StepHooks:
         tensors, in cycles that the garbage collector cannot find.
         """
         for saved in self._living():
-            saved.out = saved.back = None
+            saved.job = None
 
     def _find(self, tensor: Tensor, storage: Any) -> Saved | None:
         """Return the record of a storage if no write to it has been counted since; else None."""
@@ -276,8 +276,8 @@ class StepHooks:
             if self._watch is not None:
                 self._watch.follow(saved)
         self._places[storage._cdata] = weakref.ref(saved)
-        if self._on_demand(saved) and (saved.copied or saved.recipe is not None):
-            saved.storage = None
+        if self._on_demand(saved) and saved.restorable:
+            self._mover.empty(saved)
         return storage
 
     def _drop(self, saved: Saved, tensor: Tensor, course: Course) -> None:
@@ -291,7 +291,8 @@ class StepHooks:
         if self._prints is None:
             self._prints = Fingerprints(len(course.dropped), self._device)
         saved.mark = self._prints.take(tensor.untyped_storage())
-        saved.recipe, saved.storage = recipe, None
+        saved.recipe = recipe
+        self._mover.empty(saved)
 
     def _make(self, number: int) -> None:
         """Make a storage again, and keep it."""
@@ -522,7 +523,7 @@ class Keeping:
             self._recomputes = False
             self._caches.clear()
             raise Retry("recompute")
-        self.moved += mover.out + mover.back
+        self.moved += mover.moved
         self.remade += step.remade
         self.waited += mover.waited
         if watch is not None:

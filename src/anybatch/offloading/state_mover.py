@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -21,9 +20,8 @@ from anybatch.core import optimizers
 from anybatch.core.optimizers import allocated, state_bound
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError, StoreError
-from anybatch.memory.page_table import Copier, Job, StoreCopies
-from anybatch.memory.stores import Store, require_space, space_of
-from anybatch.memory.stores import store_errors as errors_of
+from anybatch.memory.page_table import BACK, OUT, Copies, Page
+from anybatch.memory.stores import Store
 
 
 def step_in_parts(
@@ -251,8 +249,10 @@ def parts_of(
 # So after any failure in between, every tensor is in the dictionary or complete in the store.
 
 
-class StateMover(StoreCopies):
+class StateMover(Copies):
     """Moves the state of parameters out and in; tensors elsewhere are not offloaded."""
+
+    of, then = "an optimizer's state", "state that was not stored is still in memory"
 
     def __init__(self, make: Callable[[], Store], device: torch.device) -> None:
         super().__init__(make, device)
@@ -280,10 +280,7 @@ class StateMover(StoreCopies):
             self._keys += 1
             source = compact(value)
             placeholder = Placeholder(state, name, self._keys, source.stride())
-            with state_errors("written to"):
-                work = self._opened().writing(placeholder.key, source.untyped_storage())
-            placeholder.job = self._writer.start(work)
-            self.out += placeholder.size
+            self.start(OUT, placeholder, source.untyped_storage())
             self._leaving.append(placeholder)
             found.append(placeholder)
         return found
@@ -301,8 +298,7 @@ class StateMover(StoreCopies):
             wait -= 1
             assert job is not None
             try:
-                with state_errors("written to"):
-                    self._wait(self._writer, job)
+                self.finish(job)
             except BaseException:
                 if job.done:
                     self._forget(self._leaving.popleft())
@@ -316,11 +312,7 @@ class StateMover(StoreCopies):
             placeholder = self._of(value)
             if placeholder is not None and placeholder.job is None:
                 placeholder.tensor = placeholder.empty()
-                with state_errors("read from"):
-                    work = self._opened().reading(
-                        placeholder.key, placeholder.tensor.untyped_storage()
-                    )
-                placeholder.job = self._reader.start(work)
+                self.start(BACK, placeholder, placeholder.tensor.untyped_storage())
 
     def arrive(self, state: State) -> None:
         """Have all of a state here."""
@@ -330,11 +322,9 @@ class StateMover(StoreCopies):
             if placeholder is None:
                 continue
             assert placeholder.job is not None
-            with state_errors("read from"):
-                self._wait(self._reader, placeholder.job)
+            self.finish(placeholder.job)
             assert placeholder.tensor is not None
             state[name] = placeholder.tensor
-            self.back += placeholder.size
             del self._placeholders[id(value)]
             self._forget(placeholder)
 
@@ -345,8 +335,7 @@ class StateMover(StoreCopies):
             placeholder = self._of(value)
             if placeholder is not None:
                 tensor = placeholder.empty()
-                with state_errors("read from"):
-                    self._opened().reading(placeholder.key, tensor.untyped_storage())()
+                self.copy(BACK, placeholder, tensor.untyped_storage())
                 found[name] = tensor
         return found
 
@@ -367,14 +356,6 @@ class StateMover(StoreCopies):
         for key in self._placeholders.keys() - found:
             self._forget(self._placeholders.pop(key))
 
-    def require_space(self, size: int) -> None:
-        """Require capacity for so many bytes in the store, where it can be checked in advance."""
-        if size == 0:
-            return
-        with state_errors("opened"):
-            space = space_of(self._opened())
-        require_space(size, space, of=STATE)
-
     def rest(self) -> None:
         """Finish all queued copies, and end the threads; tensors with failed copies remain."""
         super().rest()
@@ -385,7 +366,8 @@ class StateMover(StoreCopies):
             else:
                 self._forget(placeholder)
         for placeholder in self._placeholders.values():  # called, and not wanted any more
-            placeholder.job = placeholder.tensor = None
+            placeholder.job = None
+            self.empty(placeholder)
 
     def close(self) -> None:
         """End the threads, and close the store; its contents are lost."""
@@ -410,28 +392,17 @@ class StateMover(StoreCopies):
 
     def _gone(self, placeholder: Placeholder) -> None:
         """Replace a copied tensor by its stand-in, unless it was changed during the copy."""
-        tensor = placeholder.tensor
-        placeholder.job = placeholder.tensor = None
+        tensor, placeholder.job = placeholder.tensor, None
         stands = placeholder.state.get(placeholder.name) is tensor
         if tensor is not None and stands and tensor._version == placeholder.version:
             self._placeholders[id(placeholder.stand_in)] = placeholder
-            placeholder.state[placeholder.name] = placeholder.stand_in
+            self.empty(placeholder)
         else:
             self._forget(placeholder)
 
     def _forget(self, placeholder: Placeholder) -> None:
         placeholder.job = placeholder.tensor = None
-        if self._store is not None:
-            self._store.drop(placeholder.key)
-
-    def _wait(self, copier: Copier, job: Job) -> None:
-        start = perf_counter()
-        try:
-            copier.wait(job)
-        finally:
-            self.waited += perf_counter() - start
-            if job.done:
-                job.work = None  # with the storage that it holds
+        self.drop(placeholder)
 
 
 # Offloaded tensor of an optimizer's state, its stand-in, and the errors where it is missing.
@@ -450,39 +421,37 @@ State = dict[Any, Any]
 """An optimizer's state of one parameter: name -> tensor or number."""
 
 
-class Placeholder:
+class Placeholder(Page):
     """Offloaded tensor, or one on its way, and the meta tensor in its place.
 
     Attributes:
         state: where it stands.
         name: under this name.
-        key: its name in the store.
-        size: bytes.
         stand_in: a tensor of the same shape on the meta device.
         tensor: it, while it is written or read; else None.
         version: its count of writes when its eviction began.
-        job: that copy.
     """
 
-    __slots__ = ("device", "job", "key", "name", "size", "stand_in", "state", "tensor", "version")
+    __slots__ = ("device", "name", "stand_in", "state", "tensor", "version")
 
     def __init__(self, state: State, name: Any, key: int, stride: tuple[int, ...]) -> None:
         tensor: Tensor = state[name]
-        self.state, self.name, self.key = state, name, key
-        self.size, self.device, self.version = tensor.nbytes, tensor.device, tensor._version
+        super().__init__(key, tensor.nbytes)
+        self.state, self.name = state, name
+        self.device, self.version = tensor.device, tensor._version
         self.stand_in = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="meta")
         self.tensor: Tensor | None = tensor
-        self.job: Job | None = None
+
+    def let_go(self) -> None:
+        """Have the stand-in alone in the optimizer's dictionary."""
+        if self.tensor is not None and self.state.get(self.name) is self.tensor:
+            self.state[self.name] = self.stand_in
+        self.tensor = None
 
     def empty(self) -> Tensor:
         """Return an empty tensor like it, made by a kernel that dispatch modes can count."""
         like = self.stand_in
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.device)
-
-
-STATE = "an optimizer's state"
-state_errors = partial(errors_of, of=STATE, then="state that was not stored is still in memory")
-"""Explain an error of the system for an optimizer's state."""
 
 
 def compact(tensor: Tensor) -> Tensor:

@@ -101,7 +101,7 @@ def test_the_next_lane_is_brought_in_ahead_of_its_segment() -> None:
                 with Paging(it):
                     retained[lane].add_(1)
                 while it._hold._moving:  # a turn is long enough for every copy
-                    it._hold._copier.wait(it._hold._moving[-1][2])
+                    it._hold._copiers[0].wait(it._hold._moving[-1][1])
                     it._settle()
             else:
                 with Paging(it):
