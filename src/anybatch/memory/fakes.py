@@ -41,9 +41,14 @@ from anybatch.core.hooks import service
 from anybatch.core.modules import keywords, local, storage_of
 from anybatch.core.transaction import HeldBack, uninterrupted
 from anybatch.memory.meter import Meter, tensors_in
-from anybatch.memory.pager import OTHERS, key_of
+from anybatch.memory.pager import key_of
 
 T = TypeVar("T")
+OTHERS = frozenset(
+    {int, float, bool, complex, str, type(None)}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+"""Types that hold no tensor; every kernel has some."""
 REPORTS = logging.getLogger("torch._subclasses.fake_tensor")
 """torch reports each kernel here that does not run without data, with its frames."""
 

@@ -347,11 +347,7 @@ def key_of(tensor: Tensor) -> int | None:
 # kernel, so there is no such mode where nothing will be evicted (`anybatch.lockstep.lockstep`).
 
 PLAIN = frozenset({Tensor, Parameter})
-OTHERS = frozenset(
-    {int, float, bool, complex, str, type(None)}
-    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
-)
-"""Types that hold no tensor; tested first, because every kernel has some."""
+STRIDED = torch.strided
 
 
 class KernelObserver(Protocol):
@@ -398,51 +394,26 @@ class Paging(DispatchMode):
         if writes is None:
             schema = getattr(func, "_schema", None)
             writes = self._writes[func] = schema is None or schema.is_mutable
+        pager, kwargs = self._pager, kwargs or {}
         with torch._C.DisableTorchFunction():
-            operands: list[int | None] = []
-            if self._pager.limit is not None:
-                self._pager.before(_keys((args, kwargs)))
-            self._bring(args, operands, writes)
-            if kwargs:
-                self._bring(kwargs.values(), operands, writes)
-                result = func(*args, **kwargs)
-            else:
-                result = func(*args)
-            self._take(result, operands)
-        return result
-
-    def _bring(self, values: Any, operands: list[int | None], writes: bool) -> None:  # noqa: FBT001
-        for value in values:
-            type_ = type(value)
-            if type_ in OTHERS:
-                continue
-            if type_ in PLAIN or isinstance(value, Tensor):
-                if value.layout is torch.strided and (type_ in PLAIN or not _wraps(value)):
-                    key = key_of(value)
-                    operands.append(key)
+            if pager.limit is not None:
+                pager.before(_keys((args, kwargs)))
+            operands = set()
+            for tensor in tensors_in((args, kwargs) if kwargs else args):
+                if plain(tensor):
+                    key = key_of(tensor)
+                    operands.add(key)
                     if key is not None:
-                        self._pager.use(key, writes)
+                        pager.use(key, writes)
                 else:
-                    keep(self._pager, value)
-            elif isinstance(value, list | tuple):
-                self._bring(value, operands, writes)
-            elif isinstance(value, dict):
-                self._bring(value.values(), operands, writes)
-
-    def _take(self, value: Any, operands: list[int | None]) -> None:
-        type_ = type(value)
-        if type_ in PLAIN or isinstance(value, Tensor):
-            if value.layout is torch.strided and (type_ in PLAIN or not _wraps(value)):
-                key = key_of(value)
-                if key is not None and key not in operands:
-                    self._pager.take(key, value)
-            else:
-                keep(self._pager, value)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                self._take(item, operands)
-        elif isinstance(value, dict):
-            self._take(list(value.values()), operands)
+                    keep(pager, tensor)
+            result = func(*args, **kwargs)
+            for tensor in tensors_in(result):
+                if not plain(tensor):
+                    keep(pager, tensor)
+                elif (key := key_of(tensor)) is not None and key not in operands:
+                    pager.take(key, tensor)
+        return result
 
 
 def keep(pager: KernelObserver, tensor: Tensor) -> None:
@@ -462,13 +433,15 @@ def _keys(values: Any) -> Iterator[int]:
                 yield key
 
 
-def _wraps(tensor: Tensor) -> bool:
-    return type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__")
+def plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is strided and no wrapper of others, so that it has one storage."""
+    wraps = type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__")
+    return not wraps and tensor.layout is STRIDED
 
 
 def _inside(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the strided tensors that a tensor is made of."""
-    if _wraps(tensor):
+    if type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:
             yield from _inside(getattr(tensor, name))

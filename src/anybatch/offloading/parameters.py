@@ -25,9 +25,9 @@ from anybatch.core.modules import DispatchMode, keywords
 from anybatch.core.norm import ESCAPES
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
-from anybatch.memory.meter import Meter
+from anybatch.memory.meter import Meter, tensors_in, written_by
 from anybatch.memory.page_table import EVICTING, OFFLOADED, PREFETCHING, RESIDENT, Hold
-from anybatch.memory.pager import OTHERS, PLAIN, Paging, key_of
+from anybatch.memory.pager import Paging, key_of, plain
 from anybatch.memory.stores import Store
 from anybatch.offloading.state_mover import StateMover
 
@@ -80,7 +80,7 @@ class PagedModel:
         """Take in parameters and gradients that are new."""
         with torch._C.DisableTorchFunction():
             for number, parameter in enumerate(self._model.parameters()):
-                if not _plain(parameter):
+                if is_lazy(parameter) or not plain(parameter):
                     continue
                 self._take(parameter, PARAMETER, number)
                 if parameter.requires_grad and id(parameter) not in self._removers:
@@ -89,7 +89,7 @@ class PagedModel:
                     self._take(parameter.grad, GRADIENT, number)
 
     def _take(self, tensor: Tensor, role: int, number: int) -> None:
-        key = key_of(tensor) if _plain(tensor) else None
+        key = _key(tensor)
         if key is not None:
             for mode in _get_current_dispatch_mode_stack():
                 if isinstance(mode, Paging):  # a lane has made this gradient
@@ -121,7 +121,6 @@ class _PageInMode(DispatchMode):
     def __init__(self, pages: Pages) -> None:
         super().__init__()
         self.pages = pages
-        self._writes: dict[Any, _Writes] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -131,10 +130,8 @@ class _PageInMode(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Bring in the storages of a kernel, and run it; torch refuses views of no memory."""
         kwargs = kwargs or {}
-        if func not in self._writes:
-            self._writes[func] = _Writes(func)
         with torch._C.DisableTorchFunction():
-            accesses = [] if func is DETACH else list(self._writes[func].of(args, kwargs))
+            accesses = [] if func is DETACH else _accesses(func, args, kwargs)
             if not accesses:
                 return func(*args, **kwargs)
             halves = [] if self.pages.fit(accesses) else _halves(func, args, kwargs)
@@ -165,23 +162,15 @@ def _halves(
     ]
 
 
-class _Writes:
-    """Arguments that a kernel writes to; all of them if it has no schema."""
+def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, bool]]:
+    """Return the keys of the storages in a call, and whether they are written to.
 
-    def __init__(self, func: Any) -> None:
-        schema = getattr(func, "_schema", None)
-        self._all = schema is None
-        arguments = [] if schema is None else schema.arguments
-        found = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-        self._places = found
-        self._names = {a.name for a, writes in zip(arguments, found, strict=True) if writes}
-
-    def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[int, bool]]:
-        """Yield the keys of the storages in a call, and whether they are written to."""
-        for place, value in enumerate(args):
-            yield from _keys(value, self._all or self._places[place])
-        for name, value in kwargs.items():
-            yield from _keys(value, self._all or name in self._names)
+    A kernel without a schema may write to all of them.
+    """
+    keys = list(_keys((*args, kwargs)))
+    schema = getattr(func, "_schema", None)
+    written = set(keys if schema is None else _keys(list(written_by(func, args, kwargs))))
+    return [(key, key in written) for key in keys]
 
 
 class _Addresses(TorchFunctionMode):
@@ -194,31 +183,21 @@ class _Addresses(TorchFunctionMode):
         """Make tensors permanently resident for a function that requests their address."""
         if func in ESCAPES:
             with torch._C.DisableTorchFunction():
-                for key, _ in _keys(args, writes=True):
+                for key in _keys(args):
                     self._pages.keep(key)
         return func(*args, **keywords(func, kwargs))
 
 
-def _keys(value: Any, writes: bool) -> Iterator[tuple[int, bool]]:  # noqa: FBT001
-    type_ = type(value)
-    if type_ in OTHERS:
-        return
-    if type_ in PLAIN or isinstance(value, Tensor):
-        key = key_of(value) if _plain(value) else None
+def _keys(value: Any) -> Iterator[int]:
+    for tensor in tensors_in(value):
+        key = _key(tensor)
         if key is not None:
-            yield key, writes
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _keys(item, writes)
-    elif isinstance(value, dict):
-        yield from _keys(list(value.values()), writes)
+            yield key
 
 
-def _plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is plain: strided, materialised, and with a single storage."""
-    if is_lazy(tensor) or tensor.layout is not torch.strided:
-        return False
-    return type(tensor) in PLAIN or not hasattr(tensor, "__tensor_flatten__")
+def _key(tensor: Tensor) -> int | None:
+    """Return the key of a tensor that is materialised and has a single storage; else None."""
+    return None if is_lazy(tensor) or not plain(tensor) else key_of(tensor)
 
 
 # Pages of parameters and gradients in bounded memory: evicted, and prefetched before use.
@@ -277,8 +256,7 @@ class Pages:
     def add(self, key: int, storage: Any, role: int, number: int) -> None:
         """Take in a storage that is here, under a name that is the same in every step."""
         hold = self._hold
-        if hold.stirred():
-            hold.settle()
+        hold.settle()
         size = storage.nbytes()
         if key in hold.all or size < self._small or not storage.resizable():
             return
@@ -294,8 +272,7 @@ class Pages:
             BudgetError: all of them together are more than the limit.
         """
         hold = self._hold
-        if hold.stirred():
-            hold.settle()
+        hold.settle()
         pages = [(hold.all[key], writes) for key, writes in accesses if key in hold.all]
         if not pages:
             return
@@ -360,8 +337,7 @@ class Pages:
     def _evict(self, beyond: int) -> bool:
         """Evict the storage of latest next use, if beyond a place; return whether one was."""
         hold, order = self._hold, self._order
-        if hold.stirred():  # what has died cannot leave
-            hold.settle()
+        hold.settle()  # what has died cannot leave
         best, last = None, (beyond, 0)
         for held in hold.movable.values():
             if held.used < self._clock and held.state in (RESIDENT, PREFETCHING):
