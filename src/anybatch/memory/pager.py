@@ -442,7 +442,7 @@ def plain(tensor: Tensor) -> bool:
 def _inside(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the strided tensors that a tensor is made of."""
     if type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, _ = tensor.__tensor_flatten__()
         for name in names:
             yield from _inside(getattr(tensor, name))
     else:

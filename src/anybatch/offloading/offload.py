@@ -27,7 +27,7 @@ from anybatch.memory.stores import Store
 from anybatch.offloading.course import Course, Cut, too_little
 from anybatch.offloading.mover import Mover
 from anybatch.offloading.recorder import Recorded, ScheduleCache, StepRecorder, link_of
-from anybatch.offloading.saved_tensors import Hooked, StepHooks
+from anybatch.offloading.saved_tensors import StepHooks
 from anybatch.offloading.unroll import of_course
 
 
@@ -84,7 +84,7 @@ class Offload:
         self._followed: Course | None = None
         self._newest: Recorded | None = None
         self._there = self._scratch = self._most = 0
-        self._inside: tuple[Hooked, StepHooks, StepRecorder | None] | None = None
+        self._inside: StepHooks | None = None
 
     def __enter__(self) -> Self:
         if self._inside is not None:
@@ -100,12 +100,11 @@ class Offload:
         )
         self._mover.require_space(max((course.sent for course in courses.values()), default=0))
         step = StepHooks(self._mover, self._device, watch, courses)
-        hooked = Hooked(step, self._mover, watch)
         try:
-            self._inside = hooked, step, watch
-            hooked.__enter__()
+            self._inside = step
+            step.__enter__()
         except BaseException:  # an interrupt, maybe after the hooks were entered
-            hooked.give_up()
+            step.give_up()
             self._inside = None
             raise
         return self
@@ -116,13 +115,13 @@ class Offload:
         value: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._inside is not None
-        hooked, step, watch = self._inside
-        course = step.course
+        step = self._inside
+        assert step is not None
+        watch, course = step.watch, step.course
         try:
-            hooked.__exit__(exc_type, value, trace)
+            step.__exit__(exc_type, value, trace)
         except BaseException as error:  # an interrupt, most likely before it was held back
-            hooked.give_up()
+            step.give_up()
             self._stop_recomputing(error)
             raise
         finally:

@@ -61,15 +61,19 @@ from anybatch.offloading.recorder import (
 
 
 class StepHooks:
-    """State and actions of the saved-tensor hooks of one step.
+    """Saved-tensor hooks of one step: the context of its body.
+
+    For any end of the body, hooks and modes are removed and threads have ended afterwards. The
+    offloaded tensors of a failed step are dropped, for nothing can request them any more.
 
     Args:
-        mover: moves storages.
+        mover: moves storages; after a failure those that it holds are lost.
         device: of tensors that may be offloaded.
         watch: records the step; None follows a course.
         courses: by their first cut.
 
     Attributes:
+        watch: records the step, until that has ended.
         course: the one that is followed; None before the first cut, and off course.
         missed: the step was not one of those that were recorded.
         remade: bytes that were made again.
@@ -85,7 +89,7 @@ class StepHooks:
         self.course: Course | None = None
         self.missed = False
         self.remade = 0
-        self._mover, self._device, self._watch, self._courses = mover, device, watch, courses
+        self._mover, self._device, self.watch, self._courses = mover, device, watch, courses
         self._at = self._stage = 0
         self._over = self._failed = False
         self._saved: list[weakref.ref[Saved]] = []
@@ -93,6 +97,37 @@ class StepHooks:
         self._recipes: dict[int, RecomputeRecipe] = {}  # to be tried in a step that is recorded
         self._prints: Fingerprints | None = None
         self._lock = threading.RLock()
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> Self:
+        try:
+            with uninterrupted():
+                hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+                for mode in (hooks, *(() if self.watch is None else (eager(), self.watch))):
+                    mode.__enter__()
+                    self._entered.append(mode)
+        except BaseException:
+            self.give_up()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        value: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            with uninterrupted(once=True):
+                self._exit()
+                if exc_type is not None:
+                    self.give_up()
+                else:
+                    self._mover.rest()
+                    self.end()
+        except BaseException:
+            self.give_up()
+            raise
 
     def pack(self, tensor: Tensor) -> Handle | Stays:
         """Take a tensor that autograd saves."""
@@ -108,8 +143,8 @@ class StepHooks:
                 number = STAYED
             self._cut(Cut(True, number, looks, size))
             packed = Stays(tensor) if number == STAYED else self._take(tensor, storage, saved)
-            if self._watch is not None:
-                self._watch.resume()
+            if self.watch is not None:
+                self.watch.resume()
             return packed
 
     def unpack(self, packed: Handle | Stays) -> Tensor:
@@ -120,21 +155,21 @@ class StepHooks:
         with self._lock:
             self._mover.settle()
             saved = packed.saved
-            if self._watch is None:
+            if self.watch is None:
                 _require_counted()
             if not self._over:
                 self._cut(Cut(False, saved.number))
-            if self._watch is not None:
-                self._try(saved, self._watch)
+            if self.watch is not None:
+                self._try(saved, self.watch)
             storage = self._bring(saved)
-            if self._watch is not None:
-                self._watch.resume()
+            if self.watch is not None:
+                self.watch.resume()
             return packed.tensor(storage)
 
     def end(self) -> None:
         """End the step; saved tensors that autograd still holds can still be requested."""
         with self._lock:
-            self._over, self._watch = True, None
+            self._over, self.watch = True, None
             self._recipes.clear()
             if self._prints is not None and self._prints.differ():
                 raise _other("one of them")
@@ -143,22 +178,25 @@ class StepHooks:
                 self.missed = True
             self.course = None
 
-    def fail(self) -> None:
-        """Mark the step as failed, and drop the saved tensors that autograd holds."""
+    def give_up(self) -> None:
+        """Remove the hooks, and drop all offloaded tensors; another call does no harm.
+
+        The error of a copy holds the frames of the step, those hold its graph, and that holds the
+        saved tensors, in cycles that the garbage collector cannot find; so the copies go, too.
+        """
+        self._exit()
         self._over = self._failed = True
-        self._watch = self.course = None
+        self.watch = self.course = None
         self._recipes.clear()
         for saved in self._living():
             saved.storage = saved.recipe = None
-
-    def forget_copies(self) -> None:
-        """Let go of copies that have ended, after a failure.
-
-        An exception holds the frames of the step, those hold its graph, and that holds the saved
-        tensors, in cycles that the garbage collector cannot find.
-        """
+        self._mover.close()
         for saved in self._living():
             saved.job = None
+
+    def _exit(self) -> None:
+        while self._entered:
+            self._entered.pop().__exit__(None, None, None)
 
     def _find(self, tensor: Tensor, storage: Any) -> Saved | None:
         """Return the record of a storage if no write to it has been counted since; else None."""
@@ -170,14 +208,14 @@ class StepHooks:
             return None
         if saved.unchanged(tensor) is not False:
             return saved
-        if self._watch is not None:
-            self._watch.replaced(saved)
+        if self.watch is not None:
+            self.watch.replaced(saved)
         return None
 
     def _stays(self, storage: Any, cut: Cut) -> bool:
         """Say whether a storage was there before the step."""
-        if self._watch is not None:
-            return not self._watch.born(storage)
+        if self.watch is not None:
+            return not self.watch.born(storage)
         if self._at == 0:
             return cut in self._courses
         if self.course is None or self._at >= len(self.course.recording.cuts):
@@ -186,8 +224,8 @@ class StepHooks:
 
     def _cut(self, cut: Cut) -> None:
         """Run the actions of the course at a cut, or record the cut."""
-        if self._watch is not None:
-            self._watch.cut(cut)
+        if self.watch is not None:
+            self.watch.cut(cut)
             return
         if self._at == 0:
             self.course = self._courses.get(cut)
@@ -233,10 +271,10 @@ class StepHooks:
             saved = Saved(len(self._saved), self._mover.key(), tensor, self._mover.ended)
             self._saved.append(weakref.ref(saved))
             self._places[storage._cdata] = weakref.ref(saved)
-            if self._watch is not None:
-                self._watch.saved(saved)
-                self._watch.follow(saved)
-                if self._watch.tries and (recipe := read(tensor, self._mine)) is not None:
+            if self.watch is not None:
+                self.watch.saved(saved)
+                self.watch.follow(saved)
+                if self.watch.tries and (recipe := read(tensor, self._mine)) is not None:
                     self._recipes[saved.number] = recipe
             if self.course is not None and saved.number in self.course.dropped:
                 self._drop(saved, tensor, self.course)
@@ -245,8 +283,8 @@ class StepHooks:
         elif saved.unchanged(tensor) is None:
             self._join(saved, tensor, storage)
         handle = Handle(saved, tensor)
-        if self._watch is not None:
-            self._watch.handles(handle, storage)
+        if self.watch is not None:
+            self.watch.handles(handle, storage)
         return handle
 
     def _join(self, saved: Saved, tensor: Tensor, storage: Any) -> None:
@@ -266,15 +304,15 @@ class StepHooks:
         if storage is None:
             if self._failed:
                 raise gone()
-            if self._watch is not None:
-                self._watch.lives(saved)
+            if self.watch is not None:
+                self.watch.lives(saved)
             if saved.recipe is None:
                 self._mover.call_now(saved)
             else:
                 saved.holds(self._follow(saved))
             storage = saved.storage
-            if self._watch is not None:
-                self._watch.follow(saved)
+            if self.watch is not None:
+                self.watch.follow(saved)
         self._places[storage._cdata] = weakref.ref(saved)
         if self._on_demand(saved) and saved.restorable:
             self._mover.empty(saved)
@@ -389,68 +427,6 @@ def _require_counted() -> None:
         raise uncounted("aten.rrelu_with_noise")
 
 
-# Step under its hooks, and its cleanup after a failure or an interrupt.
-#
-# For any end of the body, hooks and modes are removed and threads have ended afterwards. The
-# offloaded tensors of a failed step are dropped, for nothing can request them any more.
-
-
-class Hooked:
-    """Runs the body under the hooks of a step.
-
-    Args:
-        step: the functions of the hooks.
-        mover: moves storages; after a failure those that it holds are lost.
-        watch: records the body; None where it is not recorded.
-    """
-
-    def __init__(self, step: StepHooks, mover: Mover, watch: StepRecorder | None) -> None:
-        self._step, self._mover, self._watch = step, mover, watch
-        self._entered: list[Any] = []
-
-    def __enter__(self) -> Self:
-        step, watch = self._step, self._watch
-        try:
-            with uninterrupted():
-                hooks = torch.autograd.graph.saved_tensors_hooks(step.pack, step.unpack)
-                for mode in (hooks, *(() if watch is None else (eager(), watch))):
-                    mode.__enter__()
-                    self._entered.append(mode)
-        except BaseException:
-            self.give_up()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        value: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            with uninterrupted(once=True):
-                self._exit()
-                if exc_type is not None:
-                    self.give_up()
-                else:
-                    self._mover.rest()
-                    self._step.end()
-        except BaseException:
-            self.give_up()
-            raise
-
-    def give_up(self) -> None:
-        """Remove the hooks, and drop all offloaded tensors; another call does no harm."""
-        self._exit()
-        self._step.fail()
-        self._mover.close()
-        self._step.forget_copies()
-
-    def _exit(self) -> None:
-        while self._entered:
-            self._entered.pop().__exit__(None, None, None)
-
-
 # Micro-batches in sequence, each with saved tensors offloaded as far as its budget requires.
 #
 # `anybatch.offload` has one step and a budget for all bytes. Here the ledger has counted the other
@@ -512,7 +488,7 @@ class Keeping:
         step = StepHooks(mover, self._device, watch, courses)
         changed = False
         try:
-            with Hooked(step, mover, watch):
+            with step:
                 mover.ready()
                 work()
         except NotReproducibleError:

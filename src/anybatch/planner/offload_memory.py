@@ -31,7 +31,7 @@ from anybatch.memory.stores import BLOCK, BOUNCE, Store
 from anybatch.offloading.course import Course, Recording, set_course
 from anybatch.offloading.mover import SMALL, Mover
 from anybatch.offloading.recorder import FAST, StepRecorder, link_of
-from anybatch.offloading.saved_tensors import Hooked, StepHooks, without_outside
+from anybatch.offloading.saved_tensors import StepHooks, without_outside
 from anybatch.offloading.unroll import Stretch, chained
 from anybatch.planner import rehearsal
 from anybatch.planner.forecast import Forecast, merged, total
@@ -439,7 +439,7 @@ class Recorder:
         del size
         there, begin = self._meter.live, self._meter.events
         watch = StepRecorder(self._device, max(0, self._tries - there), None)
-        with Hooked(StepHooks(self._mover, self._device, watch, {}), self._mover, watch):
+        with StepHooks(self._mover, self._device, watch, {}):
             work()
         if self._meter.events - begin != watch.events:
             raise NotYetError(
