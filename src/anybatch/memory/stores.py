@@ -120,15 +120,15 @@ class HostStore:
 
     def reading(self, key: Hashable, storage: Any) -> Callable[[], None]:
         """Return a function that fills a storage from its stored copy."""
-        return partial(self._get, key, _flat(storage))
+        return partial(self._get, self._held[key], _flat(storage))
 
     def _put(self, key: Hashable, data: Tensor) -> None:
         host = torch.empty(data.shape, dtype=torch.uint8, pin_memory=of(data.device).facts.pins)
         host.copy_(data)
         self._held[key] = host, checksums(_memory(host.untyped_storage())) if self._check else None
 
-    def _get(self, key: Hashable, out: Tensor) -> None:
-        host, sums = self._held[key]
+    def _get(self, held: tuple[Tensor, Sums | None], out: Tensor) -> None:
+        host, sums = held
         if sums is not None:
             require_same(_memory(host.untyped_storage()), sums, "host memory")
         out.copy_(host)

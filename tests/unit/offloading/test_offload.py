@@ -14,7 +14,9 @@ import pytest
 import torch
 from tests.busy import busy
 from tests.offloads import slow_link, small_leave
+from tests.unit.memory.copies import stores
 from tests.unit.offloading.steps import (
+    CPU,
     LOTS,
     NAMES,
     TELLS,
@@ -33,6 +35,7 @@ from torch.utils.checkpoint import checkpoint
 import anybatch
 from anybatch.errors import BudgetError, StoreError
 from anybatch.offloading import saved_tensors
+from anybatch.reports import Offload
 
 
 @pytest.fixture(autouse=True)
@@ -278,6 +281,23 @@ def test_backward_after_its_store_was_closed_is_an_error() -> None:
                 model(x)
         with pytest.raises(StoreError, match="run forward again"):
             loss.backward()
+
+
+@pytest.mark.parametrize("store", ["host", "file"])
+def test_a_graph_of_a_store_that_was_closed_is_refused_in_a_later_step(
+    store: str, tmp_path: Path
+) -> None:
+    model, x = mlp()
+    off = Offload(LOTS, lambda: stores(tmp_path)[store], CPU)
+    with off:
+        loss = model(x).sum()
+        loss.backward(retain_graph=True)
+    off.close()
+    with off:
+        model(x).sum().backward()
+    with pytest.raises(StoreError, match="its store was closed: run forward again"):
+        loss.backward()
+    off.close()
 
 
 def test_a_planned_step_that_stops_halfway_holds_nothing() -> None:

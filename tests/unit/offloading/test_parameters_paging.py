@@ -278,6 +278,21 @@ def test_no_parameter_is_lost_where_a_copy_fails(
     assert equal([p.grad for p in model.parameters() if p.grad is not None], grads)
 
 
+def test_what_cannot_be_read_at_the_end_is_nan_and_a_store_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    model = mlp()
+    optimizer = adamw(model.parameters())
+    states = anybatch.offload_states(optimizer, model=model, memory=6 * model[0].weight.nbytes)
+    with pytest.raises(StoreError, match="could not be read from .*Input/output error"), states:
+        model(torch.randn(2, 32)).sum().backward()
+        monkeypatch.setattr("anybatch.memory.stores.FileStore._read", fails)
+    assert any(p.isnan().all() for p in model.parameters())
+
+
 def test_outside_everything_is_as_it_was() -> None:
     model = mlp()
     model[0].weight.grad = torch.ones(32, 32)
