@@ -17,8 +17,8 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any
@@ -28,8 +28,9 @@ import torch
 from anybatch.core import accelerator, threads
 from anybatch.core.optimizers import rounded
 from anybatch.core.transaction import uninterrupted
+from anybatch.errors import StoreError
 from anybatch.memory.meter import Meter
-from anybatch.memory.stores import Store, require_space, space_of, store_errors
+from anybatch.memory.stores import FileStore, Store, require_space
 
 OUT, BACK = range(2)
 """The two ways of a copy: from the device to the store, and back."""
@@ -85,6 +86,7 @@ class Copies:
     ) -> None:
         self._make, self._device = make, device
         self._store: Store | None = None
+        self._keys = 0
         writer = Copier(device)
         self._copiers = writer, writer if ordered else Copier(device)
         self.begin()
@@ -99,6 +101,11 @@ class Copies:
         """Bytes that were copied out and back."""
         return sum(self.bytes)
 
+    def key(self) -> int:
+        """Return a name that nothing in the store has had."""
+        self._keys += 1
+        return self._keys
+
     def ready(self) -> None:
         """Start the threads that copy, while there is memory for them."""
         for copier in self._copiers:
@@ -106,10 +113,10 @@ class Copies:
 
     def start(self, way: int, page: Page, storage: Any) -> Job:
         """Begin to copy a page out of a storage, or back into it, after all earlier copies."""
-        job = page.job = self._copiers[way].start(self._work(way, page, storage))
+        job = self._copiers[way].start(self._work(way, page, storage))
         job.way = way
+        page.job, page.has_copy = job, True
         self.bytes[way] += page.size
-        page.has_copy = True
         return job
 
     def copy(self, way: int, page: Page, storage: Any) -> None:
@@ -147,12 +154,22 @@ class Copies:
         """Require capacity for so many bytes in the store, where it can be checked in advance."""
         if size:
             with self.errors("opened"):
-                space = space_of(self._opened())
+                store = self._opened()
+                space = store.space() if isinstance(store, FileStore) else None
             require_space(size, space, of=self.of, otherwise=self.otherwise)
 
-    def errors(self, what: str) -> AbstractContextManager[None]:
-        """Explain an error of the system."""
-        return store_errors(what, of=self.of, then=self.then) if self.of else nullcontext()
+    @contextmanager
+    def errors(self, what: str) -> Iterator[None]:
+        """Explain an error of the system in the body, which does `what` to the store."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, StoreError) or not self.of:
+                raise
+            raise StoreError(
+                f"{self.of} must be stored, and its store could not be {what} ({error}): free "
+                f"space there, or name another folder (store=); {self.then}"
+            ) from error
 
     def rest(self) -> None:
         """Finish all queued copies, and end the threads."""

@@ -51,29 +51,6 @@ class Store(Protocol):
         """Forget everything."""
 
 
-@contextmanager
-def store_errors(what: str, *, of: str, then: str) -> Iterator[None]:
-    """Explain an error of the system that the body raises.
-
-    Args:
-        what: the failed action on the store, such as "written to".
-        of: its contents, in words.
-        then: the consequence, in words.
-
-    Raises:
-        StoreError: in place of an error of the system's.
-    """
-    try:
-        yield
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(
-            f"{of} must be stored, and its store could not be {what} ({error}): free space there, "
-            f"or name another folder (store=); {then}"
-        ) from error
-
-
 def require_space(
     size: int,
     space: int | None,
@@ -96,11 +73,6 @@ def require_space(
             f"{of} must fit in its store, and that is {show_bytes(size)}, and {folder} has "
             f"{show_bytes(space)} left: free space there, {otherwise}"
         )
-
-
-def space_of(store: Store) -> int | None:
-    """Return the bytes that a store can hold; None where that cannot be determined."""
-    return store.space() if isinstance(store, FileStore) else None
 
 
 class HostStore:

@@ -42,13 +42,7 @@ class Mover(Copies):
         super().__init__(make, device)
         self.ended: deque[tuple[int, Job | None]] = deque()
         self._jobs: list[Job] = []
-        self._keys = 0
         self.rates = [[0, 0.0], [0, 0.0]]
-
-    def key(self) -> int:
-        """Return a name that nothing in the store has had."""
-        self._keys += 1
-        return self._keys
 
     def start(self, way: int, page: Page, storage: Any) -> Job:
         """Begin a copy, whose storage is freed in this thread, after `rest` at the latest."""
@@ -84,8 +78,9 @@ class Mover(Copies):
         if (storage := saved.here()) is not None:
             saved.storage = storage
             return
-        saved.holds(empty(saved.size, saved.device))
-        self.start(BACK, saved, saved.storage)
+        storage = empty(saved.size, saved.device)
+        self.start(BACK, saved, storage)
+        saved.holds(storage)  # an interrupt before has it read again
 
     def arrived(self, saved: Saved) -> None:
         """Wait for a return that is under way."""

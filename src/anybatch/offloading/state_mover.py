@@ -258,7 +258,6 @@ class StateMover(Copies):
         super().__init__(make, device)
         self._placeholders: dict[int, Placeholder] = {}
         self._leaving: deque[Placeholder] = deque()
-        self._keys = 0
 
     @property
     def offloaded_bytes(self) -> int:
@@ -277,9 +276,8 @@ class StateMover(Copies):
         for name, value in state.items():
             if not self._moves(value):
                 continue
-            self._keys += 1
             source = compact(value)
-            placeholder = Placeholder(state, name, self._keys, source.stride())
+            placeholder = Placeholder(state, name, self.key(), source.stride())
             self.start(OUT, placeholder, source.untyped_storage())
             self._leaving.append(placeholder)
             found.append(placeholder)
