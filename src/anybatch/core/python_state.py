@@ -10,23 +10,45 @@ global names, and the contents of lists, dicts and sets.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
 from functools import partial
 from itertools import product
 from math import prod
 from operator import is_
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
-CONTAINERS = (list, dict, OrderedDict, defaultdict, set, deque)
-PLAIN = (*CONTAINERS, int, float, bool, str, tuple, type(None), Tensor)
+from anybatch.core.reached import (
+    ARRAYS,
+    CONTAINERS,
+    HOLDERS,
+    MANY,
+    NONE,
+    Link,
+    classes,
+    installed,
+    names_of,
+    of_library,
+    reached,
+    slots,
+)
+
+WRITTEN = (*ARRAYS, np.ndarray)
+SMALL = 64 * 1024
+"""Bytes of an array that is copied."""
+
+PLAIN = {
+    *(list, dict, OrderedDict, defaultdict, set, deque),
+    *(int, float, bool, str, tuple, NoneType, Tensor),
+}
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -34,10 +56,6 @@ HOOKS = (
     "_backward_pre_hooks",
     "_backward_hooks",
 )
-
-
-MANY = 1000
-"""Entries of a container, above which those inside it are skipped."""
 
 
 class PythonState:
@@ -49,7 +67,7 @@ class PythonState:
 
     def __init__(self) -> None:
         self.held: list[Any] = []
-        self._visited: set[int] = set()
+        self._visited: set[Any] = set()
         self._undo: list[Callable[[], None]] = []
 
     def modules(self, modules: Iterable[nn.Module], *, attributes: bool) -> None:
@@ -79,31 +97,33 @@ class PythonState:
         if id(fn) in self._visited or isinstance(fn, nn.Module | type):
             return
         self._visited.add(id(fn))
-        if isinstance(fn, partial):
-            for held in (fn.func, *fn.args, *fn.keywords.values()):
-                self._value(held)
-        elif isinstance(fn, MethodType):
-            self.function(fn.__func__)
-            self._value(fn.__self__)
-        elif not isinstance(fn, FunctionType):
-            if callable(fn) and hasattr(fn, "__dict__"):
-                self.container(vars(fn))
-        elif not (fn.__module__ or "").startswith("torch."):
-            self._closure(fn)
+        if not isinstance(fn, (FunctionType, *HOLDERS)):
+            if callable(fn):
+                self._object(fn)
+            return
+        if isinstance(fn, FunctionType) and (fn.__module__ or "").startswith("torch."):
+            return
+        for link, _, value, holder in reached(fn):
+            if link is Link.CELL and value is not NONE:
+                self._undo.append(partial(setattr, holder, "cell_contents", value))
+            if link is not Link.ATTRIBUTE:
+                self._value(value)
+        if isinstance(fn, FunctionType):
+            self.container(fn.__dict__)
+            self._globals(fn)
 
     def container(self, held: Any) -> None:
         """Record the entries of a list, dict or set, and those of the containers in it."""
         if id(held) in self._visited:
             return
         self._visited.add(id(held))
-        was = held.copy()
+        was = dict(held) if isinstance(held, dict) else held.copy()
         self.held.append(held)
         self._undo.append(partial(fill, held, was))
         if len(was) > MANY:
             return  # data, not a log
         for inside in was.values() if isinstance(was, dict) else was:
-            if type(inside) in CONTAINERS:
-                self.container(inside)
+            self._inside(inside)
 
     def put_back(self) -> None:
         """Make all of it as it was."""
@@ -112,64 +132,79 @@ class PythonState:
 
     def _class(self, cls: type) -> None:
         """Record the plain attributes of a user's class."""
-        for base in cls.__mro__:
+        for base in classes(cls):
             own = not base.__module__.startswith(("torch.", "builtins", "anybatch."))
             if own and id(base) not in self._visited:
                 self._visited.add(id(base))
                 was = dict(vars(base))
                 self._undo.append(partial(_fill_class, base, was))
                 for value in was.values():
-                    if type(value) in CONTAINERS:
-                        self.container(value)
-                    elif isinstance(value, FunctionType):
-                        self.function(value)
+                    if isinstance(value, (FunctionType, *HOLDERS, *CONTAINERS)):
+                        self._value(value)
 
-    def _closure(self, fn: FunctionType) -> None:
-        for value in (*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()):
-            self._value(value)
-        for cell in fn.__closure__ or ():
-            try:
-                value = cell.cell_contents
-            except ValueError:  # nothing yet
-                continue
-            self._undo.append(partial(setattr, cell, "cell_contents", value))
-            self._value(value)
-        self.container(fn.__dict__)
+    def _globals(self, fn: FunctionType) -> None:
         names = names_of(fn.__code__)
         for name in names:
-            value = fn.__globals__.get(name, fn)
-            if isinstance(value, ModuleType) and not of_library(value.__name__):
-                for inside in names:
-                    self._global(vars(value), inside)
-            else:
-                self._global(fn.__globals__, name)
+            self._global(fn.__globals__, name, names)
 
-    def _global(self, held: dict[str, Any], name: str) -> None:
-        """Note the value of a global name, and the state that a function, class or object holds.
+    def _global(self, held: dict[str, Any], name: str, names: set[str]) -> None:
+        """Record the value of a global name, and the state of a function, class, file or object.
 
         A table that a helper keeps by size would hold tensors without data
         (test_tables_of_helpers_hold_no_fakes).
         """
         value = held.get(name)
-        if name in held and type(value) in PLAIN:
+        if isinstance(value, ModuleType):
+            if not of_library(value.__name__) and (id(value), name) not in self._visited:
+                self._visited.add((id(value), name))
+                for inside in names:
+                    self._global(vars(value), inside, names)
+        elif name in held and type(value) in PLAIN:
             self._undo.append(partial(held.__setitem__, name, value))
             self._value(value)
         elif isinstance(value, FunctionType) and len(self._visited) < MANY:
             if not of_library(value.__module__ or ""):
                 self.function(value)
-        elif isinstance(value, type):
-            if not of_library(value.__module__):
-                self._class(value)
-        elif not callable(value) and not of_library(type(value).__module__):
+        elif isinstance(value, type) or (
+            not callable(value) and not of_library(type(value).__module__)
+        ):
             self._value(value)
 
     def _value(self, value: Any) -> None:
-        if type(value) in CONTAINERS:
-            self.container(value)
-        elif callable(value):
+        if isinstance(value, (*CONTAINERS, *WRITTEN)):
+            self._inside(value)
+        elif isinstance(value, type):
+            if not of_library(value.__module__):
+                self._class(value)
+        elif callable(value) or isinstance(value, HOLDERS):
             self.function(value)
         elif type(value).__module__ != "builtins" and not isinstance(value, Tensor | nn.Module):
-            self.container(getattr(value, "__dict__", {}))
+            self._object(value)
+
+    def _inside(self, value: Any) -> None:
+        """Record a container, an array, or an object of a user's, that another one holds."""
+        if isinstance(value, CONTAINERS):
+            self.container(value)
+        elif isinstance(value, WRITTEN):
+            if memoryview(value).nbytes <= SMALL:  # type: ignore[arg-type]
+                self._undo.append(partial(write, value, copy(value)))
+        elif not (
+            callable(value)
+            or installed(type(value).__module__)
+            or isinstance(value, Tensor | nn.Module)
+        ):
+            self._object(value)
+
+    def _object(self, value: Any) -> None:
+        """Record the attributes of an object, and its slots."""
+        self.container(getattr(value, "__dict__", {}))
+        if id(value) in self._visited or len(self._visited) > MANY:
+            return
+        self._visited.add(id(value))
+        for name in slots(type(value)):  # type: ignore[arg-type]
+            one = getattr(value, name, NONE)
+            self._undo.append(partial(_fill_slot, value, name, one))
+            self._inside(one)
 
 
 class Attributes:
@@ -189,7 +224,7 @@ class Attributes:
             held = module.__dict__
             self._was.append((held, held.copy()))
             for name, value in held.items():
-                if name not in self.OWN and type(value) in CONTAINERS and len(value) <= MANY:
+                if name not in self.OWN and isinstance(value, CONTAINERS) and len(value) <= MANY:
                     self._was.append((value, value.copy()))
 
     def put_back(self) -> None:
@@ -202,7 +237,7 @@ class Attributes:
         return AttributeCounts([held for held, _ in self._was])
 
 
-NONE = Attributes(())
+NO_ATTRIBUTES = Attributes(())
 """No attributes."""
 
 
@@ -260,22 +295,15 @@ def _numbers(held: dict[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in held.items() if type(value) in (int, float)}
 
 
-def of_library(name: str) -> bool:
-    """Say whether a file is torch's, numpy's, Python's or this library's."""
-    return name.split(".", maxsplit=1)[0] in LIBRARIES
-
-
-LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
-"""Top-level packages without state of a user's forward."""
-
-
 def fill(held: Any, was: Any) -> None:
     """Restore the entries of a container; a list or dict with the same entries is not written."""
     same = len(held) == len(was)
     if isinstance(held, dict):
         for key in [key for key in held if key not in was]:
             del held[key]
-        held.update({k: v for k, v in was.items() if k not in held or held[k] is not v})
+        for key, value in was.items():
+            if key not in held or held[key] is not value:
+                held[key] = value  # ``update`` of a Counter adds
     elif isinstance(held, set):
         held.clear()
         held.update(was)
@@ -293,10 +321,18 @@ def _fill_class(cls: type, was: dict[str, Any]) -> None:
             setattr(cls, name, value)
 
 
-def names_of(code: CodeType) -> set[str]:
-    """Return the names that a function uses, and those inside it."""
-    inner = [names_of(one) for one in code.co_consts if isinstance(one, CodeType)]
-    return {*code.co_names}.union(*inner)
+def write(held: Any, was: Any) -> None:
+    """Restore the values of an array: of numpy, of the standard library, or of C."""
+    if isinstance(held, np.ndarray):
+        held[...] = was
+    else:
+        np.frombuffer(held, np.uint8)[:] = np.frombuffer(was, np.uint8)
+
+
+def _fill_slot(holder: Any, name: str, was: Any) -> None:
+    """Make a slot hold what it held; one that was empty stays as it is."""
+    if was is not NONE and getattr(holder, name, NONE) is not was:
+        setattr(holder, name, was)
 
 
 # Comparison of tensors piece by piece, in few bytes beyond their own.

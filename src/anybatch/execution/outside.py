@@ -12,16 +12,13 @@ import dis
 import logging
 import os
 import random
-import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, ValuesView
 from datetime import date, time, timedelta
 from functools import lru_cache, partial
-from itertools import count
+from itertools import chain, count
 from numbers import Number
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, NoneType
+from types import CellType, CodeType, FunctionType, ModuleType, NoneType
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -31,7 +28,22 @@ from torch.nn.modules import module as of_all
 
 from anybatch.core import pytree
 from anybatch.core.accelerators import autocast_types
-from anybatch.core.python_state import HOOKS, LIBRARIES, Attributes, names_of
+from anybatch.core.python_state import HOOKS, Attributes
+from anybatch.core.reached import (
+    ARRAYS,
+    HOLDERS,
+    NONE,
+    SPECIAL,
+    Link,
+    attributes,
+    classes,
+    content,
+    installed,
+    named,
+    names_of,
+    reached,
+    stores_in_attributes,
+)
 from anybatch.execution.proof.places import in_rows
 
 NUMBERS = (int, float, bool, str)
@@ -41,8 +53,6 @@ ITSELF: frozenset[type] = frozenset(
 """Classes of values that can be compared as they are."""
 
 FIRST, SECOND, THIRD, LAST = HOOKS
-
-CODE = frozenset((FunctionType, MethodType, partial, staticmethod, classmethod))
 
 TORCH, INSTALLED, OWN = range(3)
 """Whether a class of modules is the user's."""
@@ -76,8 +86,8 @@ READ: dict[str, Callable[[], Any]] = {
 FEW = 64
 """Entries of a list or a dict above which it holds data."""
 
-MOST = 500
-"""Functions that are followed."""
+MOST = 5000
+"""Values that are followed."""
 
 DEPTH = 3
 """Depth of nested lists, dicts and objects that are searched."""
@@ -238,12 +248,12 @@ class Outside:
         self.reads_grad = False
         self._read: dict[Named, Callable[[], Any]] = {}
         self._tensors: dict[Named, Callable[[], Any]] = {}
-        self._visited: set[int] = set()
+        self._visited: dict[int, Any] = {}  # which live as long, or another would have the id
         self._places: set[tuple[int, str, str]] = set()
-        self._ahead: list[Any] = [one for one in functions if not isinstance(one, nn.Module)]
+        self._ahead: list[tuple[Any, int]] = [(one, 0) for one in functions]
         for module in modules:
             for hooks in HOOKS:
-                self._ahead += getattr(module, hooks, {}).values()
+                self._ahead += ((one, 0) for one in getattr(module, hooks, {}).values())
             if _origin(type(module)) is TORCH:  # type: ignore[arg-type]
                 self._foreign(module)
             for parameter in module._parameters.values():
@@ -251,10 +261,11 @@ class Outside:
                     held = parameter.__dict__
                     self._place(held, "a parameter", "attributes", partial(_same, held))
             if not _of_library(type(module)):
-                self._ahead += [one for one in vars(module).values() if _function(one)]
+                own = vars(module).keys() - Attributes.OWN
+                self._ahead += ((one, 0) for n, one in vars(module).items() if n in own)
                 self._class(type(module))
         while self._ahead and len(self._visited) < MOST:
-            self._follow(self._ahead.pop())
+            self._follow(*self._ahead.pop())
 
     def numbers(self) -> dict[Named, Any]:
         """Return the present numbers in the places; places without any are omitted."""
@@ -275,83 +286,95 @@ class Outside:
             self._place(held, cls.__name__, name, partial(held.get, name))
 
     def _class(self, cls: type) -> None:
-        if id(cls) in self._visited:
-            return
-        self._visited.add(id(cls))
-        for base in cls.__mro__:
+        self._visited[id(cls)] = cls
+        for base in classes(cls):
             if not _of_library(base):
                 held = vars(base)
                 if issubclass(base, nn.Module):
                     methods = (one for one in held.values() if isinstance(one, FunctionType))
                     self.reads_grad |= any(_reads_grad(one.__code__) for one in methods)
-                for name in [name for name in held if not name.startswith("__")]:
+                for name in [n for n in held if n in SPECIAL or not n.startswith("__")]:
                     self._place(held, base.__name__, name, partial(held.get, name))
 
-    def _follow(self, function: Any) -> None:
-        if isinstance(function, MethodType):
-            held = function.__self__
-            self._place(held, function.__module__, "its object", partial(_same, held))
-            self._ahead.append(function.__func__)
-        elif id(function) in self._visited:
+    def _follow(self, value: Any, depth: int) -> None:
+        """Follow what a value holds and what its code names.
+
+        Args:
+            value: that a place holds, or that is in it.
+            depth: how far inside; what a place does not show any more is one of its own.
+        """
+        if type(value) in ITSELF or isinstance(value, Tensor | nn.Module):
             return
-        elif isinstance(function, partial):
-            self._visited.add(id(function))
-            self._place(function, "a partial", "its arguments", partial(_same, function))
-            self._ahead += filter(
-                _function, (function.func, *function.args, *function.keywords.values())
-            )
-        elif isinstance(function, FunctionType):
-            if not _of_library(function):
-                self._visited.add(id(function))
-                self._code(function)
-        elif isinstance(call := getattr(type(function), "__call__", None), FunctionType):  # noqa: B004
-            self._visited.add(id(function))
-            self._place(
-                function, function.__module__, type(function).__name__, partial(_same, function)
-            )
-            self._class(type(function))
-            self._ahead.append(call)
+        if id(value) in self._visited:
+            return
+        if depth == DEPTH and not isinstance(value, type | FunctionType | ModuleType):
+            self._place(value, "nested", type(value).__name__, partial(_same, value))
+            return
+        self._visited[id(value)] = value
+        if isinstance(value, FunctionType):
+            if not _of_library(value):
+                self._code(value)
+        elif isinstance(value, type):
+            if not _of_library(value):
+                self._class(value)
+        elif not isinstance(value, ModuleType):
+            self._ahead += ((one, depth + 1) for one in self._inside(value))
+
+    def _inside(self, value: Any) -> list[Any]:
+        """Return what an object, a container or a callable holds, if these are a few values."""
+        if isinstance(value, HOLDERS):
+            found = [*reached(value)]
+            for one in found:
+                if one.link is Link.OBJECT:
+                    place = type(one.value).__module__, "its object"
+                    self._place(one.value, *place, partial(_same, one.value))
+            return [one.value for one in found]
+        if isinstance(value, dict):
+            value = value.values()
+        if isinstance(value, list | tuple | set | frozenset | deque | ValuesView):
+            return [*value] if len(value) <= FEW else []
+        cls: type = type(value)
+        own = not _of_library(cls)
+        if own:
+            self._ahead.append((cls, 0))
+        every = own or stores_in_attributes(cls)
+        return [*attributes(value).values()] if every else []
 
     def _code(self, function: FunctionType) -> None:
         """Record the places that are named by a function and by the functions inside it."""
-        path, of_file = function.__name__, function.__globals__
-        for name, cell in zip(
-            function.__code__.co_freevars, function.__closure__ or (), strict=True
-        ):
-            self._place(cell, path, name, partial(_content, cell))
-        names = names_of(function.__code__)
+        path, names = function.__name__, names_of(function.__code__)
         self._read |= {("a setting", name): READ[name] for name in names & READ.keys()}
-        for name in names & of_file.keys():
-            value = of_file[name]
-            self._place(of_file, function.__module__, name, partial(of_file.get, name))
+        for link, name, _, holder in reached(function):
+            if link is Link.CELL:
+                self._place(holder, path, name, partial(_content, holder))
+        for _, name, value, holder in named(function, names):
+            self._place(holder, function.__module__, name, partial(holder.get, name))
             if isinstance(value, ModuleType) and not _of_library(value):
                 self._attributes(value, names)
-            elif isinstance(value, type) and not _of_library(value):
-                self._class(value)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         if any(type(one) not in ITSELF for one in defaults):
             self._place(function, path, "defaults", partial(_same, defaults))
         if vars(function):
             self._place(vars(function), function.__module__, path, partial(_same, vars(function)))
 
-    def _attributes(self, value: type | ModuleType, names: Iterable[str]) -> None:
-        """Note attributes of a class or a file that a function may read."""
-        held = vars(value)
+    def _attributes(self, module: ModuleType, names: set[str]) -> None:
+        """Record attributes of a file that a function may read, and of the files in it."""
+        held = vars(module)
         for name in held.keys() & names:
-            self._place(value, value.__name__, name, partial(held.get, name))
+            inside = held[name]
+            new = (id(module), module.__name__, name) not in self._places
+            self._place(module, module.__name__, name, partial(held.get, name))
+            if new and isinstance(inside, ModuleType) and not _of_library(inside):
+                self._attributes(inside, names)
 
     def _place(self, holder: Any, path: str, name: str, read: Callable[[], Any]) -> None:
-        """Note a place that holds a number, once, or follow the functions in it."""
+        """Record a place that holds a number, once, and follow the values in it."""
         at = id(holder), path, name
         if at in self._places:
             return
         self._places.add(at)
         value = read()
-        if isinstance(value, staticmethod | classmethod):
-            value = value.__func__
-        several = isinstance(value, list | tuple | dict) and len(value) <= FEW
-        inside = [value] if not several else value.values() if type(value) is dict else [*value]
-        self._ahead += [one for one in inside if _function(one) or _called(one)]
+        self._ahead.append((value, 0))
         if plain(value) is not None:
             names = (name if k == 1 else f"{name} {k}" for k in count(1))
             free = next(one for one in names if (path, one) not in self._read)
@@ -382,18 +405,19 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, list | tuple | deque):
         return _few(value, depth)
     if isinstance(value, dict):
-        return _few(value.values(), depth)
-    if cls in CODE:
-        return _of_code(value, depth)
+        return _few([*chain.from_iterable(value.items())], depth, 2 * FEW)
+    if cls is FunctionType:
+        cells = [*map(_content, value.__closure__ or ())]
+        return (value.__code__, *_few(cells, depth)) if cells else value.__code__
     if isinstance(value, type | ModuleType):
         return None
+    if isinstance(value, HOLDERS):  # of a method its function: its object is a place of its own
+        return _few([one.value for one in reached(value) if one.link is not Link.OBJECT], depth)
     if isinstance(value, set | frozenset):
-        return frozenset(one for one in value if type(one) in NUMBERS)
-    if cls.__module__ not in ("types", "argparse") and _of_library(cls):
+        return frozenset(one if type(one) in ITSELF else plain(one, depth - 1) for one in value)
+    if _of_library(cls) and not stores_in_attributes(cls):
         return _of_library_class(value)
-    held = getattr(value, "__dict__", {})
-    slots = [getattr(value, name, None) for name in getattr(cls, "__slots__", ())]
-    return (cls, *_few([*held.values(), *slots], depth))
+    return (cls, *_few(attributes(value).values(), depth))
 
 
 def _of_library_class(value: Any) -> Any:
@@ -405,31 +429,18 @@ def _of_library_class(value: Any) -> Any:
         return cls, repr(value)
     if isinstance(value, torch.optim.Optimizer):  # whose rates a schedule moves
         return cls, *(plain(group, 1) for group in value.param_groups)
-    if cls is ContextVar:
-        return plain(value.get(None), 1)
-    if isinstance(value, threading.local):
-        return _few(vars(value).values(), 1)
     if isinstance(value, logging.Logger):
         return value.getEffectiveLevel()
+    if isinstance(value, ARRAYS):
+        return cls, bytes(value) if memoryview(value).nbytes <= FEW else None
     if cls is np.ndarray:
         return value.shape, value.dtype, value.tobytes() if value.size <= FEW else None
     return repr(value) if cls is count else cls
 
 
-def _of_code(value: Any, depth: int) -> Any:
-    """Return the code of a function or method, or the parts of a partial, for comparison."""
-    if isinstance(value, partial):
-        return _few((value.func, *value.args, *value.keywords.values()), depth)
-    if isinstance(value, MethodType | staticmethod | classmethod):
-        return plain(value.__func__, depth)
-    if not value.__closure__:
-        return value.__code__
-    return value.__code__, *_few([*map(_content, value.__closure__)], depth)
-
-
-def _few(values: Any, depth: int) -> tuple[Any, ...]:
+def _few(values: Any, depth: int, most: int = FEW) -> tuple[Any, ...]:
     """Return the contents of a container with few entries; others are data."""
-    if len(values) > FEW:
+    if len(values) > most:
         return ()
     return tuple([one if type(one) in ITSELF else plain(one, depth - 1) for one in values])
 
@@ -466,29 +477,15 @@ def _same(value: Any) -> Any:
 
 
 def _content(cell: CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # nothing yet
-        return None
-
-
-def _function(value: Any) -> bool:
-    return isinstance(value, FunctionType | MethodType | partial)
-
-
-def _called(value: Any) -> bool:
-    """Say whether a value is a callable object of a user's class."""
-    cls = type(value)
-    call = getattr(cls, "__call__", None)  # noqa: B004
-    own = isinstance(call, FunctionType) and not _of_library(cls)
-    return own and not isinstance(value, nn.Module)
+    found = content(cell)
+    return None if found is NONE else found
 
 
 def _of_library(code: type | FunctionType | ModuleType) -> bool:
     """Say whether a class, a function or a file is torch's, Python's or an installed package's."""
     if isinstance(code, FunctionType):
-        return _installed(code.__module__ or "") or "site-packages" in code.__code__.co_filename
-    return _installed(code.__name__ if isinstance(code, ModuleType) else code.__module__)
+        return installed(code.__module__ or "") or "site-packages" in code.__code__.co_filename
+    return installed(code.__name__ if isinstance(code, ModuleType) else code.__module__)
 
 
 @lru_cache(maxsize=1000)
@@ -511,10 +508,3 @@ def _named_in(cls: type) -> frozenset[str]:
 def _settings(cls: type) -> frozenset[str]:
     """Return the names of settings of a class of torch's by which its samples may meet."""
     return SETTINGS & _named_in(cls)
-
-
-@lru_cache(maxsize=1000)
-def _installed(name: str) -> bool:
-    if name.split(".", maxsplit=1)[0] in LIBRARIES:
-        return True
-    return "site-packages" in (getattr(sys.modules.get(name), "__file__", None) or "")

@@ -35,7 +35,7 @@ from anybatch.core.batch import (
 from anybatch.core.modules import call_model
 from anybatch.core.oom import out_of_memory
 from anybatch.core.plan_sections import Capacity, LockstepLimits
-from anybatch.core.python_state import NONE, Attributes
+from anybatch.core.python_state import NO_ATTRIBUTES, Attributes
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.distributed.fsdp import Sharded
@@ -155,7 +155,7 @@ class Step(Repeatable):
     scaler: Scaler | None = None
     signature: Any = None
     familiar: Familiar | None = None
-    attributes: Attributes = NONE
+    attributes: Attributes = NO_ATTRIBUTES
     own: set[int] = field(default_factory=set)
     discover: Callable[[list[Tensor]], None] | None = None
     batchnorm: str = "exact"
@@ -355,7 +355,7 @@ class Step(Repeatable):
                 self._refuse_single_sample(error, micro)
                 if HOOKED in str(error) and not looks_here():
                     raise NotYetError(NO_HOOKS) from error
-                if torch.is_grad_enabled() or modules.NONE not in str(error):
+                if torch.is_grad_enabled() or modules.NO_ATTRIBUTES not in str(error):
                     raise
                 raise NotExactError(NO_GRAPH) from error
             except (ValueError, IndexError, TypeError) as error:
@@ -464,7 +464,7 @@ class Step(Repeatable):
         assert self.gradients is not None
         self._collected += 1
         if self._collected == 1 + self.coupled:  # what they held may be large
-            self.attributes = NONE
+            self.attributes = NO_ATTRIBUTES
         self.phase = "summed"
         self.gradients.collect()
 

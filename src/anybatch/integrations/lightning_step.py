@@ -30,7 +30,7 @@ from anybatch.core import pytree
 from anybatch.core.accelerator import wide
 from anybatch.core.barrier import looks_here
 from anybatch.core.modules import DispatchMode
-from anybatch.core.python_state import names_of
+from anybatch.core.reached import names_of
 from anybatch.errors import LossError
 from anybatch.loss.traced import TracedModel, TracedOutputs
 from anybatch.loss.tracing import rows_of

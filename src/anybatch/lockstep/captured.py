@@ -11,18 +11,31 @@ attribute, are those of the micro-batch that happens to call it, and the result 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from anybatch.core import pytree
 from anybatch.core.modules import DispatchMode
+from anybatch.core.python_state import SMALL, WRITTEN
+from anybatch.core.reached import (
+    CONTAINERS,
+    HOLDERS,
+    MANY,
+    Link,
+    attributes,
+    named,
+    names_of,
+    of_library,
+    reached,
+    stores_in_attributes,
+)
 from anybatch.errors import LossError
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.places import scalars
@@ -83,39 +96,82 @@ class CapturedSamples(DispatchMode):
                 )
 
 
+VALUES = (int, float, complex, str, bytes)
+CODE = (FunctionType, *HOLDERS)
+
+
 def held(fn: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the values that a function holds: closure, defaults, arguments of a partial.
+    """Yield the values that a function holds or names: closure, defaults, globals, attributes.
 
     Args:
-        fn: a function, a method, a `functools.partial`; anything else holds nothing that shows.
+        fn: a function, a method, a `functools.partial`, an object that is called.
 
     Yields:
-        The name and the value: numbers, words, tensors and arrays; none of other types, which are
-        the same object for all or made anew for each.
+        The name and the value: numbers, words, tensors and arrays, but of attributes that the code
+        names no tensors; none of other types, which are the same object for all or made anew for
+        each.
     """
-    visited: set[int] = set()
-    waiting = [("", fn)]
+    names, owners = set[str](), dict[int, tuple[str, Any]]()
+    visited, waiting = set[Any](), [("", fn, True)]
     while waiting:
-        name, value = waiting.pop()
-        if isinstance(value, FunctionType | MethodType | partial):
-            if id(value) not in visited:
-                visited.add(id(value))
-                waiting += _parts(value)
+        name, value, whole = waiting.pop()
+        if isinstance(value, CODE):
+            waiting += _held_by(value, names) if id(value) not in visited else ()
+            visited.add(id(value))
             continue
-        for path, leaf in pytree.leaves(value):
-            if isinstance(leaf, Tensor | np.ndarray | int | float | complex | str | bytes):
+        if _has_names(value):
+            owners[id(value)] = name, value
+        for path, leaf in pytree.leaves([*value] if isinstance(value, deque) else value):
+            if isinstance(leaf, VALUES) or (whole and isinstance(leaf, Tensor | np.ndarray)):
                 yield f"{name}{path}", leaf
+            if isinstance(leaf, str):
+                names.add(leaf)  # getattr(options, "power")
+            elif isinstance(leaf, WRITTEN) and memoryview(leaf).nbytes <= SMALL:  # type: ignore[arg-type]
+                yield f"{name}{path}, its values", bytes(leaf)
+            elif isinstance(leaf, (*CODE, deque)):
+                waiting.append((f"{name}{path}", leaf, whole))
+        for name, owner in () if waiting else [*owners.values()]:
+            waiting += _named_in(name, owner, names, visited)
 
 
-def _parts(fn: Any) -> list[tuple[str, Any]]:
-    if isinstance(fn, partial):
-        return [("", fn.func), ("args", fn.args), ("keywords", fn.keywords)]
-    if isinstance(fn, MethodType):
-        return [("", fn.__func__)]
-    found = [("defaults", fn.__defaults__ or ()), ("defaults", fn.__kwdefaults__ or {})]
-    for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-        try:
-            found.append((name, cell.cell_contents))
-        except ValueError:  # a name that has no value yet
-            continue
-    return found
+def _is_data(value: Any) -> bool:
+    return isinstance(value, CONTAINERS) and len(value) > MANY
+
+
+def _has_names(value: Any) -> bool:
+    """Say whether a value has attributes that a user's code may name."""
+    if isinstance(value, ModuleType):
+        return not of_library(value.__name__)
+    cls: type = value if isinstance(value, type) else type(value)
+    return not of_library(cls.__module__) or stores_in_attributes(cls)
+
+
+Waiting = list[tuple[str, Any, bool]]
+"""Names and values, and whether tensors among them count."""
+
+
+def _held_by(function: Any, names: set[str]) -> Waiting:
+    """Return what a function holds and the globals that it names; add its names to `names`."""
+    found = [one for one in reached(function) if one.link is not Link.ATTRIBUTE]
+    if isinstance(function, FunctionType):
+        file = function.__code__.co_filename
+        if not of_library(function.__module__ or "", file):
+            own = names_of(function.__code__, texts=True)
+            names |= own
+            found += [one for one in named(function, own) if not _is_data(one.value)]
+    return [(one.name, one.value, True) for one in found]
+
+
+def _named_in(path: str, owner: Any, names: set[str], visited: set[Any]) -> Waiting:
+    """Return the attributes of an object that code names, and the methods that it runs."""
+    found: Waiting = []
+    of_class = owner if isinstance(owner, type) else type(owner)
+    runs = names | {"forward" if isinstance(owner, nn.Module) else "__call__"}
+    for cls in of_class.__mro__:
+        own = {} if of_library(cls.__module__) else vars(cls)
+        found += [(f"{path}.{n}", own[n], False) for n in sorted(runs & own.keys())]
+    every = {} if isinstance(owner, type) else attributes(owner)
+    found += [(f"{path}.{n}", every[n], False) for n in sorted(names & every.keys())]
+    new = [x for x in found if (id(owner), x[0]) not in visited and not _is_data(x[1])]
+    visited.update((id(owner), one[0]) for one in new)
+    return new

@@ -7,9 +7,7 @@ and torch's count of writes. A first step and a dry run compare values, too: a w
 
 from __future__ import annotations
 
-import ctypes
 import random
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from enum import IntEnum
@@ -24,7 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.modules import is_spread, storage_of
-from anybatch.core.python_state import MANY, fill
+from anybatch.core.python_state import fill, write
+from anybatch.core.reached import MANY, NONE, content
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import same_values
 from anybatch.memory.fakes import is_fake, paged
@@ -37,9 +36,6 @@ SMALL = 64 * 1024
 
 LARGE = 256 * 1024**2
 """Bytes of an array whose values a first step or a rehearsal may copy."""
-
-NONE: Any = object()
-"""Stands for the value of a name that does not exist."""
 
 
 class Depth(IntEnum):
@@ -174,10 +170,7 @@ class Place:
         del depth
         holder = self.holder
         if isinstance(holder, CellType):
-            try:
-                return holder.cell_contents
-            except ValueError:  # nothing yet
-                return NONE
+            return content(holder)
         if type(holder) is dict:
             return holder.get(self.name, NONE)
         if isinstance(holder, ContextVar):
@@ -322,14 +315,8 @@ class ArrayPlace(StatePlace):
 
     def restore(self, was: Any) -> None:
         """Write the values that it had."""
-        if was is None:
-            return
-        if isinstance(self.array, np.ndarray):
-            self.array[...] = was
-        elif isinstance(self.array, array):
-            self.array[:] = array(self.array.typecode, was)
-        else:
-            ctypes.memmove(ctypes.addressof(self.array), was, len(was))
+        if was is not None:
+            write(self.array, was)
 
 
 def memory_of(array: Any) -> int:

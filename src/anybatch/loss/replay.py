@@ -24,7 +24,6 @@ from operator import is_
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
     GetSetDescriptorType,
@@ -41,7 +40,7 @@ from torch.nn.modules import module as torch_module
 
 from anybatch.core import pytree
 from anybatch.core.modules import keywords
-from anybatch.core.python_state import names_of
+from anybatch.core.reached import names_of, reached
 from anybatch.loss import functionals
 from anybatch.loss.base import Part, Total
 from anybatch.loss.function_trace import LossTrace
@@ -194,24 +193,14 @@ def _values(fn: Any, found: list[Any]) -> bool:
         if not NAMES.issuperset(attributes):
             return False
         found += (fn.__code__, *(fn.__kwdefaults__ or ()))
-        cells = map(_content, fn.__closure__ or ())
         named = (fn.__globals__.get(name, vars(builtins).get(name)) for name in names)
-        kwdefaults = (fn.__kwdefaults__ or {}).values()
-        values = (*(fn.__defaults__ or ()), *kwdefaults, *cells, *named)
+        values = (*(one.value for one in reached(fn)), *named)
     for value in values:
         if value is None:
             found.append(None)
         elif not _read(value, found):
             return False
     return True
-
-
-def _content(cell: CellType) -> Any:
-    """Return the content of a cell; the cell where it has none yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return cell
 
 
 def _attributes(fn: nn.Module) -> list[Any] | None:

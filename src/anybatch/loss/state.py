@@ -17,26 +17,17 @@ Not listed are the globals of libraries, extension types, and objects looked up 
 
 from __future__ import annotations
 
-import ctypes
 import dis
-import gc
-import inspect
 import random
-import sys
-from array import array
-from collections import deque
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, ValuesView
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import _lru_cache_wrapper, partial
 from io import IOBase
-from itertools import repeat
-from threading import local
 from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
-    MappingProxyType,
     MethodType,
     ModuleType,
 )
@@ -48,7 +39,22 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from anybatch.core.modules import Modules, walk
-from anybatch.core.python_state import HOOKS, MANY
+from anybatch.core.python_state import HOOKS
+from anybatch.core.reached import (
+    ARRAYS,
+    CONTAINERS,
+    HOLDERS,
+    MANY,
+    SPECIAL,
+    Link,
+    attributes,
+    classes,
+    names_of,
+    of_library,
+    reached,
+    remembered,
+    stores_in_attributes,
+)
 from anybatch.loss.holders import (
     ATOMS,
     SMALL,
@@ -65,25 +71,13 @@ from anybatch.loss.holders import (
 from anybatch.loss.replay import read_values
 from anybatch.memory.fakes import is_fake
 
-CONTAINERS = (dict, list, set, deque)
-ARRAYS = (array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-
-VIEWS = (MappingProxyType, KeysView, ValuesView, ItemsView)
-"""A test for a dict that another name holds."""
 
 MOST = 20_000
 """Values that are followed; a function that reaches more holds a program, not state."""
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """Attributes that every module has."""
-
-LIBRARIES = {"torch", "numpy", "anybatch", *sys.stdlib_module_names}
-NAMESPACES = {"types", "argparse", "collections", "queue", "weakref", "os", "multiprocessing"}
-"""Modules of the standard library whose objects store their contents in plain attributes."""
-
-OPTIMIZERS = "torch.optim"
-"""Where torch's optimizers and schedules are, which also do."""
 
 Snapshot = list[Any]
 """The contents of every place, in their order."""
@@ -276,8 +270,10 @@ class _Listing:
             self._ahead += [(one, path, via) for one in value]
         elif isinstance(value, nn.Module):
             self._module(value, path)
-        elif isinstance(value, FunctionType | MethodType | BuiltinFunctionType | partial):
-            self._callable(value, path, via)
+        elif isinstance(value, FunctionType):
+            self._function(value, path)
+        elif isinstance(value, HOLDERS):
+            self._holder(value, path, via)
         else:
             self._other(value, path)
 
@@ -297,28 +293,23 @@ class _Listing:
         for key, one in value.items() if named else enumerate(value):
             self._ahead.append((one, f"{path}[{key!r}]", via))
 
-    def _callable(self, value: Any, path: str, via: tuple[Any, str] | None) -> None:
+    def _holder(self, value: Any, path: str, via: tuple[Any, str] | None) -> None:
         if isinstance(value, partial):
             self._bearers[id(value)] = value
-            named = zip(_parameters(value.func), value.args, strict=False)
-            bound = [(path, value.func), *named, (path, value.keywords)]
-            self._ahead += [(one, name, None) for name, one in bound]
-        elif isinstance(value, MethodType):
-            self._ahead += [(value.__func__, path, None), (value.__self__, path or "self", None)]
-        elif isinstance(value, FunctionType):
-            self._function(value, path)
-        elif not isinstance(value.__self__, ModuleType | type):  # list.append, random.random
-            self._ahead.append((value.__self__, path, via))
+        elif isinstance(value, _lru_cache_wrapper):
+            self.caches.append(value)
+        elif isinstance(value, ContextVar):
+            self.places.append(Place(value, value.name, path))
+        for link, name, one, _ in reached(value):
+            at = name or path or ("self" if link is Link.OBJECT else "")
+            self._ahead.append((one, at, via if isinstance(value, BuiltinFunctionType) else None))
+        self._ahead += [(one, path, None) for one in remembered(value)]
 
     def _other(self, value: Any, path: str) -> None:
         if isinstance(value, ModuleType):
             self._python_module(value, path)
-        elif isinstance(value, _lru_cache_wrapper):
-            self.caches.append(value)
-            found = [value.__wrapped__, *_remembered(value)]
-            self._ahead += [(one, path, None) for one in found]
         elif isinstance(value, type):
-            if not _of_library(value.__module__):
+            if not of_library(value.__module__):
                 self._open.append((value, path))
         elif not self._extension(value, path):
             self._instance(value, path)
@@ -330,22 +321,17 @@ class _Listing:
         elif isinstance(value, Iterator):
             if not isinstance(value, IOBase):
                 self.iterators.append(path)
-        elif isinstance(value, ContextVar):
-            self.places.append(Place(value, value.name, path))
-            self._ahead.append((value.get(None), path, None))
         elif isinstance(value, ARRAYS):
             self.places.append(ArrayPlace(value, path, None))
-        elif isinstance(value, VIEWS):
-            self._ahead += [(one, path, None) for one in gc.get_referents(value)]
         else:
             return False
         return True
 
     def _instance(self, value: Any, path: str) -> None:
-        if not _of_library(type(value).__module__):
+        if not of_library(type(value).__module__):
             self.own = True
             self._object(value, path)
-        elif _keeps_attributes(type(value)):
+        elif stores_in_attributes(type(value)):
             self._library_object(value, path)
         elif type(value).__module__.split(".")[0] == "anybatch":  # it holds what a person gave
             self._ahead += [(one, path, None) for one in getattr(value, "__dict__", {}).values()]
@@ -358,33 +344,34 @@ class _Listing:
                 self.places.append(Random(None, "random" if name == "random" else "numpy.random"))
         elif name == "os" and "environ" in self._names:
             self._ahead.append((module.environ, f"{path}.environ", None))
-        elif not _of_library(name, getattr(module, "__file__", None) or ""):
+        elif not of_library(name, getattr(module, "__file__", None) or ""):
             self._open.append((module, path))
 
     def _function(self, fn: FunctionType, path: str) -> None:
-        library = _of_library(fn.__module__ or "", fn.__code__.co_filename)
+        library = of_library(fn.__module__ or "", fn.__code__.co_filename)
         if library and (fn.__module__ or "").split(".")[0] in ("torch", "numpy"):
             compiled = getattr(fn, "_torchdynamo_orig_callable", None)
             self._ahead.append((compiled, path, None))
             return
         dot = f"{path}." if path else ""
-        for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
-            if id(cell) not in self._visited:
-                self._visited.add(id(cell))
-                place = Place(cell, name, name)
-                self.places.append(place)
-                self._ahead.append((place.copy(), name, None))
+        for link, name, one, holder in reached(fn):
+            if link is Link.ATTRIBUTE:
+                self._ahead.append((one, dot + name, (fn, name)))
+            elif link is not Link.CELL or id(holder) not in self._visited:
+                self._ahead.append((one, name, None))
+                if link is Link.CELL:
+                    self._visited.add(id(holder))
+                    self.places.append(Place(holder, name, name))
         self.own |= not library
-        if not (library or vars(fn)):
-            self._bare.append((fn, dot + fn.__name__))
-        elif vars(fn):
+        if vars(fn):
             self.places.append(Container(vars(fn), dot + fn.__name__, fn, None))
-            self._ahead += [(one, f"{dot}{n}", (fn, n)) for n, one in vars(fn).items()]
-        self._ahead += [(one, name, None) for name, one in _defaults(fn)]
-        self._ahead += [(one, name, None) for name, one in (fn.__kwdefaults__ or {}).items()]
-        if library:
-            return  # its globals are its caches
-        found = _names(fn.__code__)
+        elif not library:
+            self._bare.append((fn, dot + fn.__name__))
+        if not library:  # whose globals are its caches
+            self._code(fn)
+
+    def _code(self, fn: FunctionType) -> None:
+        found = names_of(fn.__code__, texts=True)
         self._names |= found
         self._sets |= _sets(fn.__code__)
         for name in found & fn.__globals__.keys():
@@ -398,15 +385,11 @@ class _Listing:
             return
         self._visited.add((id(holder), name))
         value = holder[name] if type(holder) is dict else vars(holder)[name]
-        if isinstance(value, property):
-            self._ahead += [(f, path, None) for f in (value.fget, value.fset) if f is not None]
-        elif isinstance(value, staticmethod | classmethod):
-            self._ahead.append((value.__func__, path, None))
-        else:
-            fixed = (FunctionType, ModuleType, type, BuiltinFunctionType)
-            if not isinstance(value, fixed) and not hasattr(type(value), "__set__"):
-                self.places.append(Place(holder, name, path))
-            self._ahead.append((value, path, None))
+        fixed = isinstance(value, FunctionType | ModuleType | type | BuiltinFunctionType)
+        # To read a descriptor runs code of its own.
+        if not fixed and not (isinstance(holder, type) and hasattr(type(value), "__get__")):
+            self.places.append(Place(holder, name, path))
+        self._ahead.append((value, path, None))
 
     def _library_object(self, value: Any, path: str) -> None:
         """Follow all that an object of a library holds: its code is not read for names."""
@@ -441,12 +424,12 @@ class _Listing:
         self._bearers.update((id(t), t) for t in tensors if t is not None)
         inner = [(n, m) for n, m in module._modules.items() if m is not None]
         self._ahead += [(m, f"{path}.{n}", None) for n, m in inner]
-        if not _of_library(type(module).__module__):
+        if not of_library(type(module).__module__):
             self.own |= not ours
             own = [(n, one) for n, one in held.items() if n not in OF_TORCH]
             self._ahead += [(one, f"{path}.{n}", (module, n)) for n, one in own]
             for cls in type(module).__mro__:
-                if not ours and "forward" in vars(cls) and not _of_library(cls.__module__):
+                if not ours and "forward" in vars(cls) and not of_library(cls.__module__):
                     self._ahead.append((vars(cls)["forward"], path, None))
         self._open.append((module, path))
 
@@ -456,76 +439,27 @@ class _Listing:
             for name in self._names & vars(value).keys():
                 self._name(vars(value), name, f"{path}.{name}")
         elif isinstance(value, type):
-            for cls in value.__mro__:
-                if not _of_library(cls.__module__):
+            for cls in classes(value):
+                if not of_library(cls.__module__):
                     for name in vars(cls).keys() & (self._names | SPECIAL):
                         self._name(cls, name, f"{path}.{name}")
         else:
             self._attributes(value, path)
 
     def _attributes(self, value: Any, path: str) -> None:
-        module = isinstance(value, nn.Module)
-        for cls in type(value).__mro__:
-            if _of_library(cls.__module__):
-                continue
-            if module:  # what it keeps has been followed, and its class has what the code calls
-                for name in vars(cls).keys() & self._names:
-                    if name != "forward":
-                        self._name(cls, name, f"{path}.{name}")
-                continue
-            slots = vars(cls).get("__slots__", ())
-            for name in {slots} if isinstance(slots, str) else set(slots) & self._names:
-                if (id(value), name) not in self._visited:
-                    self._visited.add((id(value), name))
-                    place = Place(value, name, f"{path}.{name}")
-                    self.places.append(place)
-                    self._ahead.append((place.copy(), place.path, (value, name)))
-        held: dict[str, Any] = {} if module else getattr(value, "__dict__", {})
-        for name in self._names & held.keys():
-            if (id(value), name) not in self._visited:
+        if isinstance(value, nn.Module):  # what it holds has been followed
+            for cls in type(value).__mro__:
+                own = set[str]() if of_library(cls.__module__) else vars(cls).keys() - {"forward"}
+                for name in own & self._names:
+                    self._name(cls, name, f"{path}.{name}")
+            return
+        held = getattr(value, "__dict__", {})
+        for name, one in attributes(value).items():
+            if name in self._names and (id(value), name) not in self._visited:
                 self._visited.add((id(value), name))
-                self._ahead.append((held[name], f"{path}.{name}", (value, name)))
-
-
-SPECIAL = frozenset(
-    "__call__ __getattr__ __setattr__ __getitem__ __setitem__ __iter__ __enter__ __exit__ __len__ "
-    "__contains__ __float__ __int__ __bool__ __add__ __radd__ __mul__ __rmul__ __iadd__".split()
-)
-"""Methods that code calls without a name."""
-
-
-def _of_library(module: str, file: str = "") -> bool:
-    return module.split(".", maxsplit=1)[0] in LIBRARIES or "site-packages" in file
-
-
-def _keeps_attributes(cls: type) -> bool:
-    """Say whether all that the objects of a library's class hold is in their attributes."""
-    name = cls.__module__
-    root = name.split(".", maxsplit=1)[0]
-    return root in NAMESPACES or name.startswith(OPTIMIZERS) or issubclass(cls, local)
-
-
-def _defaults(fn: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the defaults of a function, with the names that its code has for them."""
-    held = fn.__defaults__ or ()
-    count = fn.__code__.co_argcount
-    return zip(fn.__code__.co_varnames[count - len(held) : count], held, strict=True)
-
-
-def _parameters(fn: Any) -> Iterator[str]:
-    """Yield the names that a callable has for its positional arguments, and then its own."""
-    with suppress(TypeError, ValueError):  # of C
-        yield from inspect.signature(fn).parameters
-    yield from repeat(getattr(fn, "__name__", ""))
-
-
-def _remembered(cached: Any) -> list[Any]:
-    """Return the results that a ``functools.cache`` remembers."""
-    found = [one for one in gc.get_referents(cached) if type(one) is dict]
-    values = [one for results in found[:1] for one in list(results.values())[:MANY]]
-    links = [one for one in values if type(one).__name__ == "_lru_list_elem"]
-    results = [one for one in values if type(one).__name__ != "_lru_list_elem"]
-    return results + [one for link in links for one in gc.get_referents(link)]
+                if name not in held:  # a slot
+                    self.places.append(Place(value, name, f"{path}.{name}"))
+                self._ahead.append((one, f"{path}.{name}", (value, name)))
 
 
 def _sets(code: CodeType) -> bool:
@@ -541,14 +475,3 @@ def _made(code: CodeType) -> set[str]:
     """Return the global names that a function, or one inside it, assigns."""
     found = {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}
     return found.union(*(_made(one) for one in code.co_consts if isinstance(one, CodeType)))
-
-
-def _names(code: CodeType) -> set[str]:
-    """Return the names and the texts like names in a function, and in those inside it."""
-    found = set(code.co_names)
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            found |= _names(one)
-        elif type(one) is str and one.isidentifier():
-            found.add(one)
-    return found

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from anybatch.core import pytree
 from anybatch.core.modules import walk
-from anybatch.core.python_state import HOOKS, MANY, Attributes, PythonState
+from anybatch.core.python_state import HOOKS, Attributes, PythonState
+from anybatch.core.reached import MANY
 from anybatch.execution.proof.masks import Masks
 from anybatch.execution.proof.places import in_rows
 
