@@ -313,7 +313,6 @@ def fill(held: Any, was: Any) -> None:
 
 
 def _fill_class(cls: type, was: dict[str, Any]) -> None:
-    """Make a class have the plain attributes that it had."""
     for name in [name for name in vars(cls) if name not in was and not name.startswith("_")]:
         delattr(cls, name)
     for name, value in was.items():
@@ -378,7 +377,6 @@ def places(shape: Sequence[int], parts: int = PARTS) -> Iterator[Place]:
 
 
 def _most(count: int, parts: int = PARTS) -> int:
-    """Return the most elements of a piece of a tensor of `count`."""
     return min(MOST, max(LEAST, count // parts))
 
 

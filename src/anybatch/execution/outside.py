@@ -208,7 +208,6 @@ def first_moved(before: dict[Named, Any], after: dict[Named, Any]) -> str:
 
 
 def _grew(before: Any, after: Any) -> bool:
-    """Say whether a container only grew at its end."""
     if not (isinstance(before, tuple) and isinstance(after, tuple)):
         return bool(before == after)
     return len(after) >= len(before) and all(map(_grew, before, after))
@@ -321,7 +320,6 @@ class Outside:
             self._ahead += ((one, depth + 1) for one in self._inside(value))
 
     def _inside(self, value: Any) -> list[Any]:
-        """Return what an object, a container or a callable holds, if these are a few values."""
         if isinstance(value, HOLDERS):
             found = [*reached(value)]
             for one in found:
@@ -368,7 +366,6 @@ class Outside:
                 self._attributes(inside, names)
 
     def _place(self, holder: Any, path: str, name: str, read: Callable[[], Any]) -> None:
-        """Record a place that holds a number, once, and follow the values in it."""
         at = id(holder), path, name
         if at in self._places:
             return
@@ -452,7 +449,6 @@ def _of_hook(hook: Any) -> Any:
 
 
 def _single(value: Any) -> TypeGuard[Tensor]:
-    """Say whether a value is a tensor of one number that can be read."""
     return isinstance(value, Tensor) and in_rows(value) and value.numel() == 1
 
 
@@ -506,5 +502,4 @@ def _named_in(cls: type) -> frozenset[str]:
 
 @lru_cache(maxsize=1000)
 def _settings(cls: type) -> frozenset[str]:
-    """Return the names of settings of a class of torch's by which its samples may meet."""
     return SETTINGS & _named_in(cls)

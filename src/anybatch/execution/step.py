@@ -355,7 +355,7 @@ class Step(Repeatable):
                 self._refuse_single_sample(error, micro)
                 if HOOKED in str(error) and not looks_here():
                     raise NotYetError(NO_HOOKS) from error
-                if torch.is_grad_enabled() or modules.NO_ATTRIBUTES not in str(error):
+                if torch.is_grad_enabled() or modules.NONE not in str(error):
                     raise
                 raise NotExactError(NO_GRAPH) from error
             except (ValueError, IndexError, TypeError) as error:

@@ -167,7 +167,6 @@ class LossCalls:
 
 
 def _put_back(buffers: list[BufferState]) -> list[str]:
-    """Restore the buffers that a loss has moved; return their paths."""
     moved = [buffer for buffer in buffers if buffer.written() or buffer.moved()]
     for buffer in moved:
         buffer.put_back()
@@ -197,13 +196,11 @@ GRAD: Any = vars(torch._C.TensorBase)["grad"]
 
 
 def _without_gradients(call: Callable[[], T], parameters: set[int]) -> T:
-    """Call a loss that must read no gradient of these parameters."""
     with _Gradients(parameters):
         return call()
 
 
 def _refuse(found: list[str]) -> None:
-    """Refuse a loss that reads state written by forward."""
     if found:
         raise LossError(
             "a loss must compute from its outputs and targets, and it reads "
@@ -390,7 +387,6 @@ def _unheard_by_others(outputs: Any) -> AbstractContextManager[Any]:
 def _called(
     loss_fn: FullBatchLoss, outputs: Any, micro: MicroBatch, *, trains: bool
 ) -> list[Tensor]:
-    """Return the loss of copies, and the gradients of those that have one."""
     leaves: list[Tensor] = []
 
     def leaf(tensor: Tensor) -> Tensor:
@@ -413,7 +409,6 @@ def _called(
 
 
 def _own(micro: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with targets that the loss may write to."""
     targets = pytree.map_tensors(lambda t: t if t.requires_grad else t.clone(), micro.targets)
     return MicroBatch(micro.inputs, targets, micro.size, micro.begin)
 
@@ -431,6 +426,5 @@ def _alike(a: Tensor, b: Tensor) -> bool:
 
 
 def _differs(a: Tensor, b: Tensor, within: Tensor) -> Tensor:
-    """Say whether a number of two pieces differs by more than rounding, or is NaN in only one."""
     differs = ((a - b).abs().nan_to_num() > within) | (a.isnan() != b.isnan())
     return differs.any()

@@ -117,7 +117,6 @@ class Deferring(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _wide(self, found: WideMap) -> bool:
-        """Say whether a map is wide, and made of plain tensors."""
         tensors, h, w, device = found.tensors, found.h, found.w, found.h.device.type
         plain = all(
             type(one) in PLAIN and one.layout == torch.strided and not one.is_inference()
@@ -135,7 +134,6 @@ class Deferring(TorchFunctionMode):
 
 
 def _cast(one: WideMap) -> WideMap:
-    """Return a map as autocast would compute it."""
     device = one.h.device.type
     if not torch.is_autocast_enabled(device) or one.h.dtype == torch.float64:
         return one

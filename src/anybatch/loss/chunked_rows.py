@@ -219,7 +219,6 @@ class ChunkedRows(torch.autograd.Function):
 def _places(
     function: RowsFunction, tensors: tuple[Tensor | None, ...], needed: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """Return zeros for the gradients of the maps; None for one that needs none."""
     count = 3 * len(function.scales)
     pairs = enumerate(zip(tensors[:count], needed, strict=False))
     return [
@@ -269,7 +268,6 @@ def _added(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def _over(total: Tensor, function: RowsFunction) -> Tensor:
-    """Return a total over the count of a function."""
     return total if function.count is None else total / function.count.to(total)
 
 
@@ -280,7 +278,6 @@ def _add(
     dz: Tensor,
     rows: slice,
 ) -> None:
-    """Add the part of some rows to the gradients of maps."""
     for place, (scale, (h, w, _)) in enumerate(zip(function.scales, maps, strict=True)):
         d = dz if scale == 1.0 else dz * scale
         of_h, of_w, of_b = sums[3 * place : 3 * place + 3]

@@ -174,7 +174,6 @@ class LossTrace(TermTrace[Term]):
         kwargs: dict[str, Any],
         result: Tensor,
     ) -> None:
-        """Record arithmetic on terms, where it gives a weighted sum of them or a bounded count."""
         record, first = self._record(result), self._intact(args[0])
         weights = None if first is None else first.weights
         if weights is not None:
@@ -194,7 +193,6 @@ class LossTrace(TermTrace[Term]):
         self._note(name, (record.weights and record.weights.bounds,), result, [])
 
     def _with_number(self, name: str, sums: Sum, *other: Any) -> Sum | None:
-        """Return a weighted sum plus a number; None for any other operation."""
         if name not in SIGNS or len(other) != 1 or not isinstance(other[0], Real):
             return None
         sign, of_number = SIGNS[name]
@@ -205,7 +203,6 @@ class LossTrace(TermTrace[Term]):
         return found
 
     def _by_weights(self, name: str, sums: Sum, other: tuple[Any, ...]) -> Sum | None:
-        """Return sums divided by a sum of weights, as terms; None where they are none."""
         divisor = self._intact(other[0]) if len(other) == 1 else None
         weights = None if divisor is None else divisor.weights
         if name not in ("div", "true_divide") or weights is None:
@@ -245,7 +242,6 @@ class LossTrace(TermTrace[Term]):
         return empty
 
     def _of_stacked(self, stack: list[Sum], reduction: str) -> Tensor:
-        """Return the mean or the sum of several terms, which are weighted sums of others."""
         empty = _nothing()
         share = 1.0 / len(stack) if reduction == "mean" else 1.0
         self._record(empty).sums = scaled_sum(stack, share)
@@ -275,7 +271,6 @@ class LossTrace(TermTrace[Term]):
         return result
 
     def _is_separate(self, entry: functionals.Functional, arguments: dict[str, Any]) -> bool:
-        """Say whether every row of the call belongs to one sample."""
         if entry.has_other_tensors(arguments):
             return False
         axes = set()
@@ -361,7 +356,6 @@ class LossTrace(TermTrace[Term]):
     def _made(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
-        """Record a tensor that is made of numbers."""
         record = self._record(result)
         if name == "arange" and args == (self._size,):
             record.counts = True  # its axis is none: it begins again in each part
@@ -406,7 +400,6 @@ class LossTrace(TermTrace[Term]):
         result: Tensor,
         every: list[Tensor],
     ) -> int | None:
-        """Return the axis of a result."""
         if not KEYWORDS.issuperset(kwargs):
             return None
         pair = name in ("max", "min") and len(every) == len(args) == 2 and not kwargs
@@ -532,13 +525,11 @@ def is_plain(class_: type) -> bool:
 
 
 def _are_numbers(values: Any) -> bool:
-    """Say whether a tree holds nothing but numbers, types and devices."""
     plain = Real | str | torch.dtype | torch.device | torch.layout | None
     return all(isinstance(leaf, plain) for _, leaf in pytree.leaves(values))
 
 
 def _several(name: str, result: Any) -> list[Tensor]:
-    """Return the tensors that a function returns."""
     many = name in functionals.SPLITS or name in functionals.REDUCTIONS
     every = list(result) if many and isinstance(result, tuple | list) else []
     tensors = [one for one in every if isinstance(one, Tensor)]
@@ -557,7 +548,6 @@ def _on_one_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, 
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """Return a tensor of the same form without data."""
     if tensor.is_meta:
         return tensor
     bare = torch.empty_like(tensor, device="meta")

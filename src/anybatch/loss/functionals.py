@@ -101,7 +101,6 @@ def _wide(value: Any) -> Any:
 
 @cache
 def _signature(function: Callable[..., Any]) -> tuple[tuple[str, ...], Arguments]:
-    """Return the names of the parameters, in order, and the defaults."""
     parameters = inspect.signature(function).parameters
     defaults = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
     return tuple(parameters), defaults
@@ -405,7 +404,6 @@ def _after_reduction(
 def _after_split(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], dims: int, axis: int
 ) -> int | None:
-    """Return the axis of each tensor that a function of `SPLITS` returns."""
     dim = _argument(args, kwargs, 1 if name in ("unbind", "sort") else 2, "dim")
     dim = SPLITS[name] if dim is None else dim
     if type(dim) is not int or _normal(dim, dims) == axis:

@@ -282,7 +282,6 @@ def _all_values(logits: Logits) -> Tensor:
 
 
 def _raw(logits: Logits, name: str) -> Any:
-    """Return an attribute of the tensor that logits are, whether or not they were computed."""
     with torch._C.DisableTorchFunctionSubclass():
         return getattr(logits, name)
 
@@ -310,7 +309,6 @@ def _attribute(func: Any, logits: Any) -> Any:
 
 
 def _writes(func: Any, name: str, args: Any, kwargs: Any) -> bool:
-    """Say whether a function writes to its arguments."""
     if name in WRITES or "out" in kwargs:
         return True
     if name.endswith("_") and not name.endswith("__"):
@@ -368,12 +366,10 @@ def _numbers(one: Any) -> Any:
 
 
 def _empty(one: Any) -> Any:
-    """Return a tensor without elements, of the type and on the device of logits."""
     return torch.empty(0, dtype=one.dtype, device=one.device) if isinstance(one, Logits) else one
 
 
 def _materialised(tree: Any, name: str) -> Any:
-    """Return arguments with tensors in the place of logits."""
     return tree_map(lambda one: one.materialise(name) if isinstance(one, Logits) else one, tree)
 
 

@@ -125,7 +125,6 @@ class DeclaredLoss(ModelLoss):
         return super().describe(totals) if any(total.term for total in totals) else self.name
 
     def _traced(self, scope: Scope) -> list[Total] | None:
-        """Return the traced terms of the loss; None where it cannot be traced."""
         terms = scope.outputs.terms if isinstance(scope.outputs, TracedOutputs) else None
         if not terms:
             return None
@@ -231,7 +230,6 @@ def returned_loss(outputs: Any) -> Tensor:
 
 
 def _described(outputs: Any) -> str:
-    """Return a description of the outputs, for an error."""
     if isinstance(outputs, Tensor):
         return f"a tensor of shape {tuple(outputs.shape)}"
     if isinstance(outputs, Mapping):

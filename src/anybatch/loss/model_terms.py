@@ -287,7 +287,6 @@ def touches(function: Any) -> bool:
 
 
 def _mapped(value: Any, inputs: list[Tensor]) -> Any:
-    """Return arguments with every recipe in them made."""
     if isinstance(value, Recipe):
         return value.made(inputs)
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):

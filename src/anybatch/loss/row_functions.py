@@ -98,7 +98,6 @@ def pointwise(
 
 
 def _columns_of(z: Tensor, one: Any) -> Any:
-    """Return as many columns of an argument as some logits have."""
     if not isinstance(one, Tensor) or one.numel() in (1, z.shape[-1]):
         return one
     return few_of(one, z.shape[-1])
@@ -138,7 +137,6 @@ def _flat(one: Any) -> Any:
 
 
 def _only_types(source: LogitsSource, rest: Any, kwargs: Any) -> bool:
-    """Say whether a cast stays on the device."""
     device = source.maps[0].h.device
     return all(
         isinstance(one, torch.dtype | bool | torch.memory_format | None)
@@ -160,7 +158,6 @@ def _column_place(source: LogitsSource) -> int:
 
 
 def _is_columns(source: LogitsSource, dim: Any) -> bool:
-    """Say whether a dimension is that of the columns."""
     dim = dim[0] if isinstance(dim, tuple | list) and len(dim) == 1 else dim
     ndim = len(source.shape)
     return type(dim) is int and -ndim <= dim < ndim and dim % ndim == _column_place(source)
@@ -238,7 +235,6 @@ def _keeps_columns(index: Any, ndim: int) -> bool:
 
 
 def _permuted(func: Any, source: LogitsSource, args: Any, kwargs: Any) -> LogitsSource | None:
-    """Return the source of logits with their dimensions in another order."""
     ndim = len(source.shape)
     if ndim > len(PRIMES):
         return None

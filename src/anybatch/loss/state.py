@@ -434,7 +434,6 @@ class _Listing:
         self._open.append((module, path))
 
     def _named(self, value: Any, path: str) -> None:
-        """Follow the attributes of a Python module, a class or an object that the code names."""
         if isinstance(value, ModuleType):
             for name in self._names & vars(value).keys():
                 self._name(vars(value), name, f"{path}.{name}")

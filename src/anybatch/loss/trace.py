@@ -294,7 +294,6 @@ class TermTrace(TorchFunctionMode, Generic[T]):
         self._records: dict[int, Record] = {}
 
     def _add(self, value: Tensor, term: T) -> None:
-        """Record a value as a term."""
         self._record(value).sums = {len(self.terms): 1.0}
         self.terms.append(term)
 
@@ -307,7 +306,6 @@ class TermTrace(TorchFunctionMode, Generic[T]):
         return found
 
     def _intact(self, value: Any) -> Record | None:
-        """Return the record of a tensor; None where it has none, or has changed since."""
         found = self._records.get(id(value))
         return found if found is not None and found.intact else None
 

@@ -521,7 +521,6 @@ def _form(terms: Weighted) -> Any:
 
 
 def _named(terms: Weighted) -> Any:
-    """Return the losses without their options."""
     return tuple((term.name, tuple(term.shapes)) for _, term in terms)
 
 
@@ -542,13 +541,11 @@ def _close(a: float, b: float) -> bool:
 
 
 def _by_samples(term: TracedTerm, rows: int) -> SumBySamples:
-    """Return a sum as a term that is divided by the samples."""
     held = {field.name: getattr(term, field.name) for field in fields(term) if field.init}
     return SumBySamples(**{**held, "count": rows})
 
 
 def _other_form(totals: list[Total], terms: Weighted) -> str:
-    """Return how the form differs from the first micro-batch's; "" where it does not."""
     if len(totals) != len(terms):
         first = " + ".join(total.term.name for total in totals if total.term is not None)
         return f"they were {first} and then {_names(terms)}"
@@ -574,7 +571,6 @@ def _shapes(terms: Weighted) -> Shapes:
 
 
 def _factors(terms: Weighted) -> list[float]:
-    """Return the numbers that terms were multiplied by, where they have values."""
     every = (one for _, term in terms for one in term.factors)
     values = (one.detach() if isinstance(one, Tensor) else one for one in every)
     return [math.nan if is_fake(one) else float(one) for one in values]

@@ -198,7 +198,6 @@ class CallableLoss(Loss):
         return Replay(values, calls, sources, rows[0], trace)
 
     def _traced(self, scope: Scope) -> list[Total] | None:
-        """Return the terms of the full batch's loss, traced without data."""
         lazy = scope.batch is None
         real = scope.first.targets if scope.batch is None else scope.batch.targets
         first = _without_data(scope.outputs), _without_data(scope.first.targets)
@@ -257,7 +256,6 @@ class CallableLoss(Loss):
             raise Retry("coupled") from error
 
     def _called(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
-        """Call the loss, and take the numerators from it."""
         terms = [total.term for total in totals if total.term is not None]
         called = [term for term in terms if not isinstance(term, ConstantTerm)]
         straight = _replay_of(totals) is not None  # it calls the same in every step
@@ -363,7 +361,6 @@ class CallableLoss(Loss):
         return log is not None
 
     def _log(self, trace: FullBatchTrace, micro: MicroBatch) -> list[Any]:
-        """Return all calls of the loss in the trace of a micro-batch."""
         if trace.reads:
             return trace.parts[micro.begin, micro.size]
         return self._held[trace.key, micro.size]
@@ -419,7 +416,6 @@ class CallableLoss(Loss):
 
 
 def _replay_of(totals: list[Total]) -> Replay | None:
-    """Return the replay of terms; None where the loss was called for them."""
     term = totals[0].term if totals else None
     return None if term is None or term.trace is None else term.trace.replay
 

@@ -136,7 +136,6 @@ class TracingMode(TermTrace[TracedTerm]):
         return result
 
     def _made(self, category: int, func: Callable[..., Any], first: Any, result: Any) -> None:
-        """Record the result of a function of tensors that are no terms."""
         if category == STACKS:
             self._stacked(first, result)
         elif category == FILLED:
@@ -147,7 +146,6 @@ class TracingMode(TermTrace[TracedTerm]):
             self._reduced(REDUCTIONS[func], first, result)
 
     def _stacked(self, parts: Any, result: Tensor) -> None:
-        """Record a tensor of several terms, which a later sum or mean adds up."""
         sums = [self._operand(one) for one in parts]
         if result.dim() == 1 and sums and all(isinstance(one, dict) for one in sums):
             self._record(result).stack = sums
@@ -195,7 +193,6 @@ class TracingMode(TermTrace[TracedTerm]):
         return value
 
     def _shared(self, term_type: type[TermOfAll], function: Any, sums: Tensor) -> TermOfAll:
-        """Return a term that all parts of the batch share."""
         return term_type(
             index=len(self.terms),
             function=function,
@@ -232,7 +229,6 @@ class TracingMode(TermTrace[TracedTerm]):
         return value
 
     def _reduced(self, reduction: str, values: Any, result: Any) -> None:
-        """Note a mean or a sum of all values of a tensor as a term of a loss."""
         if not isinstance(values, Tensor) or not isinstance(result, Tensor):
             return
         if result.dim() or not values.dim() or _is_wrapped(values) or result.is_inference():
@@ -253,7 +249,6 @@ class TracingMode(TermTrace[TracedTerm]):
         self._note(result, functionals.own_values, arguments, wide * count, count)
 
     def _by_weights(self, sums: Any, weight: Any, result: Tensor) -> Sum | None:
-        """Return sums that are divided by a sum of weights, as terms; None where they are none."""
         record = self._intact(weight)
         weights = None if record is None else record.weights
         if weights is None or not weights.total.intact or result.dim():
@@ -331,7 +326,6 @@ class TracingMode(TermTrace[TracedTerm]):
         numerator: Tensor,
         count: functionals.Count,
     ) -> None:
-        """Record a term with the arguments of its call."""
         entry = functionals.TABLE[func]
         row_arguments = {n: arguments[n] for n in entry.rows if isinstance(arguments[n], Tensor)}
         own = func in (functionals.own_values, functionals.own_weighted_values)
@@ -391,7 +385,6 @@ class TracingMode(TermTrace[TracedTerm]):
         kwargs: dict[str, Any],
         result: Any,
     ) -> None:
-        """Note arithmetic on terms, where it gives a weighted sum of them."""
         if not isinstance(result, Tensor):
             return  # a question
         replaced = self._records.pop(id(result), None)
