@@ -117,7 +117,9 @@ class PythonState:
         if id(held) in self._visited:
             return
         self._visited.add(id(held))
-        was = dict(held) if isinstance(held, dict) else held.copy()
+        # A dict of a person's may make values where it is read
+        # (test_a_dict_that_makes_its_values_is_left_as_it_is).
+        was = dict(dict.items(held)) if isinstance(held, dict) else held.copy()
         self.held.append(held)
         self._undo.append(partial(fill, held, was))
         if len(was) > MANY:
@@ -302,7 +304,7 @@ def fill(held: Any, was: Any) -> None:
         for key in [key for key in held if key not in was]:
             del held[key]
         for key, value in was.items():
-            if key not in held or held[key] is not value:
+            if dict.get(held, key, NONE) is not value:
                 held[key] = value  # ``update`` of a Counter adds
     elif isinstance(held, set):
         held.clear()

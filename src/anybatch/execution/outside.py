@@ -86,7 +86,7 @@ READ: dict[str, Callable[[], Any]] = {
 FEW = 64
 """Entries of a list or a dict above which it holds data."""
 
-MOST = 5000
+MOST = 20_000
 """Values that are followed."""
 
 DEPTH = 3
@@ -332,11 +332,9 @@ class Outside:
         if isinstance(value, list | tuple | set | frozenset | deque | ValuesView):
             return [*value] if len(value) <= FEW else []
         cls: type = type(value)
-        own = not _of_library(cls)
-        if own:
+        if not _of_library(cls):
             self._ahead.append((cls, 0))
-        every = own or stores_in_attributes(cls)
-        return [*attributes(value).values()] if every else []
+        return [] if _is_opaque(cls) else [*attributes(value).values()]
 
     def _code(self, function: FunctionType) -> None:
         """Record the places that are named by a function and by the functions inside it."""
@@ -411,10 +409,18 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, HOLDERS):  # of a method its function: its object is a place of its own
         return _few([one.value for one in reached(value) if one.link is not Link.OBJECT], depth)
     if isinstance(value, set | frozenset):
-        return frozenset(one if type(one) in ITSELF else plain(one, depth - 1) for one in value)
-    if _of_library(cls) and not stores_in_attributes(cls):
+        few = [one for one in value if type(one) in ITSELF or len(value) <= FEW]
+        return frozenset(one if type(one) in ITSELF else plain(one, depth - 1) for one in few)
+    if _is_opaque(cls):
         return _of_library_class(value)
     return (cls, *_few(attributes(value).values(), depth))
+
+
+def _is_opaque(cls: type) -> bool:
+    """Say whether attributes of its objects are not compared: a schedule moves in each step."""
+    return _of_library(cls) and (
+        cls.__module__.startswith("torch.") or not stores_in_attributes(cls)
+    )
 
 
 def _of_library_class(value: Any) -> Any:

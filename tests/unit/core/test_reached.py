@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from array import array
-from collections import ChainMap, Counter, UserDict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
+from anybatch.core.python_state import PythonState
 from anybatch.core.reached import Link, attributes, named, names_of, reached, slots
 from anybatch.errors import LossError, NotExactError
 
@@ -409,3 +410,19 @@ def test_a_coupled_function_reads_no_number_of_one_micro_batch(name: str) -> Non
     x[6, 0] = -1
     with pytest.raises(LossError, match="must be the same in all micro-batches"):
         engine.backward(x)
+
+
+class Makes(OrderedDict[str, Any]):
+    """A dict as transformers has it for activations: of classes, and what is read is an object."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+def test_a_dict_that_makes_its_values_is_left_as_it_is() -> None:
+    makes = Makes(tanh=nn.Tanh)
+    state = PythonState()
+    state.container(makes)
+    state.put_back()
+    assert dict.items(makes) == {"tanh": nn.Tanh}.items()
+    assert isinstance(makes["tanh"], nn.Tanh)
