@@ -20,9 +20,7 @@ import torch._dynamo  # the first optimizer would import it, and then it would n
 from hypothesis import settings
 from tests.covering import covering
 from tests.frames import roomy
-from tests.frozen import FIND, FOUND_CACHES, freeze
-
-from anybatch.memory import fakes
+from tests.frozen import freeze
 
 CACHES = tempfile.TemporaryDirectory(prefix="anybatch-caches-")
 """The user's folder for caches, of programs that a test starts; that of matplotlib stays."""
@@ -98,7 +96,6 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    fakes.caches = lambda: [*FOUND_CACHES, *FIND()]
     freeze()
 
 

@@ -10,6 +10,7 @@ from anybatch.memory import fakes
 FOUND_CACHES: list[Any] = []
 """Caches that `freeze` has found."""
 FIND = fakes.caches
+fakes.caches = lambda: [*FOUND_CACHES, *FIND()]
 
 
 def freeze() -> None:
@@ -20,3 +21,6 @@ def freeze() -> None:
     gc.collect()
     FOUND_CACHES.extend(FIND())
     gc.freeze()
+
+
+freeze()  # once where ranks are forked from, and they need not

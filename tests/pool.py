@@ -20,7 +20,8 @@ PROCESSES = mp.get_context("forkserver")
 """Starts processes that have torch imported already, which is most of what such a start costs."""
 STAND_IN = [name for name in ("tests.devices.stand_in",) if name in sys.modules]
 """It must be there before torch is."""
-PROCESSES.set_forkserver_preload([*STAND_IN, "anybatch", "torch._dynamo", "tests.pool"])
+IMPORTED = "torch._dynamo", "anybatch.engine.engine", "tests.oracle", "tests.pool", "tests.frozen"
+PROCESSES.set_forkserver_preload([*STAND_IN, *IMPORTED])
 
 PATIENCE = 120
 """Seconds after which a rank that does not answer counts as hanging."""
