@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.pool import PROCESSES
 from torch import nn
 from torch.nn import functional as F
 
@@ -66,16 +65,20 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def resume(name: str, folder: Path) -> None:
+    """Go on from the checkpoint in a folder, and leave what `run` returns there."""
+    kind, options = KINDS[name]
+    torch.save(run(kind, options, STOP, STEPS, folder), folder / "end")
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_run_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
     kind, options = KINDS[name]
     want, sizes = run(kind, options, 0, STEPS, tmp_path)
-    program = (
-        "import sys, torch; from pathlib import Path; import tests.exactness.test_resumed as t;"
-        "folder = Path(sys.argv[2]); kind, options = t.KINDS[sys.argv[1]];"
-        "found = t.run(kind, options, t.STOP, t.STEPS, folder); torch.save(found, folder / 'end')"
-    )
-    subprocess.run([sys.executable, "-c", program, name, str(tmp_path)], check=True)
+    process = PROCESSES.Process(target=resume, args=(name, tmp_path))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     found, others = torch.load(tmp_path / "end")
     assert others == sizes[STOP:]
     assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
