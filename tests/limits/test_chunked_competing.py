@@ -43,6 +43,7 @@ def fast_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_rows, "BYTES", 128 * KIB)
 
 
+@pytest.mark.product
 @pytest.mark.usefixtures("fast_chunks")
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("tune", ["steps", "off"])

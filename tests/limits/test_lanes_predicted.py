@@ -77,7 +77,7 @@ def test_no_network_holds_more_than_is_predicted_and_little_less(
 def test_whatever_a_model_does_it_holds_no_more(counted: Callable[..., int]) -> None:
     """Random models, losses, budgets and lanes; some with Adam, some with an observer."""
     observed = 0
-    for seed in range(counted(100, 30)):
+    for seed in range(counted(100, 50)):
         rng = random.Random(seed)
         training = drawn(rng, seed)
         model, loss, size = training.model, training.loss, rng.randint(6, 60)

@@ -88,6 +88,7 @@ def peaks(net: Growing, engine: Engine, way: str, folder: Path) -> list[int]:
     return held
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("way", "norm", "budget"),
     # Where no attribute tells, a step that holds little more, or in lockstep, shows it afterwards.
@@ -156,6 +157,7 @@ SECONDS: dict[str, Callable[[int], float]] = {
 """The fastest micro-batches -> samples of a micro-batch -> seconds of a step."""
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(("way", "fast"), [*product(WAYS, SECONDS)])
 def test_two_starts_of_a_model_that_grows_are_planned_alike(
     way: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -219,6 +221,7 @@ def held_by(net: Growing, engine: Engine, lengths: list[int], changes: dict[int,
     return held
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("length", [2, 8, 32])
 def test_a_model_that_grows_in_a_step_of_short_rows_is_measured_with_long_ones(length: int) -> None:
     torch.manual_seed(0)

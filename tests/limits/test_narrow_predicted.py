@@ -91,7 +91,7 @@ def test_where_storages_are_large_it_is_close(counted: Callable[[int], int]) -> 
 def test_whatever_a_model_does_it_holds_no_more(counted: Callable[..., int]) -> None:
     """Random models, losses, budgets and lanes, equal and not."""
     observed = 0
-    for seed in range(counted(60, 20)):
+    for seed in range(counted(60, 30)):
         rng = random.Random(seed)
         training = drawn(rng, seed)
         model, loss, n = training.model, training.loss, rng.randint(1, 12)

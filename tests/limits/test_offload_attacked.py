@@ -107,10 +107,10 @@ def two_losses(model: nn.Module, x: Tensor) -> None:
 STEPS = (once, once, twice, two_losses)
 
 
-def test_random_programs(counted: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_programs(counted: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     small_leave(monkeypatch)
     kinds: set[str] = set()
-    for seed in range(counted(200)):
+    for seed in range(counted(200, 20)):
         torch.manual_seed(seed)
         model, x = Program(seed), torch.randn((3, 8, 20)[seed % 3], WIDTH)
         step = STEPS[seed % len(STEPS)]

@@ -92,6 +92,7 @@ def held(rank: int, size: int, variant: str, loss: str, memory: Any, how: str = 
     return engine.last.peak_bytes, engine.last.predicted_bytes
 
 
+@pytest.mark.product
 @pytest.mark.parametrize(
     ("variant", "loss"), [("stream", "ratio"), ("lanes", "nce"), ("all_gather", "mse")]
 )
@@ -170,6 +171,7 @@ def counted(rank: int, size: int, totals: list[int]) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.large(few=1)
 def test_other_numbers_elsewhere_make_no_other_plan(pool: tuple[int, Pool]) -> None:
     _, workers = pool
     for rank, found in enumerate(workers.run(counted, [12, 9, 17, 12, 25, 25])):
@@ -199,6 +201,7 @@ def smaller(rank: int, size: int) -> tuple[int, int, list[dict[str, Tensor]]]:
     return engine.last.predicted_bytes, budget, found
 
 
+@pytest.mark.large(few=1)
 def test_what_would_not_fit_next_to_the_most_samples_may_fit_next_to_these(
     pool: tuple[int, Pool],
 ) -> None:
