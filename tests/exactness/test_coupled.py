@@ -139,7 +139,7 @@ def traced_engine(model: nn.Module, **options: Any) -> Engine:
     return Engine(*own_loss(model), **options)
 
 
-@pytest.mark.product(pairs=True)
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [1, 3, 8, 11, 22])
 @pytest.mark.parametrize("hears", [False, True])
 @pytest.mark.parametrize("variant", EVERY)

@@ -344,7 +344,7 @@ def test_memory_that_runs_out_anywhere_costs_no_gradient(
     variant: str, memory: str | None, some: Callable[..., list[Any]]
 ) -> None:
     want = undivided(make(variant), info_nce, batch(variant), None)
-    failed, options, when = 0, dict[str, Any](micro_batch=8), some(WHEN, 6)
+    failed, options, when = 0, dict[str, Any](micro_batch=8), some(WHEN, 3)
     if memory is not None:
         engine = Engine(make(variant), contrastive(), micro_batch=8, memory=memory)
         engine.backward(batch(variant))

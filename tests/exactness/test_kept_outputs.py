@@ -147,6 +147,7 @@ def assert_outputs(engine: Engine, want: Any) -> None:
     assert not any(tensor.requires_grad for tensor in flat(engine.outputs).values())
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("micro_batch", [4, 5, 1, N])
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_they_are_those_of_the_undivided_batch(name: str, micro_batch: int) -> None:
@@ -375,6 +376,7 @@ def on_rank(rank: int, _size: int, name: str, micro_batch: int) -> Any:
     return engine.outputs
 
 
+@pytest.mark.product
 @pytest.mark.parametrize("name", ["streaming", "two passes", "lockstep", "lockstep, coupled"])
 @pytest.mark.parametrize("micro_batch", [2, N])
 def test_over_ranks_each_has_those_of_its_own_samples(

@@ -78,7 +78,7 @@ def in_lanes(loss: Any, model: nn.Module, x: Tensor, y: Tensor, *, micro_batch: 
     return found
 
 
-@pytest.mark.large(few=4)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("micro_batch", SPLITS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_two_steps_in_lanes_are_two_steps_of_the_whole_batch(name: str, micro_batch: int) -> None:

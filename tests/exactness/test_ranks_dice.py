@@ -146,7 +146,7 @@ def test_whatever_is_drawn(pool: tuple[int, Pool], counted: Callable[[int], int]
         assert_is_of_all(pool[1], row, *way)
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way[:3])))
 def test_memory_that_runs_out_on_one_rank_changes_no_draw(
     pool: tuple[int, Pool], way: tuple[str, str, str, int]

@@ -93,6 +93,7 @@ def trained(
     return model, trainer.engine.plan
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -103,6 +103,7 @@ def spread(outputs: Tensor, targets: Tensor) -> Tensor:
     return contrast(outputs.flatten(1), targets)
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_what_a_loss_of_all_outputs_makes_leaves_too(share: float) -> None:
     model, (x, _) = network()[:-2], images()

@@ -100,6 +100,7 @@ def test_most_couplings_reach_a_gradient_where_they_are_drawn() -> None:
     assert found[True] >= 50
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_a_program_of_separate_samples_is_exact(group: int, counted: Callable[[int], int]) -> None:
     seeds = [1000 * group + at for at in range(counted(EACH))]
@@ -111,6 +112,7 @@ def test_a_program_of_separate_samples_is_exact(group: int, counted: Callable[[i
         assert found == "shown" or (doubted and found == "not shown"), (seed, program.stages)
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_a_coupled_program_is_never_shown_and_wrong(
     group: int, counted: Callable[[int], int]
