@@ -16,6 +16,8 @@ import socket
 import sys
 import traceback
 
+from tests.frozen import freeze
+
 RANKS = 2
 
 
@@ -28,6 +30,7 @@ def port() -> str:
 def main(name: str, *words: str) -> int:
     """Fork the ranks and wait for them; where one fails, end the other and return 1."""
     module = importlib.import_module(name)
+    freeze()
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=port(),
