@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from anybatch import Engine
-from anybatch.engine import measurement
 from anybatch.memory.meter import read_peak
 
 
@@ -69,13 +68,13 @@ def test_a_step_reads_its_own_device_and_resets_nothing(
     made: Allocator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requested: list[torch.device] = []
-    real = measurement.read_peak
+    real = read_peak
 
     def read(device: torch.device) -> object:
         requested.append(device)
         return real(torch.device("cuda:1"))
 
-    monkeypatch.setattr(measurement, "read_peak", read)
+    monkeypatch.setattr("anybatch.engine.measurement.read_peak", read)
     model, peaks, sizes = nn.Linear(3, 2), list[int | None](), [50, 50, 90, 20]
 
     def forward(*_: object) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planners import instead
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.planner.earlier_plans import PlanFile, code_of, program
-from anybatch.planner.planner import Planner
 
 STEPS = 14
 
@@ -23,12 +23,12 @@ STEPS = 14
 @pytest.fixture
 def noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clocks that tell anything: every start finds another size."""
-    took, rng = Planner.took, random.Random(0)
+    rng = random.Random(0)
 
-    def noisy(planner: Planner, signature: Any, n: int, seconds: float | None, **more: Any) -> None:
+    def noisy(planner: Any, signature: Any, n: int, seconds: float | None, **more: Any) -> None:
         took(planner, signature, n, seconds and rng.uniform(0.5, 1.5), **more)
 
-    monkeypatch.setattr(Planner, "took", noisy)
+    took = instead(monkeypatch, "took", noisy)
 
 
 @pytest.fixture
@@ -216,12 +216,11 @@ def test_what_a_first_step_has_held_more_is_in_its_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next start would hold more than its plan says, and go another way."""
-    learn = Planner.learn
 
-    def more(self: Planner, signature: Any, peak: int, *how: int, **named: bool) -> bool:
+    def more(self: Any, signature: Any, peak: int, *how: int, **named: bool) -> bool:
         return learn(self, signature, peak + 512, *how, **named)
 
-    monkeypatch.setattr(Planner, "learn", more)
+    learn = instead(monkeypatch, "learn", more)
     cache = tmp_path / "plans"
     sizes, first, _ = start(streamed, cache, memory="60KiB")
     again, parameters, engine = start(streamed, cache, memory="60KiB")
@@ -234,12 +233,10 @@ def test_what_a_first_step_has_held_more_is_in_its_plan(
 def test_a_start_that_ran_out_of_memory_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    took = Planner.took
-
-    def failed(planner: Planner, *arguments: Any, **more: Any) -> None:
+    def failed(planner: Any, *arguments: Any, **more: Any) -> None:
         took(planner, *arguments, **more | {"failed": True})
 
-    monkeypatch.setattr(Planner, "took", failed)
+    took = instead(monkeypatch, "took", failed)
     start(streamed, tmp_path / "plans", steps=3, tune="off")
     assert not (tmp_path / "plans").exists()
 

@@ -13,6 +13,7 @@ import torch
 from benchmarks.mbs.models import LSTM, ResNet
 from tests.hiding import Hiding
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
@@ -20,13 +21,8 @@ from torch.utils.data import TensorDataset
 import anybatch
 from anybatch import Engine, LazyBatch
 from anybatch.errors import BudgetError
-from anybatch.memory.ledger import AffineTimeline, BentTimeline
-from anybatch.memory.lockstep_budget import least
-from anybatch.memory.meter import Meter
-from anybatch.planner import ladder, rehearsal
-from anybatch.planner.forecast import steeper
-from anybatch.planner.full_batch import PEAKS
-from anybatch.planner.ladder import FAKE, REAL, ROUNDING, ROWS_AND_FAKES, SLACK
+from anybatch.planner import ladder
+from anybatch.planner.ladder import FAKE, PEAKS, REAL, ROUNDING, ROWS_AND_FAKES, SLACK
 
 ON_FAKES = FAKE, ROWS_AND_FAKES
 
@@ -214,18 +210,6 @@ def lambda_model(model: nn.Module) -> nn.Module:
     return Turned()
 
 
-@pytest.mark.parametrize("owners", [("parameters", "activations", "gradients"), ("all",)])
-@pytest.mark.parametrize("n", [1, 2, 3, 7])
-def test_a_steeper_line_has_more_bytes_for_each_sample(n: int, owners: tuple[str, ...]) -> None:
-    base, slope = (np.arange(3 * len(owners)).reshape(3, -1) for _ in range(2))
-    line = AffineTimeline(owners, ("a", "b", "c"), base, slope)
-    for one in (line, BentTimeline(line, line, 3)):
-        before, found = one.at(n), steeper(one, 5).at(n)
-        assert (found.live.sum(1) == before.live.sum(1) + 5 * n).all()
-        column = owners.index("activations") if len(owners) > 1 else 0
-        assert (found.live[:, column] == before.live[:, column] + 5 * n).all()
-
-
 def test_a_model_that_cannot_be_copied_is_measured() -> None:
     model, (x, y) = NoCopies(8, 3).double(), rows(20)
     loss = F.cross_entropy(model(x), y)
@@ -346,7 +330,7 @@ def test_a_plan_for_batchnorm_says_what_waits_and_is_obeyed() -> None:
     )
     assert (plan.mechanism, plan.micro_batch) == ("lockstep", 16)
     assert plan.memory is not None
-    assert 0 < least(plan.memory.waiting_capacity) < plan.memory.budget
+    assert 0 < np.min(plan.memory.waiting_capacity) < plan.memory.budget
     again = anybatch.Plan.from_json(plan.to_json())
     assert again == plan
     got = state_after(model, lambda m: Engine(m, F.cross_entropy, plan=again).backward(x, y))
@@ -397,13 +381,13 @@ def test_a_forecast_is_close_and_never_below_what_is_measured() -> None:
 
 def test_a_step_of_single_samples_is_rehearsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fakes, compared with a real one where they tell all; the plan names its bytes."""
-    made, divided = [], rehearsal.divided
+    made, divided = [], ladder.rehearsal.divided
 
     def noted(case: Any, n: int, *args: Any, **options: Any) -> Any:
         made.append((case.fake, n))
         return divided(case, n, *args, **options)
 
-    monkeypatch.setattr(rehearsal, "divided", noted)
+    monkeypatch.setattr(ladder.rehearsal, "divided", noted)
     for quick, real in ((1 << 30, 0), (0, 1)):
         monkeypatch.setattr(ladder, "QUICK", quick)
         rows = torch.randn(20, 3), torch.randint(2, (20,))
@@ -472,13 +456,13 @@ def test_real_rows_and_fakes_have_the_same_bytes(
     model, (x, y) = make(), rows(40)
     x = x.float()
     before = x.clone()
-    found, made, divided = [], [], rehearsal.divided
+    found, made, divided = [], [], ladder.rehearsal.divided
 
     def noted(case: Any, n: int, *args: Any, **options: Any) -> Any:
         made.append(case.fake)
         return divided(case, n, *args, **options)
 
-    monkeypatch.setattr(rehearsal, "divided", noted)
+    monkeypatch.setattr(ladder.rehearsal, "divided", noted)
     for least_rows in (32, 41):
         monkeypatch.setattr(ladder, "ROWS", least_rows)
         monkeypatch.setattr(ladder, "QUICK", 0)
@@ -508,13 +492,13 @@ def test_real_rows_are_run_where_they_fit(
     make, loss = FEW_ROWS[name]
     model, (x, y) = make(), rows(40)
     x, real = x.float(), list[bool]()
-    run = rehearsal.full_batch
+    run = ladder.rehearsal.full_batch
 
     def noted(case: Any, n: int, *more: Any, **options: Any) -> Any:
         real.append(not case.fake)
         return run(case, n, *more, **options)
 
-    monkeypatch.setattr(rehearsal, "full_batch", noted)
+    monkeypatch.setattr(ladder.rehearsal, "full_batch", noted)
     plan = anybatch.plan(model, loss, (x, y), memory="64MiB", timed=False)
     assert plan.memory is not None
     most, ran = plan.memory.undivided, 0
@@ -522,7 +506,7 @@ def test_real_rows_are_run_where_they_fit(
     for budget in some(range(most // 16, most, most // 16), 4):
         real.clear()
         owned = {"parameters": model.parameters(), "buffers": model.buffers()}
-        with Meter(torch.device("cpu"), owned) as meter, suppress(BudgetError):
+        with metered(owned) as meter, suppress(BudgetError):
             anybatch.plan(model, loss, (x, y), memory=budget, timed=False, offload="off")
         ran += any(real)
         assert meter.peak <= budget or not any(real)

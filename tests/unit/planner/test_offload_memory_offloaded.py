@@ -16,28 +16,22 @@ from typing import Any
 import pytest
 import torch
 from tests.busy import busy
-from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from tests.offloads import file_method, instead, small_leave
+from tests.oracle import assert_exact, looks_here, same, snapshot, state_after, undivided
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.core.barrier import looks_here
-from anybatch.core.plan import OffloadPlan
-from anybatch.core.plan_sections import Memory
 from anybatch.errors import BudgetError, StoreError
-from anybatch.memory.meter import Meter
-from anybatch.memory.spill import require_place
-from anybatch.memory.stores import FileStore
-from anybatch.offloading import saved_tensors
 from anybatch.planner.search import SAME
-
-CPU = torch.device("cpu")
+from anybatch.reports import Memory, OffloadPlan
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saved_tensors, "SMALL", 64)
+    small_leave(monkeypatch)
 
 
 def mlp(depth: int = 9, width: int = 16) -> nn.Module:
@@ -76,7 +70,7 @@ def steps(engine: Engine, batch: Any, count: int = 3) -> tuple[list[Any], list[i
     torch.manual_seed(1)
     for _ in range(count):
         model.zero_grad()
-        with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+        with metered({"there": [*model.parameters(), *model.buffers()]}) as meter:
             engine.backward(*batch)
         held.append(meter.peak)
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
@@ -265,7 +259,7 @@ def _failing(model: nn.Module, place: str, patch: pytest.MonkeyPatch) -> type[Ba
     if place in ("write", "read"):
         name = "_write" if place == "write" else "_read"
         full = OSError(28, "No space left on device")
-        patch.setattr(FileStore, name, counted(12, full, getattr(FileStore, name)))
+        instead(patch, name, counted(12, full, file_method(name)))
         return StoreError
     error = KeyboardInterrupt() if place == "interrupt" else ZeroDivisionError()
     patch.setattr(model[4], "forward", counted(2, error, model[4].forward))
@@ -333,7 +327,7 @@ def test_a_batch_that_meets_in_batchnorm_leaves_whole_where_no_lane_fits(share: 
         for i in range(3):  # recorded, planned, planned
             ours.zero_grad()
             ours.load_state_dict(before, strict=False)
-            with Meter(CPU, {"there": [*ours.parameters(), *ours.buffers()]}) as meter:
+            with metered({"there": [*ours.parameters(), *ours.buffers()]}) as meter:
                 loss = engines[0].backward(x, y)
             last = engines[0].last
             assert last is not None
@@ -383,8 +377,6 @@ def test_a_plan_that_sends_elsewhere_than_the_device_does_is_refused() -> None:
     with pytest.raises(ValueError, match="by this one saved tensors go to page-locked memory"):
         Engine(model, F.mse_loss, plan=elsewhere).backward(*batch)
     assert same(before, snapshot(model))
-    for store in ("host", "file"):
-        require_place(store, torch.device("cuda"))
 
 
 @pytest.mark.large(few=1)

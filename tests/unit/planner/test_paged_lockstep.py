@@ -11,16 +11,15 @@ import pytest
 import torch
 from tests.busy import busy
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
 from anybatch.errors import BudgetError, StoreError
-from anybatch.memory.meter import Meter
 from anybatch.memory.stores import FileStore
 
-CPU = torch.device("cpu")
 SIZE = 6
 
 
@@ -57,7 +56,7 @@ def step(engine: Engine, batch: Any) -> int:
     """The most bytes that were live in a step."""
     model = engine.model
     model.zero_grad()
-    with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+    with metered({"there": [*model.parameters(), *model.buffers()]}) as meter:
         engine.backward(*batch)
     return int(meter.peak)
 

@@ -9,21 +9,15 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.mbs.models import MLP, ResNet, TransformerLM
+from tests.cases import case_of
 from tests.oracle import assert_exact, same, snapshot, state_of, undivided
+from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
-from anybatch.core.optimizers import state_bytes
-from anybatch.engine.inputs import StepInputs
-from anybatch.execution.signature import Case, as_fakes
-from anybatch.lockstep.sync_batchnorm import Fixed
-from anybatch.loss.tracer import CallableLoss
-from anybatch.memory.ledger import NotAffineError, Timeline
-from anybatch.memory.meter import Meter
-from anybatch.planner import probe, rehearsal
-from anybatch.planner.ladder import FAKE, ROWS_AND_FAKES
-from anybatch.planner.probe import ran
+from anybatch.planner import rehearsal
+from anybatch.planner.rehearsal import NotAffineError, Timeline
 
 
 def shifted(out: Tensor, y: Tensor) -> Tensor:
@@ -44,11 +38,6 @@ MODELS: list[Callable[[], tuple[nn.Module, Tensor]]] = [
 ]
 
 
-def case(model: nn.Module, loss: Callable[..., Tensor], x: Tensor, y: Tensor) -> Case:
-    step_inputs = StepInputs(model, CallableLoss(loss), None, Fixed("local"))
-    return step_inputs.case(step_inputs.batch(x, y), step_inputs.modules(), trains=True)
-
-
 @pytest.mark.parametrize("loss", [F.cross_entropy, shifted])
 @pytest.mark.parametrize("make", MODELS, ids=["convolutions", "dropout and BatchNorm"])
 def test_fakes_and_real_rows_show_the_same_peaks(
@@ -57,9 +46,10 @@ def test_fakes_and_real_rows_show_the_same_peaks(
     model, x = make()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    real = case(model, loss, x, torch.randint(0, 7, (24,)))
+    y = torch.randint(0, 7, (24,))
+    real = case_of(model, loss, x, y, batchnorm="local")
     before = snapshot(model)
-    fake = as_fakes(real)
+    fake = case_of(model, loss, x, y, fakes=True, batchnorm="local")
     peaks: dict[str, list[int]] = {}
     for name, it in (("real", real), ("fake", fake)):
         _, observed = rehearsal.inspect_model(it, 4)
@@ -84,51 +74,21 @@ def test_fakes_and_real_rows_show_the_same_peaks(
 def test_tied_weights_count_once() -> None:
     model = TransformerLM(64, 16, 1, 2, 32, tied=True)
     x = torch.randint(0, 64, (12, 16))
-    it = as_fakes(case(model, tokenwise, x, x))
+    it = case_of(model, tokenwise, x, x, fakes=True)
     found = rehearsal.full_batch(it, 2)[0].at_peak()
     assert found["parameters"] == sum(p.nbytes for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    ("make", "sets"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
-        (lambda p: torch.optim.AdamW(p), 2),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
-    ],
-)
-def test_the_state_of_an_optimizer_is_foreseen_before_its_first_step(
-    make: Callable[..., torch.optim.Optimizer], sets: int
-) -> None:
-    model = MLP(8, 16, 4)
-    optimizer = make(model.parameters())
-    found = probe.update(optimizer, list(model.modules()))
-    assert found is not None
-    assert not optimizer.state
-    model(torch.ones(2, 8)).sum().backward()
-    optimizer.step()
-    state = found.final().get("optimizer", 0)
-    assert state == state_bytes(optimizer)
-    assert state >= sets * sum(p.nbytes for p in model.parameters())
-
-
-def test_an_optimizer_that_reads_a_value_is_not_rehearsed() -> None:
-    model = nn.Linear(3, 3)
-    assert probe.update(torch.optim.LBFGS(model.parameters()), [model]) is None
-
-
 def test_a_rehearsal_holds_nothing_when_it_is_over() -> None:
     model = MLP(8, 16, 7).bfloat16()
-    it = case(model, F.cross_entropy, torch.randn(24, 8).bfloat16(), torch.randint(0, 7, (24,)))
+    it = case_of(model, F.cross_entropy, torch.randn(24, 8).bfloat16(), torch.randint(0, 7, (24,)))
     _, observed = rehearsal.inspect_model(it, 4)
     gc.collect()
     gc.disable()  # what lies in a circle would be found later, and counts until then
     try:
-        with Meter(torch.device("cpu")) as meter:
+        with metered() as meter:
             rehearsal.divided(it, 2, observed, accumulator=False)
             rehearsal.full_batch(it, 2)
-            ran(it, observed, 2)
         assert meter.live == 0
     finally:
         gc.enable()
@@ -223,10 +183,10 @@ def test_the_casts_of_weights_are_counted_in_every_rehearsal() -> None:
         plan = anybatch.plan(model, F.cross_entropy, (x, y), memory="64MiB", timed=False)
         engine = anybatch.Engine(model, F.cross_entropy, plan=plan)
         model.zero_grad()
-        with Meter(torch.device("cpu"), {"all": model.parameters()}) as meter:
+        with metered({"all": model.parameters()}) as meter:
             engine.backward(x, y)
     assert plan.memory is not None
-    assert plan.memory.how in (FAKE, ROWS_AND_FAKES)
+    assert "fake tensors" in plan.memory.how
     assert plan.memory.predicted == meter.peak
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, Plan
-from anybatch.memory.lockstep_budget import WAITING
-from anybatch.planner.forecast import DIVIDED, UNDIVIDED
+from anybatch.planner.resident_memory import DIVIDED, WAITING
 from anybatch.reports import StepTimeline
 
 
@@ -58,7 +57,9 @@ def test_the_peak_is_the_plans_and_so_are_its_owners(
     assert title in step.title
     names = [phase.name for phase in step.phases]
     divided = plan.mechanism != "undivided"
-    assert names == (["first inspection", DIVIDED, "update"] if divided else [UNDIVIDED, "update"])
+    assert names == (
+        ["first inspection", DIVIDED, "update"] if divided else ["the full batch", "update"]
+    )
     firsts = [phase.first for phase in step.phases]
     assert firsts == sorted({*firsts})
     assert firsts[-1] < len(step.ledger.events)

@@ -10,19 +10,17 @@ from typing import Any
 
 import pytest
 import torch
+from tests.offloads import link_of
 from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from tests.peaks import metered
+from tests.planners import instead
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine, Plan
-from anybatch.core.plan_sections import Link
 from anybatch.errors import BudgetError, StoreError
-from anybatch.memory.meter import Meter
-from anybatch.planner.offload_memory import OffloadedSizes
-from anybatch.planner.planner import Planner
 
-CPU = torch.device("cpu")
 SIZE = 8
 INF = float("inf")
 
@@ -35,18 +33,16 @@ class Clocks:
         self.offloaded: Callable[[int], float] = lambda n: 1.1 + 0.01 * n
         self.lanes = 5.0
         self.wider = 6.0
-        self.link = Link(out=1e12, back=1e12)
+        self.link = link_of(1e12, 1e12)
         self.run: list[tuple[int, str]] = []
         self.linked = 0
-        monkeypatch.setattr("anybatch.planner.planner.Planner.took", self._took())
+        self._real = instead(monkeypatch, "took", self._took())
         monkeypatch.setattr("anybatch.engine.step_builder.seconds_of_step", lambda *_: 1.0)
         monkeypatch.setattr("anybatch.planner.offload_memory.clocked", self._clocked)
 
     def _took(self) -> Callable[..., None]:
-        took = Planner.took
-
         def known(
-            planner: Planner,
+            planner: Any,
             signature: Any,
             n: int,
             seconds: float | None,
@@ -60,7 +56,7 @@ class Clocks:
                 self.run.append((n, place))
                 seconds = self.step(n, place, lanes=signature.lanes)
             failed = failed or seconds == INF
-            took(planner, signature, n, seconds, failed=failed, run_plan=run_plan)
+            self._real(planner, signature, n, seconds, failed=failed, run_plan=run_plan)
 
         return known
 
@@ -76,7 +72,7 @@ class Clocks:
         """Return the sizes that were run in a place, each once, in order."""
         return list(dict.fromkeys(n for n, where in self.run if where == place))
 
-    def _clocked(self, *_: Any) -> Link:
+    def _clocked(self, *_: Any) -> Any:
         self.linked += 1
         return self.link
 
@@ -129,7 +125,7 @@ def step(engine: Engine, batch: Any) -> int:
     """The most bytes that were live in a step, which its plan has foreseen."""
     model = engine.model
     model.zero_grad()
-    with Meter(CPU, {"there": [*model.parameters(), *model.buffers()]}) as meter:
+    with metered({"there": [*model.parameters(), *model.buffers()]}) as meter:
         engine.backward(*batch)
     assert engine.last is not None
     assert engine.last.predicted_bytes is not None
@@ -261,11 +257,11 @@ def flat(n: int) -> float:
 @pytest.mark.parametrize(
     ("options", "here", "link", "linked"),
     [
-        ({}, flat, Link(1e12, 1e12), 0),  # a sample costs the same at every size
-        ({}, None, Link(1e4, 1e4), 1),  # what is too much would take minutes
-        ({"offload": "off"}, None, Link(1e12, 1e12), 0),
-        ({"timed": False}, None, Link(1e12, 1e12), 0),
-        ({"micro_batch": 3}, None, Link(1e12, 1e12), 0),
+        ({}, flat, link_of(1e12, 1e12), 0),  # a sample costs the same at every size
+        ({}, None, link_of(1e4, 1e4), 1),  # what is too much would take minutes
+        ({"offload": "off"}, None, link_of(1e12, 1e12), 0),
+        ({"timed": False}, None, link_of(1e12, 1e12), 0),
+        ({"micro_batch": 3}, None, link_of(1e12, 1e12), 0),
     ],
 )
 def test_nothing_is_tried_that_cannot_win_or_was_not_requested(
@@ -273,7 +269,7 @@ def test_nothing_is_tried_that_cannot_win_or_was_not_requested(
     monkeypatch: pytest.MonkeyPatch,
     options: dict[str, Any],
     here: Callable[[int], float] | None,
-    link: Link,
+    link: Any,
     linked: int,
 ) -> None:
     clocks.here, clocks.link = here or clocks.here, link
@@ -310,7 +306,7 @@ def test_where_there_is_no_space_after_all_it_stays(
     def fails(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(OffloadedSizes, "planned", fails)
+    monkeypatch.setattr("anybatch.planner.offload_memory.OffloadedSizes.planned", fails)
     model, batch = mlp(), rows()
     memory = tight_budget(mlp)
     engine = Engine(model, F.mse_loss, memory=memory)

@@ -4,10 +4,13 @@ from functools import partial
 
 import torch
 
-from anybatch.core.moments import Moments
-from anybatch.memory.pager import Paging, keep
-from anybatch.planner.rehearsal import shapes_of_moments
-from anybatch.planner.working_set import SingleLaneBarrier, StorageRecorder
+from anybatch.planner.working_set import (
+    Moments,
+    Paging,
+    SingleLaneBarrier,
+    StorageRecorder,
+    keep,
+)
 
 CPU = torch.device("cpu")
 KIB = 1024
@@ -42,7 +45,8 @@ def test_what_stays_or_is_shared_does_not_wait() -> None:
 def test_a_meeting_ends_a_segment_and_another_one_makes_it_unknown() -> None:
     notes, ended = StorageRecorder(CPU), list[int]()
     single = SingleLaneBarrier(notes, partial(ended.append, 1))
-    found = single.reduce("norm", lambda: shapes_of_moments(torch.zeros(2, 3)), max, lambda t: t)
+    moments = Moments(3, torch.zeros(3), torch.full((3,), 3.0))
+    found = single.reduce("norm", lambda: moments, max, lambda t: t)
     assert isinstance(found, Moments)
     assert (found.count, found.mean.shape, ended, notes.unknown) == (3, (3,), [1], False)
     assert single.exchange("loss", 5, lambda parts: parts) == 5
