@@ -14,12 +14,12 @@ from anybatch.cli.report.history import Envelope
 from anybatch.cli.run_folder import RunFolder
 from anybatch.cli.timeline import color_of, colored
 from anybatch.core.plan_sections import Link
-from anybatch.core.units import show_bytes
 from anybatch.memory.ledger import Phase, Timeline
 from anybatch.memory.lockstep_budget import WAITING
 from anybatch.offloading.course import set_course
 from anybatch.offloading.unroll import OWNERS, of_course
 from anybatch.reports import StepTimeline
+from anybatch.units import show_bytes
 
 Command = Callable[..., Result]
 PLAN = ("plan", "--model", "cnn:4", "--threads", 1, "--batch-size", 64, "--memory", "400KiB")

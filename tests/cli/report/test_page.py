@@ -20,7 +20,7 @@ from anybatch.cli.report.parts import number, percent, seconds
 from anybatch.cli.report.record import RunRecord
 from anybatch.cli.report.write import page_of, parts_of
 from anybatch.core.plan_sections import verdicts
-from anybatch.core.units import show_bytes
+from anybatch.units import show_bytes
 
 PAGES = {
     "whole run": record_of(),
