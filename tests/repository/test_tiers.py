@@ -239,3 +239,106 @@ def test_an_optional_extra_may_be_imported_where_it_is_used(tmp_path: Path) -> N
     path = tmp_path / FRONT / "cli" / "timeline.py"
     path.write_text(f"{path.read_text()}\ndef f():\n    import torch.utils.tensorboard\n")
     assert faults(tmp_path) == []
+
+
+TESTS = Path(__file__).parents[1]
+HOSTS = ("lightning", "nnunet", "transformers", "trl", "ultralytics")
+OPEN = {FRONT, *(f"{FRONT}.{name}" for name in PUBLIC)} | {
+    f"{FRONT}.integrations.{h}" for h in HOSTS
+}
+"""What people import, and all but tests of one module with them."""
+KNOWN: dict[str, dict[str, str]] = {
+    "it puts a fault, a watch or another size into the module": {
+        "cli/test_auto.py": ("core.plan execution.signature offloading.parameters planner.planner"),
+        "cli/test_budget.py": "engine.measurement planner.probe",
+        "devices/test_races.py": "offloading.saved_tensors planner.offload_memory",
+        "exactness/test_collated.py": "execution.collated execution.proof.inspected",
+        "exactness/test_contrastive.py": "core.batch loss.contrastive",
+        "exactness/test_encoders.py": "loss.contrastive",
+        "exactness/test_parameter_hooks.py": "execution.gradients",
+        "exactness/test_ranks_away.py": "memory.spill",
+        "exactness/test_ranks_early.py": (
+            "distributed.buckets distributed.gradients planner.full_batch"
+        ),
+        "exactness/test_ranks_gradients.py": "distributed.buckets",
+        "exactness/test_ranks_sharded.py": "distributed.fsdp execution.gradients",
+        "gpu/test_chunked.py": "planner.planner",
+        "limits/test_chunked_budget.py": "loss.chunked_rows planner.planner",
+        "limits/test_chunked_competing.py": "loss.chunked_rows planner.decision planner.planner",
+        "limits/test_no_trace.py": "core.transaction execution.proof.rows",
+        "limits/test_plan_obeyed.py": "execution.streaming",
+        "limits/test_ranks_fail.py": "distributed.buckets execution.gradients",
+        "limits/test_ranks_memory.py": "distributed.coordinator",
+    },
+    "the module does what it does on a device, or beside a host, alone": {
+        "devices/test_absent.py": "planner.autocast",
+        "devices/test_link.py": "core.accelerator core.batch execution.prefetch",
+        "gpu/test_cuda.py": "core.accelerator core.batch execution.prefetch",
+        "hosts/test_trl.py": "integrations.trl_documents",
+        "integrations/test_accelerate_optimizer.py": "core.optimizers",
+        "integrations/test_finders_out_of_memory.py": "core.oom",
+        "integrations/test_transformers_overrides.py": "integrations.transformers_refused",
+    },
+    "it walks over trees, or names bytes and stages, as the library does": {
+        "cli/report/test_page.py": "core.plan_sections",
+        "cli/test_cli.py": "conv.convolutions",
+        "cli/test_profiled.py": "tools.profiled",
+        "cli/test_timeline.py": (
+            "core.plan_sections memory.ledger memory.lockstep_budget offloading.course "
+            "offloading.unroll"
+        ),
+        "exactness/test_by_sample.py": "core.pytree",
+        "exactness/test_kept_outputs.py": "core.pytree",
+        "integrations/test_transformers_evaluation.py": "core.pytree",
+        "limits/test_budget.py": "planner.probe",
+        "limits/test_budget_limits.py": "core.pytree",
+    },
+    "the module is reached through the other one, or computes with what that one makes": {
+        "unit/execution/full_batch_rng/test_kernels.py": (
+            "execution.full_batch_rng.kernels execution.full_batch_rng.law"
+        ),
+        "unit/lockstep/test_scheduler_lanes.py": "core.barrier lockstep.scheduler",
+        "unit/lockstep/test_sync_batchnorm_ranks.py": "core.moments lockstep.sync_batchnorm",
+    },
+}
+"""Tests that import more, by the reason why they must, and what. This may only become shorter."""
+
+
+def internals(test: Path, tests: Path, modules: set[str]) -> list[str]:
+    """The modules that a test imports and should not: one is for a unit test, the command's own
+    for a test of the command, and none for others."""
+    folder = test.relative_to(tests).parts[0]
+    every = {one.name for one in imports(test.read_text(), modules)} - OPEN
+    found = sorted(name.removeprefix(f"{FRONT}.") for name in every if within(name, (FRONT,)))
+    if folder == "cli":
+        found = [name for name in found if not within(name, ("cli", "__main__"))]
+    return found if len(found) > (folder == "unit") else []
+
+
+def test_a_unit_test_imports_one_module_and_the_others_public_names() -> None:
+    modules = {module_name(path, SOURCE) for path in SOURCE.rglob("*.py")}
+    every = sorted(set(TESTS.rglob("test_*.py")) - set((TESTS / "repository").glob("*.py")))
+    found = {str(path.relative_to(TESTS)): internals(path, TESTS, modules) for path in every}
+    known = {name: names.split() for tests in KNOWN.values() for name, names in tests.items()}
+    assert {name: names for name, names in found.items() if names} == known
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("unit", "from anybatch.core import rng\nfrom anybatch.core.units import show_bytes", 2),
+        ("unit", "from anybatch.core import rng\nfrom anybatch.units import show_bytes", 0),
+        ("cli", "import anybatch.cli.train\nfrom anybatch.core import rng", 1),
+        ("cli", "import anybatch.cli.train\nimport anybatch.cli.build", 0),
+        ("limits", "from anybatch.memory.meter import Meter", 1),
+        ("limits", "from anybatch.integrations.transformers import Trainer", 0),
+    ],
+)
+def test_a_test_that_imports_too_much_is_found(
+    tmp_path: Path, name: str, text: str, found: int
+) -> None:
+    (tmp_path / name).mkdir()
+    path = tmp_path / name / "test_a.py"
+    path.write_text(text)
+    modules = {module_name(path, SOURCE) for path in SOURCE.rglob("*.py")}
+    assert len(internals(path, tmp_path, modules)) == found
