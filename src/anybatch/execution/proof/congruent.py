@@ -52,7 +52,6 @@ PROPERTIES: dict[Any, str] = {
 CASTS = frozenset("to type type_as float double half bfloat16".split())
 """Functions that compute something where they give another type: they round, or cut off."""
 
-
 PLACED = frozenset("view reshape _unsafe_view clone copy_ detach alias expand empty_like".split())
 """Kernels that compute nothing, and are called or not by how a tensor lies in memory."""
 

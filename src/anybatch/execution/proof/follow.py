@@ -128,7 +128,10 @@ class Follow(DispatchMode):
         name = schema.name.split("::")[1]
         self._calls += name != "detach"  # autograd calls it for what it saves
         operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        masks = {id(one): mask for one in operands if (mask := self.masks.of(one)) is not None}
+        masks: dict[int, Tensor] = {}
+        for one in operands:
+            if (mask := self.masks.of(one)) is not None:
+                masks[id(one)] = mask
         masks = on_one_device(masks) if len(masks) > 1 else masks
         call = Call(name, func, args, kwargs, operands, masks, self.backward)
         if self.singles or not operands or any(one.dim() for one in operands):

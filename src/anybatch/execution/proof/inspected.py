@@ -155,7 +155,6 @@ smaller one where it is half as large."""
 REPEATED = 3
 """Pairs of an inspection and after it that are compared though they were before it."""
 
-
 Pair = tuple[int, int, Shapes]
 """Samples of the batch, of a micro-batch, and shapes of one row; () where rows are loaded late."""
 

@@ -37,7 +37,6 @@ LOSSES = frozenset(
 )
 """Kernels that a loss inside a model ends in: their inputs must be rows."""
 
-
 CUTS = frozenset(
     "slice select narrow split split_with_sizes chunk tensor_split unbind unfold as_strided".split()
 )
@@ -131,8 +130,10 @@ def rule(names: str) -> Callable[[Rule], Rule]:
 
 def rows_of(call: Call, tensors: Iterable[Tensor]) -> Tensor:
     """Return the union of masks by row: all dimensions but the first are folded."""
-    masks = [mask for one in tensors if (mask := call.mask(one)) is not None]
-    rows = union(fold(mask, range(1, mask.dim()), keep=False) for mask in masks)
+    rows: Tensor | None = None
+    for one in tensors:
+        if (mask := call.mask(one)) is not None:
+            rows = union((rows, fold(mask, range(1, mask.dim()), keep=False)))
     assert rows is not None
     return rows
 

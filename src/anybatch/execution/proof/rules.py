@@ -24,22 +24,14 @@ from anybatch.execution.proof import (
     kernel_call,
     rules_products,  # noqa: F401, its rules are in the table
 )
-from anybatch.execution.proof.kernel_call import (
-    RULES,
-    Call,
-    Found,
-    leads_back,
-    rows_of,
-    rule,
-    valued,
-)
+from anybatch.execution.proof.kernel_call import Call, Found, leads_back, rule, valued
 from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
 from anybatch.execution.proof.rules_places import AT_PLACES
 
 
 def masks_after(call: Call) -> Found | None:
     """Return the masks of the results; None where no rule covers the kernel."""
-    rule = RULES.get(call.name)
+    rule = kernel_call.RULES.get(call.name)
     if rule is None and _is_pointwise(call.func):
         rule = _pointwise
     found = None if rule is None else rule(call)
@@ -65,7 +57,7 @@ def _together(call: Call) -> int:
 
 def has_rule(name: str, func: Any) -> bool:
     """Say whether a rule may cover the kernel."""
-    return name in RULES or _is_pointwise(func)
+    return name in kernel_call.RULES or _is_pointwise(func)
 
 
 @cache
@@ -250,7 +242,7 @@ def _margins(call: Call) -> Found:
     x, target = call.args[:2]
     if x.dim() < 2:
         return [call.all().reshape([1] * r.dim()) for r in call.results]
-    rows = rows_of(call, (x, target))
+    rows = kernel_call.rows_of(call, (x, target))
     first = rows if call.results[0].dim() else fold(rows, [0], keep=False)
     return [first, *(rows[:, None] for _ in call.results[1:])]
 
@@ -305,7 +297,6 @@ PLACING = frozenset(("dtype", "layout", "device", "pin_memory"))
 
 
 # ---------------------------------------------------------------- reductions
-
 
 REDUCED = (
     "sum mean amax amin var std prod any all argmax argmin norm linalg_vector_norm logsumexp max "

@@ -300,7 +300,6 @@ def takes_all(call: Call, size: int) -> bool:
 
 # ---------------------------------------------------------------- linear in a sum
 
-
 TABLED = frozenset("embedding_dense_backward index_put index_put_ index_add index_add_".split())
 """Kernels that add the gradients of rows to those of the entries that they had chosen."""
 

@@ -81,7 +81,8 @@ def held(model: Any) -> Iterator[tuple[int, str, Tensor]]:
 
 def within(outputs: Any) -> Iterator[Tensor]:
     """Yield the tensors that outputs hold, those in objects such as a cache of keys, too."""
-    yield from (tensor for _, _, tensor in held((outputs,)))
+    for _, _, tensor in held((outputs,)):
+        yield tensor
 
 
 def _inside(held: Any) -> Iterator[tuple[str, Any]]:
@@ -90,7 +91,8 @@ def _inside(held: Any) -> Iterator[tuple[str, Any]]:
         yield from _of_module(held)
     elif isinstance(held, dict | list | tuple | set | deque):
         if len(held) <= MANY:
-            yield from (("", v) for v in (held.values() if isinstance(held, dict) else tuple(held)))
+            for value in held.values() if isinstance(held, dict) else tuple(held):
+                yield "", value
     elif isinstance(held, MethodType):
         yield from (("", held.__self__), ("", held.__func__))
     elif isinstance(held, FunctionType):

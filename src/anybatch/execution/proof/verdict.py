@@ -226,7 +226,9 @@ def _in_norms(all_rows: Forward, part: Forward | None) -> str:
         return other_rows(
             first.path, f"{len(full)} calls hold all rows and {len(some)} those of a part"
         )
-    mine = sum({1 << sample for sample in part.samples})
+    mine = 0
+    for sample in part.samples:
+        mine |= 1 << sample
     for one, other in zip(full, some, strict=True):
         if not one.rows and one.values == other.values > 0:
             return (
@@ -352,8 +354,9 @@ def doubts_of(run: Forward) -> Iterable[str]:
 
 
 def _noted(run: Forward, doubts: Iterable[str]) -> Iterable[str]:
-    where = run.notes.where
-    return (f"{words} {where[words]}" for words in doubts if words in where)
+    for words in doubts:
+        if words in run.notes.where:
+            yield f"{words} {run.notes.where[words]}"
 
 
 def unfollowed(runs: Sequence[Forward], axes: Sequence[int | None]) -> Iterable[str]:
