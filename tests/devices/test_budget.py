@@ -102,7 +102,7 @@ def test_the_peak_of_a_step_is_what_was_foreseen(
 LOSSES = [pytest.param(case, id=case.name) for case in CASES if case.make(0).declared is None]
 
 
-@pytest.mark.large(of="capped losses", few=8)
+@pytest.mark.large(of="capped losses", few=4)
 @pytest.mark.parametrize("case", LOSSES)
 def test_no_allocation_fails_over_the_catalogue(stand_in: Any, case: Case) -> None:
     problem = case.make(0)
