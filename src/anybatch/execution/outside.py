@@ -249,7 +249,10 @@ class Outside:
         self._tensors: dict[Named, Callable[[], Any]] = {}
         self._visited: dict[int, Any] = {}  # which live as long, or another would have the id
         self._places: set[tuple[int, str, str]] = set()
-        self._ahead: list[tuple[Any, int]] = [(one, 0) for one in functions]
+        self._ahead: list[tuple[Any, int]] = []
+        for one in functions:
+            if not isinstance(one, nn.Module):
+                self._place(one, "a function", type(one).__name__, partial(_same, one))
         for module in modules:
             for hooks in HOOKS:
                 self._ahead += ((one, 0) for one in getattr(module, hooks, {}).values())
