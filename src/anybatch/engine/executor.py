@@ -83,11 +83,7 @@ class Joined(NamedTuple):
 
 
 class Runner:
-    """Runner of steps, with the findings of earlier ones.
-
-    Args:
-        inputs: model, loss and optimizer.
-    """
+    """Runner of steps, with the findings of earlier ones."""
 
     def __init__(self, inputs: StepInputs) -> None:
         self._inputs = inputs
@@ -116,15 +112,9 @@ class Runner:
     ) -> Step:
         """Return a step that has not begun.
 
-        Args:
-            batch: the mini-batch.
-            modules: every module that it runs.
-            before: the state before it.
-            gradients: where its gradients come together; None runs forward only.
-            micro_batch: samples in a micro-batch; fewer where memory ran out at that.
-            run_plan: the plan that it obeys. Default None: nothing was planned.
-            attempts: findings of earlier attempts. Default None: there were none.
-            joined: the batch over all ranks. Default None: one process.
+        Without `gradients` only forward is run. Micro-batches have `micro_batch` samples, or fewer
+        where memory ran out at that. `run_plan` is the plan that the step obeys; `joined` is the
+        batch over all ranks. By default nothing was planned or tried before, in one process.
 
         Raises:
             NotExactError: the batch would have to be divided, and must not be.
@@ -222,14 +212,7 @@ class Runner:
         return traits is not None and traits.coupled
 
     def refuse_division(self, modules: Modules, meeting: list[str] | None = None) -> list[str]:
-        """Raise an error before the run where a batch cannot be divided.
-
-        Args:
-            modules: every module that a step runs.
-            meeting: names of the layers where samples meet. Default: they are looked up.
-
-        Returns:
-            These names.
+        """Return the names of the layers where samples meet; raise if a batch cannot be divided.
 
         Raises:
             NotExactError: naming the BatchNorm layers that cannot wait for each other, and why, or
