@@ -38,7 +38,7 @@ OUT, BACK = range(2)
 WORDS = ("written to", "read from")
 
 
-class Page:
+class MemoryPage:
     """Bytes of one owner that move together.
 
     Attributes:
@@ -111,7 +111,7 @@ class Copies:
         for copier in self._copiers:
             copier.begin()
 
-    def start(self, way: int, page: Page, storage: Any) -> Job:
+    def start(self, way: int, page: MemoryPage, storage: Any) -> Job:
         """Begin to copy a page out of a storage, or back into it, after all earlier copies."""
         job = self._copiers[way].start(self._work(way, page, storage))
         job.way = way
@@ -119,7 +119,7 @@ class Copies:
         self.bytes[way] += page.size
         return job
 
-    def copy(self, way: int, page: Page, storage: Any) -> None:
+    def copy(self, way: int, page: MemoryPage, storage: Any) -> None:
         """Copy now, in this thread."""
         with self.errors(WORDS[way]):
             self._work(way, page, storage)()
@@ -136,7 +136,7 @@ class Copies:
             if job.done:
                 job.work = None
 
-    def empty(self, page: Page) -> None:
+    def empty(self, page: MemoryPage) -> None:
         """Give up the device memory of a page, the only place where that is done.
 
         Its bytes must be complete elsewhere.
@@ -144,7 +144,7 @@ class Copies:
         assert page.restorable
         page.let_go()
 
-    def drop(self, page: Page) -> None:
+    def drop(self, page: MemoryPage) -> None:
         """Drop the copy of a page, if there is one."""
         if page.has_copy and self._store is not None:
             self._store.drop(page.key)
@@ -159,15 +159,15 @@ class Copies:
             require_space(size, space, of=self.of, otherwise=self.otherwise)
 
     @contextmanager
-    def errors(self, what: str) -> Iterator[None]:
-        """Explain an error of the system in the body, which does `what` to the store."""
+    def errors(self, action: str) -> Iterator[None]:
+        """Explain an error of the system in the body; the store could not be `action`."""
         try:
             yield
         except OSError as error:
             if isinstance(error, StoreError) or not self.of:
                 raise
             raise StoreError(
-                f"{self.of} must be stored, and its store could not be {what} ({error}): free "
+                f"{self.of} must be stored, and its store could not be {action} ({error}): free "
                 f"space there, or name another folder (store=); {self.then}"
             ) from error
 
@@ -188,7 +188,7 @@ class Copies:
             if store is not None:
                 store.close()
 
-    def _work(self, way: int, page: Page, storage: Any) -> Callable[[], None]:
+    def _work(self, way: int, page: MemoryPage, storage: Any) -> Callable[[], None]:
         with self.errors(WORDS[way]):
             store = self._opened()
             return (store.writing, store.reading)[way](page.key, storage)
@@ -302,12 +302,10 @@ class Copier:
             self._done.notify_all()
 
 
-# Storages of waiting lanes, and of parameters: resident, offloaded, or being copied.
-
 RESIDENT, EVICTING, OFFLOADED, PREFETCHING = range(4)
 
 
-class Held(Page):
+class Held(MemoryPage):
     """One storage of a lane, or of a parameter or gradient; its key is its address.
 
     Attributes:

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from anybatch.core import accelerator
 from anybatch.errors import NotExactError, StoreError
 from anybatch.memory.fakes import uncached
-from anybatch.memory.page_table import BACK, OUT, Copies, Job, Page
+from anybatch.memory.page_table import BACK, OUT, Copies, Job, MemoryPage
 from anybatch.memory.stores import SENT, Store, empty
 
 
@@ -44,8 +44,8 @@ class Mover(Copies):
         self._jobs: list[Job] = []
         self.rates = [[0, 0.0], [0, 0.0]]
 
-    def start(self, way: int, page: Page, storage: Any) -> Job:
-        """Begin a copy, whose storage is freed in this thread, after `rest` at the latest."""
+    def start(self, way: int, page: MemoryPage, storage: Any) -> Job:
+        """Begin a copy; its storage is freed in this thread, after `rest` at the latest."""
         self._jobs.append(super().start(way, page, storage))
         return self._jobs[-1]
 
@@ -131,7 +131,7 @@ class Mover(Copies):
         self._jobs.clear()
         self.settle()
 
-    def _work(self, way: int, page: Page, storage: Any) -> Callable[[], None]:
+    def _work(self, way: int, page: MemoryPage, storage: Any) -> Callable[[], None]:
         if way == BACK and self._store is None:
             raise gone()
         try:
@@ -185,7 +185,7 @@ SMALL = 64 << 10
 """Bytes below which a storage is not offloaded: moving it costs more than it frees."""
 
 
-class Saved(Page):
+class Saved(MemoryPage):
     """One storage that autograd holds.
 
     Attributes:

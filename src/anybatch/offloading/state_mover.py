@@ -20,7 +20,7 @@ from anybatch.core import optimizers
 from anybatch.core.optimizers import allocated, state_bound
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError, StoreError
-from anybatch.memory.page_table import BACK, OUT, Copies, Page
+from anybatch.memory.page_table import BACK, OUT, Copies, MemoryPage
 from anybatch.memory.stores import Store
 
 
@@ -419,7 +419,7 @@ State = dict[Any, Any]
 """An optimizer's state of one parameter: name -> tensor or number."""
 
 
-class Placeholder(Page):
+class Placeholder(MemoryPage):
     """Offloaded tensor, or one on its way, and the meta tensor in its place.
 
     Attributes:
@@ -441,7 +441,7 @@ class Placeholder(Page):
         self.tensor: Tensor | None = tensor
 
     def let_go(self) -> None:
-        """Have the stand-in alone in the optimizer's dictionary."""
+        """Replace the tensor by its stand-in in the optimizer's dictionary."""
         if self.tensor is not None and self.state.get(self.name) is self.tensor:
             self.state[self.name] = self.stand_in
         self.tensor = None

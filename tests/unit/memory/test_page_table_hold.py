@@ -20,7 +20,7 @@ from anybatch.memory.page_table import (
     RESIDENT,
     Copies,
     Hold,
-    Page,
+    MemoryPage,
 )
 
 CPU = torch.device("cpu")
@@ -191,7 +191,7 @@ def test_memory_is_given_up_in_one_place_and_only_with_a_complete_copy() -> None
     ]
     found = [call for call in calls if call.endswith((".resize_(0)", "page.let_go()"))]
     assert sorted(found) == ["page_table.py: page.let_go()", "page_table.py: storage.resize_(0)"]
-    copies, page, storage = Copies(Slow, CPU), Page(1, 4), torch.ones(4).untyped_storage()
+    copies, page, storage = Copies(Slow, CPU), MemoryPage(1, 4), torch.ones(4).untyped_storage()
     with pytest.raises(AssertionError):
         copies.empty(page)  # there is no copy
     copies.start(0, page, storage)
