@@ -32,7 +32,7 @@ from anybatch.core.reached import (
     HOLDERS,
     MANY,
     NONE,
-    Link,
+    Relation,
     classes,
     installed,
     names_of,
@@ -104,9 +104,9 @@ class PythonState:
         if isinstance(fn, FunctionType) and (fn.__module__ or "").startswith("torch."):
             return
         for link, _, value, holder in reached(fn):
-            if link is Link.CELL and value is not NONE:
+            if link is Relation.CELL and value is not NONE:
                 self._undo.append(partial(setattr, holder, "cell_contents", value))
-            if link is not Link.ATTRIBUTE:
+            if link is not Relation.ATTRIBUTE:
                 self._value(value)
         if isinstance(fn, FunctionType):
             self.container(fn.__dict__)
@@ -331,7 +331,7 @@ def write(held: Any, was: Any) -> None:
 
 
 def _fill_slot(holder: Any, name: str, was: Any) -> None:
-    """Make a slot hold what it held; one that was empty stays as it is."""
+    """Restore the value of a slot; one that was empty stays as it is."""
     if was is not NONE and getattr(holder, name, NONE) is not was:
         setattr(holder, name, was)
 

@@ -1,4 +1,4 @@
-"""Values that a callable reaches, one step at a time: what it holds, and what its code names.
+"""Values that a callable reaches, one step at a time: those it holds, and those its code names.
 
 torch tracks tensors. All else that a forward or a loss computes with is in Python: a number in a
 closure, a switch in a file, a list of an object. Every walk that lists, compares or restores such
@@ -76,7 +76,7 @@ NONE: Any = object()
 """Stands for the value of a name that does not exist."""
 
 
-class Link(Enum):
+class Relation(Enum):
     """Relation of a value to the one that holds it."""
 
     PART = auto()
@@ -88,7 +88,7 @@ class Link(Enum):
     GLOBAL = auto()
 
 
-class Reached(NamedTuple):
+class ReachedValue(NamedTuple):
     """A value, and where it is.
 
     Attributes:
@@ -98,31 +98,31 @@ class Reached(NamedTuple):
         holder: the cell, the globals, or the object with the attribute.
     """
 
-    link: Link
+    link: Relation
     name: str
     value: Any
     holder: Any
 
 
-def reached(value: Any) -> Iterator[Reached]:
-    """Yield what a callable, or an object around one, holds; no globals."""
+def reached(value: Any) -> Iterator[ReachedValue]:
+    """Yield the values that a callable, or an object around one, holds; no globals."""
     if isinstance(value, FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            yield Reached(Link.CELL, name, content(cell), cell)
+            yield ReachedValue(Relation.CELL, name, content(cell), cell)
         for name, one in value.__dict__.items():
-            yield Reached(Link.ATTRIBUTE, name, one, value)
+            yield ReachedValue(Relation.ATTRIBUTE, name, one, value)
         for name, one in chain(_defaults(value), (value.__kwdefaults__ or {}).items()):
-            yield Reached(Link.DEFAULT, name, one, value)
+            yield ReachedValue(Relation.DEFAULT, name, one, value)
     elif isinstance(value, MethodType):
-        yield Reached(Link.PART, "", value.__func__, value)
-        yield Reached(Link.OBJECT, "", value.__self__, value)
+        yield ReachedValue(Relation.PART, "", value.__func__, value)
+        yield ReachedValue(Relation.OBJECT, "", value.__self__, value)
     elif isinstance(value, partial):
-        yield Reached(Link.PART, "", value.func, value)
+        yield ReachedValue(Relation.PART, "", value.func, value)
         for name, one in zip(_parameters(value.func), value.args, strict=False):
-            yield Reached(Link.ARGUMENT, name, one, value)
-        yield Reached(Link.PART, "", value.keywords, value)
+            yield ReachedValue(Relation.ARGUMENT, name, one, value)
+        yield ReachedValue(Relation.PART, "", value.keywords, value)
     for one in _parts(value):
-        yield Reached(Link.PART, "", one, value)
+        yield ReachedValue(Relation.PART, "", one, value)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -149,11 +149,11 @@ def _parts(value: Any) -> list[Any]:
     return gc.get_referents(value) if isinstance(value, VIEWS) else []
 
 
-def named(function: FunctionType, names: set[str]) -> Iterator[Reached]:
+def named(function: FunctionType, names: set[str]) -> Iterator[ReachedValue]:
     """Yield the globals of a function among some names."""
     held = function.__globals__
     for name in names & held.keys():
-        yield Reached(Link.GLOBAL, name, held[name], held)
+        yield ReachedValue(Relation.GLOBAL, name, held[name], held)
 
 
 @lru_cache(maxsize=1000)

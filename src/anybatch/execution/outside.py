@@ -34,7 +34,7 @@ from anybatch.core.reached import (
     HOLDERS,
     NONE,
     SPECIAL,
-    Link,
+    Relation,
     attributes,
     classes,
     content,
@@ -299,7 +299,7 @@ class Outside:
                     self._place(held, base.__name__, name, partial(held.get, name))
 
     def _follow(self, value: Any, depth: int) -> None:
-        """Follow what a value holds and what its code names.
+        """Follow the values that a value holds, and those that its code names.
 
         Args:
             value: that a place holds, or that is in it.
@@ -326,7 +326,7 @@ class Outside:
         if isinstance(value, HOLDERS):
             found = [*reached(value)]
             for one in found:
-                if one.link is Link.OBJECT:
+                if one.link is Relation.OBJECT:
                     place = type(one.value).__module__, "its object"
                     self._place(one.value, *place, partial(_same, one.value))
             return [one.value for one in found]
@@ -344,7 +344,7 @@ class Outside:
         path, names = function.__name__, names_of(function.__code__)
         self._read |= {("a setting", name): READ[name] for name in names & READ.keys()}
         for link, name, _, holder in reached(function):
-            if link is Link.CELL:
+            if link is Relation.CELL:
                 self._place(holder, path, name, partial(_content, holder))
         for _, name, value, holder in named(function, names):
             self._place(holder, function.__module__, name, partial(holder.get, name))
@@ -410,7 +410,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, type | ModuleType):
         return None
     if isinstance(value, HOLDERS):  # of a method its function: its object is a place of its own
-        return _few([one.value for one in reached(value) if one.link is not Link.OBJECT], depth)
+        return _few([one.value for one in reached(value) if one.link is not Relation.OBJECT], depth)
     if isinstance(value, set | frozenset):
         few = [one for one in value if type(one) in ITSELF or len(value) <= FEW]
         return frozenset(one if type(one) in ITSELF else plain(one, depth - 1) for one in few)

@@ -28,7 +28,7 @@ from anybatch.core.reached import (
     CONTAINERS,
     HOLDERS,
     MANY,
-    Link,
+    Relation,
     attributes,
     named,
     names_of,
@@ -114,7 +114,7 @@ def held(fn: Any) -> Iterator[tuple[str, Any]]:
     names, owners = set[str](), dict[int, tuple[str, Any]]()
     visited, waiting = set[Any](), [("", fn, True)]
     while waiting:
-        name, value, whole = waiting.pop()
+        name, value, entire = waiting.pop()
         if isinstance(value, CODE):
             waiting += _held_by(value, names) if id(value) not in visited else ()
             visited.add(id(value))
@@ -122,14 +122,14 @@ def held(fn: Any) -> Iterator[tuple[str, Any]]:
         if _has_names(value):
             owners[id(value)] = name, value
         for path, leaf in pytree.leaves([*value] if isinstance(value, deque) else value):
-            if isinstance(leaf, VALUES) or (whole and isinstance(leaf, Tensor | np.ndarray)):
+            if isinstance(leaf, VALUES) or (entire and isinstance(leaf, Tensor | np.ndarray)):
                 yield f"{name}{path}", leaf
             if isinstance(leaf, str):
                 names.add(leaf)  # getattr(options, "power")
             elif isinstance(leaf, WRITTEN) and memoryview(leaf).nbytes <= SMALL:  # type: ignore[arg-type]
                 yield f"{name}{path}, its values", bytes(leaf)
             elif isinstance(leaf, (*CODE, deque)):
-                waiting.append((f"{name}{path}", leaf, whole))
+                waiting.append((f"{name}{path}", leaf, entire))
         for name, owner in () if waiting else [*owners.values()]:
             waiting += _named_in(name, owner, names, visited)
 
@@ -151,8 +151,8 @@ Waiting = list[tuple[str, Any, bool]]
 
 
 def _held_by(function: Any, names: set[str]) -> Waiting:
-    """Return what a function holds and the globals that it names; add its names to `names`."""
-    found = [one for one in reached(function) if one.link is not Link.ATTRIBUTE]
+    """Return the values and globals of a function; add the names of these to `names`."""
+    found = [one for one in reached(function) if one.link is not Relation.ATTRIBUTE]
     if isinstance(function, FunctionType):
         file = function.__code__.co_filename
         if not of_library(function.__module__ or "", file):

@@ -46,7 +46,7 @@ from anybatch.core.reached import (
     HOLDERS,
     MANY,
     SPECIAL,
-    Link,
+    Relation,
     attributes,
     classes,
     names_of,
@@ -301,7 +301,7 @@ class _Listing:
         elif isinstance(value, ContextVar):
             self.places.append(Place(value, value.name, path))
         for link, name, one, _ in reached(value):
-            at = name or path or ("self" if link is Link.OBJECT else "")
+            at = name or path or ("self" if link is Relation.OBJECT else "")
             self._ahead.append((one, at, via if isinstance(value, BuiltinFunctionType) else None))
         self._ahead += [(one, path, None) for one in remembered(value)]
 
@@ -355,11 +355,11 @@ class _Listing:
             return
         dot = f"{path}." if path else ""
         for link, name, one, holder in reached(fn):
-            if link is Link.ATTRIBUTE:
+            if link is Relation.ATTRIBUTE:
                 self._ahead.append((one, dot + name, (fn, name)))
-            elif link is not Link.CELL or id(holder) not in self._visited:
+            elif link is not Relation.CELL or id(holder) not in self._visited:
                 self._ahead.append((one, name, None))
-                if link is Link.CELL:
+                if link is Relation.CELL:
                     self._visited.add(id(holder))
                     self.places.append(Place(holder, name, name))
         self.own |= not library

@@ -84,7 +84,7 @@ def on_cuda(found: Forecast, *, case: Case, others: int, budget: int, size: int)
 def default_budget(
     case: Case, optimizer: torch.optim.Optimizer | None, share: float | None
 ) -> tuple[int, str]:
-    """Return the bytes of a share of what is free plus the step's own tensors, and their source."""
+    """Return the bytes of a share of the free ones plus the step's own, and their source."""
     device = absent()
     if device is not None:
         return device.budget(None, share)

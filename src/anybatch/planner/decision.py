@@ -31,8 +31,8 @@ from anybatch.planner.search import (
     CLOSE,
     MOST,
     OF_SIZES,
+    MicroBatchSearch,
     Place,
-    Search,
     TrialStep,
     ends,
     fastest,
@@ -44,12 +44,12 @@ from anybatch.planner.workspaces import Workspaces
 
 
 class Decision:
-    """Decision about one batch, by what the search has shown; it adds to that and forecasts."""
+    """Decision about one batch, by the findings of the search and forecasts; it adds to both."""
 
     def __init__(
         self,
         request: PlanningRequest,
-        search: Search,
+        search: MicroBatchSearch,
         foreseen: Foreseen,
         workspaces: Workspaces,
     ) -> None:

@@ -28,7 +28,7 @@ from anybatch.loss.chunked import WIDE
 from anybatch.loss.chunked_rows import fast_chunks
 from anybatch.memory.spill import Spill
 from anybatch.planner.forecast import WORKSPACE, Forecast
-from anybatch.planner.search import Place, Search
+from anybatch.planner.search import MicroBatchSearch, Place
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,9 @@ class MemoryModel(ABC):
 
     place: ClassVar[Place]
 
-    def __init__(self, foreseen: Forecast, request: PlanningRequest, search: Search) -> None:
+    def __init__(
+        self, foreseen: Forecast, request: PlanningRequest, search: MicroBatchSearch
+    ) -> None:
         self.foreseen, self._request, self._budget = foreseen, request, request.budget
         self._size, self._most = request.signature.size, request.signature.largest
         searched = search.is_of(request.signature)

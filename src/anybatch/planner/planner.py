@@ -40,7 +40,7 @@ from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
 from anybatch.planner.memory_model import PlanningRequest
 from anybatch.planner.resident_memory import depict
-from anybatch.planner.search import Search
+from anybatch.planner.search import MicroBatchSearch
 from anybatch.planner.workspaces import Workspaces
 
 SLACK = 0.05
@@ -103,7 +103,7 @@ class Planner:
         self._chunked: dict[bool, int] = {}
         self._compared = False
         self._varied = self._renewed = self._forgot = self._corrected = False
-        self._search = Search(fixed, sends=bool(settled and settled.offload))
+        self._search = MicroBatchSearch(fixed, sends=bool(settled and settled.offload))
         self._foreseen = Foreseen()
         self._planned: dict[Signature, RunPlan] = {}
         self._ran: set[tuple[Signature, int]] = set()

@@ -63,8 +63,8 @@ class TrialStep(NamedTuple):
 
 
 @dataclass
-class Search:
-    """Search so far: the trials of one signature, their seconds, and what others follow.
+class MicroBatchSearch:
+    """State of a search: trials of one signature, their seconds, and values that others follow.
 
     Attributes:
         fixed: required samples in a micro-batch; None (default) chooses.
@@ -109,13 +109,15 @@ class Search:
         """Return whether steps of this signature find the fastest way: those of the first do."""
         return self.chosen is None if self.signature is None else self.is_of(signature)
 
-    def anew(self, chosen: tuple[int, int] | None = None, *, sends: bool = False) -> Search:
+    def anew(
+        self, chosen: tuple[int, int] | None = None, *, sends: bool = False
+    ) -> MicroBatchSearch:
         """Return the search without its trials."""
-        found = Search(self.fixed, chosen=chosen, sends=sends, decided=self.decided)
+        found = MicroBatchSearch(self.fixed, chosen=chosen, sends=sends, decided=self.decided)
         found.no_single_rows, found.undivided = self.no_single_rows, self.undivided
         return found
 
-    def ended(self) -> Search:
+    def ended(self) -> MicroBatchSearch:
         """Return the search with the fastest size so far: no clock decides any more."""
         best = self.best()
         if self.signature is None or best is None:

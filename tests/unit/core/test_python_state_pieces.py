@@ -1,13 +1,15 @@
-"""Comparison of tensors piece by piece: the same numbers as at once, and few bytes."""
+"""Tensors are compared piece by piece, as at once and with few bytes; a dict is restored as it was."""
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
+from typing import Any
 
 import pytest
 import torch
 from tests.peaks import metered
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.core import python_state
 
@@ -75,3 +77,19 @@ def test_a_comparison_holds_what_its_rehearsal_does(shape: tuple[int, ...]) -> N
     assert (
         compared.peak <= 4 * max(python_state.LEAST, b.numel() // python_state.PARTS) * b.itemsize
     )
+
+
+class Makes(OrderedDict[str, Any]):
+    """A dict as transformers has it for activations: of classes, and what is read is an object."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+def test_a_dict_that_makes_its_values_is_left_as_it_is() -> None:
+    makes = Makes(tanh=nn.Tanh)
+    state = python_state.PythonState()
+    state.container(makes)
+    state.put_back()
+    assert dict.items(makes) == {"tanh": nn.Tanh}.items()
+    assert isinstance(makes["tanh"], nn.Tanh)

@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from array import array
-from collections import ChainMap, Counter, OrderedDict, UserDict, deque
+from collections import ChainMap, Counter, UserDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.core.python_state import PythonState
-from anybatch.core.reached import Link, attributes, named, names_of, reached, slots
+from anybatch.core.reached import Relation, attributes, named, names_of, reached, slots
 from anybatch.errors import LossError, NotExactError
 
 FLAG = {"count": 0}
@@ -67,36 +66,47 @@ class Count(Holder):
 VARIABLE = ContextVar[str]("variable")
 holder, count = Holder(), Count()
 
-HOLDS: dict[str, tuple[Any, set[tuple[Link, str, Any]]]] = {
-    "a cell": (of_cell(), {(Link.CELL, "value", "cell")}),
+HOLDS: dict[str, tuple[Any, set[tuple[Relation, str, Any]]]] = {
+    "a cell": (of_cell(), {(Relation.CELL, "value", "cell")}),
     "a function": (
         function,
         {
-            (Link.DEFAULT, "b", "default"),
-            (Link.DEFAULT, "c", "keyword"),
-            (Link.ATTRIBUTE, "attribute", "attribute"),
+            (Relation.DEFAULT, "b", "default"),
+            (Relation.DEFAULT, "c", "keyword"),
+            (Relation.ATTRIBUTE, "attribute", "attribute"),
         },
     ),
-    "a method": (holder.method, {(Link.PART, "", Holder.method), (Link.OBJECT, "", holder)}),
+    "a method": (
+        holder.method,
+        {(Relation.PART, "", Holder.method), (Relation.OBJECT, "", holder)},
+    ),
     "a partial": (
         functools.partial(function, "argument"),
-        {(Link.PART, "", function), (Link.ARGUMENT, "a", "argument"), (Link.PART, "", "{}")},
+        {
+            (Relation.PART, "", function),
+            (Relation.ARGUMENT, "a", "argument"),
+            (Relation.PART, "", "{}"),
+        },
     ),
     "a partial method": (
         vars(Holder)["part"],
-        {(Link.PART, "", function), (Link.PART, "", ("argument",)), (Link.PART, "", "{}")},
+        {
+            (Relation.PART, "", function),
+            (Relation.PART, "", ("argument",)),
+            (Relation.PART, "", "{}"),
+        },
     ),
-    "a static method": (vars(Holder)["static"], {(Link.PART, "", function)}),
-    "a class method": (classmethod(function), {(Link.PART, "", function)}),
-    "a property": (vars(Holder)["read"], {(Link.PART, "", function)}),
-    "a cached property": (vars(Holder)["late"], {(Link.PART, "", function)}),
-    "a cached function": (functools.cache(function), {(Link.PART, "", function)}),
-    "a method of C": ([].append, {(Link.PART, "", "[]")}),
+    "a static method": (vars(Holder)["static"], {(Relation.PART, "", function)}),
+    "a class method": (classmethod(function), {(Relation.PART, "", function)}),
+    "a property": (vars(Holder)["read"], {(Relation.PART, "", function)}),
+    "a cached property": (vars(Holder)["late"], {(Relation.PART, "", function)}),
+    "a cached function": (functools.cache(function), {(Relation.PART, "", function)}),
+    "a method of C": ([].append, {(Relation.PART, "", "[]")}),
     "a function of C": (len, set()),
-    "a view": (MappingProxyType({}), {(Link.PART, "", "{}")}),
-    "a context variable": (VARIABLE, {(Link.PART, "", None)}),
-    "a weak reference": (weakref.ref(count), {(Link.PART, "", "Count(count=0)")}),
-    "a view of memory": (memoryview(b"bytes"), {(Link.PART, "", b"bytes")}),
+    "a view": (MappingProxyType({}), {(Relation.PART, "", "{}")}),
+    "a context variable": (VARIABLE, {(Relation.PART, "", None)}),
+    "a weak reference": (weakref.ref(count), {(Relation.PART, "", "Count(count=0)")}),
+    "a view of memory": (memoryview(b"bytes"), {(Relation.PART, "", b"bytes")}),
     "a number": (3, set()),
 }
 
@@ -410,19 +420,3 @@ def test_a_coupled_function_reads_no_number_of_one_micro_batch(name: str) -> Non
     x[6, 0] = -1
     with pytest.raises(LossError, match="must be the same in all micro-batches"):
         engine.backward(x)
-
-
-class Makes(OrderedDict[str, Any]):
-    """A dict as transformers has it for activations: of classes, and what is read is an object."""
-
-    def __getitem__(self, key: str) -> Any:
-        return super().__getitem__(key)()
-
-
-def test_a_dict_that_makes_its_values_is_left_as_it_is() -> None:
-    makes = Makes(tanh=nn.Tanh)
-    state = PythonState()
-    state.container(makes)
-    state.put_back()
-    assert dict.items(makes) == {"tanh": nn.Tanh}.items()
-    assert isinstance(makes["tanh"], nn.Tanh)

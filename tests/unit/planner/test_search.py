@@ -11,7 +11,7 @@ import pytest
 from anybatch.planner.search import (
     MOST,
     SAME,
-    Search,
+    MicroBatchSearch,
     TrialStep,
     even,
     larger,
@@ -23,9 +23,9 @@ from anybatch.planner.search import (
 
 def search(
     clock: Callable[[int], float], *, start: int, cap: int, size: int, most: int = MOST
-) -> tuple[list[int], Search]:
+) -> tuple[list[int], MicroBatchSearch]:
     """Run the sizes that are asked for, with known seconds; return them in order."""
-    tuning, order = Search(), list[int]()
+    tuning, order = MicroBatchSearch(), list[int]()
     while True:
         n = next_size(
             tuning.of("resident"),
@@ -71,7 +71,7 @@ def test_sizes_come_in_this_order(
 def test_a_smaller_size_is_chosen_only_where_it_is_faster_than_steps_scatter(
     seconds: float, chosen: int
 ) -> None:
-    tuning = Search()
+    tuning = MicroBatchSearch()
     tuning.add(TrialStep(32, "resident"), 1.0)
     tuning.add(TrialStep(16, "resident"), seconds)
     assert tuning.best() == TrialStep(chosen, "resident")
@@ -81,7 +81,7 @@ def test_a_smaller_size_is_chosen_only_where_it_is_faster_than_steps_scatter(
 @pytest.mark.parametrize("place", ["offloaded", "paged"])
 @pytest.mark.parametrize(("seconds", "leaves"), [(0.95, False), (0.91, False), (0.85, True)])
 def test_tensors_leave_only_for_a_clear_win(place: Any, seconds: float, leaves: bool) -> None:
-    tuning, trial = Search(), TrialStep(64, place)
+    tuning, trial = MicroBatchSearch(), TrialStep(64, place)
     tuning.add(TrialStep(16, "resident"), 1.0)
     tuning.add(trial, None)  # the step that records is metered
     tuning.add(trial, seconds)
@@ -89,7 +89,7 @@ def test_tensors_leave_only_for_a_clear_win(place: Any, seconds: float, leaves: 
 
 
 def test_the_step_that_records_what_leaves_does_not_count() -> None:
-    tuning, trial = Search(), TrialStep(8, "offloaded")
+    tuning, trial = MicroBatchSearch(), TrialStep(8, "offloaded")
     tuning.add(trial, 9.0)
     assert tuning.steps == 0
     tuning.add(trial, 1.0)
@@ -101,7 +101,7 @@ def test_the_step_that_records_what_leaves_does_not_count() -> None:
 
 
 def test_words_name_the_trial_and_the_fastest_so_far() -> None:
-    tuning = Search()
+    tuning = MicroBatchSearch()
     assert tuning.in_words() == ""
     tuning.trial = TrialStep(8, "resident")
     assert tuning.in_words().endswith("this one in micro-batches of 8 samples")

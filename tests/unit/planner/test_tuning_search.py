@@ -16,7 +16,7 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anybatch.planner.search import MOST, SAME, Search, TrialStep, even, next_size
+from anybatch.planner.search import MOST, SAME, MicroBatchSearch, TrialStep, even, next_size
 
 ROUNDED = 1 + 1e-9
 """Sums of seconds in another order."""
@@ -55,8 +55,8 @@ def worlds(draw: st.DrawFn) -> World:
     return World(size, cap, even(size, draw(st.integers(1, cap))), seconds)
 
 
-def found_by_search(world: World) -> Search:
-    tuning = Search()
+def found_by_search(world: World) -> MicroBatchSearch:
+    tuning = MicroBatchSearch()
     following = partial(next_size, start=world.start, cap=world.cap, size=world.size, most=MOST)
     while (n := following(tuning.of("resident"), tuning.counts("resident"))) is not None:
         tuning.add(TrialStep(n, "resident"), world.step(n))
