@@ -250,7 +250,7 @@ OPEN = {FRONT, *(f"{FRONT}.{name}" for name in PUBLIC)} | {
 KNOWN: dict[str, dict[str, str]] = {
     "it puts a fault, a watch or another size into the module": {
         "cli/test_auto.py": ("core.plan execution.signature offloading.parameters planner.planner"),
-        "cli/test_budget.py": "engine.measurement planner.probe",
+        "cli/test_budget.py": "engine.measurement",
         "devices/test_races.py": "offloading.saved_tensors planner.offload_memory",
         "exactness/test_collated.py": "execution.collated execution.proof.inspected",
         "exactness/test_contrastive.py": "core.batch loss.contrastive",
@@ -271,7 +271,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "limits/test_ranks_memory.py": "distributed.coordinator",
     },
     "the module does what it does on a device, or beside a host, alone": {
-        "devices/test_absent.py": "planner.autocast",
+        "devices/test_absent.py": "tools.autocast",
         "devices/test_link.py": "core.accelerator core.batch execution.prefetch",
         "gpu/test_cuda.py": "core.accelerator core.batch execution.prefetch",
         "hosts/test_trl.py": "integrations.trl_documents",
@@ -290,7 +290,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "exactness/test_by_sample.py": "core.pytree",
         "exactness/test_kept_outputs.py": "core.pytree",
         "integrations/test_transformers_evaluation.py": "core.pytree",
-        "limits/test_budget.py": "planner.probe",
+        "limits/test_budget.py": "core.optimizers",
         "limits/test_budget_limits.py": "core.pytree",
     },
     "the module is reached through the other one, or computes with what that one makes": {

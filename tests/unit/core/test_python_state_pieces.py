@@ -1,4 +1,4 @@
-"""Tensors are compared piece by piece, as at once and with few bytes; a dict is restored as it was."""
+"""Tensors are compared in pieces, as at once and with few bytes; a dict is restored as it was."""
 
 from __future__ import annotations
 
