@@ -542,9 +542,12 @@ def live_peak(
 ) -> Iterator[Callable[[], int]]:
     """Count the most bytes of tensors that are live on a device in the body.
 
-    Its allocator counts where it reports a peak; elsewhere every kernel is intercepted, and owner
-    -> tensors that are live before count. Yields a function that returns the bytes so far; it may
-    be called after the body.
+    Args:
+        device: its allocator counts where it reports a peak; elsewhere every kernel is intercepted.
+        existing: owner -> tensors that are live before and count.
+
+    Yields:
+        A function that returns the bytes so far; it may be called after the body.
     """
     if accelerator.of(device).peaks:
         peak = read_peak(device, anew=True)
