@@ -9,7 +9,7 @@ from torch import nn
 
 from anybatch import Engine
 from anybatch.execution.signature import Case, as_fakes
-from anybatch.loss.traced import OfModel, TracedModel
+from anybatch.loss.traced_model import OfModel, TracedModel
 from anybatch.memory.ledger import AffineTimeline
 from anybatch.planner import rehearsal
 

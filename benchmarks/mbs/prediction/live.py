@@ -19,7 +19,7 @@ from anybatch.core.optimizers import state_tensors
 from anybatch.core.plan_sections import FORESEEN, Memory
 from anybatch.engine.inputs import StepInputs
 from anybatch.lockstep.sync_batchnorm import Fixed
-from anybatch.loss.tracer import CallableLoss
+from anybatch.loss.callable_loss import CallableLoss
 from anybatch.memory.meter import Meter
 from anybatch.planner.forecast import Forecast
 from anybatch.planner.ladder import forecast

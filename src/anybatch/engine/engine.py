@@ -47,14 +47,14 @@ from anybatch.engine.measurement import Measurement, StepReport
 from anybatch.engine.rank_session import RankSession, unwrapped
 from anybatch.engine.resume import Resumable
 from anybatch.engine.step_builder import Arranged, Arranger, of_foreseen, of_run
+from anybatch.execution.attempts import Attempts, FullOutputs, Observer
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.signature import RunPlan
-from anybatch.execution.snapshots import Attempts, FullOutputs, Observer
 from anybatch.execution.step import Scaler, Step
 from anybatch.lockstep.sync_batchnorm import Adaptive, Fixed
 from anybatch.loss.base import Loss
+from anybatch.loss.callable_loss import CallableLoss
 from anybatch.loss.model_loss import loss_of
-from anybatch.loss.tracer import CallableLoss
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill, file_folder, spill_of
 from anybatch.offloading.optimizer_states import OffloadedStates

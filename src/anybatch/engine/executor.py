@@ -39,6 +39,7 @@ from anybatch.core.transaction import Before
 from anybatch.distributed.local_batch import LocalBatch
 from anybatch.engine.inputs import LOSS, Detecting, StepInputs
 from anybatch.errors import NotExactError
+from anybatch.execution.attempts import Attempts
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.collated import Collates
 from anybatch.execution.few_rows import quietly
@@ -51,7 +52,6 @@ from anybatch.execution.inspection import AGAIN, inspect_model
 from anybatch.execution.prefetch import DeviceLink, link_to
 from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.signature import RunPlan
-from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Step
 from anybatch.execution.streaming import discoverer, memory_is_too_small, stream, undivided
 from anybatch.execution.strides import StandardStrides

@@ -42,11 +42,11 @@ from anybatch.engine.executor import Joined, Runner
 from anybatch.engine.inputs import Detecting, StepInputs
 from anybatch.engine.rank_session import RankSession
 from anybatch.errors import BudgetError, NotExactError
+from anybatch.execution.attempts import Attempts
 from anybatch.execution.buffers import put_back_moved
 from anybatch.execution.gradients import HALF, Gradients, gradient_dtype
 from anybatch.execution.proof.declared import DECLARED
 from anybatch.execution.signature import Case, RunPlan, Signature
-from anybatch.execution.snapshots import Attempts
 from anybatch.execution.step import Scaler, Step
 from anybatch.execution.two_pass import COUPLED
 from anybatch.lockstep.scheduler import NoThreadError

@@ -49,7 +49,7 @@ from anybatch.execution.proof.places import Lengths, counted_in, sized
 from anybatch.execution.proof.stored_samples import HeldTensor, Left
 from anybatch.execution.proof.verdict import UNDIVIDED, Forward, Verdict, first_difference
 from anybatch.execution.step import Step
-from anybatch.loss.traced import TracedOutputs
+from anybatch.loss.traced_model import TracedOutputs
 
 AGAIN = (10, 100, 1000)
 """Steps of a signature in which samples are traced again: a model may change."""

@@ -1,7 +1,7 @@
 """Step as the mechanisms use it: micro-batches in, forward, backward, gradients out.
 
 Streaming and gathering order these methods differently; each is defined here once. The state for
-repeating a step is in `anybatch.execution.snapshots`.
+repeating a step is in `anybatch.execution.attempts`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from anybatch.distributed.fsdp import Sharded
 from anybatch.distributed.global_batch import devices_of
 from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
+from anybatch.execution.attempts import Repeatable
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.prefetch import DeviceLink, feed
 from anybatch.execution.proof.inspected import Familiar
-from anybatch.execution.snapshots import Repeatable
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Part, Scope, Total
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.chunked import Deferring, stand_ins, with_few_columns
 from anybatch.loss.chunked_rows import ChunkedLosses
-from anybatch.loss.traced import OtherFormError
+from anybatch.loss.traced_model import OtherFormError
 from anybatch.memory.fakes import is_fake
 
 

@@ -31,7 +31,7 @@ from anybatch.errors import NotExactError, NotYetError
 from anybatch.integrations.handed import Handed
 from anybatch.integrations.install import require
 from anybatch.lockstep.sync_batchnorm import Adaptive
-from anybatch.loss.traced import OfModel
+from anybatch.loss.traced_model import OfModel
 from anybatch.planner.planner import RUNGS
 
 require("lightning", "lightning")
@@ -90,14 +90,15 @@ class FullBatch(Callback):  # type: ignore[misc]
 
     ``training_step`` is called with rows of the batch, and yields the full batch: the loss that
     Lightning shows, and each ``.grad``, are those of one call with all rows, over all ranks with
-    ``strategy="ddp"``. Its loss is a weighted sum of torch's own losses, as `anybatch.loss.traced`
-    finds it, and of values marked with `anybatch.coupled`, such as Dice or InfoNCE. Its logs are
-    logged once for a step: the loss exactly, any other value as the mean over samples of the values
-    of micro-batches (or with ``reduce_fx`` "sum", "min", "max" by that). Its other returned values
-    reach ``on_train_batch_end`` combined in the same way, and tensors with rows one after another.
-    A torchmetrics metric of the module is updated once, with all rows; its call inside
-    ``training_step`` returns the value of some rows. If ``training_step`` returns None for a batch,
-    with any rows, Lightning skips the batch. Validation is Lightning's own.
+    ``strategy="ddp"``. Its loss is a weighted sum of torch's own losses, as
+    `anybatch.loss.traced_model` finds it, and of values marked with `anybatch.coupled`, such as
+    Dice or InfoNCE. Its logs are logged once for a step: the loss exactly, any other value as the
+    mean over samples of the values of micro-batches (or with ``reduce_fx`` "sum", "min", "max" by
+    that). Its other returned values reach ``on_train_batch_end`` combined in the same way, and
+    tensors with rows one after another. A torchmetrics metric of the module is updated once, with
+    all rows; its call inside ``training_step`` returns the value of some rows. If ``training_step``
+    returns None for a batch, with any rows, Lightning skips the batch. Validation is Lightning's
+    own.
 
     If nothing reads gradients between two steps, those of the last one are dropped before the next,
     not in its middle; they are not restored after a step that failed.

@@ -32,8 +32,8 @@ from anybatch.core.barrier import looks_here
 from anybatch.core.modules import DispatchMode
 from anybatch.core.reached import names_of
 from anybatch.errors import LossError
-from anybatch.loss.traced import TracedModel, TracedOutputs
-from anybatch.loss.tracing import rows_of
+from anybatch.loss.model_trace import rows_of
+from anybatch.loss.traced_model import TracedModel, TracedOutputs
 from anybatch.memory.fakes import is_fake
 
 Step = Callable[..., Any]

@@ -76,11 +76,12 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
     padded to its longest row by the collator, and so is each micro-batch; ``cut_padding=True`` cuts
     the columns that a micro-batch does not need (`transformers_padding`).
 
-    The loss of the model is traced (`anybatch.loss.traced`): a weighted sum of torch's own losses
-    needs no declaration, and ``num_items_in_batch`` is not needed. ``label_smoothing_factor`` and
-    ``compute_loss_func`` work as they do there; a function that couples the samples is computed
-    once on the outputs of all. Evaluation is the Trainer's own, in parts that fit where `memory`,
-    `micro_batch` or `plan` is given, one process evaluates and the loss is the model's.
+    The loss of the model is traced (`anybatch.loss.traced_model`): a weighted sum of torch's own
+    losses needs no declaration, and ``num_items_in_batch`` is not needed.
+    ``label_smoothing_factor`` and ``compute_loss_func`` work as they do there; a function that
+    couples the samples is computed once on the outputs of all. Evaluation is the Trainer's own, in
+    parts that fit where `memory`, `micro_batch` or `plan` is given, one process evaluates and the
+    loss is the model's.
 
     All overrides of a subclass are called as there, in any order of classes, except those that the
     engine replaces: these are refused with the name of the class.

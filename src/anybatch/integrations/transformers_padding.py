@@ -32,7 +32,7 @@ from anybatch.engine.engine import Engine
 from anybatch.errors import AnybatchError, BudgetError, NotExactError
 from anybatch.execution.few_rows import layout_of
 from anybatch.loss.base import first_loss
-from anybatch.loss.traced import WEIGHTS, OfModel, TracedModel, TracedOutputs
+from anybatch.loss.traced_model import WEIGHTS, OfModel, TracedModel, TracedOutputs
 from anybatch.memory.fakes import is_fake
 from anybatch.tools.check import permuted
 

@@ -36,7 +36,7 @@ from anybatch.lockstep.batchnorm import BarrierKey
 from anybatch.lockstep.captured import CapturedSamples, held
 from anybatch.lockstep.gathered import Around, around
 from anybatch.loss.base import scalar
-from anybatch.loss.tracing import TracingMode
+from anybatch.loss.model_trace import TracingMode
 from anybatch.memory.fakes import is_fake
 
 

@@ -7,10 +7,10 @@ and micro-batch i contributes
 
     sum_k  c_k * numerator_k,i / D_k
 
-`Loss` is the declaration; a plain callable becomes one in `anybatch.loss.tracer`. The streaming
-code asks a loss two questions: `totals` (the denominators over the full batch; None if the loss
-couples the samples) and `parts` (the numerators of one micro-batch). Source: MBS, section 3.4, Eq.
-14-17; the exact form is ours.
+`Loss` is the declaration; a plain callable becomes one in `anybatch.loss.callable_loss`. The
+streaming code asks a loss two questions: `totals` (the denominators over the full batch; None if
+the loss couples the samples) and `parts` (the numerators of one micro-batch). Source: MBS, section
+3.4, Eq. 14-17; the exact form is ours.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from anybatch.core import modules
 from anybatch.core.barrier import ForwardOf, in_a_meeting
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.errors import LossError
-from anybatch.loss.trace import Term
+from anybatch.loss.terms import Term
 from anybatch.memory.fakes import is_fake
 
 Number = float | int | Tensor

@@ -29,11 +29,11 @@ from anybatch.core.python_state import places
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import BufferState, note_buffers, same_values
 from anybatch.errors import LossError
+from anybatch.loss.callable_loss import silent
 from anybatch.loss.holders import Change, Depth
 from anybatch.loss.logits import Logits
 from anybatch.loss.replay import suspended
 from anybatch.loss.state import LossState
-from anybatch.loss.tracer import silent
 from anybatch.memory.fakes import is_fake
 
 T = TypeVar("T")

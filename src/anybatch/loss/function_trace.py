@@ -26,7 +26,7 @@ from anybatch.core import pytree
 from anybatch.core.modules import keywords
 from anybatch.loss import functionals
 from anybatch.loss.functionals import ELEMENTWISE, JOINS, TABLE, divides, own_values
-from anybatch.loss.trace import (
+from anybatch.loss.terms import (
     ANY,
     BOUNDS,
     CONVERTS,

@@ -24,7 +24,7 @@ from anybatch.core.batch import MicroBatch
 from anybatch.errors import LossError
 from anybatch.loss.base import InsideLoss, Loss, Number, Part, Scope, Total, loss_among
 from anybatch.loss.model_terms import TermOfAll, same
-from anybatch.loss.traced import OfModel, TracedOutputs, Tracer
+from anybatch.loss.traced_model import OfModel, TracedOutputs, Tracer
 from anybatch.memory.fakes import is_fake
 
 WAY_OUT = (

@@ -23,7 +23,7 @@ from anybatch.core.modules import storage_of
 from anybatch.errors import LossError
 from anybatch.loss import functionals
 from anybatch.loss.logits import Logits
-from anybatch.loss.trace import Bound, Term, name_of
+from anybatch.loss.terms import Bound, Term, name_of
 from anybatch.memory.fakes import is_fake
 
 ALIKE = frozenset(["ignore_index"])

@@ -46,7 +46,7 @@ from anybatch.loss.base import Part, Total
 from anybatch.loss.function_trace import LossTrace
 from anybatch.loss.holders import ATOMS, same_value
 from anybatch.loss.model_terms import Recipe, Recipes, touches
-from anybatch.loss.trace import Term, bounded
+from anybatch.loss.terms import Term, bounded
 
 ORIGINALS = {name: one for name, one in vars(F).items() if inspect.isfunction(one)}
 """The functionals of torch, before anything has replaced one."""

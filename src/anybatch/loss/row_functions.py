@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.loss import functionals
 from anybatch.loss.chunked_rows import FEW, LogitsSource, few_of
-from anybatch.loss.trace import tensors_of
+from anybatch.loss.terms import tensors_of
 
 PLAIN = (Tensor, Parameter, FakeTensor)
 

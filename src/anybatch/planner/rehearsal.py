@@ -57,10 +57,10 @@ from anybatch.execution.step import MicroBatchOffloader, Step
 from anybatch.execution.streaming import Lap, Parts, discoverer, feed, laps, stream, undivided
 from anybatch.execution.two_pass import COUPLED, loss_of_all, pull, shares, value_of_all
 from anybatch.lockstep.batchnorm import batch_norm
+from anybatch.loss.callable_loss import CallableLoss, Rehearsed
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.chunked_rows import chunks_of
 from anybatch.loss.holders import Depth, Writes
-from anybatch.loss.tracer import CallableLoss, Rehearsed
 from anybatch.memory.fakes import uncounted
 from anybatch.memory.ledger import NotAffineError, Timeline
 from anybatch.memory.meter import FOREIGN, STEP, Meter

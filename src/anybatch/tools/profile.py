@@ -32,8 +32,8 @@ from anybatch.distributed.process_group import group_of
 from anybatch.engine.engine import Engine
 from anybatch.engine.rank_session import several
 from anybatch.errors import NotYetError
+from anybatch.execution.attempts import as_it_was
 from anybatch.execution.signature import bytes_of
-from anybatch.execution.snapshots import as_it_was
 from anybatch.tools.profiled import (
     COMPUTE,
     EXCHANGE,

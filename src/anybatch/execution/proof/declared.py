@@ -35,7 +35,7 @@ from anybatch.execution.proof.masks import PLACE, SAMPLES, Masks, strange_row
 from anybatch.execution.proof.notes import FIXED
 from anybatch.execution.proof.places import Lengths, sized
 from anybatch.execution.proof.verdict import UNDIVIDED, Forward, Output, Verdict
-from anybatch.loss.tracer import holds, unread
+from anybatch.loss.callable_loss import holds, unread
 
 COUNTING = "a declared loss must compute the same for any number of samples, and it does otherwise"
 

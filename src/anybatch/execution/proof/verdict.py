@@ -26,7 +26,7 @@ from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.proof.masks import CUT, EARLIER, LOOSE, PLACE, ROWS, SAMPLES
 from anybatch.execution.proof.notes import COLLISION, COUNTED, FIXED, OF_ANY_ROWS, NormCall, Notes
-from anybatch.loss.traced import WEIGHTS
+from anybatch.loss.traced_model import WEIGHTS
 
 UNDIVIDED = "give micro_batch >= the batch size"
 

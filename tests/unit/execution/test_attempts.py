@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from anybatch.errors import NotExactError
-from anybatch.execution.snapshots import Attempts, Retry, as_it_was
+from anybatch.execution.attempts import Attempts, Retry, as_it_was
 
 
 def state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

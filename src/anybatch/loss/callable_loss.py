@@ -41,7 +41,7 @@ from anybatch.loss.replay import (
     read_values,
     recipes_of,
 )
-from anybatch.loss.trace import CallLog, ConstantTerm, Term, listed
+from anybatch.loss.terms import CallLog, ConstantTerm, Term, listed
 
 Weighted = list[tuple[float, Term]]
 

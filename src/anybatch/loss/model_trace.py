@@ -31,7 +31,7 @@ from anybatch.core import pytree
 from anybatch.core.modules import keywords
 from anybatch.loss import functionals
 from anybatch.loss.model_terms import Constant, Recipes, TermOfAll, TracedTerm, touches
-from anybatch.loss.trace import (
+from anybatch.loss.terms import (
     BOUNDS,
     CONVERTS,
     SIGNS,

@@ -8,8 +8,8 @@ functional as a term, and follows the results to a returned value, which must be
 
 After any other operation on the terms the loss is not recognised: nothing is concluded from numbers
 that happen to agree. Two modes are made of it: `LossTrace` (`anybatch.loss.function_trace`) runs a
-loss function on outputs without data, and `TracingMode` (`anybatch.loss.tracing`) runs a model that
-computes its loss inside.
+loss function on outputs without data, and `TracingMode` (`anybatch.loss.model_trace`) runs a
+model that computes its loss inside.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from anybatch.loss.trace import arithmetic
+from anybatch.loss.terms import arithmetic
 
 A, B = {0: 1.0}, {1: 2.0}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from anybatch.loss.tracing import Quiet, TracingMode
+from anybatch.loss.model_trace import Quiet, TracingMode
 
 
 class Inner(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from anybatch.loss.tracing import TracingMode
+from anybatch.loss.model_trace import TracingMode
 
 X, Y = torch.randn(6, 3, requires_grad=True), torch.tensor([0, 1, -100, 2, -100, 1])
 W, K = torch.tensor([1.0, 2.0, 0.5]), torch.tensor([1.0, 0.0, 1.0, 2.0, 0.0, 1.0])

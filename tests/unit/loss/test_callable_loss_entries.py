@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from anybatch import Engine, LazyBatch, Loss
 from anybatch.errors import NotExactError
-from anybatch.loss.tracer import holds, unread
+from anybatch.loss.callable_loss import holds, unread
 
 N = 7
 HARD = ["hard"] + ["easy"] * (N - 1)

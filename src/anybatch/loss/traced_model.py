@@ -42,8 +42,8 @@ from anybatch.loss.model_terms import (
     rounding,
     same,
 )
-from anybatch.loss.trace import bounded
-from anybatch.loss.tracing import Quiet, TracingMode
+from anybatch.loss.model_trace import Quiet, TracingMode
+from anybatch.loss.terms import bounded
 from anybatch.memory.fakes import is_fake
 
 Weighted = list[tuple[float, TracedTerm]]

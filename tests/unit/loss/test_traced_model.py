@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine, LazyBatch
 from anybatch.errors import LossError, NotExactError
-from anybatch.loss.traced import OfModel, TracedModel
+from anybatch.loss.traced_model import OfModel, TracedModel
 
 N, T, V = 7, 5, 11
 
