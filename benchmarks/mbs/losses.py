@@ -196,7 +196,7 @@ def two_losses(n: int, *, scale: float | None = None) -> Written:
 
 
 def square_mean(n: int) -> Written:
-    """A mean that nobody declared: to anybatch it is a coupled loss."""
+    """A mean that is not declared: anybatch traces it as a mean of values of its own."""
     total = term(lambda o, t: ((o - t) ** 2).sum(), Tensor.numel)
     return Written(lambda o, t: ((o - t) ** 2).mean(), _real(n), (total,))
 

@@ -3,6 +3,7 @@
 This folder knows kernels and their workspaces. It knows no step and no engine.
 
 Read `problem` (a convolution as numbers), `algorithms` (programs that compute it; `fourier` and
-`circles` are the fast transforms), `measure` (their seconds, measured and stored), `divide` (WR and
-WD), `chooser`, `dispatch` (the override of aten) and `convolutions` (the public call).
+`circles` are the fast transforms), `measure` (their seconds, measured and stored) and `warm`
+(before a training), `divide` (WR and WD), `chooser`, `dispatch` (the override of aten) and
+`convolutions` (the public call).
 """

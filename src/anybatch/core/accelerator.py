@@ -1,4 +1,4 @@
-"""The one file that names a type of device: CUDA and ROCm, XPU, MPS, the host, and any other.
+"""Types of devices, which no other file names but `absent`: CUDA, ROCm, XPU, MPS, the host, others.
 
 A part of this library that asks ``device.type == "cuda"`` treats an XPU as if it were the host. So
 each asks here instead, by a verb, and the verb works, is made of others, or refuses by name.

@@ -302,7 +302,8 @@ class Engine(Resumable):
             NotExactError: the gradient of the full batch cannot be computed this way.
             LossError: the loss breaks a rule; or the model returns no loss and there is no
                 `loss_fn`, or it returns a loss that cannot be traced.
-            BudgetError: a micro-batch of one sample does not fit in `memory`; nothing was run.
+            BudgetError: one sample, or the given `micro_batch`, does not fit in `memory`; nothing
+                was run.
 
         If memory runs out all the same, a micro-batch or the step is retried with a smaller size.
         If a single sample does not fit, the error is raised. After an exception, KeyboardInterrupt

@@ -2,12 +2,13 @@
 
 `Copies` moves pages of any owner: storages of lanes and parameters (`Hold`, below), saved tensors
 (`anybatch.offloading.mover`) and an optimizer's state (`anybatch.offloading.state_mover`). Device
-memory is given up in one place, `Copies.empty`, and only with a complete copy.
+memory is given up in one place, `Copies.empty`, and only with a complete copy; a step that has
+failed drops its saved tensors.
 
 Threads copy while kernels run. Memory counts from when it is allocated until it is freed, so a
 storage that is being copied is resident. `anybatch.memory.pager` decides what is evicted.
 
-    RESIDENT ─evict─> EVICTING ─copied─> OFFLOADED ─call─> PREFETCHING ─copied─> RESIDENT
+    RESIDENT ─evict─> EVICTING ─copied─> OFFLOADED ─fetch─> PREFETCHING ─copied─> RESIDENT
       ^                   │ used             └────────────────used─────────────────^
       └───────────────────┘
 """
@@ -402,7 +403,7 @@ class Hold(Copies):
         job.work = None  # with what it holds: here, where the bytes are counted
         if held.job is job:
             held.job = None
-            self._free(held)
+            self._copied_out(held)
             if job.error is not None:
                 self._failed(held)
             self.finish(job)
@@ -463,7 +464,7 @@ class Hold(Copies):
             self.settle()
         return True
 
-    def call(self, held: Held) -> None:
+    def prefetch(self, held: Held) -> None:
         """Begin to move a storage in."""
         storage = held.storage()
         if storage is None or held.state != OFFLOADED:
@@ -499,7 +500,7 @@ class Hold(Copies):
                 self.finish(job)
         finally:
             if job is not None:
-                self._free(held)
+                self._copied_out(held)
             self.drop(held)
 
     def pin(self, held: Held) -> None:
@@ -508,7 +509,7 @@ class Hold(Copies):
         self.forget_copy(held)
         self._discount(held)
 
-    def give_up(self, key: int) -> None:
+    def release(self, key: int) -> None:
         """Make a storage resident, and stop tracking it: another owner moves it from now on."""
         if key in self.all:
             self.bring_back(self.all[key])
@@ -576,7 +577,7 @@ class Hold(Copies):
             self.finish(held.job)
             held.job, held.state = None, RESIDENT
 
-    def _free(self, held: Held) -> None:
+    def _copied_out(self, held: Held) -> None:
         """Record the end of a copy out: a storage used meanwhile counts as used."""
         if held.used_while_leaving and held.used >= self.since and held.key in self.movable:
             self.touched += held.size

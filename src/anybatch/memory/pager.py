@@ -210,9 +210,9 @@ class Pager:
         if held is not None:
             self._hold.pin(held)
 
-    def give_up(self, key: int) -> None:
+    def release(self, key: int) -> None:
         """Make a storage resident, and stop tracking it: another owner moves it from now on."""
-        self._hold.give_up(key)
+        self._hold.release(key)
 
     def close(self) -> None:
         """Make all live storages resident, and stop tracking them."""
@@ -329,7 +329,7 @@ class Pager:
                 hold, size = self._hold, found.size
                 if hold.waiting + size > limit or (most is not None and hold.here + size > most):
                     return
-                hold.call(found)
+                hold.prefetch(found)
             self._called += 1
 
 
@@ -367,7 +367,7 @@ class KernelObserver(Protocol):
     def keep(self, key: int) -> None:
         """Bring a storage's memory back for good."""
 
-    def give_up(self, key: int) -> None:
+    def release(self, key: int) -> None:
         """Make a storage resident, and stop tracking it: another owner moves it from now on."""
 
 
@@ -379,9 +379,9 @@ class Paging(DispatchMode):
         self._pager = pager
         self._writes: dict[Any, bool] = {}
 
-    def give_up(self, key: int) -> None:
+    def release(self, key: int) -> None:
         """Hand over a storage to another owner, which moves it from now on."""
-        self._pager.give_up(key)
+        self._pager.release(key)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

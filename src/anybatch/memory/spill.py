@@ -24,7 +24,7 @@ from anybatch.core.absent import type_of
 from anybatch.core.plan_sections import Link
 from anybatch.errors import StoreError
 from anybatch.memory import stores
-from anybatch.memory.stores import SENT, FileStore, HostStore, StagedStore, Store, empty
+from anybatch.memory.stores import SENT, FileStore, HostStore, StagedStore, Store, new_storage
 
 WAYS = ("auto", "off", "host", "file")
 
@@ -172,7 +172,7 @@ def clocked(destination: str | None, size: int, device: torch.device) -> Link:
     Raises:
         OSError: they cannot.
     """
-    store, storage = maker(destination, device)(), empty(size, device)
+    store, storage = maker(destination, device)(), new_storage(size, device)
     spent = [inf, inf]
     try:
         for key in range(2):

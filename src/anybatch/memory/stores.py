@@ -327,7 +327,7 @@ def store_on(device: torch.device, destination: str | None = None) -> Store:
 SENT = "an offloaded tensor"
 
 
-def empty(size: int, device: torch.device) -> Any:
+def new_storage(size: int, device: torch.device) -> Any:
     """Return a new storage, made by a kernel so that meters count it."""
     return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
 

@@ -24,7 +24,7 @@ from anybatch.core import accelerator
 from anybatch.errors import NotExactError, StoreError
 from anybatch.memory.fakes import uncached
 from anybatch.memory.page_table import BACK, OUT, Copies, Job, MemoryPage
-from anybatch.memory.stores import SENT, Store, empty
+from anybatch.memory.stores import SENT, Store, new_storage
 
 
 class Mover(Copies):
@@ -73,12 +73,12 @@ class Mover(Copies):
         self.empty(saved)
         self.settle()
 
-    def call(self, saved: Saved) -> None:
+    def prefetch(self, saved: Saved) -> None:
         """Begin a return, where the storage is not in memory."""
         if (storage := saved.here()) is not None:
             saved.storage = storage
             return
-        storage = empty(saved.size, saved.device)
+        storage = new_storage(saved.size, saved.device)
         self.start(BACK, saved, storage)
         saved.holds(storage)  # an interrupt before has it read again
 
@@ -94,15 +94,15 @@ class Mover(Copies):
             self._clocked(OUT, saved, saved.storage)
         self.free(saved)
 
-    def call_now(self, saved: Saved) -> None:
+    def fetch_now(self, saved: Saved) -> None:
         """Copy back."""
-        storage = empty(saved.size, saved.device)
+        storage = new_storage(saved.size, saved.device)
         self._clocked(BACK, saved, storage)
         saved.holds(storage)
 
     def fetch(self, saved: Saved) -> Any:
         """Return a private copy of an offloaded storage."""
-        storage = empty(saved.size, saved.device)
+        storage = new_storage(saved.size, saved.device)
         self.copy(BACK, saved, storage)
         return storage
 

@@ -93,7 +93,7 @@ class PagedModel:
         if key is not None:
             for mode in _get_current_dispatch_mode_stack():
                 if isinstance(mode, Paging):  # a lane has made this gradient
-                    mode.give_up(key)
+                    mode.release(key)
             self.pages.add(key, tensor.untyped_storage(), role, number)
 
     def _hook(self, parameter: Tensor, number: int) -> None:
@@ -361,7 +361,7 @@ class Pages:
                     pass
                 if self._over(size) > 0:
                     return
-                hold.call(found)
+                hold.prefetch(found)
                 self.most = max(self.most, hold.here + self.fixed)
             elif found is not None and found.state == EVICTING:
                 hold.bring_back(found)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from anybatch.core.accelerator import of
 from anybatch.core.modules import name_of
-from anybatch.memory.stores import empty
+from anybatch.memory.stores import new_storage
 from anybatch.offloading.mover import Handle, Saved, Stays, written
 from anybatch.offloading.recorder import LEAF, MOVES
 
@@ -216,7 +216,7 @@ class RecomputeRecipe:
             fits = found.stride() == self._stride and found.untyped_storage().nbytes() == self._size
             if fits and not self._operation.rule.view:
                 return found.untyped_storage()
-            storage = empty(self._size, found.device)
+            storage = new_storage(self._size, found.device)
             place = torch.empty(0, dtype=found.dtype, device=found.device)
             place.set_(storage, 0, self._shape, self._stride).copy_(found)
             return storage

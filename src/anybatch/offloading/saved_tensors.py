@@ -252,7 +252,7 @@ class StepHooks:
         for saved in self._moving(course, after.frees):
             self._mover.free(saved)
         for saved in self._moving(course, after.ins):
-            self._mover.call(saved)
+            self._mover.prefetch(saved)
 
     def _moving(self, course: Course, variables: Iterable[int]) -> Iterator[Saved]:
         """Yield those of a stage's storages that can move: they live, and are not dropped.
@@ -307,7 +307,7 @@ class StepHooks:
             if self.watch is not None:
                 self.watch.lives(saved)
             if saved.recipe is None:
-                self._mover.call_now(saved)
+                self._mover.fetch_now(saved)
             else:
                 saved.holds(self._follow(saved))
             storage = saved.storage

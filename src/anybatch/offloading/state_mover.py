@@ -127,7 +127,7 @@ class _Through:
         self._held += part.size
         self.most = max(self.most, self._held)
         for state in self._states(part):
-            self._mover.call(state)
+            self._mover.prefetch(state)
 
     def _release(self) -> None:
         while self.leaving and all(placeholder.job is None for placeholder in self.leaving[0][1]):
@@ -304,7 +304,7 @@ class StateMover(Copies):
             self._leaving.popleft()
             self._gone(placeholder)
 
-    def call(self, state: State) -> None:
+    def prefetch(self, state: State) -> None:
         """Prefetch the offloaded tensors of a state."""
         for value in state.values():
             placeholder = self._of(value)
@@ -314,7 +314,7 @@ class StateMover(Copies):
 
     def arrive(self, state: State) -> None:
         """Have all of a state here."""
-        self.call(state)
+        self.prefetch(state)
         for name, value in list(state.items()):
             placeholder = self._of(value)
             if placeholder is None:

@@ -1,4 +1,4 @@
-"""Budget of a step: the default, the forecasts by signature, and the error where it is too small.
+"""Budget of a step: the default, the forecasts by signature, and errors of dry runs in it.
 
 A budget includes the existing tensors of the step, and all that the step allocates.
 """

@@ -155,7 +155,7 @@ class Forecast:
             return size
         fixed = sum(self.held(size, divided=True).values())
         n = min(self.divided.largest(budget - fixed), size - 1)
-        while n > 0 and self.peak(n, size) > budget:  # the look, or the update
+        while n > 0 and self.peak(n, size) > budget:  # the inspection, or the update
             n -= 1 if n <= 8 else n // 8
         if n > 0:
             return n

@@ -317,7 +317,7 @@ class StorageRecorder:
         if key in self._all:
             self._all[key].stays = True
 
-    def give_up(self, key: int) -> None:
+    def release(self, key: int) -> None:
         """Forget a storage that has another owner from now on."""
         self._all.pop(key, None)
 

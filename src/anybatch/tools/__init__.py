@@ -2,6 +2,7 @@
 
 This folder asks an engine. No part of a step knows it.
 
-Read `check` and `diagnose`, `planning`, `profile` with `profiled`, then `scaled` and `gpus` (the
-lemmas of Zou et al.).
+Read `exactness` (the one measure of an error), `check` and `diagnose`, `planning` with `autocast`
+(of a CUDA device that is not here), `profile` with `profiled`, then `scaled` and `gpus` (the lemmas
+of Zou et al.).
 """

@@ -48,7 +48,7 @@ def test_what_is_used_on_its_way_out_stays_as_it_is() -> None:
     while hold.wait():
         pass
     assert (held.state, hold.here, retained.untyped_storage().nbytes()) == (OFFLOADED, 0, 0)
-    hold.call(held)
+    hold.prefetch(held)
     assert (held.state, hold.here, hold.moved) == (PREFETCHING, 1024, 3 * 1024)
     hold.touch(held, 3)
     assert torch.equal(retained, torch.arange(float(KIB)) + 1)
@@ -91,7 +91,7 @@ def test_what_cannot_be_read_back_is_nan_and_the_rest_comes(*, called: bool) -> 
     first = int(retained[0].untyped_storage()._cdata)
     store.ways = ("back",)
     if called:
-        hold.call(hold.all[first])
+        hold.prefetch(hold.all[first])
         with pytest.raises(OSError, match="the disk is gone"):
             hold.bring_back(hold.all[first])
     real = store.reading
