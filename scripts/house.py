@@ -286,6 +286,27 @@ def table(found: dict[str, int]) -> str:
     return "\n".join(rows)
 
 
+def folders(house: House) -> str:
+    """Return the lines of each folder as a table: code, docstrings and comments, empty ones."""
+    counts = {folder: Counter[str]() for folder in FOLDERS}
+    for path, tree in house.trees.items():
+        folder, lines = path.relative_to(house.source).parts[0], house.texts[path].splitlines()
+        texts = [
+            node.body[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node)
+        ]
+        inside = {n for text in texts for n in range(text.lineno - 1, text.end_lineno or 0)}
+        for number, line in enumerate(lines if folder in counts else []):
+            word = number in inside or line.lstrip().startswith("#")
+            counts[folder]["words" if word else "code" if line.strip() else "empty"] += 1
+    rows = ["| folder | code | docstrings, comments | empty |", "|---|---:|---:|---:|"]
+    for folder, found in {**counts, "all": sum(counts.values(), Counter[str]())}.items():
+        rows.append(f"| {folder} | {found['code']:,} | {found['words']:,} | {found['empty']:,} |")
+    return "\n".join(rows)
+
+
 def worse(found: dict[str, int], before: dict[str, int]) -> list[str]:
     """Return a sentence for each figure that has a goal and is further from it than before."""
     return [
@@ -297,8 +318,9 @@ def worse(found: dict[str, int], before: dict[str, int]) -> list[str]:
 
 def main(*, write: Annotated[bool, typer.Option(help=f"write {WRITTEN.name}")] = False) -> None:
     """Print the table, and say what has become worse."""
-    found = figures(House())
-    print(table(found))
+    source = House()
+    found = figures(source)
+    print(table(found), folders(source), sep="\n\n")
     if write:
         WRITTEN.write_text(json.dumps(found, indent=1) + "\n")
     else:

@@ -37,7 +37,7 @@ def test_what_stays_or_is_shared_does_not_wait() -> None:
             shared = torch.zeros(256)
     keep(notes, retained)
     assert (notes.holds, notes.accounted) == (KIB, 2 * KIB)
-    notes.give_up(int(also.untyped_storage()._cdata))
+    notes.release(int(also.untyped_storage()._cdata))
     assert (notes.holds, notes.accounted) == (0, KIB)
     assert shared.nbytes == KIB
 
