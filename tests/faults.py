@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, TypeVar
-from weakref import ref
 
 import numpy as np
 import torch
@@ -62,6 +62,19 @@ def backward_without_data() -> bool:
     return fake and torch._C._current_graph_task_id() != NO_BACKWARD
 
 
+def unwalked(value: Result) -> Callable[[], Result]:
+    """Return a function that returns a value, held where no walk of a model's state looks.
+
+    A fault is none of the model's: a count of its calls must be neither compared nor restored.
+    """
+
+    def held() -> Iterator[Result]:
+        while True:
+            yield value
+
+    return held().__next__
+
+
 class Faults:
     """Counts how often each place is come by, and raises an error at one of them.
 
@@ -69,9 +82,13 @@ class Faults:
     """
 
     def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.place, self.call = "", 0
-        self.error: BaseException | None = None
+        calls: Counter[str] = Counter()
+        self._state = unwalked(SimpleNamespace(calls=calls, place="", call=0, error=None))
+
+    @property
+    def calls(self) -> Counter[str]:
+        found: Counter[str] = self._state().calls
+        return found
 
     def __deepcopy__(self, memo: Any) -> Faults:
         return self
@@ -79,25 +96,25 @@ class Faults:
     def arm(self, place: str, call: int, error: BaseException) -> None:
         """Raise `error` at the call with this number of a place; the first is 0."""
         self.calls.clear()
-        self.place, self.call, self.error = place, call, error
+        vars(self._state()).update(place=place, call=call, error=error)
 
     def disarm(self) -> None:
-        self.error = None
+        self._state().error = None
 
     def at(self, place: str) -> None:
         """Come by a place; what a backward without data raises is a doubt, and no error."""
         if backward_without_data():
             return
-        call = self.calls[place]
+        state, call = self._state(), self.calls[place]
         self.calls[place] += 1
-        if self.error is None or place != self.place:
+        if state.error is None or place != state.place:
             return
-        if call == self.call or (call > self.call and self.lasts):
-            raise self.error
+        if call == state.call or (call > state.call and self.lasts):
+            raise state.error
 
     @property
     def lasts(self) -> bool:
-        return isinstance(self.error, torch.OutOfMemoryError)
+        return isinstance(self._state().error, torch.OutOfMemoryError)
 
 
 class Fails(nn.Module):
@@ -165,19 +182,13 @@ class Items(Dataset[tuple[Tensor, Tensor]]):
 
 
 def loss_of(faults: Faults, *, coupled: bool) -> Any:
-    """Return a loss that comes by a place wherever it is computed, not where it is looked at.
-
-    What it shares with forward is behind a weak reference: else it would be state that it reads.
-    """
-    shared = ref(faults)
+    """Return a loss that comes by a place wherever it is computed, not where it is looked at."""
 
     def loss(out: Tensor, y: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():  # nor is the question seen
             looked_at = out.is_meta
         if not looked_at:
-            there = shared()
-            assert there is not None
-            there.at("loss")
+            faults.at("loss")
         return F.cross_entropy(out - out.mean(0) if coupled else out, y)
 
     return loss

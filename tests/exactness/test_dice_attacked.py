@@ -30,7 +30,7 @@ from tests.exactness.test_dice import (
     sequences,
     vectors,
 )
-from tests.faults import in_backward
+from tests.faults import in_backward, unwalked
 from tests.limits.test_out_of_memory import Fault, Fuse, above, at
 from tests.oracle import assert_exact, same, snapshot, undivided
 from tests.peaks import metered
@@ -414,16 +414,16 @@ def test_an_observer_may_draw() -> None:
     assert observed == [WIDE, WIDE, 6]
 
 
-FAULTS: dict[tuple[int, str], Fault] = {}
+FAULTS = unwalked(dict[tuple[int, str], Fault]())
 
 
 def of_all_copies(name: str) -> Any:
     """Return a property that holds a fault where a change of it is no change of the model."""
 
     def find(net: Any) -> Fault:
-        return FAULTS.setdefault((net.number, name), Fault())
+        return FAULTS().setdefault((net.number, name), Fault())
 
-    return property(find, lambda net, fault: FAULTS.update({(net.number, name): fault}))
+    return property(find, lambda net, fault: FAULTS().update({(net.number, name): fault}))
 
 
 class Weak(nn.Module):
@@ -433,7 +433,7 @@ class Weak(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.number = len(FAULTS)
+        self.number = len(FAULTS())
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.dropout(x, 0.3)

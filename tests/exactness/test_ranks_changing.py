@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from array import array
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from tests.faults import in_backward
+from tests.faults import in_backward, unwalked
 from tests.oracle import assert_exact, same, state_of
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
@@ -140,14 +139,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def failing(rank: int, _size: int, where: str, error: str) -> Any:
     """Fail on one rank in a later step; then make it, and the next."""
     model, shards = net("streamed"), (4, 4, 4)
-    faults = array("b", [0])  # a list that changes is a change of the model
+    faults = unwalked([0])
     engine = Engine(model, loss_of("streamed"), micro_batch=MICRO)
     raised = {"fault": ValueError("a fault"), "interrupt": KeyboardInterrupt("stop")}
     raised |= {"memory": RuntimeError("can't allocate memory")}
 
     def fail(*_: Any) -> None:
-        if faults[0]:
-            faults[0] = 0
+        if faults()[0]:
+            faults()[0] = 0
             raise raised[error]
 
     layer = model[0] if where == "forward" else model[2]
@@ -161,7 +160,7 @@ def failing(rank: int, _size: int, where: str, error: str) -> Any:
         engine.backward(x, y)
     before, said = gradients(model), ""
     if rank == 1:
-        faults[0] = 1
+        faults()[0] = 1
     model.zero_grad()
     try:
         engine.backward(x, y)

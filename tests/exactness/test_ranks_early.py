@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.faults import in_backward
+from tests.faults import in_backward, unwalked
 from tests.oracle import assert_exact, same, snapshot, state_after, state_of
 from tests.pool import Pool, ranks
 from torch import Tensor, nn
@@ -195,20 +194,21 @@ def test_gradients_sent_early_are_those_sent_late_bit_for_bit(
 
 
 class Fails:
-    """Raises when a gradient of a weight has been computed for the n-th time since it was armed.
-
-    It counts in an array: a number of a hook that moves is looked at again.
-    """
+    """Raises when a gradient of a weight has been computed for the n-th time since it was armed."""
 
     def __init__(self, error: BaseException) -> None:
-        self.calls_and_at, self.error = array("q", (0, 0)), error
+        self.calls_and_at, self.error = unwalked([0, 0]), error
+
+    def __deepcopy__(self, memo: Any) -> Fails:
+        return self
 
     def arm(self, at: int) -> None:
-        self.calls_and_at[:] = array("q", (0, at))
+        self.calls_and_at()[:] = 0, at
 
     def __call__(self, *_: Any) -> None:
-        self.calls_and_at[0] += 1
-        if self.calls_and_at[0] == self.calls_and_at[1]:
+        found = self.calls_and_at()
+        found[0] += 1
+        if found[0] == found[1]:
             raise self.error
 
 

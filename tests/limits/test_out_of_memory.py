@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import pytest
 import torch
+from tests.faults import unwalked
 from tests.oracle import assert_exact, same, snapshot
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -79,16 +80,16 @@ class Fuse(torch.autograd.Function):
         return gradient, None
 
 
-FAULTS: WeakKeyDictionary[nn.Module, dict[str, Fault]] = WeakKeyDictionary()
+FAULTS = unwalked(WeakKeyDictionary[nn.Module, dict[str, Fault]]())
 
 
 def stored_outside(name: str) -> Any:
     """Return a property that holds a fault where a change of it is no change of the model."""
 
     def find(net: nn.Module) -> Fault:
-        return FAULTS.setdefault(net, {}).setdefault(name, Fault())
+        return FAULTS().setdefault(net, {}).setdefault(name, Fault())
 
-    return property(find, lambda net, fault: FAULTS.setdefault(net, {}).update({name: fault}))
+    return property(find, lambda net, fault: FAULTS().setdefault(net, {}).update({name: fault}))
 
 
 class Net(nn.Module):
