@@ -101,6 +101,8 @@ FUNCTIONALS = tuple(
 )
 FUNCTIONS = tuple(name for name in sorted(NAMES) if inspect.isroutine(vars(torch).get(name)))
 OPERATED = tuple(f"__{name}__" for name in OPERATORS)
+DISPATCHED = (*OPERATORS, *"div remainder bitwise_and bitwise_or bitwise_xor".split())
+"""Methods that torch calls for an operator while a function mode is on."""
 OF_MODULES = (*CALLED, "__getattribute__")
 HOMES = (F, torch, Tensor)
 AS_IMPORTED: dict[tuple[Any, str], Any] = {
@@ -158,7 +160,9 @@ def _runnable(roots: tuple[Any, ...]) -> tuple[list[tuple[Any, str]], list[Any]]
         roots: the code of a loss; functions and loss modules of torch's.
     """
     ahead: list[Any] = [*roots]
-    places: dict[tuple[Any, str], Any] = dict.fromkeys((Tensor, name) for name in OPERATED)
+    places: dict[tuple[Any, str], Any] = dict.fromkeys(
+        (Tensor, name) for name in (*OPERATED, *DISPATCHED)
+    )
     places |= dict.fromkeys((nn.Module, name) for name in CALLED)
     for one in ahead:  # which grows
         places |= {(one, "forward"): None} if isinstance(one, type) else {}

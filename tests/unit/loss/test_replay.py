@@ -309,6 +309,10 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Change]]:
             nn.CrossEntropyLoss(),
             partial(monkeypatch.setattr, nn.Module, "__call__", called),
         ),
+        "method that torch calls for an operator": (
+            lambda out, _y: (out - 1).abs().mean(),
+            partial(monkeypatch.setattr, Tensor, "sub", lambda one, other: 3 * one.add(-other)),
+        ),
         "attribute of a function": (
             lambda out, y: with_attribute.T * with_attribute(out, y),  # type: ignore[attr-defined]
             partial(setattr, with_attribute, "T", 5.0),
