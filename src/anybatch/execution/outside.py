@@ -12,7 +12,7 @@ import dis
 import logging
 import os
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, ValuesView
 from datetime import date, time, timedelta
 from functools import lru_cache, partial
@@ -249,6 +249,7 @@ class Outside:
         self._tensors: dict[Named, Callable[[], Any]] = {}
         self._visited: dict[int, Any] = {}  # which live as long, or another would have the id
         self._places: set[tuple[int, str, str]] = set()
+        self._taken: Counter[Named] = Counter()
         self._ahead: list[tuple[Any, int]] = []
         for one in functions:
             if not isinstance(one, nn.Module):
@@ -374,8 +375,9 @@ class Outside:
         value = read()
         self._ahead.append((value, 0))
         if plain(value) is not None:
-            names = (name if k == 1 else f"{name} {k}" for k in count(1))
-            free = next(one for one in names if (path, one) not in self._read)
+            self._taken[path, name] += 1
+            several = self._taken[path, name]
+            free = name if several == 1 else f"{name} {several}"
             self._read[path, free] = partial(_plain_of, read)
             if isinstance(value, Tensor):
                 self._tensors[path, free] = read
