@@ -10,8 +10,10 @@ global names, and the contents of lists, dicts and sets.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from itertools import product
@@ -36,6 +38,7 @@ from anybatch.core.reached import (
     classes,
     installed,
     names_of,
+    namespace,
     of_library,
     reached,
     slots,
@@ -188,8 +191,10 @@ class PythonState:
         if isinstance(value, CONTAINERS):
             self.container(value)
         elif isinstance(value, WRITTEN):
-            if memoryview(value).nbytes <= SMALL:  # type: ignore[arg-type]
-                self._undo.append(partial(write, value, copy(value)))
+            fixed = isinstance(value, np.ndarray) and not value.flags.writeable
+            if memory_of(value) <= SMALL and not fixed:
+                with suppress(ValueError):  # one of C with pointers has no copy
+                    self._undo.append(partial(write, value, copy(value)))
         elif not (
             callable(value)
             or installed(type(value).__module__)
@@ -199,7 +204,7 @@ class PythonState:
 
     def _object(self, value: Any) -> None:
         """Record the attributes of an object, and its slots."""
-        self.container(getattr(value, "__dict__", {}))
+        self.container(namespace(value))
         if id(value) in self._visited or len(self._visited) > MANY:
             return
         self._visited.add(id(value))
@@ -322,10 +327,19 @@ def _fill_class(cls: type, was: dict[str, Any]) -> None:
             setattr(cls, name, value)
 
 
+def memory_of(values: Any) -> int:
+    """Return the bytes of an array of numpy, of the standard library, or of C."""
+    return int(values.nbytes) if isinstance(values, np.ndarray) else memoryview(values).nbytes
+
+
 def write(held: Any, was: Any) -> None:
     """Restore the values of an array: of numpy, of the standard library, or of C."""
     if isinstance(held, np.ndarray):
         held[...] = was
+    elif isinstance(held, array):  # which may have grown
+        held[:] = array(held.typecode, bytes(was))
+    elif isinstance(held, bytearray):
+        held[:] = was
     else:
         np.frombuffer(held, np.uint8)[:] = np.frombuffer(was, np.uint8)
 

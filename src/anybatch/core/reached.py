@@ -145,7 +145,7 @@ def _parts(value: Any) -> list[Any]:
         case weakref.ref():
             return [value()]
         case memoryview():
-            return [value.obj]
+            return [_get(value, "obj")]  # a released one has none
     return gc.get_referents(value) if isinstance(value, VIEWS) else []
 
 
@@ -170,8 +170,21 @@ def slots(cls: type) -> tuple[str, ...]:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Return the attributes and the slots of an object; `NONE` for a slot without a value."""
-    held, names = getattr(value, "__dict__", {}), slots(type(value))  # type: ignore[arg-type]
-    return {**held, **{n: getattr(value, n, NONE) for n in names}} if names else held
+    held, names = namespace(value), slots(type(value))  # type: ignore[arg-type]
+    return {**held, **{n: _get(value, n) for n in names}} if names else held
+
+
+def namespace(value: Any) -> Any:
+    """Return the attributes of an object without its slots: a dict, or the view of a class's."""
+    found = _get(value, "__dict__")
+    return found if isinstance(found, dict | MappingProxyType) else {}
+
+
+def _get(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name, NONE)
+    except Exception:  # an attribute hook of the user's, which may raise anything
+        return NONE
 
 
 def classes(cls: type) -> tuple[type, ...]:
@@ -205,7 +218,7 @@ def names_of(code: CodeType, *, texts: bool = False) -> set[str]:
 
 def of_library(name: str, file: str = "") -> bool:
     """Say whether a module, by its name or its file, is torch's, Python's or installed."""
-    return name.split(".", maxsplit=1)[0] in LIBRARIES or "site-packages" in file
+    return str(name).split(".", maxsplit=1)[0] in LIBRARIES or "site-packages" in str(file)
 
 
 @lru_cache(maxsize=1000)
@@ -216,21 +229,23 @@ def installed(name: str) -> bool:
 
 def stores_in_attributes(cls: type) -> bool:
     """Say whether the objects of a library's class have all their contents in attributes."""
-    name = cls.__module__
+    name = str(cls.__module__)  # which a class may set
     root = name.split(".", maxsplit=1)[0]
     return root in NAMESPACES or name.startswith(OPTIMIZERS) or issubclass(cls, local)
 
 
 def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
     held, count = function.__defaults__ or (), function.__code__.co_argcount
-    return zip(function.__code__.co_varnames[count - len(held) : count], held, strict=True)
+    # Of more defaults than arguments, which Python permits, the last ones count.
+    return zip(function.__code__.co_varnames[:count][::-1], held[::-1], strict=False)
 
 
 def _parameters(function: Any) -> Iterator[str]:
     """Yield the names that a callable has for its positional arguments, and then its own."""
-    with suppress(TypeError, ValueError):  # of C
+    with suppress(Exception):  # of C, or an object that computes its signature
         yield from inspect.signature(function).parameters
-    yield from repeat(getattr(function, "__name__", ""))
+    name = _get(function, "__name__")
+    yield from repeat("" if name is NONE else name)
 
 
 def remembered(cached: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.core import pytree
 from anybatch.core.modules import DispatchMode
-from anybatch.core.python_state import SMALL, WRITTEN
+from anybatch.core.python_state import SMALL, WRITTEN, memory_of
 from anybatch.core.reached import (
     CONTAINERS,
     HOLDERS,
@@ -126,8 +126,9 @@ def held(fn: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{name}{path}", leaf
             if isinstance(leaf, str):
                 names.add(leaf)  # getattr(options, "power")
-            elif isinstance(leaf, WRITTEN) and memoryview(leaf).nbytes <= SMALL:  # type: ignore[arg-type]
-                yield f"{name}{path}, its values", bytes(leaf)
+            elif isinstance(leaf, WRITTEN) and memory_of(leaf) <= SMALL:
+                own = leaf.tobytes() if isinstance(leaf, np.ndarray) else bytes(leaf)
+                yield f"{name}{path}, its values", own
             elif isinstance(leaf, (*CODE, deque)):
                 waiting.append((f"{name}{path}", leaf, entire))
         for name, owner in () if waiting else [*owners.values()]:

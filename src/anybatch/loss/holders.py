@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.modules import is_spread, storage_of
-from anybatch.core.python_state import fill, write
+from anybatch.core.python_state import fill, memory_of, write
 from anybatch.core.reached import MANY, NONE, content
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import same_values
@@ -317,11 +317,6 @@ class ArrayPlace(StatePlace):
         """Write the values that it had."""
         if was is not None:
             write(self.array, was)
-
-
-def memory_of(array: Any) -> int:
-    """Return the bytes of an array of numpy, of the standard library, or of C."""
-    return int(array.nbytes) if isinstance(array, np.ndarray) else memoryview(array).nbytes
 
 
 class Random(StatePlace):

@@ -50,6 +50,7 @@ from anybatch.core.reached import (
     attributes,
     classes,
     names_of,
+    namespace,
     of_library,
     reached,
     remembered,
@@ -334,7 +335,7 @@ class _Listing:
         elif stores_in_attributes(type(value)):
             self._library_object(value, path)
         elif type(value).__module__.split(".")[0] == "anybatch":  # it holds what a person gave
-            self._ahead += [(one, path, None) for one in getattr(value, "__dict__", {}).values()]
+            self._ahead += [(one, path, None) for one in namespace(value).values()]
 
     def _python_module(self, module: ModuleType, path: str) -> None:
         name = module.__name__
@@ -393,13 +394,13 @@ class _Listing:
 
     def _library_object(self, value: Any, path: str) -> None:
         """Follow all that an object of a library holds: its code is not read for names."""
-        held = getattr(value, "__dict__", None)
+        held = namespace(value)
         if type(held) is dict:
             self.places.append(Container(held, path, value, None))
             self._ahead += [(one, f"{path}.{n}", (value, n)) for n, one in held.items()]
 
     def _object(self, value: Any, path: str) -> None:
-        held = getattr(value, "__dict__", None)
+        held = namespace(value)
         if type(held) is dict:
             self.places.append(Container(held, path, value, None))
         self._open.append((value, path))
@@ -452,7 +453,7 @@ class _Listing:
                 for name in own & self._names:
                     self._name(cls, name, f"{path}.{name}")
             return
-        held = getattr(value, "__dict__", {})
+        held = namespace(value)
         for name, one in attributes(value).items():
             if name in self._names and (id(value), name) not in self._visited:
                 self._visited.add((id(value), name))

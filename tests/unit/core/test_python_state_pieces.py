@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+from array import array
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.peaks import metered
@@ -93,3 +96,32 @@ def test_a_dict_that_makes_its_values_is_left_as_it_is() -> None:
     state.put_back()
     assert dict.items(makes) == {"tanh": nn.Tanh}.items()
     assert isinstance(makes["tanh"], nn.Tanh)
+
+
+FIXED = np.arange(3.0)
+FIXED.flags.writeable = False
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        FIXED,
+        np.broadcast_to(np.ones(1), 3),
+        np.array(["2026-01-01"], dtype="datetime64[D]"),
+        ctypes.c_char_p(b"text"),
+    ],
+    ids=["for reading only", "spread", "dates", "a pointer"],
+)
+def test_an_array_that_cannot_be_written_or_copied_stays(values: Any) -> None:
+    state = python_state.PythonState()
+    state.container({"values": values})
+    state.put_back()
+
+
+@pytest.mark.parametrize("held", [array("d", [1.0]), bytearray(b"1")])
+def test_an_array_that_has_grown_has_its_length_again(held: Any) -> None:
+    was, state = bytes(held), python_state.PythonState()
+    state.container({"values": held})
+    held.extend(held)
+    state.put_back()
+    assert bytes(held) == was

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 import anybatch
 from anybatch import Engine
-from anybatch.core.reached import Relation, attributes, named, names_of, reached, slots
+from anybatch.core.reached import NONE, Relation, attributes, named, names_of, reached, slots
 from anybatch.errors import LossError, NotExactError
 
 FLAG = {"count": 0}
@@ -420,3 +420,47 @@ def test_a_coupled_function_reads_no_number_of_one_micro_batch(name: str) -> Non
     x[6, 0] = -1
     with pytest.raises(LossError, match="must be the same in all micro-batches"):
         engine.backward(x)
+
+
+class Refuses:
+    """Raises where it is asked for its signature, or for a name that it does not have."""
+
+    __slots__ = ("empty",)
+
+    def __call__(self) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def released() -> memoryview:
+    view = memoryview(bytearray(b"1"))
+    view.release()
+    return view
+
+
+def with_more_defaults() -> Callable[[], Any]:
+    def one(argument: Any) -> Any:
+        return argument
+
+    one.__defaults__ = ("unused", "default")
+    return one
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (released(), [""]),
+        (functools.partial(Refuses(), 1), ["", "", ""]),
+        (with_more_defaults(), ["argument"]),
+    ],
+    ids=["a released view", "a partial of what has no name", "more defaults than arguments"],
+)
+def test_a_value_that_cannot_be_asked_is_followed_as_far_as_it_can(
+    value: Any, names: list[str]
+) -> None:
+    assert [one.name for one in reached(value)] == names
+
+
+def test_attributes_that_raise_are_none() -> None:
+    assert attributes(Refuses()) == {"empty": NONE}
