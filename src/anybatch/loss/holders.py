@@ -242,7 +242,8 @@ class TensorPlace(StatePlace):
     def copy(self, depth: Depth) -> TensorWas:
         """Return the version, address and values of the tensor, as far as `depth` requests."""
         tensor = self.tensor
-        if depth is Depth.QUICK or _comes_and_goes(tensor) or is_spread(tensor):
+        dense = tensor.layout == torch.strided and not tensor.is_nested
+        if depth is Depth.QUICK or not dense or _comes_and_goes(tensor) or is_spread(tensor):
             return TensorWas(tensor._version, _address(tensor), None, None)
         data, values = tensor.detach(), None
         thorough = depth is Depth.THOROUGH

@@ -464,3 +464,16 @@ def test_a_value_that_cannot_be_asked_is_followed_as_far_as_it_can(
 
 def test_attributes_that_raise_are_none() -> None:
     assert attributes(Refuses()) == {"empty": NONE}
+
+
+def test_a_loss_that_holds_a_sparse_tensor_is_exact() -> None:
+    torch.manual_seed(0)
+    model, near = nn.Linear(4, 3).double(), torch.eye(3).double().to_sparse()
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.sparse.mm(near, out.T).T, y)
+
+    x, y = torch.randn(7, 4).double(), torch.arange(7) % 3
+    want = undivided(model, loss, x, y)
+    engine = Engine(model, loss, micro_batch=3)
+    assert_exact(state_of(model, engine.backward(x, y)), want)
