@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
 from operator import is_
-from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -46,7 +45,7 @@ from anybatch.loss.base import Part, Total
 from anybatch.loss.function_trace import LossTrace
 from anybatch.loss.holders import ATOMS, same_value
 from anybatch.loss.model_terms import Recipe, Recipes, touches
-from anybatch.loss.terms import Term, bounded
+from anybatch.loss.terms import HOME, Term, bounded
 
 ORIGINALS = {name: one for name, one in vars(F).items() if inspect.isfunction(one)}
 """The functionals of torch, before anything has replaced one."""
@@ -122,7 +121,6 @@ AS_IMPORTED: dict[tuple[Any, str], Any] = {
 ROOTS = frozenset((*ORIGINALS.values(), *LAYERS))
 """Those that a loss may be."""
 
-HOME = str(Path(torch.__file__).parent)
 COMPILED = (
     BuiltinFunctionType,
     GetSetDescriptorType,

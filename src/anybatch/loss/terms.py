@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
+from pathlib import Path
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -437,13 +438,17 @@ def listed(
 COMPILED = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 
 
+HOME = str(Path(torch.__file__).parent)
+"""The folder of torch."""
+
+
 def torchs_name(function: Any) -> str:
     """Return the name of a function of torch's own; "" of any other, which may have the same name.
 
     An operator of ``torch.ops`` is none: a library may have registered it.
     """
-    if isinstance(function, FunctionType):
-        return name_of(function) if (function.__module__ or "").startswith("torch.") else ""
+    if isinstance(function, FunctionType):  # by its file: "wraps" copies name and module
+        return name_of(function) if function.__code__.co_filename.startswith(HOME) else ""
     return name_of(function) if isinstance(function, COMPILED) else ""
 
 

@@ -276,6 +276,12 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Change]]:
     def in_order(out: Tensor, y: Tensor, *, first: float = 1.0, later: float = 2.0) -> Tensor:
         return first * F.cross_entropy(out, y) + later * F.cross_entropy(later * out, y)
 
+    log_softmax = F.log_softmax
+
+    @wraps(log_softmax)
+    def doubled(out: Tensor, dim: int) -> Tensor:
+        return 2 * log_softmax(out, dim)
+
     here = globals()
     return {
         "number in a closure": (scaled, set_number),
@@ -308,6 +314,10 @@ def changes(monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[Any, Change]]:
         "call of all modules": (
             nn.CrossEntropyLoss(),
             partial(monkeypatch.setattr, nn.Module, "__call__", called),
+        ),
+        "functional that is wrapped": (
+            lambda out, y: -(F.log_softmax(out, 1) * F.one_hot(y, out.shape[1])).sum(1).mean(),
+            partial(monkeypatch.setattr, F, "log_softmax", doubled),
         ),
         "method that torch calls for an operator": (
             lambda out, _y: (out - 1).abs().mean(),
