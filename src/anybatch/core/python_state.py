@@ -37,6 +37,7 @@ from anybatch.core.reached import (
     Relation,
     classes,
     installed,
+    module_of,
     names_of,
     namespace,
     of_library,
@@ -104,7 +105,7 @@ class PythonState:
             if callable(fn):
                 self._object(fn)
             return
-        if isinstance(fn, FunctionType) and (fn.__module__ or "").startswith("torch."):
+        if isinstance(fn, FunctionType) and module_of(fn).startswith("torch."):
             return
         for link, _, value, holder in reached(fn):
             if link is Relation.CELL and value is not NONE:
@@ -168,7 +169,7 @@ class PythonState:
             self._undo.append(partial(held.__setitem__, name, value))
             self._value(value)
         elif isinstance(value, FunctionType) and len(self._visited) < MANY:
-            if not of_library(value.__module__ or ""):
+            if not of_library(module_of(value)):
                 self.function(value)
         elif isinstance(value, type) or (
             not callable(value) and not of_library(type(value).__module__)

@@ -221,6 +221,13 @@ def of_library(name: str, file: str = "") -> bool:
     return str(name).split(".", maxsplit=1)[0] in LIBRARIES or "site-packages" in str(file)
 
 
+def module_of(function: FunctionType) -> str:
+    """Return the module of a function; of a user's that wraps one of a library, the user's."""
+    said = function.__module__ or ""  # which functools.wraps copies
+    own = function.__globals__.get("__name__") or said
+    return str(own if of_library(said) else said)
+
+
 @lru_cache(maxsize=1000)
 def installed(name: str) -> bool:
     """Say whether a module, by its name, is torch's, Python's or of an installed package."""

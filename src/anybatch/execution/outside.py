@@ -39,6 +39,7 @@ from anybatch.core.reached import (
     classes,
     content,
     installed,
+    module_of,
     named,
     names_of,
     reached,
@@ -491,7 +492,7 @@ def _content(cell: CellType) -> Any:
 def _of_library(code: type | FunctionType | ModuleType) -> bool:
     """Say whether a class, a function or a file is torch's, Python's or an installed package's."""
     if isinstance(code, FunctionType):
-        return installed(code.__module__ or "") or "site-packages" in code.__code__.co_filename
+        return installed(module_of(code)) or "site-packages" in code.__code__.co_filename
     return installed(code.__name__ if isinstance(code, ModuleType) else code.__module__)
 
 

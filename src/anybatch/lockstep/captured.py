@@ -30,6 +30,7 @@ from anybatch.core.reached import (
     MANY,
     Relation,
     attributes,
+    module_of,
     named,
     names_of,
     of_library,
@@ -156,7 +157,7 @@ def _held_by(function: Any, names: set[str]) -> Waiting:
     found = [one for one in reached(function) if one.link is not Relation.ATTRIBUTE]
     if isinstance(function, FunctionType):
         file = function.__code__.co_filename
-        if not of_library(function.__module__ or "", file):
+        if not of_library(module_of(function), file):
             own = names_of(function.__code__, texts=True)
             names |= own
             found += [one for one in named(function, own) if not _is_data(one.value)]

@@ -49,6 +49,7 @@ from anybatch.core.reached import (
     Relation,
     attributes,
     classes,
+    module_of,
     names_of,
     namespace,
     of_library,
@@ -349,8 +350,9 @@ class _Listing:
             self._open.append((module, path))
 
     def _function(self, fn: FunctionType, path: str) -> None:
-        library = of_library(fn.__module__ or "", fn.__code__.co_filename)
-        if library and (fn.__module__ or "").split(".")[0] in ("torch", "numpy"):
+        module = module_of(fn)
+        library = of_library(module, fn.__code__.co_filename)
+        if library and module.split(".")[0] in ("torch", "numpy"):
             compiled = getattr(fn, "_torchdynamo_orig_callable", None)
             self._ahead.append((compiled, path, None))
             return

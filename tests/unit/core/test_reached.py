@@ -477,3 +477,20 @@ def test_a_loss_that_holds_a_sparse_tensor_is_exact() -> None:
     want = undivided(model, loss, x, y)
     engine = Engine(model, loss, micro_batch=3)
     assert_exact(state_of(model, engine.backward(x, y)), want)
+
+
+def test_a_loss_that_takes_the_name_of_a_function_of_torch_is_followed() -> None:
+    torch.manual_seed(0)
+    model, calls = nn.Linear(4, 3).double(), [0]
+
+    @functools.wraps(F.cross_entropy)
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        calls[0] += 1
+        return F.cross_entropy(out, y) * calls[0]
+
+    x, y = torch.randn(7, 4).double(), torch.arange(7) % 3
+    want = undivided(model, loss, x, y)
+    calls[0] = 0
+    engine = Engine(model, loss, micro_batch=3)
+    assert_exact(state_of(model, engine.backward(x, y)), want)
+    assert calls == [1]
