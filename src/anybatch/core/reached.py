@@ -111,7 +111,10 @@ def reached(value: Any) -> Iterator[ReachedValue]:
             yield ReachedValue(Relation.CELL, name, content(cell), cell)
         for name, one in value.__dict__.items():
             yield ReachedValue(Relation.ATTRIBUTE, name, one, value)
-        for name, one in chain(_defaults(value), (value.__kwdefaults__ or {}).items()):
+        names = value.__code__.co_varnames[: value.__code__.co_argcount]
+        # Of more defaults than arguments, which Python permits, the last ones count.
+        defaults = zip(names[::-1], (value.__defaults__ or ())[::-1], strict=False)
+        for name, one in chain(defaults, (value.__kwdefaults__ or {}).items()):
             yield ReachedValue(Relation.DEFAULT, name, one, value)
     elif isinstance(value, MethodType):
         yield ReachedValue(Relation.PART, "", value.__func__, value)
@@ -239,12 +242,6 @@ def stores_in_attributes(cls: type) -> bool:
     name = str(cls.__module__)  # which a class may set
     root = name.split(".", maxsplit=1)[0]
     return root in NAMESPACES or name.startswith(OPTIMIZERS) or issubclass(cls, local)
-
-
-def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    held, count = function.__defaults__ or (), function.__code__.co_argcount
-    # Of more defaults than arguments, which Python permits, the last ones count.
-    return zip(function.__code__.co_varnames[:count][::-1], held[::-1], strict=False)
 
 
 def _parameters(function: Any) -> Iterator[str]:

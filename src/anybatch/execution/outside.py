@@ -250,7 +250,7 @@ class Outside:
         self._tensors: dict[Named, Callable[[], Any]] = {}
         self._visited: dict[int, Any] = {}  # which live as long, or another would have the id
         self._places: set[tuple[int, str, str]] = set()
-        self._taken: Counter[Named] = Counter()
+        self._numbered: Counter[Named] = Counter()
         self._ahead: list[tuple[Any, int]] = []
         for one in functions:
             if not isinstance(one, nn.Module):
@@ -376,8 +376,8 @@ class Outside:
         value = read()
         self._ahead.append((value, 0))
         if plain(value) is not None:
-            self._taken[path, name] += 1
-            several = self._taken[path, name]
+            self._numbered[path, name] += 1
+            several = self._numbered[path, name]
             free = name if several == 1 else f"{name} {several}"
             self._read[path, free] = partial(_plain_of, read)
             if isinstance(value, Tensor):
