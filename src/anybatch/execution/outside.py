@@ -88,7 +88,11 @@ FEW = 64
 """Entries of a list or a dict above which it holds data."""
 
 MOST = 20_000
-"""Values that are followed."""
+"""Functions, classes and places that are followed."""
+
+NESTED = 2_000
+"""Values in lists, dicts and objects that are followed behind these: more would be data, and cost
+a step milliseconds."""
 
 DEPTH = 3
 """Depth of nested lists, dicts and objects that are searched."""
@@ -251,7 +255,7 @@ class Outside:
         self._visited: dict[int, Any] = {}  # which live as long, or another would have the id
         self._places: set[tuple[int, str, str]] = set()
         self._numbered: Counter[Named] = Counter()
-        self._ahead: list[tuple[Any, int]] = []
+        self._ahead, self._nested = list[tuple[Any, int]](), deque[tuple[Any, int]]()
         for one in functions:
             if not isinstance(one, nn.Module):
                 self._place(one, "a function", type(one).__name__, partial(_same, one))
@@ -268,8 +272,10 @@ class Outside:
                 own = vars(module).keys() - Attributes.OWN
                 self._ahead += ((one, 0) for n, one in vars(module).items() if n in own)
                 self._class(type(module))
-        while self._ahead and len(self._visited) < MOST:
-            self._follow(*self._ahead.pop())
+        nested = 0
+        while (self._ahead and len(self._visited) < MOST) or (self._nested and nested < NESTED):
+            nested += not self._ahead
+            self._follow(*(self._ahead.pop() if self._ahead else self._nested.popleft()))
 
     def numbers(self) -> dict[Named, Any]:
         """Return the present numbers in the places; places without any are omitted."""
@@ -322,7 +328,9 @@ class Outside:
             if not _of_library(value):
                 self._class(value)
         elif not isinstance(value, ModuleType):
-            self._ahead += ((one, depth + 1) for one in self._inside(value))
+            for one in self._inside(value):
+                code = isinstance(one, (FunctionType, type, *HOLDERS))
+                (self._ahead if code else self._nested).append((one, depth + 1))
 
     def _inside(self, value: Any) -> list[Any]:
         if isinstance(value, HOLDERS):

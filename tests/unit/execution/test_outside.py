@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from anybatch import Engine
 from anybatch.errors import NotExactError
-from anybatch.execution.outside import every_number, parts
+from anybatch.execution.outside import Outside, every_number, parts
 
 WIDTH, LATE = 8, 9
 CALLS = 0
@@ -183,3 +183,22 @@ def test_a_class_that_takes_the_address_of_another_is_another() -> None:
     gc.collect()
     others = [one(2.0) for _ in range(100)]  # one of them takes the place, where it is free
     assert all(parts([("", other())]) != before for other in others)
+
+
+def test_nested_data_is_followed_behind_functions_and_only_so_far() -> None:
+    """Else each step would compare it all; a switch that a function reads is still noticed."""
+    switch = [1.0]
+
+    class Full(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.data = {str(i): {str(j): [[i, j]] * 9 for j in range(60)} for i in range(60)}
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * switch[0]
+
+    found = Outside([Full()])
+    before = found.numbers()
+    assert len(before) < 5_000
+    switch[0] = 2.0
+    assert found.numbers() != before
