@@ -272,10 +272,14 @@ class Outside:
                 own = vars(module).keys() - Attributes.OWN
                 self._ahead += ((one, 0) for n, one in vars(module).items() if n in own)
                 self._class(type(module))
-        nested = 0
-        while (self._ahead and len(self._visited) < MOST) or (self._nested and nested < NESTED):
-            nested += not self._ahead
-            self._follow(*(self._ahead.pop() if self._ahead else self._nested.popleft()))
+        self._follow_all()
+
+    def _follow_all(self) -> None:
+        for _ in range(NESTED):
+            while self._ahead and len(self._visited) < MOST:
+                self._follow(*self._ahead.pop())
+            if self._nested:
+                self._follow(*self._nested.popleft())
 
     def numbers(self) -> dict[Named, Any]:
         """Return the present numbers in the places; places without any are omitted."""
