@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.oracle import assert_exact, error_of, trained
+from tests.oracle import assert_exact, error_of, state_of, trained, undivided
 from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -298,6 +298,35 @@ def test_lanes_keep_to_the_budget_and_are_exact_in_it(row: str) -> None:
         assert max(held) <= budget, (share, held, budget, engine.plan)
     if row != "checkpoint":
         assert_exact(in_budget(model, loss, x, y, memory.floor + 4096), want)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo])
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_graph_in_a_sparse_attribute(layout: torch.layout, *, grows: bool) -> None:
+    """torch compares no sparse tensors, and a step ended in its NotImplementedError."""
+
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+            self.edges = (torch.rand(6, 6) > 0.5).double()
+            if layout is not torch.strided:
+                self.edges = self.edges.to_sparse()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if grows:
+                self.edges = self.edges * 2
+            return self.norm((self.edges @ self.first(x).T).T)
+
+    torch.manual_seed(0)
+    model, x, y = Graph().double(), torch.randn(14, 6).double(), torch.randint(6, (14,))
+    engine = Engine(model, F.cross_entropy, micro_batch=4)
+    if grows:
+        with pytest.raises(NotExactError):
+            engine.backward(x, y)
+        return
+    want = undivided(model, F.cross_entropy, x, y)
+    assert_exact(state_of(model, engine.backward(x, y)), want)
 
 
 @pytest.mark.large(few=2)

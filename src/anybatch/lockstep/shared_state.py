@@ -247,7 +247,7 @@ def _tensors(step: Step) -> dict[str, tuple[Tensor, Tensor]]:
         for name, value in vars(module).items():
             inside = value if type(value) is dict and name not in Attributes.OWN else {"": value}
             for key, tensor in inside.items():
-                if isinstance(tensor, Tensor) and tensor.numel() <= SMALL:
+                if isinstance(tensor, Tensor) and not tensor.is_nested and tensor.numel() <= SMALL:
                     place = ".".join(filter(None, (path, name, str(key))))
                     found[place] = tensor, tensor.detach().clone()
     return found
@@ -277,8 +277,13 @@ def _put_back(slots: LaneSlots, start: dict[str, tuple[Tensor, Tensor]]) -> None
     """Restore attributes, and tensors that were written to in place."""
     slots.put_back()
     for tensor, values in start.values():
-        if not torch.equal(tensor, values):
+        if not torch.equal(_dense(tensor), _dense(values)):
             tensor.detach().copy_(values)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Return a tensor with all its values: a sparse one, as of a graph, has no comparison."""
+    return tensor if tensor.layout == torch.strided else tensor.detach().to_dense()
 
 
 def _path(step: Step, held: Any, key: Any) -> str:
@@ -324,7 +329,8 @@ def differ(a: Tensor, b: Tensor, dtypes: Iterable[torch.dtype]) -> bool:
     """Say whether two tensors differ by more than kernels round."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return True
-    if a.layout != torch.strided or not (a.is_floating_point() or a.is_complex()):
-        return a.layout == torch.strided and not torch.equal(a, b)
+    a, b = _dense(a), _dense(b)
+    if not (a.is_floating_point() or a.is_complex()):
+        return not torch.equal(a, b)
     gap, size = difference(a, b)
     return gap > kernel_tolerance(a.dtype, dtypes) * size

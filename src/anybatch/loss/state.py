@@ -318,7 +318,7 @@ class _Listing:
 
     def _extension(self, value: Any, path: str) -> bool:
         """List an object with its state in C; return whether it is one."""
-        if isinstance(value, GENERATORS):
+        if isinstance(value, GENERATORS) and not isinstance(value, random.SystemRandom):
             self.places.append(Random(value, path))
         elif isinstance(value, Iterator):
             if not isinstance(value, IOBase):

@@ -469,8 +469,16 @@ def of_no_single_sample(o: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(o.squeeze() - o.std(0), y)
 
 
+ENTROPY = random.SystemRandom()
+"""A generator without a state."""
+
+
+def with_entropy(o: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(o, y) if isinstance(ENTROPY, random.Random) else o.sum()
+
+
 @pytest.mark.parametrize("micro_batch", [1, 4])
-@pytest.mark.parametrize("loss", [drawn, in_place, of_no_single_sample])
+@pytest.mark.parametrize("loss", [drawn, in_place, of_no_single_sample, with_entropy])
 def test_a_loss_without_state_is_not_refused_for_what_it_does(
     loss: LossFn, micro_batch: int
 ) -> None:
