@@ -44,7 +44,7 @@ TESTS = (
     "tests/cli/test_cli.py",
     "tests/unit/loss/test_chunked.py",
     "tests/unit/loss/test_functionals.py",
-    "tests/unit/loss/test_trace.py",
+    "tests/unit/loss/test_terms.py",
     "tests/unit/lockstep/test_batchnorm_statistics.py",
     "tests/unit/offloading/test_recompute_recipes.py",
     "tests/unit/offloading/test_sharing_storage.py",

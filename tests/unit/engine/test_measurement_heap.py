@@ -20,7 +20,7 @@ def test_what_torch_allocates_is_in_use_until_it_is_freed(size: int) -> None:
     there = torch.empty(size, dtype=torch.uint8)
     during = in_use()
     del there
-    assert size <= during - before <= 1.1 * size
+    assert 0.9 * size <= during - before <= 1.1 * size  # other threads free and allocate, too
     assert in_use() - before < size // 8
 
 
