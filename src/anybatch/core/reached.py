@@ -9,8 +9,8 @@ state takes its steps from here, and decides itself what it records and where it
     property   its getter and setter           cached     the function, and the results that it has
     object     its attributes and slots        view       the dict or the list behind it
 
-A step follows references. It runs no code of the user's, so a value that a property or an attribute
-hook computes is not among them: its function is.
+A step follows references. It calls no function of the user's but attribute hooks of an object, so a
+value that a property computes is not among them: its function is.
 """
 
 from __future__ import annotations

@@ -275,11 +275,13 @@ class Outside:
         self._follow_all()
 
     def _follow_all(self) -> None:
+        """Follow functions and classes, and nested values when none of these is left."""
         for _ in range(NESTED):
             while self._ahead and len(self._visited) < MOST:
                 self._follow(*self._ahead.pop())
-            if self._nested:
-                self._follow(*self._nested.popleft())
+            if not self._nested:
+                return
+            self._follow(*self._nested.popleft())
 
     def numbers(self) -> dict[Named, Any]:
         """Return the present numbers in the places; places without any are omitted."""

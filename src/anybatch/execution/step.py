@@ -181,7 +181,7 @@ class Step(Repeatable):
     sharded: Sharded | None = None
     offloader: MicroBatchOffloader | None = None
     deliver: Callable[[], None] = lambda: None
-    sample: Callable[[], object] = int
+    sample: Callable[[], object] = int  # which does nothing, and enters no frame
     calls: LossCalls | None = None
     hanging: set[Hung] = field(default_factory=set)
     chunked: ChunkedLosses | None = None
@@ -473,9 +473,8 @@ class Step(Repeatable):
 
         Not with offloaded saved tensors: gradients are sent when these are freed.
         """
-        if (
-            self.gradients is None or self.gradients.hooks.suspended
-        ):  # they get the sum over all ranks
+        # Hooks get the sum over all ranks.
+        if self.gradients is None or self.gradients.hooks.suspended:
             return
         if self.global_batch.several and self.offloader is None:
             every = self.gradients.parameters

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.exactness.test_hanging import Held
 from tests.oracle import assert_exact, state_after, undivided
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -288,19 +289,6 @@ def test_a_fingerprint_sees_arrays_and_captions() -> None:
     assert print_of(["a", "b"]) != print_of(["a", "c"])
     assert print_of(np.array([object()])) == print_of(np.array([object()]))
     assert print_of(torch.tensor([1j]).conj()) != print_of(torch.tensor([1j]))
-
-
-class Held(Tensor):
-    """Rows of it have its attributes."""
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs or {})
-        if isinstance(found, Held) and args and isinstance(args[0], Held):
-            found.__dict__.update(args[0].__dict__)
-        return found
 
 
 def test_rows_that_keep_attributes_are_no_doubt() -> None:
