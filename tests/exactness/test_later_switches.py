@@ -23,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from tests.oracle import assert_exact, state_of, undivided
+from tests.unit.core.test_python_state_pieces import Loads
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -217,11 +218,11 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.nn.modules.module, "_global_forward_pre_hooks", every.copy())
 
 
-def step(net: Net, engine: Engine, seed: int) -> None:
+def step(net: Net, engine: Engine, seed: int, loss: Any = F.cross_entropy) -> None:
     torch.manual_seed(seed)
     x, y = torch.randn(12, 6, dtype=torch.double), torch.randint(3, (12,))
     net.zero_grad()
-    want = undivided(net, F.cross_entropy, x.clone(), y)
+    want = undivided(net, loss, x.clone(), y)
     assert_exact(state_of(net, engine.backward(x, y)), want)
     assert engine.plan is not None
     assert engine.plan.exact
@@ -470,6 +471,39 @@ def test_what_changes_nothing_is_familiar() -> None:
         step(net, engine, seed)
         assert engine.plan is not None
         assert engine.plan.exact.step <= 2
+
+
+TABLE = Loads(own=nn.Tanh)
+
+
+class Loading(Net):
+    """It reads a table of classes that are loaded where they are read, and holds one."""
+
+    def __init__(self, *, norm: bool) -> None:
+        super().__init__()
+        self.table, self.norm = Loads(), nn.BatchNorm1d(6).double() if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x)) if len(TABLE) else x
+
+
+def looked_up(outputs: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, y) * len(TABLE)
+
+
+def looked_up_together(outputs: Tensor, y: Tensor) -> Tensor:
+    return looked_up(outputs, y) + (outputs.mean(0) ** 2).sum()
+
+
+@pytest.mark.parametrize("rng", ["batch", "micro_batch"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("loss", [looked_up, looked_up_together])
+def test_tables_that_load_their_entries_are_not_read(loss: Any, norm: bool, rng: Any) -> None:
+    net = Loading(norm=norm)
+    engine = Engine(net, loss, micro_batch=5, rng=rng)
+    for seed in range(3):
+        step(net, engine, seed, loss)
+    assert dict.items(TABLE) == {"own": nn.Tanh}.items()
 
 
 def of_sample(outputs: Tensor, y: Tensor, begun: Any) -> Tensor:

@@ -121,9 +121,7 @@ class PythonState:
         if id(held) in self._visited:
             return
         self._visited.add(id(held))
-        # A dict of a person's may make values where it is read
-        # (test_a_dict_that_makes_its_values_is_left_as_it_is).
-        was = dict(dict.items(held)) if isinstance(held, dict) else held.copy()
+        was = stored(held)
         self.held.append(held)
         self._undo.append(partial(fill, held, was))
         if len(was) > MANY:
@@ -233,7 +231,7 @@ class Attributes:
             self._was.append((held, held.copy()))
             for name, value in held.items():
                 if name not in self.OWN and isinstance(value, CONTAINERS) and len(value) <= MANY:
-                    self._was.append((value, value.copy()))
+                    self._was.append((value, stored(value)))
 
     def put_back(self) -> None:
         """Make them as they were."""
@@ -300,18 +298,30 @@ def appended(log: Any, was: Sequence[Any]) -> list[Any] | None:
 
 
 def _numbers(held: dict[Any, Any]) -> dict[Any, Any]:
-    return {key: value for key, value in held.items() if type(value) in (int, float)}
+    return {key: value for key, value in dict.items(held) if type(value) in (int, float)}
+
+
+def stored(held: Any) -> Any:
+    """Return a copy of a list, dict, set or deque: of a dict the entries that it stores.
+
+    A dict of a person's may make or load values where it is read
+    (test_a_dict_that_makes_its_values_is_left_as_it_is).
+    """
+    return dict(dict.items(held)) if isinstance(held, dict) else held.copy()
 
 
 def fill(held: Any, was: Any) -> None:
     """Restore the entries of a container; a list or dict with the same entries is not written."""
     same = len(held) == len(was)
     if isinstance(held, dict):
-        for key in [key for key in held if key not in was]:
-            del held[key]
+        # Those of its base: a subclass may have other entries where it is read or written
+        # (test_a_dict_with_entries_of_its_own_is_left_as_it_is).
+        base = OrderedDict if isinstance(held, OrderedDict) else dict
+        for key in [key for key in dict.keys(held) if key not in was]:
+            base.__delitem__(held, key)
         for key, value in was.items():
             if dict.get(held, key, NONE) is not value:
-                held[key] = value  # ``update`` of a Counter adds
+                base.__setitem__(held, key, value)
     elif isinstance(held, set):
         held.clear()
         held.update(was)

@@ -347,7 +347,7 @@ class Outside:
                     self._place(one.value, *place, partial(_same, one.value))
             return [one.value for one in found]
         if isinstance(value, dict):
-            value = value.values()
+            value = dict.values(value)
         if isinstance(value, list | tuple | set | frozenset | deque | ValuesView):
             return [*value] if len(value) <= FEW else []
         cls: type = type(value)
@@ -420,7 +420,7 @@ def plain(value: Any, depth: int = DEPTH) -> Any:
     if isinstance(value, list | tuple | deque):
         return _few(value, depth)
     if isinstance(value, dict):
-        return _few([*chain.from_iterable(value.items())], depth, 2 * FEW)
+        return _few([*chain.from_iterable(dict.items(value))], depth, 2 * FEW)
     if cls is FunctionType:
         cells = [*map(_content, value.__closure__ or ())]
         return (value.__code__, *_few(cells, depth)) if cells else value.__code__

@@ -31,7 +31,7 @@ from anybatch.core.accelerator import States
 from anybatch.core.accelerators import library_switches
 from anybatch.core.barrier import Site, Way, forwards_here, meeting_in
 from anybatch.core.modules import Modules
-from anybatch.core.python_state import PythonState, appended, fill
+from anybatch.core.python_state import PythonState, appended, fill, stored
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import uninterrupted
 from anybatch.distributed.local_batch import LocalBatch
@@ -502,7 +502,7 @@ class LaneSlots:
 
     def contents(self) -> list[Any]:
         """Return the present content of each slot."""
-        return [slot.held.copy() for slot in self._slots]
+        return [stored(slot.held) for slot in self._slots]
 
     def begin(self, lane: int) -> None:
         """Restore the content that a lane has stored."""
@@ -530,7 +530,7 @@ class LaneSlots:
 def _print(held: Any) -> Any:
     """Return the identity of a container's content: the ids of the objects that it holds."""
     if isinstance(held, dict):
-        return tuple(held), tuple(map(id, held.values()))
+        return tuple(dict.keys(held)), tuple(map(id, dict.values(held)))
     return tuple(map(id, held))
 
 

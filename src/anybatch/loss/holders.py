@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.modules import is_spread, storage_of
-from anybatch.core.python_state import fill, memory_of, write
+from anybatch.core.python_state import fill, memory_of, stored, write
 from anybatch.core.reached import MANY, NONE, content
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import same_values
@@ -82,12 +82,12 @@ class Container(StatePlace):
 
     def copy(self, depth: Depth) -> Any:
         """Return the content; of a long one only the length, where not every value is noted."""
-        every = depth is Depth.THOROUGH or len(self.held) <= MANY
-        return self.held.copy() if every else len(self.held)
+        held = self._content()
+        return held.copy() if depth is Depth.THOROUGH or len(held) <= MANY else len(held)
 
     def same(self, was: Any) -> bool:
         """Return whether the content is unchanged."""
-        held = self.held
+        held = self._content()
         if type(was) is int:
             return len(held) == was
         if len(held) != len(was):
@@ -103,7 +103,7 @@ class Container(StatePlace):
         if self.owner is None or type(was) is int:
             yield from super().changes(was)
             return
-        held = self.held
+        held = self._content()
         for name in {**held, **was}:
             if not same_value(held.get(name, NONE), was.get(name, NONE)):
                 yield Change(f"{self.path}.{name}", self.owner, name)
@@ -118,6 +118,10 @@ class Container(StatePlace):
         else:
             while len(held) > was and isinstance(held, dict):
                 held.popitem()
+
+    def _content(self) -> Any:
+        special = isinstance(self.held, dict) and type(self.held) is not dict
+        return stored(self.held) if special else self.held
 
 
 class AttributesPlace:

@@ -206,10 +206,10 @@ def _leads_on(place: Any, was: Any) -> bool:
     if not isinstance(place, Container) or type(was) is int:
         return False
     held = place.held
-    before = set(map(id, was.values() if isinstance(was, dict) else was))
+    before = set(map(id, dict.values(was) if isinstance(was, dict) else was))
     return any(
         id(value) not in before and not isinstance(value, (*ATOMS, Tensor))
-        for value in (held.values() if isinstance(held, dict) else held)
+        for value in (dict.values(held) if isinstance(held, dict) else held)
     )
 
 
@@ -292,7 +292,7 @@ class _Listing:
         if len(value) > MANY:
             return  # data, not a log
         named = isinstance(value, dict)
-        for key, one in value.items() if named else enumerate(value):
+        for key, one in dict.items(value) if named else enumerate(value):
             self._ahead.append((one, f"{path}[{key!r}]", via))
 
     def _holder(self, value: Any, path: str, via: tuple[Any, str] | None) -> None:

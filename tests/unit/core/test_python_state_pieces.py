@@ -6,6 +6,7 @@ import ctypes
 import math
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -96,6 +97,45 @@ def test_a_dict_that_makes_its_values_is_left_as_it_is() -> None:
     state.put_back()
     assert dict.items(makes) == {"tanh": nn.Tanh}.items()
     assert isinstance(makes["tanh"], nn.Tanh)
+
+
+class Loads(OrderedDict[str, Any]):
+    """A dict as transformers has it for models: its entries are loaded where they are read."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(("gpt2", "llama"))
+
+    def __len__(self) -> int:
+        return 2
+
+    def keys(self) -> Any:
+        return ["gpt2", "llama"]
+
+    def __getitem__(self, key: str) -> Any:
+        raise ImportError(key)
+
+    def values(self) -> Any:
+        raise ImportError("sentencepiece")
+
+    def items(self) -> Any:
+        raise ImportError("sentencepiece")
+
+    def copy(self) -> Any:
+        raise ImportError("sentencepiece")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return Loads([*dict.items(self)])
+
+
+@pytest.mark.parametrize("stored", [{}, {"own": 1}])
+def test_a_dict_with_entries_of_its_own_is_left_as_it_is(stored: dict[str, int]) -> None:
+    loads = Loads(stored)
+    state = python_state.PythonState()
+    state.container(loads)
+    OrderedDict.__setitem__(loads, "more", 2)
+    state.put_back()
+    assert dict.items(loads) == stored.items()
+    assert [*reversed(loads)] == [*stored]  # the order that an OrderedDict stores beside them
 
 
 FIXED = np.arange(3.0)

@@ -91,7 +91,7 @@ def _inside(held: Any) -> Iterator[tuple[str, Any]]:
         yield from _of_module(held)
     elif isinstance(held, dict | list | tuple | set | deque):
         if len(held) <= MANY:
-            for value in held.values() if isinstance(held, dict) else tuple(held):
+            for value in dict.values(held) if isinstance(held, dict) else tuple(held):
                 yield "", value
     elif isinstance(held, MethodType):
         yield from (("", held.__self__), ("", held.__func__))
