@@ -1,0 +1,58 @@
+"""A plain step under a budget is inspected as rarely as one without, and shows as much."""
+
+from __future__ import annotations
+
+import torch
+from tests.faults import unwalked
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from anybatch import Engine
+
+CALLS = unwalked([0])
+
+
+class Aliased(nn.Module):
+    """Its ``reshape`` is a node of another name under a dispatch mode, as a meter is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS()[0] += 1
+        parts = self.first(x).tanh().unflatten(1, (4, 3)).transpose(1, 2)
+        return self.last(parts.reshape(parts.shape).flatten(1))
+
+
+def forwards_of(model: nn.Module, steps: int) -> tuple[list[int], Engine]:
+    """Return the calls of forward in each step under a budget for a part of the batch."""
+    engine = Engine(model, F.cross_entropy, memory="16KiB", tune="off", rungs=())
+    x, y = torch.randn(128, 8), torch.randint(3, (128,))
+    counts = []
+    for _ in range(steps):
+        before = CALLS()[0]
+        engine.backward(x, y)
+        counts.append(CALLS()[0] - before)
+    return counts, engine
+
+
+def test_a_metered_step_and_the_next_one_have_one_outline() -> None:
+    counts, engine = forwards_of(Aliased(), 9)
+    assert engine.plan is not None
+    assert set(counts[1:]) == {-(-128 // engine.plan.micro_batch)}
+
+
+class Unmetered(Aliased):
+    """It builds another graph where no mode is on: an inspection, which is metered, has none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        return found if _get_current_dispatch_mode_stack() else found + 0  # type: ignore[no-untyped-call]
+
+
+def test_graphs_that_no_inspection_meets_are_looked_for_a_while() -> None:
+    counts, engine = forwards_of(Unmetered(), 100)
+    assert engine.plan is not None
+    assert sum(count > -(-128 // engine.plan.micro_batch) for count in counts) <= 18
