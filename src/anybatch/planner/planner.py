@@ -39,6 +39,7 @@ from anybatch.planner.forecast import WORKSPACE
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
 from anybatch.planner.memory_model import PlanningRequest
+from anybatch.planner.rehearsal import of_one_decision
 from anybatch.planner.resident_memory import depict
 from anybatch.planner.search import MicroBatchSearch
 from anybatch.planner.workspaces import Workspaces
@@ -157,7 +158,8 @@ class Planner:
         if found is None or not (follow or found.memory.floor):
             self._say_stopped(signature)
             request = self._request(signature, make_case, optimizer, refuse_division, follow)
-            found = self.workspaces.within(request.budget, partial(self._decide, request))
+            with of_one_decision():
+                found = self.workspaces.within(request.budget, partial(self._decide, request))
             knows = self._foreseen.knows(signature)
             foreseen = self._foreseen.bound(signature) if knows else None
             found = self.workspaces.settle(found, foreseen, signature)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
@@ -29,7 +30,7 @@ from anybatch.conv.dispatch import KernelRecorder
 from anybatch.core import pytree
 from anybatch.core.accelerator import home
 from anybatch.core.batch import MicroBatch, TensorBatch
-from anybatch.core.modules import renormalised, tensors_of
+from anybatch.core.modules import Modules, renormalised, tensors_of
 from anybatch.core.moments import Moments
 from anybatch.core.norm import NonReducingNorms, RefusedNorms, counters
 from anybatch.core.python_state import PythonState, rehearse_difference
@@ -67,6 +68,46 @@ from anybatch.memory.meter import FOREIGN, STEP, Meter
 
 WATCHED = 2
 """Samples of the micro-batch at which a loss is watched, of a mini-batch of twice as many."""
+
+
+class Rehearsals:
+    """Findings of one decision's rehearsals that hold for the next ones.
+
+    Attributes:
+        states: the Python state before all of them, by the modules that reach it. To follow it
+            takes as long as a rehearsal of a transformer.
+        remain: bytes of a micro-batch remain while the next ones run.
+    """
+
+    def __init__(self) -> None:
+        self.states: dict[tuple[int, ...], tuple[Modules, PythonState]] = {}
+        self.remain = False
+
+    def state(self, case: Case) -> PythonState:
+        """Return the state that the modules of a case reach."""
+        key = (case.fake, *(id(module) for _, module in case.modules))
+        if key not in self.states:
+            found = PythonState()
+            found.modules((module for _, module in case.modules), attributes=not case.fake)
+            self.states[key] = case.modules, found  # which stay, and so do their ids
+        return self.states[key][1]
+
+
+_EARLIER = ContextVar[Rehearsals | None]("_EARLIER", default=None)
+
+
+@contextmanager
+def of_one_decision() -> Iterator[None]:
+    """Have all rehearsals of the body end in the Python state of its beginning."""
+    token = _EARLIER.set(Rehearsals())
+    try:
+        yield
+    finally:
+        _EARLIER.reset(token)
+
+
+def _earlier() -> Rehearsals:
+    return _EARLIER.get() or Rehearsals()
 
 
 @dataclass(frozen=True)
@@ -160,7 +201,8 @@ def divided(
     STATUS.at(f"{DRY if case.fake else REAL} in micro-batches of {show_samples(n)}")
     with metered(case, limit=limit) as (meter, before):
         gradients = Gradients(case.leaves, accumulator=accumulator) if case.trains else None
-        count = most or (case.micro_batches if sends is None else MICRO_BATCHES)
+        remain = sends is not None or _earlier().remain
+        count = most or (MICRO_BATCHES if remain else case.micro_batches)
         step = make_step(case, Claiming(case.device, meter), n, gradients, count)
         step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
@@ -172,6 +214,7 @@ def divided(
         remains = meter.held_by(STEP) > 0
     # The last three values, perhaps (test_values_of_the_last_three_calls_are_foreseen).
     if remains and count < MICRO_BATCHES:
+        _earlier().remain = True
         again = partial(divided, case, n, inspection, accumulator=accumulator, around=around)
         return again(limit=limit, most=MICRO_BATCHES)
     return meter.timeline()
@@ -413,8 +456,7 @@ def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
             "run, or count in an attribute"
         )
     before = Before([] if case.fake else case.modules, case.leaves)  # fakes are thrown away
-    attributes = PythonState()
-    attributes.modules((module for _, module in case.modules), attributes=not case.fake)
+    python = _earlier().state(case)
     state = None if case.state is None else case.state.snapshot(Depth.THOROUGH)
     norms = NonReducingNorms if undivided else LoneNorms  # one lane runs; no statistics move
     _forget_casts(case)
@@ -433,7 +475,7 @@ def put_back(case: Case, *, undivided: bool = False) -> Iterator[Before]:
             yield before
     finally:
         with uninterrupted():
-            attributes.put_back()
+            python.put_back()
             if case.state is not None and state is not None:
                 case.state.restore(state)
             failures = before.put_back()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -221,3 +222,21 @@ def test_a_line_may_hold_more_than_a_step_and_nothing_less() -> None:
     assert not rehearsal.holds_all_of(line_of((1, 0), (4, 1), (1, 0)), step)
     other = Timeline(("a", "c"), step.events, step.live)
     assert not rehearsal.holds_all_of(other, step)
+
+
+@pytest.mark.parametrize("memory", ["100KiB", "300KiB"])
+def test_rehearsals_of_a_decision_follow_python_once(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A transformer reaches thousands of functions, and is rehearsed dozens of times."""
+    followed = []
+    follow = rehearsal.PythonState.modules
+
+    def counted(state: Any, modules: Any, **named: Any) -> None:
+        followed.append(named)
+        follow(state, modules, **named)
+
+    monkeypatch.setattr(rehearsal.PythonState, "modules", counted)
+    model, rows = MLP(8, 64, 64, 7), (torch.randn(512, 8), torch.randint(7, (512,)))
+    assert anybatch.plan(model, F.cross_entropy, rows, memory=memory, timed=False).micro_batch < 512
+    assert 0 < len(followed) <= 6
