@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.faults import unwalked
+from tests.peaks import held
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from anybatch import Engine
+from anybatch import Engine, plan
 
 CALLS = unwalked([0])
 
@@ -56,3 +58,32 @@ def test_graphs_that_no_inspection_meets_are_looked_for_a_while() -> None:
     counts, engine = forwards_of(Unmetered(), 100)
     assert engine.plan is not None
     assert sum(count > -(-128 // engine.plan.micro_batch) for count in counts) <= 18
+
+
+class Attention(nn.Module):
+    """Its kernel makes numbers that are as long as there are samples: these are followed again."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 24), nn.Linear(8, wide)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.first(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        found = F.scaled_dot_product_attention(query, key, value).transpose(1, 2)
+        return self.last(found.flatten(2))
+
+
+@pytest.mark.parametrize("wide", [3, 500])
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.2, 0.5])
+def test_all_forwards_of_an_inspection_are_foreseen(wide: int, share: float) -> None:
+    model, rows = Attention(wide), (torch.randn(24, 16, 8), torch.randn(24, 16, wide))
+    memory = plan(model, F.mse_loss, rows, memory="1GiB", timed=False).memory
+    assert memory is not None
+    assert memory.floor is not None
+    budget = memory.floor + int((memory.undivided - memory.floor) * share)
+    engine = Engine(model, F.mse_loss, memory=budget, rungs=(), tune="off")
+    assert held(engine, rows) <= budget
+    assert engine.plan is not None
+    assert engine.plan.micro_batch < 24
+    if share:
+        assert engine.plan.exact

@@ -68,6 +68,8 @@ class Memory:
         candidates: the micro-batches that were considered, by size.
         waiting_capacity: bytes for waiting micro-batches on the device, in lockstep.
         chunked: of the chunks in which wide linear maps and losses are computed; 0 is none.
+        inspection: of an inspection with all its forwards; one that would hold more than the
+            budget has fewer, and may show less. 0 (default) where it was not forecast.
     """
 
     budget: int
@@ -80,6 +82,7 @@ class Memory:
     candidates: tuple[Candidate, ...] = ()
     waiting_capacity: Capacity = 0
     chunked: int = 0
+    inspection: int = 0
 
 
 def check_count(name: str, value: Any) -> None:

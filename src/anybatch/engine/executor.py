@@ -162,7 +162,9 @@ class Runner:
         if step.calls is not None:
             before.patched.insert(0, step.calls.restart)
         if run_plan is not None:
-            step.budgeted, step.chunked = True, chunks_of(run_plan.memory.chunked)
+            memory = run_plan.memory
+            step.budgeted, step.chunked = True, chunks_of(memory.chunked)
+            step.tight = not 0 < memory.inspection <= memory.budget or step.retries > 0
         if self._inputs.rng == "batch":
             step.draws = self._draws(step)
         if step.divided:

@@ -253,7 +253,7 @@ class _Inspection:
         if not others or outputs is None:
             return
         name = others[0].name
-        if self._step.budgeted:
+        if self._step.tight:
             self.doubt(f"no memory to test whether a call computes with its own write to {name}")
             return
         self.restart()
@@ -303,7 +303,7 @@ class _Inspection:
         if not (self._left[-1] or self._retained[-1]):
             return
         name = next((name for name, _ in self._left[-1].values()), SOMEWHERE)
-        if self._step.budgeted:
+        if self._step.tight:
             self.doubt(f"no memory to test whether a call computes with the contents of {name}")
             return
         outside, outline = sys.exception(), self._outline
@@ -332,7 +332,7 @@ class _Inspection:
         A mask or a table that is made once is no number of the larger forward. It takes the place
         of the first one where its outputs are the same.
         """
-        if len(self._runs) < 2 or self._step.budgeted:
+        if len(self._runs) < 2 or self._step.tight:
             return
         first, fewer = (run.notes.made for run in self._runs)
         if sized(first, fewer) is not None:
@@ -363,7 +363,7 @@ class _Inspection:
             self.doubt(f"{reduced} makes other numbers for {full.size} rows than for {part.size}")
         if not (self._lengths or moves):
             return
-        if self._step.budgeted:  # three outputs were not foreseen
+        if self._step.tight:
             self._lengths = {}
             self.doubt("no memory to follow again numbers that are as long as there are samples")
             return

@@ -131,6 +131,7 @@ class Step(Repeatable):
         coupled: in lanes, the loss needs all outputs at once.
         lane_bytes: bytes that waiting lanes may hold on the device; None offloads nothing.
         budgeted: `lane_bytes` follows from a budget; else the bytes of lanes were not forecast.
+        tight: the budget has no bytes for all forwards of an inspection.
         inside: bytes for all lanes, the running one included; None does not limit that one.
         spill: where lanes are offloaded to: "host", "file" or the folder of a file; None is the
             store nearest to the device.
@@ -170,6 +171,7 @@ class Step(Repeatable):
     coupled: bool = False
     lane_bytes: Capacity = None
     budgeted: bool = False
+    tight: bool = False
     inside: LockstepLimits | None = None
     spill: str | None = None
     moved: int = 0

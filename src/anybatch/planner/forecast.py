@@ -59,6 +59,10 @@ MASKS = 12
 
 With 6 and with 8 of them two losses of `tests/devices/test_budget.py` held a block more."""
 
+OUTPUTS_AGAIN = 12
+"""Samples whose outputs an inspection holds at most, beside a forward that it runs again: four and
+two, and as many of a comparison."""
+
 LOSS = 8
 """Bytes of the loss that a step returns, which is still there during the update."""
 
@@ -343,6 +347,17 @@ class Forecast:
             more = {owner: count for owner, count in more.items() if count}
             found["update"] = self.update.plus(merged(outside, more))
         return found
+
+    def inspection_bytes(self, n: int, size: int) -> int:
+        """Return those of an inspection with all its forwards; 0 where none was forecast.
+
+        After the two that are rehearsed it may follow all rows again, with the outputs of both.
+        """
+        found = {} if self.full_batch else self._other_phases(n, size)
+        if INSPECTION not in found:
+            return 0
+        outputs = OUTPUTS_AGAIN * self.inspection.shows
+        return total(found[INSPECTION].at_peak()) + self._rounded(outputs)
 
     def _rounded(self, nbytes: int) -> int:
         return -(-nbytes // self.grain) * self.grain

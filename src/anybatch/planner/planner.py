@@ -35,7 +35,7 @@ from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen, default_budget, ran_out
 from anybatch.planner.decision import Decision
 from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed, run_plan_of
-from anybatch.planner.forecast import WORKSPACE
+from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
 from anybatch.planner.memory_model import PlanningRequest
@@ -530,18 +530,23 @@ class Planner:
 
     def _most_that_fit(self, request: PlanningRequest) -> int:
         """Return the samples that fit in memory without offloading, by the present forecasts."""
+        every = self._completed(request)
+        return 0 if every is None else every.largest(request.budget, request.signature.size)
+
+    def _completed(self, request: PlanningRequest) -> Forecast | None:
+        """Return the present forecast of a batch with all that is not in a dry run."""
         bound = self._foreseen.bound(request.signature)
-        if bound is None:
-            return 0
-        every = bound.completed(request.signature, self.workspaces.most(bound))
-        return every.largest(request.budget, request.signature.size)
+        return bound and bound.completed(request.signature, self.workspaces.most(bound))
 
     def _decided(self, request: PlanningRequest) -> RunPlan:
         decision = Decision(request, self._search, self._foreseen, self.workspaces)
         outside = sys.exception()
         try:
             found = decision.made()
-            return replace(found, memory=replace(found.memory, chunked=request.chunked))
+            every, n = self._completed(request), found.micro_batch
+            looked = 0 if every is None else every.inspection_bytes(n, request.signature.size)
+            memory = replace(found.memory, chunked=request.chunked, inspection=looked)
+            return replace(found, memory=memory)
         except torch.OutOfMemoryError as error:
             if accelerator.of(request.case().device).host:
                 raise
