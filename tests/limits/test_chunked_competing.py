@@ -206,6 +206,32 @@ def test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen(length: int) -
     assert engine.plan.micro_batch > 100
 
 
+@pytest.mark.parametrize(("transposed", "memory"), [(False, 2), (False, 16), (True, 16)])
+def test_a_model_without_a_wide_map_is_not_planned_in_chunks(
+    transposed: bool, memory: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A classifier of few classes: its weight is a wide map's only where it is transposed."""
+    planned, made_so = set[bool](), Decision.made
+
+    def noted(self: Decision) -> Any:
+        planned.add(self._request.chunked > 0)
+        return made_so(self)
+
+    class Classifier(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight if transposed else super().forward(x)
+
+    monkeypatch.setattr(Decision, "made", noted)
+    net = Classifier(*((8, 64) if transposed else (64, 8)), bias=False)
+    if transposed:
+        net.weight = nn.Parameter(net.weight.detach().t().contiguous())
+    batch = torch.randn(300, len(net.weight if transposed else net.weight.t()))
+    engine = engine_of(net, inside=False, memory=f"{memory}KiB")
+    with pytest.raises(BudgetError) if memory == 2 else nullcontext():
+        engine.backward(batch[:, None], torch.randint(8, (300, 1)))
+    assert planned == {False, transposed}
+
+
 @pytest.mark.usefixtures("fast_chunks")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, NotExactError])
 def test_a_forecast_in_chunks_that_ends_early_is_none_of_other_steps(

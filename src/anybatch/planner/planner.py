@@ -28,10 +28,11 @@ from anybatch.core.oom import release
 from anybatch.core.status import say
 from anybatch.core.units import show_bytes, show_samples
 from anybatch.errors import BudgetError, NotExactError
-from anybatch.execution.signature import Case, RunPlan, Signature
+from anybatch.execution.signature import Case, RunPlan, Signature, as_fakes
 from anybatch.execution.step import SINGLE_SAMPLE
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
+from anybatch.planner import rehearsal
 from anybatch.planner.budget import Foreseen, default_budget, ran_out
 from anybatch.planner.decision import Decision
 from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed, run_plan_of
@@ -39,7 +40,7 @@ from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
 from anybatch.planner.memory_model import PlanningRequest
-from anybatch.planner.rehearsal import of_one_decision
+from anybatch.planner.rehearsal import Inspection, of_one_decision
 from anybatch.planner.resident_memory import depict
 from anybatch.planner.search import MicroBatchSearch
 from anybatch.planner.workspaces import Workspaces
@@ -475,6 +476,9 @@ class Planner:
         barred = "chunks" not in self.rungs or self.spill.way not in FREE
         if barred or self._corrected or not request.may_be_chunked:
             return []
+        known = None if request.chunked else self._foreseen.bound(request.signature)
+        if known is not None and not _has_wide_maps(request.in_chunks(1).case(), known.inspection):
+            return []
         fast = request.fast_chunks
         every = sorted({*fast, *(n for n in CHUNKS if n < fast[0])}, reverse=True)
         smaller = [n for n in every if n < (request.chunked or inf)]
@@ -570,6 +574,17 @@ class Planner:
         self._settled = None
         self._search.decided += 1
         return settled
+
+
+def _has_wide_maps(case: Case, inspection: Inspection) -> bool:
+    """Say whether a step computes anything in chunks; true where fakes do not show it.
+
+    A narrow weight is one of a wide map where it is transposed, as `may_be_chunked` counts it.
+    """
+    try:
+        return rehearsal.watch_loss(as_fakes(case), inspection).wide
+    except Exception:  # it reads values, or the model's own
+        return True
 
 
 def _may_vary(planned: RunPlan) -> bool:

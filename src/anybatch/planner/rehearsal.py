@@ -122,6 +122,7 @@ class Inspection:
         lanes: micro-batches wait for each other.
         shows: bytes of the outputs of a sample.
         gathers: bytes that forward gathers of all samples, for each of them.
+        wide: in chunks, a linear map or its loss is computed so.
     """
 
     layout: Layout
@@ -131,6 +132,7 @@ class Inspection:
     lanes: bool = False
     shows: int = 0
     gathers: int = 0
+    wide: bool = False
 
 
 def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Timeline, Inspection]:
@@ -257,9 +259,10 @@ def watch_loss(case: Case, inspection: Inspection) -> Inspection:
         targets = [t for _, t in pytree.tensors(rows.targets)]
         with Writes(targets) as observed, step.in_chunks():
             step.loss.full_batch(step.forward(micro), micro)
-    writes = bool(observed) or any(t._version > 0 for t in targets)
-    loss = COUPLED if coupled else step.found
-    return replace(inspection, coupled=coupled, loss=loss, copies=inspection.copies or writes)
+    copies = inspection.copies or bool(observed) or any(t._version > 0 for t in targets)
+    loss, chunks = COUPLED if coupled else step.found, step.chunked
+    wide = chunks is not None and bool(chunks.chunked or chunks.materialised)
+    return replace(inspection, coupled=coupled, loss=loss, copies=copies, wide=wide)
 
 
 def draws(case: Case, n: int) -> list[int]:
