@@ -29,23 +29,23 @@ os.environ["XDG_CACHE_HOME"] = CACHES.name
 
 SEED = 0
 EXAMPLES = 1000
-FEW = 8
+FEW = 4
 """Cases of which none is left out; `large(few=...)` where each of them takes seconds."""
-PART = 10
+PART = 20
 """One case in so many is run; `large(part=...)` where there are many that take seconds each."""
-settings.register_profile("tenth", max_examples=EXAMPLES // 10, derandomize=True, deadline=None)
+settings.register_profile("part", max_examples=EXAMPLES // PART, derandomize=True, deadline=None)
 settings.register_profile("soak", max_examples=EXAMPLES, derandomize=True, deadline=None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--soak", action="store_true", help="full counts instead of a seeded tenth")
+    parser.addoption("--soak", action="store_true", help="full counts instead of a seeded part")
     parser.addoption("--soak-results", help="file that receives the counts of a soak")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as what a shell starts with & has it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    settings.load_profile("soak" if config.getoption("--soak") else "tenth")
+    settings.load_profile("soak" if config.getoption("--soak") else "part")
     config.addinivalue_line(
         "markers",
         "large(of, few, part): of the cases of a test, or of all tests `of` a name, one in `part` "
@@ -54,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "product(pairs): of the cases of a test so many that each value of each parameter is among "
-        "them, and each pair of values with pairs=True, or all under --soak",
+        "them, and each pair of values with pairs=True, or all under --soak; without it, of a test "
+        "with several `parametrize` so many that each case of each of them is",
     )
 
 
@@ -63,6 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     These are the same ones always. Of several test processes none is to be the last by far.
     """
+    _mark_products(items)
     if config.getoption("--soak"):
         out = [item for item in items if not _counts(item)]
     else:
@@ -132,16 +134,33 @@ def _counts(item: pytest.Item) -> bool:
     return bool(marked or drawn or {"counted", "some"} & set(item.fixturenames))
 
 
+def _mark_products(items: list[pytest.Item]) -> None:
+    """Mark a test with several `parametrize` as a product, if no mark says which cases are run.
+
+    A list of cases that is written by hand is one of them, so none of it is left out.
+    """
+    for item in items:
+        said = item.get_closest_marker("large") or item.get_closest_marker("product")
+        if not said and len(_names(item)) > 1:
+            item.add_marker(pytest.mark.product(lists=True))
+
+
+def _names(item: pytest.Item) -> tuple[str, ...]:
+    """Return the name of a case in each of its lists of cases."""
+    return tuple(item.callspec._idlist) if hasattr(item, "callspec") else ()
+
+
 def _not_covering(items: list[pytest.Item]) -> list[pytest.Item]:
     """Return the cases of products without which each value of a parameter is still tested."""
-    products: dict[tuple[str, bool], list[pytest.Function]] = {}
+    products: dict[tuple[str, bool, bool], list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and (marker := item.get_closest_marker("product")):
-            key = item.nodeid.partition("[")[0], marker.kwargs.get("pairs", False)
+            pairs, lists = (marker.kwargs.get(name, False) for name in ("pairs", "lists"))
+            key = item.nodeid.partition("[")[0], pairs, lists
             products.setdefault(key, []).append(item)
     out: list[pytest.Item] = []
-    for (name, pairs), every in products.items():
-        cases = [item.callspec.params for item in every]
+    for (name, pairs, lists), every in products.items():
+        cases = [dict(enumerate(_names(item))) if lists else item.callspec.params for item in every]
         kept = set(covering(cases, random.Random(name), pairs=pairs))
         out += [item for place, item in enumerate(every) if place not in kept]
     return out
@@ -224,7 +243,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     kinds = ("passed", "failed", "error", "skipped", "xfailed")
     found = {
         "seed": SEED,
-        "examples": EXAMPLES if config.getoption("--soak") else EXAMPLES // 10,
+        "examples": EXAMPLES if config.getoption("--soak") else EXAMPLES // PART,
         "outcomes": {outcome: len(stats.get(outcome, [])) for outcome in kinds},
         "cases": Counter(
             report.nodeid.partition("[")[0]

@@ -4,7 +4,7 @@ Each pair gets an environment of its own below a folder that stays, so that a se
 nothing; a Python that is not on the path, or a torch that cannot be installed, is a row that says
 so. What is run are the tests of what depends most on them: exactness, lanes (threads and modes of
 torch), losses (watched functions), draws, offload (hooks), ranks (gloo), the command; of large
-counts a tenth. Warnings are errors. The results are in benchmarks/platforms/matrix/results.json.
+counts a part. Warnings are errors. The results are in benchmarks/platforms/matrix/results.json.
 
     python -m scripts.matrix [--cell 3.12:2.12.0] [--folder .matrix]
 

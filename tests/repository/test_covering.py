@@ -38,3 +38,17 @@ def test_values_that_are_equal_and_of_other_types_are_others() -> None:
 def test_what_is_no_product_stays_whole() -> None:
     cases = [{"name": name, "words": name.upper()} for name in "abc"]
     assert covering(cases, random.Random(0)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("model", range(4))
+@pytest.mark.parametrize(("size", "loss"), [(1, "a"), (2, "a"), (2, "b")])
+def test_of_several_lists_each_case_is_run(
+    request: pytest.FixtureRequest, model: int, size: int, loss: str
+) -> None:
+    """A list that is written by hand stays whole; a soak runs all, and so does its name alone."""
+    name = request.node.nodeid.partition("[")[0]
+    run = [one.callspec.params for one in request.session.items if one.nodeid.startswith(name)]
+    if len(run) > 1 and not request.config.getoption("--soak"):
+        assert len(run) == 4
+        assert {one["model"] for one in run} == set(range(4))
+        assert {(one["size"], one["loss"]) for one in run} == {(1, "a"), (2, "a"), (2, "b")}
