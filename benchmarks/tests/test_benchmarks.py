@@ -87,6 +87,7 @@ def test_a_micro_batch_of_ignored_targets_is_not_finite_for_the_naive_loop() -> 
     assert worst(gradients(naive, problem, 4), want) == float("inf")
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("loss", bf16.LOSSES)
 def test_2048_bfloat16_micro_batches_keep_their_gradient_in_float32(loss: str) -> None:
     found = {
@@ -119,7 +120,7 @@ def test_a_benchmark_runs_quickly_and_its_table_can_be_written(
     assert tables.table(table).startswith("|")
 
 
-@pytest.mark.large(few=1)
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 @pytest.mark.parametrize(
     ("table", "words"),
     [("mbs/speed", "anybatch"), ("agbn/lanes_parts", "all leaves")],

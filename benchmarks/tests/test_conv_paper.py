@@ -152,6 +152,7 @@ def test_one_byte_less_is_a_fall_that_division_softens() -> None:
     }
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_it_runs_and_its_tables_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

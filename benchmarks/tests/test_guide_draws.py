@@ -12,8 +12,9 @@ from benchmarks.guide.draws.draws import Draw
 from benchmarks.guide.draws.rows import ended, guide_draws, guide_draws_asked, guide_draws_summary
 
 
-def test_no_draw_fails_under_the_limit(counted: Callable[[int], int]) -> None:
-    for seed in range(counted(30, 15)):
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
+def test_no_draw_fails_under_the_limit(counted: Callable[..., int]) -> None:
+    for seed in range(counted(30, 30)):
         found = run.drawn(seed)
         assert ended(found) in ("in budget", "refused"), found
 

@@ -19,6 +19,7 @@ def small() -> Problem:
     return Problem(model, nn.CrossEntropyLoss(), None, inputs, targets, 24)
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_what_is_foreseen_of_lanes_is_no_less_than_they_hold(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

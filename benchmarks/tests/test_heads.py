@@ -9,6 +9,7 @@ from benchmarks.ucudnn.heads.rows import heads, heads_cuda, heads_divided, heads
 from anybatch.planner import planner
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_a_head_is_measured_in_every_way_and_a_block_at_its_floor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

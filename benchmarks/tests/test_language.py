@@ -4,6 +4,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
+import pytest
 from benchmarks.integrations.language import rows as table
 from benchmarks.integrations.language import run
 from benchmarks.integrations.language.arms import ARMS, backward_of
@@ -52,6 +53,7 @@ def test_ours_is_the_gradient_of_the_batch_and_those_by_hand_are_not() -> None:
         assert worst(found[arm], found["undivided"]) > 1e-3
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_it_runs_and_its_table_is_written(tmp_path: Path) -> None:
     run.main(quick=True, out=tmp_path)
     results = json.loads((tmp_path / "results.json").read_text())

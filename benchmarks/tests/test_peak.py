@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from benchmarks.mbs.peak import picture, rows, run
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_a_row_is_counted_described_and_drawn(tmp_path: Path) -> None:
     found = [run.row(samples, 16) for samples in (4, 8)]
     for row in found:

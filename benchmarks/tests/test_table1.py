@@ -26,6 +26,7 @@ from benchmarks.outofcore.table1.settings import (
 from benchmarks.results import read
 
 
+@pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_a_quick_run_keeps_its_cap_and_writes_the_table(tmp_path: Path) -> None:
     main(quick=True, out=tmp_path)
     results = read(tmp_path / "results.json")

@@ -104,7 +104,7 @@ def own(found: Memory | None) -> tuple[int, int, int]:
     return found.predicted - extra, found.floor - extra, found.undivided - extra
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", MODELS)
 def test_it_counts_what_the_device_counts(

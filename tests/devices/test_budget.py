@@ -57,7 +57,7 @@ MODELS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("share", [0.3, 0.6])
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("name", MODELS)
@@ -102,7 +102,7 @@ def test_the_peak_of_a_step_is_what_was_foreseen(
 LOSSES = [pytest.param(case, id=case.name) for case in CASES if case.make(0).declared is None]
 
 
-@pytest.mark.large(of="capped losses", few=4)
+@pytest.mark.large(of="capped losses", few=3)
 @pytest.mark.parametrize("case", LOSSES)
 def test_no_allocation_fails_over_the_catalogue(stand_in: Any, case: Case) -> None:
     problem = case.make(0)
@@ -263,7 +263,7 @@ def wide() -> nn.Module:
     return nn.Sequential(*first, nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 5))
 
 
-@pytest.mark.product(pairs=True)
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("share", [0.02, 0.1, 0.5])
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("where", ["host", "device"])

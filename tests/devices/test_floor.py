@@ -107,7 +107,7 @@ def refusal(model: nn.Module, batch: Any, memory: int) -> tuple[int, str]:
     return 0, "it was planned"
 
 
-@pytest.mark.large(of="floors", few=4)
+@pytest.mark.large(of="floors", few=3)
 @pytest.mark.parametrize(("name", "amp", "where"), FOR_ALL)
 def test_the_floor_is_enough(stand_in: Any, name: str, amp: bool, where: str) -> None:
     with case(stand_in, name, where, amp=amp) as (model, batch):
@@ -116,7 +116,7 @@ def test_the_floor_is_enough(stand_in: Any, name: str, amp: bool, where: str) ->
         assert holds(stand_in, model, batch, found.floor) <= found.floor
 
 
-@pytest.mark.large(of="advice", few=4)
+@pytest.mark.large(of="advice", few=3)
 @pytest.mark.parametrize("share", [0.02, 0.95])
 @pytest.mark.parametrize(("name", "amp", "where"), FOR_ALL)
 def test_what_an_error_advises_is_enough(

@@ -118,7 +118,7 @@ def _small_tensors_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "SMALL", 1 << 10)
 
 
-@pytest.mark.large(of="races", few=12, part=50)
+@pytest.mark.large(of="races", few=8, part=100)
 @pytest.mark.parametrize("run", RUNS, ids=str)
 def test_no_step_leaves_a_race(stand_in: Any, run: Run) -> None:
     gc.collect()  # what other tests have left would count

@@ -172,7 +172,7 @@ def pool() -> Iterator[Pool]:
         yield found
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize(("micro_batch", "norm"), [(3, False), (22, False), (4, True)])
 @pytest.mark.parametrize("variant", KINDS)
 def test_negatives_are_those_of_all_ranks(

@@ -324,7 +324,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[Pool]:
         yield found
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("micro_batch", [3, 22])
 @pytest.mark.parametrize("hears", [False, True])
 @pytest.mark.parametrize("variant", EVERY)

@@ -428,7 +428,7 @@ def assert_same(got: Any, want: Any) -> None:
     assert all(a.same_as(b) for a, b in zip(got[1], want[1], strict=True))
 
 
-@pytest.mark.large(part=20)
+@pytest.mark.large(few=5, part=40)
 @pytest.mark.parametrize("micro_batch", SPLITS)
 @pytest.mark.parametrize("row", NOISE)
 def test_draws_are_those_of_the_whole_batch(row: str, micro_batch: int) -> None:
@@ -467,7 +467,7 @@ class Normed(Noisy):
         return out.flatten(1, -2).mean(1) if out.dim() > 2 else out
 
 
-@pytest.mark.large(part=20)
+@pytest.mark.large(few=5, part=40)
 @pytest.mark.parametrize(
     ("loss", "micro_batch"),
     [(F.cross_entropy, 3), (F.cross_entropy, WIDE), (coupled, 1), (coupled, 11)],

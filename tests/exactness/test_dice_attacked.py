@@ -325,7 +325,7 @@ def test_a_declared_loss_that_draws_is_computed_on_the_full_batch() -> None:
     assert_same(in_parts(model, Loss.per_sample(each), x, y, 4, "two-pass"), want)
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("row", ["heads", "flat, time first", "drop path", "coin of torch"])
 def test_what_is_checkpointed_draws_the_same_again(row: str, *, reentrant: bool) -> None:
@@ -441,7 +441,7 @@ class Weak(nn.Module):
         return F.dropout(Fuse.apply(x, self.backward_fault), 0.2)
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("loss", [F.cross_entropy, coupled], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("when", [at(3), at(4), at(7), at(9), above(5), above(2)])

@@ -337,7 +337,7 @@ WHEN = [
 ]
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("memory", [None, "1MiB"], ids=["in place", "apart"])
 @pytest.mark.parametrize("variant", ["scale", "one of both", "spectral", "counts", "last frozen"])
 def test_memory_that_runs_out_anywhere_costs_no_gradient(
@@ -450,7 +450,7 @@ def pool() -> Iterator[Pool]:
         yield found
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("micro_batch", [3, 22])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("variant", ["two", "scale", "one of both", "first frozen", "spectral"])

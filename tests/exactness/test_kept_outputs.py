@@ -314,6 +314,7 @@ def test_a_budget_holds_with_them(counted: Callable[..., int]) -> None:
                 assert metered_step(it, engine, it.x, it.y) <= budget, seed
 
 
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_a_budget_below_the_undivided_step_divides_it_and_keeps_them(name: str) -> None:
     model, loss, inputs, targets, _ = made(name)

@@ -78,7 +78,7 @@ def in_lanes(loss: Any, model: nn.Module, x: Tensor, y: Tensor, *, micro_batch: 
     return found
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("micro_batch", SPLITS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_two_steps_in_lanes_are_two_steps_of_the_whole_batch(name: str, micro_batch: int) -> None:
@@ -181,7 +181,7 @@ def distance(got: State, want: State, variant: str) -> float:
     return float((gap / sum(float(want[name].square().sum()) for name in names)) ** 0.5)
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_in_bfloat16_lanes_are_as_near_to_the_truth_as_the_undivided_batch(

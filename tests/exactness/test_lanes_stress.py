@@ -54,9 +54,9 @@ def wrong(step: Step) -> dict[str, float]:
     return {name: error for name, error in errors.items() if not error <= bound}
 
 
-def test_of_many_random_steps_none_is_wrong(counted: Callable[[int], int]) -> None:
+def test_of_many_random_steps_none_is_wrong(counted: Callable[..., int]) -> None:
     """Five steps of an engine, each of another batch size; then another model, loss and split."""
-    count, divided = counted(2000), 0
+    count, divided = counted(2000, 40), 0
     for step in steps(count):
         found = wrong(step)
         assert not found, f"step {step.number}, {step.said}: {found}"
@@ -65,9 +65,9 @@ def test_of_many_random_steps_none_is_wrong(counted: Callable[[int], int]) -> No
     assert divided > count // 2
 
 
-def test_the_same_steps_again_give_the_same_bits(counted: Callable[[int], int]) -> None:
+def test_the_same_steps_again_give_the_same_bits(counted: Callable[..., int]) -> None:
     """Models with dropout too: every lane has its own dice."""
-    count = counted(1000)
+    count = counted(1000, 40)
     once = [(made(step), torch.get_rng_state()) for step in steps(count, drops=True)]
     for step, (state, rng) in zip(steps(count, drops=True), once, strict=True):
         assert same(made(step), state), f"step {step.number}, {step.said}"
@@ -180,7 +180,7 @@ def test_every_place_is_passed_once_a_lane_or_more() -> None:
             assert least["hook of a parameter"] == 1
 
 
-@pytest.mark.large(few=6, part=20)
+@pytest.mark.large
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize(
     ("variant", "place"), [(k, p) for k, found in PLACES.items() for p in found]

@@ -64,7 +64,7 @@ def of_row(rank: int, size: int, row: str, variant: str, micro_batch: int, ddp: 
     return trained(step)(model, x, y)
 
 
-@pytest.mark.large(few=4, part=20)
+@pytest.mark.large(few=2, part=40)
 @pytest.mark.parametrize(("variant", "micro_batch"), [("uneven", 3), ("empty", 22)])
 @pytest.mark.parametrize("row", ROWS)
 def test_batchnorm_is_that_of_all_ranks(

@@ -110,6 +110,7 @@ def unlike(rank: int, _size: int, what: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize(
     ("what", "said"),
     [
@@ -203,6 +204,7 @@ def interrupted(rank: int, _size: int, variant: str, at: int) -> Any:
     return ended, state_of(model, engine.backward(x, y))
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("variant", LOSSES)
 def test_an_interrupt_while_a_rank_waits_leaves_all_able_to_go_on(pool: Pool, variant: str) -> None:
     ends, want = [], truth(variant)

@@ -103,7 +103,7 @@ def trained(rank: int, size: int, variant: str, loss: str, share: float) -> Any:
     return state_of(model, value), messages, low, high, engine.plan and engine.plan.mechanism
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("variant", "loss", "share"),
     [

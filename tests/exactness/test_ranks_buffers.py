@@ -85,7 +85,7 @@ def pool() -> Iterator[Pool]:
         yield found
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("micro_batch", [1, 5, 22])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_rank_without_samples_moves_them_too(pool: Pool, loss: str, micro_batch: int) -> None:

@@ -82,7 +82,7 @@ def trained(rank: int, _size: int, variant: str, seed: int, steps: int) -> list[
     return found
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("variant", KINDS)
 @pytest.mark.parametrize("seed", range(2))
 def test_batches_that_change_on_some_ranks_give_the_gradient_of_all_samples(

@@ -154,7 +154,7 @@ def truth(variant: str) -> dict[str, Tensor]:
     return {name: t.to_dense() for name, t in state_after(model, run).items()}
 
 
-@pytest.mark.product
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize(
     ("variant", "early"),
     [

@@ -38,7 +38,7 @@ def on_rank(rank: int, _size: int, name: str, micro_batch: int) -> dict[str, Ten
     return state_of(model, loss)
 
 
-@pytest.mark.product
+@pytest.mark.large(few=7)
 @pytest.mark.parametrize("micro_batch", [3, N])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_that_of_all_ranks(pool: Pool, name: str, micro_batch: int) -> None:

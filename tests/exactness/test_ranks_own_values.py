@@ -50,7 +50,7 @@ def undivided(name: str) -> dict[str, Tensor]:
     return state_after(model, run)
 
 
-@pytest.mark.product
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("micro_batch", [1, 3, N])
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_that_of_all_ranks(pool: Pool, name: str, micro_batch: int) -> None:

@@ -193,7 +193,7 @@ def truth(variant: str) -> dict[str, Tensor]:
     return trained(model, step, evaluate)
 
 
-@pytest.mark.product
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("variant", KINDS)
 def test_gradients_are_those_of_all_ranks(pool: tuple[int, Pool], variant: str) -> None:
     _, workers = pool

@@ -37,6 +37,7 @@ def on_rank(rank: int, _size: int, type_: torch.dtype) -> dict[str, Tensor]:
     return state_of(model, Engine(model, loss, micro_batch=2).backward(x[own], y[own]))
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("type_", TYPES)
 def test_the_loss_is_that_of_all_ranks(pool: Pool, type_: torch.dtype) -> None:
     model, x, y = problem(type_)

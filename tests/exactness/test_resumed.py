@@ -71,6 +71,7 @@ def resume(name: str, folder: Path) -> None:
     torch.save(run(kind, options, STOP, STEPS, folder), folder / "end")
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_resumed_run_ends_in_the_same_bits(name: str, tmp_path: Path) -> None:
     kind, options = KINDS[name]

@@ -94,6 +94,7 @@ def windows(rank: int, size: int, loaders: dict[str, bool]) -> list[dict[str, Te
     return found
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("loaders", LOADERS, ids=str)
 def test_gradients_are_in_sync_at_the_end_of_every_window(pair: Pool, loaders: Any) -> None:
     """The last one is ragged, and steps; the learning rates are those of torch alone."""

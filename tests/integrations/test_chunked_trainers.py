@@ -93,7 +93,7 @@ def trained(
     return model, trainer.engine.plan
 
 
-@pytest.mark.large(few=3)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -76,6 +76,7 @@ class Batches(Counting):
         return DataLoader(rows(), batch_size=MICRO * windows)
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("windows", [1, 2, 3])
 def test_gradients_are_emptied_and_steps_made_once_for_a_window(windows: int) -> None:
     theirs, ours = made(Counting), made(Counting)
@@ -96,6 +97,7 @@ def test_gradients_are_emptied_and_steps_made_once_for_a_window(windows: int) ->
 SCHEDULES = {"grows": ({1: 2, 3: 4}, 6 + 3 + 3 + 2), "shrinks": ({0: 2, 2: 1}, 3 + 3 + 6 + 6)}
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("variant", SCHEDULES)
 def test_a_batch_that_follows_a_schedule(variant: str) -> None:
     """We differ: the loader makes such batches, and GradientAccumulationScheduler is refused."""

@@ -198,7 +198,7 @@ HOOKS = [
 ]
 
 
-@pytest.mark.product
+@pytest.mark.large(few=5)
 @pytest.mark.parametrize("how", [{"micro_batch": 3}, {"memory": "60KiB"}], ids=str)
 @pytest.mark.parametrize("variant", HOOKS, ids=lambda variant: variant.__name__)
 def test_hooks_and_skipped_batches_are_lightnings_own(variant: Any, how: dict[str, Any]) -> None:
@@ -356,6 +356,7 @@ def test_the_value_of_a_metric_in_the_loss_is_that_of_some_rows_and_refused() ->
         fit(made(Weighs), FullBatch(micro_batch=4))
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("way", LOGS)
 def test_what_log_itself_reads_is_no_read_of_the_samples(way: str) -> None:

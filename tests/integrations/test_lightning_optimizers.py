@@ -57,6 +57,7 @@ class SearchesByHand(Searches):
         optimizer.step(closure)
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("class_", [Searches, SearchesByHand])
 def test_a_search_takes_the_loss_of_the_full_batch_each_time(class_: type[Searches]) -> None:
     own, ours = made(class_), made(class_)

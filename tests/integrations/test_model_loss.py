@@ -27,7 +27,7 @@ def batch(family: Family, n: int = N) -> dict[str, Tensor]:
     return {name: x.double() if x.is_floating_point() else x for name, x in rows.items()}
 
 
-@pytest.mark.product
+@pytest.mark.large(few=5)
 @pytest.mark.parametrize("micro_batch", [1, 3])
 @pytest.mark.parametrize(
     "family", [f for f in FAMILIES if f.name != EXPERTS], ids=lambda family: family.name

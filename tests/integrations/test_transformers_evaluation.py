@@ -63,7 +63,7 @@ def loss_of_model(trainer: Any) -> Tensor:
     return total
 
 
-@pytest.mark.product
+@pytest.mark.large(few=5)
 @pytest.mark.parametrize("batch", [N, 9])
 @pytest.mark.parametrize("name", list(BY_NAME))
 def test_an_evaluation_in_parts_is_that_of_the_trainer(

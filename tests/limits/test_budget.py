@@ -359,6 +359,7 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_the_first_inspection_of_a_sequence_is_foreseen(name: str) -> None:
     model = SEQUENCES[name]()
@@ -397,6 +398,7 @@ class Holds(nn.Module):
         self.held = [*self.held, value][-most:]
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("sort", ["values", "gradients"])
 @pytest.mark.parametrize(("width", "share"), [(8, 0), (8, 0.6), (64, 0.2), (64, 0.6)])
 def test_values_of_the_last_three_calls_are_foreseen(sort: str, width: int, share: float) -> None:

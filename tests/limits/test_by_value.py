@@ -34,6 +34,7 @@ def peaks(net: Values, engine: Engine, shares: list[float]) -> list[int]:
     return held
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_a_step_over_its_forecast_is_noticed_and_the_next_ones_fit(
     way: Callable[[Values, Tensor], Tensor], caplog: pytest.LogCaptureFixture
@@ -63,6 +64,7 @@ class Normalised(Values):
         return super().forward(self.norm(x) / 8 + x)
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("way", WAYS.values(), ids=list(WAYS))
 def test_lanes_are_planned_again_by_rows_of_such_values(
     way: Callable[[Values, Tensor], Tensor],

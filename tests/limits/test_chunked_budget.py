@@ -68,6 +68,7 @@ def step(engine: Engine, batch: tuple[Tensor, Tensor], *, inside: bool) -> Tenso
     return engine.backward(batch) if inside else engine.backward(*batch)
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize(
     ("kib", "inside"),
     [
@@ -243,6 +244,7 @@ class Meeting(Net):
         return loss_fn(z, y) if self.inside and y is not None else z
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("meet", MEETS, ids=lambda one: one.__name__)
 def test_samples_that_meet_in_later_columns_are_found(meet: Any, *, inside: bool) -> None:
@@ -325,6 +327,7 @@ def test_a_step_in_chunks_that_is_interrupted_leaves_no_trace(
     assert_exact(state_of(net, step(engine, batch, inside=False)), want)
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("call", [1, 5, 17])
 def test_memory_that_runs_out_in_a_chunk_makes_smaller_micro_batches(

@@ -68,6 +68,7 @@ def test_a_batch_is_in_chunks_where_twice_as_many_samples_fit(tune: str, *, insi
     assert found.memory.chunked == 16 * V * 8
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.usefixtures("fast_chunks")
 @pytest.mark.parametrize(
     "options",
@@ -118,6 +119,7 @@ def test_a_batch_that_fits_no_longer_is_compared_then() -> None:
     assert used == [False, True, True, True]
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("rungs", "chunked", "offloads"),
     [(("chunks", "offload"), True, False), (["chunks"], True, False), (["offload"], False, True)],
@@ -185,6 +187,7 @@ def test_gradients_that_are_there_may_take_the_place_of_chunks(
     assert used == [(True, False), (False, True)]
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("length", [1, 3])
 def test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen(length: int) -> None:
     """A classifier of many classes: 16 rows are those of 5 samples, or of 16."""

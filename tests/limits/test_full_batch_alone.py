@@ -267,6 +267,7 @@ MATRICES = [
 ]
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(("layout", "buffer"), MATRICES)
 @pytest.mark.filterwarnings("ignore:Sparse CS[RC] tensor support:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*Sparse invariant checks:UserWarning")

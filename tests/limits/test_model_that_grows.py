@@ -88,7 +88,7 @@ def peaks(net: Growing, engine: Engine, way: str, folder: Path) -> list[int]:
     return held
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(
     ("way", "norm", "budget"),
     # Where no attribute tells, a step that holds little more, or in lockstep, shows it afterwards.
@@ -113,6 +113,7 @@ def test_a_divided_step_that_would_hold_more_is_stopped_at_its_budget(
     assert held[-1] <= engine.plan.memory.predicted, "it was planned again"
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_undivided_step_that_holds_more_is_noticed_and_the_next_ones_fit(
     way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -157,7 +158,7 @@ SECONDS: dict[str, Callable[[int], float]] = {
 """The fastest micro-batches -> samples of a micro-batch -> seconds of a step."""
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(("way", "fast"), [*product(WAYS, SECONDS)])
 def test_two_starts_of_a_model_that_grows_are_planned_alike(
     way: str, fast: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

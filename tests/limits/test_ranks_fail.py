@@ -107,7 +107,7 @@ def well(rank: int, size: int, variant: str, loss: str, learned: bool) -> Any:
     return [p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.large(few=6)
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("loss", ["parts", "coupled"])
 @pytest.mark.parametrize("variant", ["lanes", "stream"])

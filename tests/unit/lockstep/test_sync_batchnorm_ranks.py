@@ -68,7 +68,7 @@ def by_hand(rank: int, size: int, options: dict[str, Any]) -> dict[str, Tensor]:
     return state(model, total)
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(
     "options",
     [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}],
@@ -110,6 +110,7 @@ def synced(rank: int, size: int) -> dict[str, Tensor]:
     return state(model, engine.backward(x[own], y[own]))
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("work", [in_engine, synced])
 def test_an_engine_meets_for_layers_that_would_meet_by_themselves(
     pool: tuple[int, Pool], work: Any

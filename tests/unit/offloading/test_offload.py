@@ -70,6 +70,7 @@ def _target(link: Path) -> str:
         return ""
 
 
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_those_without_it_and_the_budget_is_respected(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ def start(
     return sizes, [p.detach().clone() for p in model.parameters()], engine
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.usefixtures("noise")
 @pytest.mark.parametrize("make", [streamed, lanes])
 def test_five_starts_end_in_the_same_bits(

@@ -100,7 +100,7 @@ def test_every_rung_plans_and_the_gradient_is_exact(
         assert_exact(got, undivided(model, loss, x, y))
 
 
-@pytest.mark.large(few=3)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(
     "inputs",
     [
@@ -447,6 +447,7 @@ FEW_ROWS: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor]]] = {
 }
 
 
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("name", FEW_ROWS)
 def test_real_rows_and_fakes_have_the_same_bytes(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -483,7 +484,7 @@ def test_real_rows_and_fakes_have_the_same_bytes(
     assert torch.equal(x, before)
 
 
-@pytest.mark.large(few=3)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("name", FEW_ROWS)
 def test_real_rows_are_run_where_they_fit(
     name: str, monkeypatch: pytest.MonkeyPatch, some: Callable[..., list[int]]

@@ -436,7 +436,7 @@ NEEDY: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
 }
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", NEEDY)
 def test_what_is_said_to_be_needed_runs_and_no_less_does(name: str) -> None:
     make, shape, samples = NEEDY[name]

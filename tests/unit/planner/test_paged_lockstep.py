@@ -61,7 +61,7 @@ def step(engine: Engine, batch: Any) -> int:
     return int(meter.peak)
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("loss", [F.cross_entropy, contrast])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_a_step_below_one_lane_is_exact_and_within_its_budget(n: int, loss: Any) -> None:
@@ -102,7 +102,7 @@ def spread(outputs: Tensor, targets: Tensor) -> Tensor:
     return contrast(outputs.flatten(1), targets)
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 1.0])
 def test_what_a_loss_of_all_outputs_makes_leaves_too(share: float) -> None:
     model, (x, _) = network()[:-2], images()

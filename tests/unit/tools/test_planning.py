@@ -92,7 +92,7 @@ class Counts(nn.Module):
         return self.body(x)
 
 
-@pytest.mark.product(pairs=True)
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("there", [False, True])
 @pytest.mark.parametrize("loss", [F.cross_entropy, shifted])

@@ -399,7 +399,7 @@ OWN_BACKWARDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", OWN_BACKWARDS)
 def test_a_backward_of_its_own_is_compared_within_a_budget(name: str, dtype: torch.dtype) -> None:
