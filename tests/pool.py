@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 import tempfile
 import traceback
@@ -32,11 +33,12 @@ class Pool:
 
     Args:
         size: how many.
-        folder: for the file that they meet in.
     """
 
-    def __init__(self, size: int, folder: str) -> None:
-        meet = str(Path(folder) / "meet")
+    def __init__(self, size: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        meet = str(Path(self._folder.name) / "meet")
+        self.failed = False
         self._ends: list[Connection] = []
         self.processes = []
         for rank in range(size):
@@ -50,7 +52,9 @@ class Pool:
         """Return what ``work(rank, size, *args)`` gives on each rank, an exception as itself."""
         for end in self._ends:
             end.send((work, args))
-        return [self._answer(rank) for rank in range(len(self._ends))]
+        found = [self._answer(rank) for rank in range(len(self._ends))]
+        self.failed |= any(isinstance(one, BaseException) for one in found)
+        return found
 
     def run(self, work: Callable[..., Any], *args: Any) -> list[Any]:
         """Do the same, and fail where any rank does."""
@@ -67,6 +71,7 @@ class Pool:
             process.kill()
         for process in self.processes:
             process.join()
+        self._folder.cleanup()
 
     def _answer(self, rank: int) -> Any:
         end = self._ends[rank]
@@ -78,15 +83,32 @@ class Pool:
             return EOFError(f"rank {rank} is gone")
 
 
+WAITING: dict[int, Pool] = {}
+"""Number of ranks -> those that no test uses at present."""
+
+
 @contextmanager
-def ranks(size: int) -> Iterator[Pool]:
-    """Start `size` ranks, and end them."""
-    with tempfile.TemporaryDirectory() as folder:
-        pool = Pool(size, folder)
-        try:
-            yield pool
-        finally:
+def ranks(size: int, *, fresh: bool = False) -> Iterator[Pool]:
+    """Use `size` ranks that wait, or start them; if nothing failed on them, they wait again.
+
+    `fresh` ones are used only here: their memory is measured, or they end.
+    """
+    pool = None if fresh else WAITING.pop(size, None)
+    pool = pool or Pool(size)
+    try:
+        yield pool
+    finally:
+        alive = all(process.is_alive() for process in pool.processes)
+        if fresh or pool.failed or not alive or size in WAITING:
             pool.close()
+        else:
+            WAITING[size] = pool
+
+
+@atexit.register
+def _end() -> None:
+    for pool in WAITING.values():
+        pool.close()
 
 
 def _serve(rank: int, size: int, meet: str, end: Connection) -> None:

@@ -30,7 +30,7 @@ N = sum(SIZES)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with ranks(2) as found:
+    with ranks(2, fresh=True) as found:
         yield found
 
 

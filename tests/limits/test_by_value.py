@@ -117,7 +117,7 @@ def on_rank(rank: int, size: int) -> tuple[list[int], list[float]]:
 
 
 def test_one_rank_of_two_notices_what_its_own_samples_hold() -> None:
-    with ranks(2) as pool:
+    with ranks(2, fresh=True) as pool:
         (_, errors), (heavy, other) = pool.run(on_rank)
     assert max(errors + other) <= tolerance()
     assert heavy[2] > 800 * KIB

@@ -196,7 +196,7 @@ def on_rank(rank: int, size: int) -> tuple[list[int], list[float]]:
 
 
 def test_ranks_plan_again_for_a_model_that_grows() -> None:
-    with ranks(2) as pool:
+    with ranks(2, fresh=True) as pool:
         found = pool.run(on_rank)
     for held, errors in found:
         assert max(errors) <= tolerance()

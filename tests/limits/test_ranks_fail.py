@@ -26,7 +26,7 @@ N = 12
 
 @pytest.fixture(scope="module", params=[2, 3])
 def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Pool]]:
-    with ranks(request.param) as found:
+    with ranks(request.param, fresh=True) as found:
         yield request.param, found
 
 
@@ -166,7 +166,7 @@ LOST = [(2, "forward"), (4, "first"), (4, "forward"), (2, "first")]
 
 def test_a_rank_that_is_killed_is_named_by_the_others(counted: Callable[[int], int]) -> None:
     for size, place in LOST[: max(2, counted(len(LOST)))]:
-        with ranks(size) as workers:
+        with ranks(size, fresh=True) as workers:
             found = workers.each(lost, place)
         assert isinstance(found[1], EOFError)
         for rank in {*range(size)} - {1}:
@@ -260,7 +260,7 @@ def test_memory_that_runs_out_at_the_end_of_a_step_ends_it_on_all_ranks(
 
 
 def test_a_rank_that_leaves_in_the_middle_of_a_sum_ends_the_others_wait() -> None:
-    with ranks(2) as workers:
+    with ranks(2, fresh=True) as workers:
         (said, got), (own, _) = workers.run(late, "dense")
     assert "all ranks must be alive until the step ends" in said
     assert "memory" in own
