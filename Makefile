@@ -10,10 +10,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versi
 # processors busy while some wait for a child. Children start faster where bytecode is kept.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-# A processor each: the types, and all test files imported once, so that their bytecode is there.
-# Test processes all begin at the same time, and each would compile everything.
-FIRST := types imports
+# All test files are imported once, so that their bytecode is there: test processes all begin at the
+# same time, and each would compile everything. What takes one processor runs beside them.
 FOUND := $(VENV)/.found
+BESIDE := --no-print-directory --output-sync=target
 
 # Other packages, which want a torch of their own: tests/hosts and benchmarks/hosts are about them.
 HOSTS := .hosts
@@ -22,7 +22,7 @@ YOLO := YOLO_OFFLINE=1 YOLO_AUTOINSTALL=false YOLO_CONFIG_DIR=$(CURDIR)/$(HOSTS)
 WITH_HOSTS := OMP_NUM_THREADS=1 $(YOLO) $(HOSTS)/bin/python
 OF_HOSTS := $(subst /,.,$(basename $(wildcard benchmarks/hosts/*/run.py)))
 
-.PHONY: demo test types imports soak bench gpu-check hosts docs site matrix clean
+.PHONY: demo test lint types imports tests stand-in soak bench gpu-check hosts docs site matrix clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -50,12 +50,19 @@ STAND_IN := -p tests.devices.stand_in tests/devices tests/gpu
 demo: $(READY)  ## train digits at batch 1024 in micro-batches of 64 and show the table
 	$(BIN)/python -m benchmarks.mbs.demo.run
 
-test: $(READY)  ## lint, types, layers, docs, tests: a seeded tenth of every large count
+test: $(READY)  ## lint, types, layers, docs, tests: a seeded part of every large count
+	$(MAKE) $(BESIDE) --jobs=2 imports lint
+	$(MAKE) $(BESIDE) --jobs=3 tests stand-in types
+
+lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(MAKE) --no-print-directory --jobs=2 $(FIRST)
-	$(PYTEST) -n 4 --dist loadfile --no-loadscope-reorder $(HANGS) $(CPU)  # a file's fixtures are made once
-	$(PYTEST) -n 4 $(HANGS) $(STAND_IN)
+
+tests: $(READY)
+	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder $(HANGS) $(CPU)  # a file's fixtures are made once
+
+stand-in: $(READY)
+	$(PYTEST) -n 1 $(HANGS) $(STAND_IN)
 
 types: $(READY)
 	$(BIN)/mypy
