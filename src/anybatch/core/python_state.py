@@ -54,6 +54,13 @@ PLAIN = {
     *(int, float, bool, str, tuple, NoneType, Tensor),
 }
 
+ATOMS = {int, float, bool, str, tuple, NoneType}
+FUNCTIONS = (FunctionType, *HOLDERS)
+REACHES = (*FUNCTIONS, *CONTAINERS)
+"""Values of a class in which others are reached."""
+BEYOND = (nn.Module, type)
+"""Their own attributes are recorded elsewhere. Tuples, as a dry run asks 50,000 times."""
+
 HOOKS = (
     "_forward_pre_hooks",
     "_forward_hooks",
@@ -98,10 +105,10 @@ class PythonState:
 
     def function(self, fn: Any) -> None:
         """Record the state that a function, a method or a callable object holds."""
-        if id(fn) in self._visited or isinstance(fn, nn.Module | type):
+        if id(fn) in self._visited or isinstance(fn, BEYOND):
             return
         self._visited.add(id(fn))
-        if not isinstance(fn, (FunctionType, *HOLDERS)):
+        if not isinstance(fn, FUNCTIONS):
             if callable(fn):
                 self._object(fn)
             return
@@ -143,27 +150,27 @@ class PythonState:
                 was = dict(vars(base))
                 self._undo.append(partial(_fill_class, base, was))
                 for value in was.values():
-                    if isinstance(value, (FunctionType, *HOLDERS, *CONTAINERS)):
+                    if type(value) not in ATOMS and isinstance(value, REACHES):
                         self._value(value)
 
     def _globals(self, fn: FunctionType) -> None:
         names = names_of(fn.__code__)
-        for name in names:
+        for name in names & fn.__globals__.keys():
             self._global(fn.__globals__, name, names)
 
-    def _global(self, held: dict[str, Any], name: str, names: set[str]) -> None:
+    def _global(self, held: dict[str, Any], name: str, names: frozenset[str]) -> None:
         """Record the value of a global name, and the state of a function, class, file or object.
 
         A table that a helper keeps by size would hold tensors without data
         (test_tables_of_helpers_hold_no_fakes).
         """
-        value = held.get(name)
+        value = held[name]
         if isinstance(value, ModuleType):
             if not of_library(value.__name__) and (id(value), name) not in self._visited:
                 self._visited.add((id(value), name))
-                for inside in names:
+                for inside in names & vars(value).keys():
                     self._global(vars(value), inside, names)
-        elif name in held and type(value) in PLAIN:
+        elif type(value) in PLAIN:
             self._undo.append(partial(held.__setitem__, name, value))
             self._value(value)
         elif isinstance(value, FunctionType) and len(self._visited) < MANY:

@@ -23,6 +23,7 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from contextvars import ContextVar
 from enum import Enum, auto
@@ -124,8 +125,9 @@ def reached(value: Any) -> Iterator[ReachedValue]:
         for name, one in zip(_parameters(value.func), value.args, strict=False):
             yield ReachedValue(Relation.ARGUMENT, name, one, value)
         yield ReachedValue(Relation.PART, "", value.keywords, value)
-    for one in _parts(value):
-        yield ReachedValue(Relation.PART, "", one, value)
+    else:
+        for one in _parts(value):
+            yield ReachedValue(Relation.PART, "", one, value)
 
 
 def _parts(value: Any) -> list[Any]:
@@ -152,7 +154,7 @@ def _parts(value: Any) -> list[Any]:
     return gc.get_referents(value) if isinstance(value, VIEWS) else []
 
 
-def named(function: FunctionType, names: set[str]) -> Iterator[ReachedValue]:
+def named(function: FunctionType, names: AbstractSet[str]) -> Iterator[ReachedValue]:
     """Yield the globals of a function among some names."""
     held = function.__globals__
     for name in names & held.keys():
@@ -203,7 +205,8 @@ def content(cell: CellType) -> Any:
         return NONE
 
 
-def names_of(code: CodeType, *, texts: bool = False) -> set[str]:
+@lru_cache(maxsize=10_000)
+def names_of(code: CodeType, *, texts: bool = False) -> frozenset[str]:
     """Return the names that a function uses, and those inside it.
 
     Args:
@@ -216,7 +219,7 @@ def names_of(code: CodeType, *, texts: bool = False) -> set[str]:
             found |= names_of(one, texts=texts)
         elif texts and type(one) is str and one.isidentifier():
             found.add(one)
-    return found
+    return frozenset(found)
 
 
 def of_library(name: str, file: str = "") -> bool:

@@ -372,7 +372,7 @@ class Outside:
         if vars(function):
             self._place(vars(function), function.__module__, path, partial(_same, vars(function)))
 
-    def _attributes(self, module: ModuleType, names: set[str]) -> None:
+    def _attributes(self, module: ModuleType, names: frozenset[str]) -> None:
         """Record attributes of a file that a function may read, and of the files in it."""
         held = vars(module)
         for name in held.keys() & names:
