@@ -195,6 +195,7 @@ def resident_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.mark.large(of="runs of the command that go on", few=2)
 def test_a_training_offloads_parameters_and_gradients(
     tmp_path: Path, resident_bytes: list[int]
 ) -> None:

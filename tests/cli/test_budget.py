@@ -110,6 +110,7 @@ def test_a_budget_is_respected_and_its_plan_is_another_runs_micro_batch(
     assert all(equal(one[name], other[name]) for name in ("model", "optimizer", "rng"))
 
 
+@pytest.mark.large(of="runs of the command that go on", few=2)
 def test_a_planned_run_goes_on_bit_for_bit(tmp_path: Path, budget: int) -> None:
     first, full = tmp_path / "first", tmp_path / "whole"
     with pytest.raises(Interrupted) as caught:

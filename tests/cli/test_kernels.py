@@ -107,6 +107,7 @@ def test_what_is_measured_is_saved_for_a_plan(
 
 
 @pytest.mark.usefixtures("measured")
+@pytest.mark.large(of="runs of the command that go on", few=2)
 def test_training_with_a_workspace_goes_on_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

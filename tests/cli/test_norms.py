@@ -70,6 +70,7 @@ def test_batchnorm_becomes_exact_when_the_training_loss_no_longer_falls(
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exact_from"] == 5
 
 
+@pytest.mark.large(of="runs of the command that go on", few=2)
 def test_a_run_goes_on_bit_for_bit_on_either_side_of_the_change(
     tmp_path: Path, classes: Make
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_run_is_bit_for_bit_that_in_memory(full_run: Path, tmp_path: Path) -> 
     assert list(spill.iterdir()) == []
 
 
+@pytest.mark.large(of="runs of the command that go on", few=2)
 def test_a_planned_run_goes_on_with_its_states_offloaded(tmp_path: Path) -> None:
     offloaded = dataclasses.replace(ADAM, states="file", memory="64MiB")
     unbroken, stopped = tmp_path / "unbroken", tmp_path / "stopped"

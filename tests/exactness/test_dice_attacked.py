@@ -512,7 +512,7 @@ def test_only_what_draws_is_looked_at() -> None:
 # -------------------------------------------------------------------------------- memory
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("row", ["dropout of sequences", "heads", "native dropout", "checkpoint"])
 @pytest.mark.parametrize("variant", [Noisy, Normed])
 def test_a_draw_of_the_whole_batch_is_in_the_plan(row: str, variant: Any) -> None:

@@ -157,7 +157,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "SIDE", 8)
 
 
-@pytest.mark.product(pairs=True)
+@pytest.mark.large(few=17)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("micro_batch", [1, 8, 21])
 @pytest.mark.parametrize("variant", KINDS)
@@ -179,6 +179,7 @@ def test_a_graph_is_gone_before_the_next_one_is_made() -> None:
     assert events == [*of_b, *of_a * 3, *of_b * 2]  # the last of b was there already
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_it_holds_one_graph_of_the_two_as_was_foreseen(loss: str) -> None:
     rows, most = {name: torch.randn(256, 8) for name in "ab"}, list[int]()

@@ -147,7 +147,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return x, torch.randint(3, (N,))
 
 
-@pytest.mark.product
+@pytest.mark.large(few=6)
 @pytest.mark.parametrize("micro_batch", [4, 10])
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
 def test_what_forward_does_between_meetings_stays_its_own(body: Body, micro_batch: int) -> None:

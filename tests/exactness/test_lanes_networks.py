@@ -126,7 +126,7 @@ def with_capacity(found: Case, capacity: int, inside: int | None = None) -> tupl
     return state, last.moved_bytes
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_what_leaves_the_device_and_what_stays_changes_no_bit(name: str) -> None:
     found = case(name)

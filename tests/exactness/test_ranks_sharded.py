@@ -502,7 +502,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.product
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_gathered_is_refused_by_name(pool: tuple[int, Pool], what: str) -> None:
     _, workers = pool

@@ -166,6 +166,7 @@ class Measured(Net):
         return loss
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("how", [{"micro_batch": 4}, {"memory": "60KiB"}])
 def test_a_metric_sees_each_row_once(how: dict[str, Any]) -> None:
     one, other = Epochs(), Epochs()
@@ -332,6 +333,7 @@ def test_callbacks_loops_and_limits_are_lightnings_own(tmp_path: Path) -> None:
     assert_exact(found[1][2], found[0][2])
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("how", [{"micro_batch": 4}, {"memory": "60KiB"}])
 def test_a_run_that_is_resumed_is_the_same_bit_for_bit(tmp_path: Path, how: dict[str, Any]) -> None:
     keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
@@ -414,6 +416,7 @@ class Plain(Gan):
         self.full = False
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("how", [{"micro_batch": 4}, {"memory": "80KiB"}])
 def test_manual_optimisation_of_two_networks(how: dict[str, Any]) -> None:
     one = fit(made(Plain), max_epochs=1)

@@ -69,6 +69,7 @@ LATER: dict[str, tuple[Any, list[Any], int, str]] = {
 }
 
 
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("way", LATER)
 def test_accumulation_that_is_set_later_is_refused_at_its_step(way: str) -> None:
     variant, callbacks, steps, match = LATER[way]
@@ -280,6 +281,7 @@ def through_pickle(one: Any) -> Any:
     return pickle.loads(pickle.dumps(one))
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("again", [through_pickle, copy.deepcopy, copy.copy])
 def test_a_callback_can_be_sent_to_another_process_before_and_after_a_fit(again: Any) -> None:
     full = again(FullBatch(micro_batch=3, rng="batch"))
@@ -380,6 +382,7 @@ class Decays(Net):
         return loss + more, out
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("micro_batch", [1, 4])
 def test_the_square_of_a_weight_is_a_part_of_the_loss(micro_batch: int) -> None:
     assert_full_batch(fit(made(Decays), FullBatch(micro_batch=micro_batch)))

@@ -34,7 +34,7 @@ from tests.integrations.truth import (  # noqa: E402
 from anybatch.integrations.transformers import Trainer  # noqa: E402
 
 
-@pytest.mark.large(few=5)
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("micro_batch", [1, 3, 8])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_gradients_are_those_of_the_undivided_batch(
@@ -182,6 +182,7 @@ def test_mixed_precision(tmp_path: Path, name: str, how: dict[str, Any]) -> None
     assert "forward" in vars(trainer.model)  # accelerate's is there again
 
 
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize("name", ["GPT-2", "T5", "ViT"])
 def test_checkpointed_activations(tmp_path: Path, name: str) -> None:
     family = BY_NAME[name]

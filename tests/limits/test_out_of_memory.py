@@ -823,7 +823,7 @@ assert (engine.last.retries, engine.last.micro_batch) == (0, again)
 """
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RLIMIT_DATA counts on Linux")
 @pytest.mark.parametrize("in_accumulator", ["in place", "apart"])
 @pytest.mark.parametrize("micro_batch", [8192, 6000])

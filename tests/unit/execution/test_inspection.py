@@ -457,7 +457,7 @@ class Small(nn.Module):
         return found
 
 
-@pytest.mark.product
+@pytest.mark.large(few=3)
 @pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.Identity])
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
 def test_a_first_inspection_of_rows_larger_than_the_network_holds_what_was_foreseen(

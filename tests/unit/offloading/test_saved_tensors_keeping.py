@@ -93,7 +93,7 @@ def run(engine: Engine, batch: Batch, seed: int = 1) -> tuple[list[Tensor], int]
     return states(model), meter.peak
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("name", "loss", "size"),
     [

@@ -45,7 +45,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.product
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("share", [1.0, 0.6, 0.2])
 def test_a_plan_predicts_the_step_that_its_size_would_be(name: str, share: float) -> None:

@@ -210,7 +210,7 @@ def test_the_gradient_of_a_plan_that_was_chosen_so_is_that_of_the_batch(clocks: 
     assert engines[0].last.moved_bytes > 0
 
 
-@pytest.mark.large(few=3)
+@pytest.mark.large(few=2)
 @pytest.mark.parametrize(
     ("lanes", "wider", "chosen", "offloaded"),
     [

@@ -203,7 +203,7 @@ def test_a_loader_needs_an_optimizer() -> None:
 
 
 def test_states_are_offloaded_automatically_where_nothing_fits_otherwise() -> None:
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(16)), nn.Linear(64, 8))
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)), nn.Linear(64, 8))
     batch = torch.randn(6, 64), torch.randint(0, 8, (6,))
     optimizer = torch.optim.AdamW(model.parameters())
     weights = sum(p.numel() * 4 for p in model.parameters())

@@ -249,7 +249,7 @@ BY_BUDGET: dict[str, tuple[Loss, bool]] = {
 }
 
 
-@pytest.mark.product
+@pytest.mark.large(few=4)
 @pytest.mark.parametrize("name", BY_BUDGET)
 @pytest.mark.parametrize("wide", [5, 200])
 def test_a_declaration_is_checked_within_a_budget(name: str, wide: int) -> None:

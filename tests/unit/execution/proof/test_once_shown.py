@@ -607,7 +607,7 @@ LENGTHS = {
 }
 
 
-@pytest.mark.product
+@pytest.mark.large(few=7)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_followed(name: str, lengths: str) -> None:
