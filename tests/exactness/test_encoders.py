@@ -157,7 +157,7 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiles, "SIDE", 8)
 
 
-@pytest.mark.large(few=17)
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("micro_batch", [1, 8, 21])
 @pytest.mark.parametrize("variant", KINDS)

@@ -225,7 +225,7 @@ def calls(variant: str, place: str, *, in_accumulator: bool) -> int:
 EXACT = ["known", "coupled", "declared", "lazy", "lazy coupled", "before", "bfloat16"]
 
 
-@pytest.mark.large(few=7)
+@pytest.mark.product(pairs=True)
 @pytest.mark.parametrize("in_accumulator", [False, True], ids=["in place", "apart"])
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("variant", EXACT)
