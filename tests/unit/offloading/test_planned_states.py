@@ -151,7 +151,7 @@ def test_a_plan_lets_parameters_leave_where_a_step_does_not_fit_without(
 def test_random_budgets_are_kept_or_truly_too_small(counted: Callable[..., int]) -> None:
     rng = random.Random(5)
     fits, refused = 0, None
-    for number in range(counted(50, 20)):
+    for number in range(counted(50, 15)):
         name = rng.choice(["BatchNorm", "unusual"])
         model, loss_fn, *batch = case(name)
         budget = int(rng.uniform(1, 5) * sum(p.nbytes for p in model.parameters()))
