@@ -11,9 +11,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-versi
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 # All test files are imported once, so that their bytecode is there: test processes all begin at the
-# same time, and each would compile everything. What takes one processor runs beside them.
-FOUND := $(VENV)/.found
-BESIDE := --no-print-directory --output-sync=target
+# same time, and each would compile everything. What takes one processor runs beside them, and says
+# nothing but its last line unless it fails.
+BESIDE := --no-print-directory
+SAID = $(VENV)/.said-$@
 
 # Other packages, which want a torch of their own: tests/hosts and benchmarks/hosts are about them.
 HOSTS := .hosts
@@ -62,13 +63,14 @@ tests: $(READY)
 	$(PYTEST) -n 3 --dist loadfile --no-loadscope-reorder $(HANGS) $(CPU)  # a file's fixtures are made once
 
 stand-in: $(READY)
-	$(PYTEST) -n 1 $(HANGS) $(STAND_IN)
+	@$(PYTEST) -n 1 $(HANGS) $(STAND_IN) > $(SAID) || { cat $(SAID); exit 1; }
+	@tail -n 1 $(SAID)
 
 types: $(READY)
 	$(BIN)/mypy
 
 imports: $(READY)
-	@$(PYTEST) --collect-only --quiet > $(FOUND) || { cat $(FOUND); exit 1; }
+	@$(PYTEST) --collect-only --quiet > $(SAID) || { cat $(SAID); exit 1; }
 
 soak: $(READY)  ## the full counts, file by file: one that was interrupted goes on where it was
 	OMP_NUM_THREADS=1 $(BIN)/python -m scripts.soak
