@@ -93,7 +93,7 @@ def trained(
     return model, trainer.engine.plan
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("make", "options"),
     [

@@ -92,7 +92,7 @@ def held(rank: int, size: int, variant: str, loss: str, memory: Any, how: str = 
     return engine.last.peak_bytes, engine.last.predicted_bytes
 
 
-@pytest.mark.large(few=2)
+@pytest.mark.large(few=1)
 @pytest.mark.parametrize(
     ("variant", "loss"), [("stream", "ratio"), ("lanes", "nce"), ("all_gather", "mse")]
 )
