@@ -476,8 +476,8 @@ class Planner:
         barred = "chunks" not in self.rungs or self.spill.way not in FREE
         if barred or self._corrected or not request.may_be_chunked:
             return []
-        known = None if request.chunked else self._foreseen.bound(request.signature)
-        if known is not None and not _has_wide_maps(request.in_chunks(1).case(), known.inspection):
+        foreseen = None if request.chunked else self._foreseen.bound(request.signature)
+        if foreseen and not _has_wide_maps(request.in_chunks(1).case(), foreseen.inspection):
             return []
         fast = request.fast_chunks
         every = sorted({*fast, *(n for n in CHUNKS if n < fast[0])}, reverse=True)
