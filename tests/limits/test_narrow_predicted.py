@@ -63,10 +63,10 @@ def test_no_network_holds_more_than_is_predicted(name: str, n: int) -> None:
     assert observed or not any(isinstance(m, nn.BatchNorm2d) for m in model.modules())
 
 
-def test_where_storages_are_large_it_is_close(counted: Callable[[int], int]) -> None:
+def test_where_storages_are_large_it_is_close(counted: Callable[..., int]) -> None:
     """A limit that no sum of them meets had been counted whole: up to 8 % too much."""
     errors = []
-    for seed in range(counted(30)):
+    for seed in range(counted(30, 10)):  # a median is of several
         rng = random.Random(seed)
         torch.manual_seed(seed)
         width, depth = rng.choice([8, 12]), rng.randint(2, 4)
