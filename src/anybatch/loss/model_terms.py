@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -229,14 +230,21 @@ class Recipe:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def made(self, inputs: list[Tensor]) -> Tensor:
+    def made(self, inputs: list[Tensor]) -> Any:
         """Return the tensor, of other rows."""
         if self.function is None:
-            return inputs[int(self.args[0])]
+            return inputs[self.args[0]]
+        if self._of_first:
+            return self.function(self.args[0].made(inputs), *self.args[1:], **self.kwargs)
         args = _mapped(self.args, inputs)
         kwargs = {name: _mapped(value, inputs) for name, value in self.kwargs.items()}
-        result: Tensor = self.function(*args, **kwargs)
-        return result
+        return self.function(*args, **kwargs)
+
+    @cached_property
+    def _of_first(self) -> bool:
+        """Whether it is made of one recipe, its first argument, as shifted labels are."""
+        others = (*self.args[1:], *self.kwargs.values())
+        return isinstance(self.args[0], Recipe) and not any(map(_is_made, others))
 
 
 class Recipes:
@@ -292,6 +300,13 @@ def _mapped(value: Any, inputs: list[Tensor]) -> Any:
     if isinstance(value, tuple | list) and not isinstance(value, torch.Size):
         return type(value)(_mapped(one, inputs) for one in value)
     return value
+
+
+def _is_made(value: Any) -> bool:
+    """Say whether an argument is a recipe, or a tuple or list with one."""
+    if isinstance(value, tuple | list):
+        return any(map(_is_made, value))
+    return isinstance(value, Recipe)
 
 
 def by_sample(tensor: Tensor, rows: int) -> Tensor:

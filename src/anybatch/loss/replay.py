@@ -15,12 +15,12 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product
-from operator import is_
+from operator import attrgetter, is_
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -102,7 +102,7 @@ FUNCTIONS = tuple(name for name in sorted(NAMES) if inspect.isroutine(vars(torch
 OPERATED = tuple(f"__{name}__" for name in OPERATORS)
 DISPATCHED = (*OPERATORS, *"div remainder bitwise_and bitwise_or bitwise_xor".split())
 """Methods that torch calls for an operator while a function mode is on."""
-OF_MODULES = (*CALLED, "__getattribute__")
+OF_MODULES = attrgetter(*CALLED, "__getattribute__")
 HOMES = (F, torch, Tensor)
 AS_IMPORTED: dict[tuple[Any, str], Any] = {
     (home, name): getattr(home, name)
@@ -146,13 +146,18 @@ def read_values(fn: Any, found: list[Any]) -> bool:
     if not (UNPATCHED and unbound and _values(fn, found)):
         return False
     every = [one for one in found if type(one) in (CodeType, FunctionType, type)]
-    places, were = _runnable(tuple([one for one in every if type(one) is CodeType or one in ROOTS]))
-    return [getattr(home, name, None) for home, name in places] == were
+    runnable = _runnable(tuple([one for one in every if type(one) is CodeType or one in ROOTS]))
+    try:
+        return not [home for home, read, were in runnable if read(home) != were]
+    except AttributeError:  # one was deleted
+        return False
 
 
 @lru_cache(100)
-def _runnable(roots: tuple[Any, ...]) -> tuple[list[tuple[Any, str]], list[Any]]:
-    """Return the places of all of torch's functions that code may run, and those on import.
+def _runnable(roots: tuple[Any, ...]) -> list[tuple[Any, Callable[[Any], Any], Any]]:
+    """Return the homes of all of torch's functions that code may run.
+
+    With each home comes a function that reads those in it, and what that returned on import.
 
     Args:
         roots: the code of a loss; functions and loss modules of torch's.
@@ -170,8 +175,13 @@ def _runnable(roots: tuple[Any, ...]) -> tuple[list[tuple[Any, str]], list[Any]]
                 places[place] = None
                 if type(AS_IMPORTED.get(place)) is FunctionType:
                     ahead.append(AS_IMPORTED[place])
-    listed = [place for place in places if place in AS_IMPORTED]
-    return listed, [AS_IMPORTED[place] for place in listed]
+    names: dict[Any, list[str]] = {}
+    for home, name in filter(AS_IMPORTED.__contains__, places):
+        names.setdefault(home, []).append(name)
+    every = [(home, (*some, some[0])) for home, some in names.items()]  # of two or more: a tuple
+    return [
+        (home, attrgetter(*some), (*(AS_IMPORTED[home, n] for n in some),)) for home, some in every
+    ]
 
 
 def _values(fn: Any, found: list[Any]) -> bool:
@@ -248,7 +258,7 @@ def _attribute(fn: nn.Module, name: str) -> Any:
 def _is_plain(fn: nn.Module) -> bool:
     """Say whether a call of a loss module runs its forward, and nothing else."""
     return not (
-        any(getattr(type(fn), name) is not getattr(nn.Module, name) for name in OF_MODULES)
+        OF_MODULES(type(fn)) != OF_MODULES(nn.Module)
         or not OWN.isdisjoint(vars(fn))
         or fn._parameters
         or fn._forward_hooks
