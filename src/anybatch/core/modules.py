@@ -11,16 +11,20 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
+from operator import itemgetter
 from traceback import walk_tb
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from types import FrameType, NoneType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+
+T = TypeVar("T")
 
 Modules = list[tuple[str, nn.Module]]
 """``(path, module)``, each module once, parents before children; the model's own path is ""."""
@@ -44,6 +48,115 @@ def _walk(module: nn.Module, prefix: str, found: Modules, visited: set[int]) -> 
         found.append((path, child))
         if child._modules:
             _walk(child, f"{path}.", found, visited)
+
+
+# What is found out about the modules of a step holds for later steps, too, until they change.
+#
+# A step asks a dozen questions of each module: its mode, its class, its settings. One comparison of
+# their attributes with those of the last step answers all of them.
+
+ITSELF: frozenset[type] = frozenset(
+    (int, float, bool, str, NoneType, torch.dtype, torch.device, torch.memory_format, torch.layout)
+)
+"""Classes of values that can be compared as they are."""
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Hooks of a module, in the order in which torch calls them."""
+
+COMPUTED = ("training", "max_norm", "running_mean", "running_var")
+"""Attributes that questions read; a class that has one may compute it."""
+
+OF_ALL = frozenset(("training", "_modules", "_buffers", *HOOKS))
+"""Attributes of every module."""
+
+
+class Walked(list[tuple[str, nn.Module]]):
+    """The modules of a step, and answers to questions that hold while their attributes are these.
+
+    Numbers, texts, modules and classes are compared, and names in modules of a user's. Of a tensor,
+    a list or an object only the class is: it is not held, and its content may change.
+    """
+
+    def __init__(self, modules: Modules) -> None:
+        super().__init__(modules)
+        self._answers: dict[Any, Any] = {}
+        every = [module for _, module in modules]
+        self._were = [(module, *_read(module)) for module in every if _is_readable(module)]
+        self._readable = len(self._were) == len(every)
+
+    def __reduce__(self) -> Any:
+        return list, (list(self),)
+
+    def unchanged(self) -> bool:
+        """Say whether every answer still holds; never with hooks, or forward of an instance."""
+        if not self._readable:
+            return False
+        for module, cls, forward, length, plain, were, inside in self._were:
+            held = module.__dict__
+            try:
+                if (
+                    type(module) is not cls
+                    or cls.forward is not forward
+                    or len(held) != length
+                    or plain(held) != were
+                    or held["_forward_pre_hooks"]
+                    or held["_forward_hooks"]
+                    or held["_backward_pre_hooks"]
+                    or held["_backward_hooks"]
+                    or (_inside(cls, held) != inside if inside else held["_modules"])
+                ):
+                    return False
+            except KeyError:  # an attribute was deleted
+                return False
+        return True
+
+    def once(self, question: Callable[[Modules], T]) -> T:
+        """Return the answer to a question, which is asked the first time only."""
+        if question not in self._answers:
+            self._answers[question] = question(self)
+        answer: T = self._answers[question]
+        return answer
+
+
+def once(question: Callable[[Modules], T], modules: Modules) -> T:
+    """Return the answer to a question about modules, the earlier one where nothing has changed.
+
+    Args:
+        question: reads classes, names, numbers and modes.
+        modules: of a step.
+    """
+    return modules.once(question) if type(modules) is Walked else question(modules)
+
+
+def _is_readable(module: nn.Module) -> bool:
+    """Say whether the attributes of a module are those in its dict, and torch runs its forward."""
+    cls, held = type(module), module.__dict__
+    stored = _stores(cls) and OF_ALL.issubset(held)  # type: ignore[arg-type]
+    return stored and "forward" not in held and not any(held[hooks] for hooks in HOOKS)
+
+
+@lru_cache(maxsize=1000)
+def _stores(cls: type[nn.Module]) -> bool:
+    """Say whether instances of a class of modules store what questions read."""
+    computed = getattr(cls, "__getattribute__") is not object.__getattribute__  # noqa: B009
+    own = computed or issubclass(cls, ScriptModule)
+    return not own and not any(hasattr(cls, name) for name in COMPUTED)
+
+
+def _read(module: nn.Module) -> tuple[Any, ...]:
+    """Return what is compared of a module."""
+    cls, held = type(module), module.__dict__
+    plain = itemgetter(*(name for name, value in held.items() if type(value) in ITSELF))
+    return cls, cls.forward, len(held), plain, plain(held), _inside(cls, held)
+
+
+def _inside(cls: type, held: dict[str, Any]) -> list[Any]:
+    """Return the modules in another one, the classes of its buffers, and a user's names."""
+    inner, buffers = held["_modules"], held["_buffers"]
+    found = [*inner.items(), *map(type, buffers.values())]
+    if cls.__module__.startswith("torch.nn."):
+        return found
+    return [*found, *buffers, *held, *map(type, held.values())]
 
 
 DEPTH = 16

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import is_lazy
 
+from anybatch.core.modules import HOOKS
 from anybatch.core.reached import (
     ARRAYS,
     CONTAINERS,
@@ -60,13 +61,6 @@ REACHES = (*FUNCTIONS, *CONTAINERS)
 """Values of a class in which others are reached."""
 BEYOND = (nn.Module, type)
 """Their own attributes are recorded elsewhere. Tuples, as a dry run asks 50,000 times."""
-
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
 
 
 class PythonState:
@@ -224,7 +218,7 @@ class Attributes:
     """The plain attributes of a user's modules: few enough to be recorded in every step.
 
     Args:
-        modules: of a model.
+        modules: of a model, but torch's own, which store nothing in them.
     """
 
     OWN = frozenset(vars(nn.Module()))
@@ -232,8 +226,6 @@ class Attributes:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._was: list[tuple[Any, Any]] = []
         for module in modules:
-            if type(module).__module__.startswith("torch.nn."):  # which store nothing in them
-                continue
             held = module.__dict__
             self._was.append((held, held.copy()))
             for name, value in held.items():

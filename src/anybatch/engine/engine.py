@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from anybatch.conv.convolutions import engaged, plan_file
 from anybatch.core.batch import Batch
-from anybatch.core.modules import Modules, renormalised
+from anybatch.core.modules import Modules, once, renormalised
 from anybatch.core.oom import NothingHeld
 from anybatch.core.optimizers import Prepared, bare
 from anybatch.core.plan import Plan, card, decide, table
@@ -348,7 +348,7 @@ class Engine(Resumable):
         leaves = self._inputs.leaves(modules, batch)
         before = Before(modules, leaves)
         own = {
-            id(module.weight) for _, module in renormalised(modules)
+            id(module.weight) for _, module in once(renormalised, modules)
         } | self._inputs.state.moving()
         still = [leaf for leaf in leaves if id(leaf) not in own]
         gradients = Gradients(leaves, wide=False, hooks=before.hooks)

@@ -16,11 +16,11 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from anybatch.core.accelerator import finish
 from anybatch.core.batch import Batch, TensorBatch, refuse_missing
-from anybatch.core.modules import Modules, eager, renormalised, training_modes
+from anybatch.core.modules import Modules, eager, once, renormalised, training_modes
 from anybatch.core.norm import (
     NonReducingNorms,
     counters,
@@ -206,7 +206,7 @@ class Runner:
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return the signature of a step: dimensions, dtypes, modes and direction."""
         form = batch.form if isinstance(batch, TensorBatch) else ("lazy",)
-        return form, training_modes(modules), not trains, self._inputs.batchnorm
+        return form, once(training_modes, modules), not trains, self._inputs.batchnorm
 
     def coupled(self, signature: Any) -> bool:
         """Return whether earlier steps have found a coupled loss."""
@@ -221,8 +221,8 @@ class Runner:
                 an embedding to which forward writes.
         """
         if self._inputs.batchnorm != "local":
-            refuse_scripted_norms(modules)
-        written = renormalised(modules)
+            once(refuse_scripted_norms, modules)
+        written = once(renormalised, modules)
         if written:
             raise NotExactError(
                 "parameters must not change before the full batch is done, and forward writes to "
@@ -443,7 +443,7 @@ class Runner:
     def _divide(self, step: Step, modules: Modules, before: Before, meeting: list[str]) -> None:
         """Prepare the parts of a step that only a divided one needs."""
         names = self.refuse_division(modules, meeting)
-        every = [(path, module) for path, module in modules if not path.startswith(LOSS)]
+        every = once(_of_model, modules)
         if step.global_batch.several and isinstance(self._inputs.loss, Algorithm1):
             raise NotExactError(
                 "Algorithm 1 to the letter is for one process, and there are several: leave "
@@ -467,7 +467,7 @@ class Runner:
         if step.gradients is not None:
             step.gradients.divide(accumulator=step.accumulator)
             step.familiar = self._familiar[step.signature]
-            step.attributes = Attributes([module for _, module in every])
+            step.attributes = Attributes(once(_of_persons, modules))
 
     def _current_traits(self, step: Step, of_model: Modules) -> Traits | None:
         """Return the findings of earlier steps, if the model is unchanged since its inspection."""
@@ -495,6 +495,18 @@ class Runner:
         if self._link is None or self._link[0] != device:
             self._link = (device, link_to(device))
         return self._link[1]
+
+
+def _of_model(modules: Modules) -> Modules:
+    """Return the modules of the model, without those of the loss."""
+    return [(path, module) for path, module in modules if not path.startswith(LOSS)]
+
+
+def _of_persons(modules: Modules) -> list[nn.Module]:
+    """Return the modules of the model that may store something in their attributes."""
+    return [
+        one for _, one in _of_model(modules) if not type(one).__module__.startswith("torch.nn.")
+    ]
 
 
 def clocked(run: Callable[[Step], Tensor], step: Step) -> Tensor:

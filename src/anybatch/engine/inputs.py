@@ -26,9 +26,11 @@ from anybatch.core.barrier import in_a_meeting
 from anybatch.core.batch import Batch, LazyBatch, TensorBatch
 from anybatch.core.modules import (
     Modules,
+    Walked,
     first_parameter,
     in_training,
     is_spread,
+    once,
     parameters,
     training_modes,
     walk,
@@ -58,6 +60,9 @@ from anybatch.memory.fakes import paged
 from anybatch.planner.earlier_plans import run_plan_of
 from anybatch.planner.forecast import OUTPUTS
 from anybatch.planner.planner import RUNGS, Planner
+
+OFTEN = 4
+"""Walks in a row that found another model, after which none is kept."""
 
 LOSS = "loss_fn: "
 """Prefix of the paths of the modules of the loss."""
@@ -95,6 +100,8 @@ class StepInputs:
     changed: list[str] = field(default_factory=list)
     outputs: bool = False
     _states: list[LossState] = field(default_factory=list)
+    _walked: list[tuple[Modules, Walked]] = field(default_factory=list)
+    _changed: list[int] = field(default_factory=lambda: [0])
     _rehearsed: list[bool] = field(default_factory=list)
 
     @property
@@ -150,18 +157,28 @@ class StepInputs:
         """Return every module that a step runs: the model's, and those of the loss.
 
         Of those that the loss reaches without being one, such as a BatchNorm that a lambda closes
-        over, only those with buffers.
+        over, only those with buffers. Where nothing has changed, it is the list of the last step.
         """
         state = self.state.current()
+        more = [(path, module) for path, module in state.modules if module._buffers]
+        if self._walked:
+            were, walked = self._walked[0]
+            if state is self._states[0] and more == were and walked.unchanged():
+                self._changed[0] = 0
+                return walked
         self._states[:] = [state]
         every = walk(self.model)
         for function in self.loss.functions():
             if isinstance(function, nn.Module):
                 every += [(LOSS + path, module) for path, module in walk(function)]
-        found = [(LOSS + path, module) for path, module in state.modules if module._buffers]
-        if found:
+        if more:
             there = {id(module) for _, module in every}
-            every += [(path, module) for path, module in found if id(module) not in there]
+            every += [(LOSS + path, one) for path, one in more if id(one) not in there]
+        self._walked.clear()
+        if self._changed[0] < OFTEN:  # else to read all of them anew is lost time
+            self._changed[0] += 1
+            every = Walked(every)
+            self._walked.append((more, every))
         return every
 
     def leaves(self, modules: Modules, batch: Batch) -> list[Tensor]:
@@ -191,7 +208,7 @@ class StepInputs:
         """Return the names of the layers where samples meet, so that micro-batches need lanes."""
         if self.norms.now != "exact":
             return []
-        found = training_batchnorms(modules)
+        found = once(training_batchnorms, modules)
         if found:
             found = [name for name in found if not name.startswith(LOSS)]
         bare = self.bare and any(
@@ -212,7 +229,7 @@ class StepInputs:
         every = [p for _, module in modules for p in module._parameters.values() if p is not None]
         modes = (
             isinstance(batch, TensorBatch),
-            training_modes(modules),
+            once(training_modes, modules),
             tuple([p.requires_grad for p in every]),
             switched_on(self.optimizer),
             paged().limit,

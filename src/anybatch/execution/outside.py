@@ -18,8 +18,8 @@ from datetime import date, time, timedelta
 from functools import lru_cache, partial
 from itertools import chain, count
 from numbers import Number
-from types import CellType, CodeType, FunctionType, ModuleType, NoneType
-from typing import Any, TypeGuard
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ from torch.nn.modules import module as of_all
 
 from anybatch.core import pytree
 from anybatch.core.accelerators import autocast_types
-from anybatch.core.python_state import HOOKS, Attributes
+from anybatch.core.modules import HOOKS, ITSELF
+from anybatch.core.python_state import Attributes
 from anybatch.core.reached import (
     ARRAYS,
     HOLDERS,
@@ -46,12 +47,6 @@ from anybatch.core.reached import (
     stores_in_attributes,
 )
 from anybatch.execution.proof.places import in_rows
-
-NUMBERS = (int, float, bool, str)
-ITSELF: frozenset[type] = frozenset(
-    (*NUMBERS, NoneType, torch.dtype, torch.device, torch.memory_format, torch.layout)
-)
-"""Classes of values that can be compared as they are."""
 
 FIRST, SECOND, THIRD, LAST = HOOKS
 
@@ -128,28 +123,46 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def plain_numbers(
-    modules: Iterable[tuple[str, nn.Module]],
-) -> tuple[dict[Named, Any], list[tuple[Named, dict[str, Any]]]]:
-    """Return the numbers, strings and functions in the plain attributes of modules.
+def hooked_everywhere() -> bool:
+    """Say whether torch calls hooks for every module."""
+    return any(getattr(of_all, hooks) for hooks in EVERYWHERE)
 
-    Returns:
-        (path, name of the attribute) -> the number, or the code of the function; of a user's
-        modules the shapes of buffers, too. And the places
-        (path, name, HELD) of lists, dicts and objects that may hold some, each with the attributes
-        of its module: not those of the modules of a package that is installed.
+
+class PlainNumbers(NamedTuple):
+    """Numbers, strings and functions in the plain attributes of modules.
+
+    Attributes:
+        numbers: (path, name of the attribute) -> the number, or the code of the function; of a
+            user's modules the shapes of buffers, too.
+        moving: those of `numbers` that may change though no attribute does, with their readers.
+        held: the places (path, name, HELD) of lists, dicts and objects that may hold some, each
+            with the attributes of its module: not those of the modules of an installed package.
     """
-    found: dict[Named, Any] = {}
+
+    numbers: dict[Named, Any]
+    moving: dict[Named, Callable[[], Any]]
+    held: list[tuple[Named, dict[str, Any]]]
+
+    def now(self) -> dict[Named, Any]:
+        """Return the present numbers, where no attribute has changed."""
+        return self.numbers | {named: read() for named, read in self.moving.items()}
+
+
+def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> PlainNumbers:
+    """Return the numbers, strings and functions in the plain attributes of modules."""
+    found, moving = dict[Named, Any](), dict[Named, Callable[[], Any]]()
     held: list[tuple[Named, dict[str, Any]]] = []
     of_all_modules, itself = Attributes.OWN, ITSELF  # read often
     for path, module in modules:
         origin = _origin(type(module))  # type: ignore[arg-type]
         if origin is TORCH:
             for name in _settings(type(module)):  # type: ignore[arg-type]
+                moving[path, name] = partial(module.__dict__.get, name)
                 found[path, name] = module.__dict__.get(name)
             continue
         if origin is OWN and module._buffers:
-            found[path, "buffers"] = tuple(map(_form, module._buffers.values()))
+            moving[path, "buffers"] = partial(_forms, module)
+            found[path, "buffers"] = _forms(module)
         for name, value in module.__dict__.items():
             if name in of_all_modules:
                 continue
@@ -157,10 +170,11 @@ def plain_numbers(
             if cls in itself:
                 found[path, name] = value
             elif cls is FunctionType:
+                moving[path, name] = partial(_plain_at, module.__dict__, name)
                 found[path, name] = plain(value)
             elif origin is OWN:
                 held.append(((path, name, HELD), module.__dict__))
-    return found, held
+    return PlainNumbers(found, moving, held)
 
 
 def read_held(places: Iterable[tuple[Named, dict[str, Any]]]) -> dict[Named, Any]:
@@ -169,8 +183,14 @@ def read_held(places: Iterable[tuple[Named, dict[str, Any]]]) -> dict[Named, Any
     return {at: one if isinstance(one, type) else plain(one) for at, one in values}
 
 
-def _form(buffer: Tensor | None) -> Any:
-    return None if buffer is None else (buffer.shape, buffer.dtype)
+def _forms(module: nn.Module) -> Any:
+    """Return the shapes and dtypes of the buffers of a module."""
+    every = module._buffers.values()
+    return tuple([None if one is None else (one.shape, one.dtype) for one in every])
+
+
+def _plain_at(held: dict[str, Any], name: str) -> Any:
+    return plain(held[name])
 
 
 def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, float]:
@@ -196,7 +216,7 @@ def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
         (path, name) -> value.
     """
     every = list(modules)
-    numbers, held = plain_numbers(every)
+    numbers, _, held = plain_numbers(every)
     return numbers | read_held(held) | Outside(module for _, module in every).numbers()
 
 

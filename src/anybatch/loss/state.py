@@ -38,8 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from anybatch.core.modules import Modules, walk
-from anybatch.core.python_state import HOOKS
+from anybatch.core.modules import HOOKS, Modules, walk
 from anybatch.core.reached import (
     ARRAYS,
     CONTAINERS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -16,9 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from anybatch import Engine
 from anybatch.core import modules
 from anybatch.core.modules import (
+    Walked,
     call_model,
     first_parameter,
     in_training,
+    once,
     storage_of,
     storages_of,
     training_modes,
@@ -85,6 +88,107 @@ def test_a_walk_is_that_of_torch(name: str) -> None:
     ]
     found[-1][1].eval()
     assert training_modes(found) == tuple(in_training(module) for _, module in found)
+
+
+class Own(nn.Module):
+    """A module of a user's with a number, a list, a tensor and a function in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.log, self.last, self.act = 2.0, [1], torch.ones(3), F.relu
+        self.register_buffer("table", torch.ones(2))
+        self.norm = nn.BatchNorm1d(3, track_running_stats=False)
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Embedding(3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def hooked(_module: nn.Module, *_: object) -> None:
+    """Do nothing."""
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "mode": lambda own: own.inner[0].eval(),
+    "number": lambda own: setattr(own, "scale", 3.0),
+    "class of a number": lambda own: setattr(own, "scale", 2),
+    "number for a list": lambda own: setattr(own, "log", 1),
+    "new attribute": lambda own: setattr(own, "more", 1),
+    "attribute for another": lambda own: (delattr(own, "act"), setattr(own, "other", F.relu)),
+    "deleted number": lambda own: delattr(own, "scale"),
+    "setting of torch's": lambda own: setattr(own.inner[1], "max_norm", 1.0),
+    "child": lambda own: setattr(own, "norm", nn.BatchNorm1d(3)),
+    "child of a leaf": lambda own: own.inner[0].add_module("more", nn.Tanh()),
+    "order of children": lambda own: own.inner.insert(0, own.inner.pop(1)),
+    "name of a child": lambda own: (
+        own.inner.add_module("2", own.inner[0]),
+        own.inner._modules.pop("0"),
+    ),
+    "buffer": lambda own: own.register_buffer("second", None),
+    "running mean": lambda own: setattr(own.norm, "running_mean", torch.zeros(3)),
+    "class": lambda own: setattr(own.inner[0], "__class__", nn.Bilinear),
+    "forward of an instance": lambda own: setattr(own.inner[0], "forward", F.relu),
+    "hook": lambda own: own.inner[0].register_forward_hook(hooked),
+    "hook of backward": lambda own: own.register_full_backward_hook(hooked),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_modules_are_walked_again_after_any_change(change: str) -> None:
+    own = Own()
+    walked = Walked(walk(own))
+    assert walked.unchanged()
+    own.log.append(2)
+    own.last, own.table = torch.zeros(3), torch.zeros(2)
+    assert walked.unchanged()  # what a question reads of these, it reads in every step
+    CHANGES[change](own)
+    assert not walked.unchanged()
+
+
+def test_another_forward_of_a_class_is_a_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    walked = Walked(walk(Own()))
+    monkeypatch.setattr(Own, "forward", hooked)
+    assert not walked.unchanged()
+
+
+def test_a_walk_holds_no_tensor_that_a_module_stores() -> None:
+    own = Own()
+    held = ref(own.last)
+    walked = Walked(walk(own))
+    own.last = torch.zeros(3)
+    assert held() is None
+    assert walked.unchanged()
+
+
+def test_a_question_is_asked_again_of_changed_modules_only() -> None:
+    own, asked = Own(), list[int]()
+
+    def question(modules: modules.Modules) -> int:
+        asked.append(len(modules))
+        return len(asked)
+
+    walked = Walked(walk(own))
+    assert [once(question, walked), once(question, walked), once(question, list(walked))] == [
+        1,
+        1,
+        2,
+    ]
+
+
+class Computed(nn.Linear):
+    @property
+    def training(self) -> bool:
+        return bool(self.count % 2)
+
+    @training.setter
+    def training(self, _: bool) -> None:
+        self.__dict__["count"] = 0
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of TorchScript
+@pytest.mark.parametrize("make", [Computed, lambda *n: torch.jit.script(nn.Linear(*n))])
+def test_a_module_that_computes_its_mode_is_walked_in_every_step(make: Any) -> None:
+    assert not Walked(walk(make(2, 2))).unchanged()
 
 
 def test_the_storages_of_several_are_those_of_each() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from anybatch.core import modules as graph
 from anybatch.execution import outside
-from anybatch.execution.outside import Named, Outside
+from anybatch.execution.outside import Named, Outside, PlainNumbers
 from anybatch.execution.proof.congruent import CallTrace, Kernel
 from anybatch.execution.proof.verdict import Verdict
 from anybatch.execution.signature import Shapes
@@ -37,7 +37,8 @@ class Familiar:
         self._now: Any = None
         self._parts: Any = None
         self._outside = Outside(())
-        self._held: list[tuple[Named, dict[str, Any]]] = []
+        self._modules: Any = None
+        self._plain = PlainNumbers({}, {}, [])
         self._contents: dict[Named, Any] = {}
         self._left: dict[Named, Any] = {}
         self._reads = True
@@ -63,10 +64,20 @@ class Familiar:
         functions: Sequence[Any] = (),
         arguments: Any = None,
     ) -> bool:
-        """Say whether a model, with the functions of a declared loss, need not be inspected."""
-        now = outside.parts(modules)
-        if now != self._parts:  # to follow the code takes longer than to read what it names
-            self._parts, self._outside = now, Outside((module for _, module in modules), functions)
+        """Say whether a model, with the functions of a declared loss, need not be inspected.
+
+        Args:
+            modules: of the model; a list that was passed before has had no change since.
+            functions: of a declared loss. Default: there are none.
+            arguments: trees of the batch, of which constants count.
+        """
+        # The same list has the same attributes (test_modules_are_walked_again_after_any_change).
+        if modules is not self._modules or outside.hooked_everywhere():
+            now, self._plain = outside.parts(modules), outside.plain_numbers(modules)
+            if now != self._parts:  # to follow the code takes longer than to read what it names
+                self._parts = now
+                self._outside = Outside((module for _, module in modules), functions)
+            self._modules = modules
         self._now = self._model(modules, arguments)
         if self._now in self._models or len(self._models) >= MOST:
             return True
@@ -76,11 +87,11 @@ class Familiar:
         return self._now in self._models
 
     def _model(self, modules: Sequence[tuple[str, nn.Module]], arguments: Any) -> Any:
-        numbers, self._held = outside.plain_numbers(modules)
-        if self._held or self._contents:
+        numbers = self._plain.now()
+        if self._plain.held or self._contents:
             self._contents = {
                 at: self._contents[at] if at in self._left and self._left[at] == value else value
-                for at, value in outside.read_held(self._held).items()
+                for at, value in outside.read_held(self._plain.held).items()
             }
             numbers |= self._contents
         numbers |= self._outside.numbers()
@@ -99,7 +110,7 @@ class Familiar:
             now, numbers = self._now
             self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")
         self._reads = reads
-        self._left = outside.read_held(self._held) if self._held else {}
+        self._left = outside.read_held(self._plain.held) if self._plain.held else {}
         if len(self._models) < MOST:
             self._models.add(self._now)
             if len(self._models) == MOST:

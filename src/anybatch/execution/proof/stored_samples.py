@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from anybatch.core import pytree
-from anybatch.core.modules import walk
-from anybatch.core.python_state import HOOKS, Attributes, PythonState
+from anybatch.core.modules import HOOKS, walk
+from anybatch.core.python_state import Attributes, PythonState
 from anybatch.core.reached import MANY
 from anybatch.execution.proof.masks import Masks
 from anybatch.execution.proof.places import in_rows
