@@ -28,7 +28,7 @@ from anybatch.core import pytree
 from anybatch.errors import BatchError, LossError
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class MicroBatch:
     """Micro-batch: rows of the mini-batch that are streamed and computed on together.
 
@@ -90,13 +90,18 @@ class TensorBatch:
         """
         named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
         size = pytree.batch_size(least=least, **named)
+        if type(inputs) is type(targets) is Tensor:
+            return cls(inputs, targets, size)
         inputs = pytree.marked(inputs, size, "inputs", arguments=True)
         return cls(inputs, pytree.marked(targets, size, "targets"), size)
 
     @cached_property
     def form(self) -> tuple[tuple[str, int, torch.dtype], ...]:
         """Path, dimensions and dtype of every tensor, found once for all that ask in a step."""
-        every = pytree.tensors((self.inputs, self.targets))
+        inputs, targets = self.inputs, self.targets
+        if type(inputs) is type(targets) is Tensor:
+            return ("[0]", inputs.ndim, inputs.dtype), ("[1]", targets.ndim, targets.dtype)
+        every = pytree.tensors((inputs, targets))
         return tuple([(path, tensor.dim(), tensor.dtype) for path, tensor in every])
 
     @cached_property

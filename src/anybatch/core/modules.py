@@ -75,17 +75,20 @@ class Walked(list[tuple[str, nn.Module]]):
 
     Numbers, texts, modules and classes are compared, and names in modules of a user's. Of a tensor,
     a list or an object only the class is: it is not held, and its content may change.
+
+    Attributes:
+        answers: of `once`.
     """
 
     def __init__(self, modules: Modules) -> None:
         super().__init__(modules)
-        self._answers: dict[Any, Any] = {}
+        self.answers: dict[Any, Any] = {}
         every = [module for _, module in modules]
         self._were = [(module, *_read(module)) for module in every if _is_readable(module)]
         self._readable = len(self._were) == len(every)
 
     def __reduce__(self) -> Any:
-        return list, (list(self),)
+        return Walked, (list(self),)  # the questions are asked again of copies
 
     def unchanged(self) -> bool:
         """Say whether every answer still holds; never with hooks, or forward of an instance."""
@@ -110,13 +113,6 @@ class Walked(list[tuple[str, nn.Module]]):
                 return False
         return True
 
-    def once(self, question: Callable[[Modules], T]) -> T:
-        """Return the answer to a question, which is asked the first time only."""
-        if question not in self._answers:
-            self._answers[question] = question(self)
-        answer: T = self._answers[question]
-        return answer
-
 
 def once(question: Callable[[Modules], T], modules: Modules) -> T:
     """Return the answer to a question about modules, the earlier one where nothing has changed.
@@ -125,7 +121,13 @@ def once(question: Callable[[Modules], T], modules: Modules) -> T:
         question: reads classes, names, numbers and modes.
         modules: of a step.
     """
-    return modules.once(question) if type(modules) is Walked else question(modules)
+    if type(modules) is not Walked:
+        return question(modules)
+    answers = modules.answers
+    if question not in answers:
+        answers[question] = question(modules)
+    answer: T = answers[question]
+    return answer
 
 
 def _is_readable(module: nn.Module) -> bool:

@@ -462,8 +462,8 @@ class Runner:
             traits.moving if traits else None,
         )
         if traits is not None:
-            more = step.attempts.traits is None  # else they are of an attempt of this step
-            step.traits = replace(traits, steps=traits.steps + more)
+            # Those of an attempt of this step count it.
+            step.traits = traits.of_next(more=step.attempts.traits is None)
         if step.gradients is not None:
             step.gradients.divide(accumulator=step.accumulator)
             step.familiar = self._familiar[step.signature]

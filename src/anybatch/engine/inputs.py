@@ -117,12 +117,11 @@ class StepInputs:
         In the `first` step of a signature values are compared, and so is the loss with itself.
         Algorithm 1 to the letter calls its loss as often as there are micro-batches.
         """
-        literal = isinstance(self.loss, Algorithm1)
-        watched = self.state or (first and self.state.written_by_person)
-        if literal or not watched:
+        state = self.state
+        if isinstance(self.loss, Algorithm1) or not (state or (first and state.written_by_person)):
             return None
         rehearsed = bool(self._rehearsed)
-        return LossCalls(self.state, self.changed, first=first, rehearsed=rehearsed)
+        return LossCalls(state, self.changed, first=first, rehearsed=rehearsed)
 
     @property
     def batchnorm(self) -> str:
@@ -371,11 +370,11 @@ def refuse_nested(code: CodeType) -> None:
 
 def versions_of(leaves: list[Tensor]) -> list[int]:
     """Return torch's count of the writes to each leaf that has data yet."""
-    return [
-        0 if leaf.is_inference() else leaf._version
-        for leaf in leaves
-        if type(leaf) is not UninitializedParameter
-    ]
+    made = [leaf for leaf in leaves if type(leaf) is not UninitializedParameter]
+    try:
+        return [leaf._version for leaf in made]
+    except RuntimeError:  # of one that was made in inference mode
+        return [0 if leaf.is_inference() else leaf._version for leaf in made]
 
 
 def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -54,6 +53,10 @@ class Moment(NamedTuple):
     statistics: list[Tensor | None]
 
 
+NOTHING_MOVES = Moment(None, [])
+"""Where steps of the signature draw nothing, and forward moves no statistics."""
+
+
 @dataclass
 class Attempts:
     """Findings of the attempts of a step, for the next one.
@@ -80,11 +83,11 @@ class Attempts:
     coupled: bool = False
     traits: Traits | None = None
     other_model: bool = False
-    times: Counter[str] = field(default_factory=Counter)
+    times: dict[str, int] = field(default_factory=dict)
 
     def learn(self, retry: Retry) -> None:
         """Take in why an attempt ended."""
-        self.times[retry.reason] += 1
+        self.times[retry.reason] = self.times.get(retry.reason, 0) + 1
         self.other_model |= retry.reason == "inspection"
         if self.times[retry.reason] > MOST.get(retry.reason, sys.maxsize):
             raise NotExactError(
@@ -268,10 +271,11 @@ class Repeatable(ABC):
 
     def moment(self) -> Moment:
         """Note where a micro-batch begins."""
-        statistics = self.buffers.statistics()
+        if self.traits.still and not self.buffers.run_on:
+            return NOTHING_MOVES
         if not self.traits.still:
             self.rng = RNGState.now()
-        return Moment(None if self.traits.still else self.rng, statistics)
+        return Moment(None if self.traits.still else self.rng, self.buffers.statistics())
 
     def drew(self) -> bool:
         """Return whether something was drawn since the RNG state was recorded last."""

@@ -65,6 +65,11 @@ class ForwardBuffers:
         return self._left is not None
 
     @property
+    def run_on(self) -> bool:
+        """Whether some buffers run on from micro-batch to micro-batch."""
+        return bool(self._exempt)
+
+    @property
     def still(self) -> bool:
         """Whether the record shows that forward moves no buffer."""
         none = self._recorded == frozenset() if self._left is None else not self._left

@@ -125,7 +125,7 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
 
 def hooked_everywhere() -> bool:
     """Say whether torch calls hooks for every module."""
-    return any(getattr(of_all, hooks) for hooks in EVERYWHERE)
+    return bool(of_all._global_forward_pre_hooks or of_all._global_forward_hooks)
 
 
 class PlainNumbers(NamedTuple):
@@ -246,6 +246,8 @@ def batch_constants(trees: Any, *, singles: bool) -> dict[Named, Any]:
         singles: the numbers in tensors without dimensions, too, which a device is waited for.
     """
     found: dict[Named, Any] = {}
+    if type(trees) is list and all(type(tree) is Tensor and tree.ndim for tree in trees):
+        return found  # all of them are rows
     for path, leaf in pytree.leaves(trees):
         if isinstance(leaf, Tensor):
             if singles and not leaf.dim() and _single(leaf):

@@ -47,7 +47,7 @@ from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.prefetch import DeviceLink, feed
 from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.strides import one_row
-from anybatch.loss.base import Part, Scope, Total
+from anybatch.loss.base import Loss, Part, Scope, Total
 from anybatch.loss.calls import LossCalls
 from anybatch.loss.chunked import Deferring, stand_ins, with_few_columns
 from anybatch.loss.chunked_rows import ChunkedLosses
@@ -221,7 +221,7 @@ class Step(Repeatable):
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return a micro-batch's part of each of `totals`."""
-        if self.calls is None:
+        if self.calls is None or self.calls.idle:
             return self.loss.parts(outputs, micro, totals)
         found = self.calls.called(partial(self.loss.parts, outputs, micro, totals))
         if self.calls.changed:
@@ -348,7 +348,7 @@ class Step(Repeatable):
             one_row()
         forward = partial(call_model, self.model, micro.inputs)
         forward = forward if self.chunked is None else partial(stand_ins, forward)
-        if divided:
+        if divided and type(self.loss).run is not Loss.run:
             forward = partial(self.loss.run, forward, micro.inputs)
         with ForwardOf(micro.size, standalone=divided):
             try:

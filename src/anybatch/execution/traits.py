@@ -69,6 +69,12 @@ class Traits:
     steps: int = 1
     mixed: frozenset[int] = frozenset()
 
+    def of_next(self, *, more: int) -> Traits:
+        """Return those of a later attempt, in which they are changed, so many steps later."""
+        found = Traits()
+        vars(found).update(vars(self), steps=self.steps + more)  # `replace` takes ten times as long
+        return found
+
     @property
     def axes(self) -> Layout:
         """The dimension of each output that holds the samples; empty before an inspection."""

@@ -35,7 +35,7 @@ from anybatch.memory.fakes import is_fake
 Number = float | int | Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Scope:
     """Facts of the mini-batch that are available once its first micro-batch has run.
 
@@ -77,7 +77,7 @@ class Total:
         return not self.sums and (self.term is None or self.term.divides)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Part:
     """A term of one micro-batch: its numerator, and its share of the denominator."""
 

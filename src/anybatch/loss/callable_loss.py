@@ -243,9 +243,10 @@ class CallableLoss(Loss):
         try:
             if replay is None or SUSPENDED[0]:
                 return self._called(outputs, micro, totals)
-            form = None if replay.called else form_of(outputs, micro.targets)
+            tensors = list[Tensor]()
+            form = None if replay.called else form_of(outputs, micro.targets, tensors)
             if form in replay.forms:
-                return replay.parts(outputs, micro.targets)
+                return replay.parts(tensors)
             parts = self._called(outputs, micro, totals)
             if form is not None:
                 replay.forms.add(form)

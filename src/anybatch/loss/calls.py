@@ -51,6 +51,7 @@ class LossCalls:
     Attributes:
         changed: paths of the state that the last call has changed.
         divided: gradients of micro-batches are added up while the loss is called. Default False.
+        idle: `called` would do nothing but the call.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class LossCalls:
         rehearsed: bool = True,
     ) -> None:
         self.changed: list[str] = []
-        self.divided = False
+        self.divided = self.idle = False
         self.noted = [] if noted is None else noted
         self._again = first and state.written_by_person and not state.iterators
         self._rehearsed = rehearsed
@@ -74,7 +75,7 @@ class LossCalls:
     def restart(self) -> None:
         """Restore the state that the step began with."""
         self._state.restore(self._start)
-        self._left = None
+        self._left, self.idle = None, False
 
     def compare(
         self,
@@ -154,6 +155,7 @@ class LossCalls:
         if self._left is None:
             self._left = state.changes(self._start, drawn=False)
         if self._still and not self._left:
+            self.idle = not (self.divided and self._state.names_grad)
             return call()
         before = state.snapshot(self._depth)
         if self._left:

@@ -306,14 +306,21 @@ def same_values(now: Sequence[Any], was: Sequence[Any]) -> bool:
     return len(now) == len(was) and (all(map(is_, now, was)) or all(map(same_value, now, was)))
 
 
-def form_of(outputs: Any, targets: Any) -> tuple[Any, ...] | None:
-    """Return shapes and types of some rows; None where they are more than plain tensors."""
+def form_of(
+    outputs: Any, targets: Any, tensors: list[Tensor] | None = None
+) -> tuple[Any, ...] | None:
+    """Return shapes and types of some rows, and add the tensors to a list, in order.
+
+    None where they are more than plain tensors.
+    """
     found, ahead = list[Any](), [targets, outputs]
+    tensors = [] if tensors is None else tensors
     while ahead:
         tree = ahead.pop()
         type_ = type(tree)
         if type_ is Tensor:
             found += (tree.shape, tree.dtype, tree.device, tree.layout, tree.requires_grad)
+            tensors.append(tree)
             continue
         found.append(type_)
         if type_ is tuple or type_ is list:
@@ -472,9 +479,9 @@ class Replay:
             totals.append(Total(call.weight, call.count(tensors), call.term))
         return totals
 
-    def parts(self, outputs: Any, targets: Any) -> list[Part]:
-        """Return the numerators of some rows."""
-        tensors, parts = [*pytree.flat(outputs), *pytree.flat(targets)], []
+    def parts(self, tensors: list[Tensor]) -> list[Part]:
+        """Return the numerators of some rows, of the tensors of outputs and targets."""
+        parts = []
         for call in self._calls:
             function, arguments = call.term.function, call.arguments(tensors)
             count = functionals.TABLE[function].count

@@ -135,9 +135,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     parts = replay.Replay.parts
 
-    def count(self: replay.Replay, outputs: Any, targets: Any) -> Any:
-        found.append(len(outputs))
-        return parts(self, outputs, targets)
+    def count(self: replay.Replay, tensors: list[Tensor]) -> Any:
+        found.append(len(tensors[0]))
+        return parts(self, tensors)
 
     monkeypatch.setattr(replay.Replay, "parts", count)
     return found
