@@ -96,10 +96,16 @@ class TensorBatch:
         return cls(inputs, pytree.marked(targets, size, "targets"), size)
 
     @cached_property
+    def bare(self) -> bool:
+        """Whether it is two tensors with rows."""
+        both = type(self.inputs) is type(self.targets) is Tensor
+        return both and bool(self.inputs.ndim and self.targets.ndim)
+
+    @cached_property
     def form(self) -> tuple[tuple[str, int, torch.dtype], ...]:
         """Path, dimensions and dtype of every tensor, found once for all that ask in a step."""
         inputs, targets = self.inputs, self.targets
-        if type(inputs) is type(targets) is Tensor:
+        if self.bare:
             return ("[0]", inputs.ndim, inputs.dtype), ("[1]", targets.ndim, targets.dtype)
         every = pytree.tensors((inputs, targets))
         return tuple([(path, tensor.dim(), tensor.dtype) for path, tensor in every])
@@ -107,7 +113,8 @@ class TensorBatch:
     @cached_property
     def trained(self) -> tuple[Tensor, ...]:
         """The tensors that receive a gradient themselves, found once."""
-        every = pytree.flat((self.inputs, self.targets))
+        pair = self.inputs, self.targets
+        every = pair if self.bare else pytree.flat(pair)
         return tuple([tensor for tensor in every if tensor.requires_grad])
 
     @property
@@ -119,8 +126,7 @@ class TensorBatch:
 
     def micro_batches(self, micro_batch: int) -> Iterator[MicroBatch]:
         """Yield views of `micro_batch` rows."""
-        size, inputs, targets = self.size, self.inputs, self.targets
-        bare = type(inputs) is Tensor and inputs.ndim and type(targets) is Tensor and targets.ndim
+        size, inputs, targets, bare = self.size, self.inputs, self.targets, self.bare
         for start in range(0, size, micro_batch):
             stop = min(start + micro_batch, size)
             if bare:  # `rows` of two tensors, without a call for each

@@ -60,6 +60,7 @@ class RankSession:
 
     Attributes:
         global_batch: the batch of the present step, over all ranks.
+        several: the present step has others.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class RankSession:
         self._rolls = False
         self._meeting, self._sharded = meeting_layers(model), sharded
         self._coordinator: Coordinator | None = None
+        self.several = False
         self._signature: Any = None
         self._scripts: dict[Any, Scripts] = {}
         self._form, self._counts = Form(), False
@@ -95,7 +97,7 @@ class RankSession:
             called = self._sharded is not None
             facts = int(self._shared_rng)
             coordinator = Coordinator(group_of(self._handle), facts=facts, called=called)
-        self._coordinator = coordinator
+        self._coordinator, self.several = coordinator, coordinator is not None
         self._rolls = self._shared_rng
         try:
             with plain(self._meeting):
@@ -103,7 +105,7 @@ class RankSession:
                     run = partial(self._with_full_model, self._sharded, run)
                 return run() if coordinator is None else guarded(coordinator, run)
         finally:
-            self._coordinator = None
+            self._coordinator, self.several = None, False
 
     def foreseeing(self, run: Callable[[], T]) -> T:
         """Run a forecast; only a sharded model requires the call on all ranks."""
@@ -123,11 +125,6 @@ class RankSession:
         self._scripts.pop(self._signature, None)
         if "dense" in retry.learned:
             self._dense[self._signature] = retry.learned["dense"]
-
-    @property
-    def several(self) -> bool:
-        """Whether the present step has others."""
-        return self._coordinator is not None
 
     def most(self, *, trains: bool) -> int:
         """Return the most samples that all ranks have had in a step; 0 where there is none yet."""

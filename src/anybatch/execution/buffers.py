@@ -39,6 +39,9 @@ class ForwardBuffers:
         exempt: ``(id(module), name)`` of buffers that may run on (``batchnorm="local"``).
         recorded: paths of the buffers that forward moved in earlier steps; None compares the values
             of all of them, once; pass `moving` afterwards.
+
+    Attributes:
+        some: there are buffers that must not run on.
     """
 
     def __init__(
@@ -51,8 +54,8 @@ class ForwardBuffers:
         if exempt:
             self._states = [s for s in states if (id(s.module), s.name) not in exempt]
             self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
-        self._recorded = recorded
-        self._left: list[tuple[BufferState, Tensor | None]] | None = None
+        self._recorded, self.some = recorded, bool(self._states)
+        self._left: list[tuple[BufferState, Tensor | None]] | None = None if self.some else []
 
     @property
     def moving(self) -> frozenset[str]:
@@ -111,9 +114,6 @@ class ForwardBuffers:
 
     def after(self) -> None:
         """Check that forward moves the same buffers as before, to the same values."""
-        if not self._states:
-            self._left = []
-            return
         if self._left is None:
             self._left = [(state, _copy(state)) for state in self._states if self._moves(state)]
             return

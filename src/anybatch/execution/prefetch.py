@@ -22,7 +22,7 @@ from torch import Tensor
 
 from anybatch.core import accelerator, pytree
 from anybatch.core.accelerator import Accelerator, of
-from anybatch.core.batch import MicroBatch
+from anybatch.core.batch import MicroBatch, TensorBatch
 
 T = TypeVar("T")
 
@@ -107,6 +107,12 @@ class HostLink:
             if tensor.device != device:
                 return micro_batch.map(lambda tensor: tensor.to(device))
         return micro_batch
+
+    def holds(self, batch: Any) -> bool:
+        """Say whether a batch is two tensors that are on the device already."""
+        if type(batch) is not TensorBatch or not batch.bare:
+            return False
+        return bool(batch.inputs.device == batch.targets.device == self.device)
 
     def receive(self, shipment: Shipment) -> MicroBatch:
         """Return it as it is."""

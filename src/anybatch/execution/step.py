@@ -44,7 +44,7 @@ from anybatch.distributed.local_batch import Layout
 from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
 from anybatch.execution.attempts import Repeatable
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
-from anybatch.execution.prefetch import DeviceLink, feed
+from anybatch.execution.prefetch import DeviceLink, HostLink, feed
 from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Loss, Part, Scope, Total
@@ -93,6 +93,9 @@ NO_HOOKS = (
     "vjp, jacrev, hessian), whose saved tensors torch does not offload: give more memory, so that "
     "none is offloaded, or use torch.autograd.grad"
 )
+
+PLAIN = {Tensor}
+"""The classes of roots, in all steps but those on tensors without data."""
 
 IN_CHECKPOINT = (
     "a loss that the model returns must be computed outside of torch.utils.checkpoint, which "
@@ -269,6 +272,8 @@ class Step(Repeatable):
         loaded = (batch or self.batch).micro_batches(self.micro_batch)
         if self.draws is not None:
             loaded = self.draws.watch(loaded)
+        elif batch is None and type(self.link) is HostLink and self.link.holds(self.batch):
+            return self.watch(loaded)  # views of what is there already
         return feed(self.watch(loaded), self.link, ahead=ahead)
 
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
@@ -322,7 +327,8 @@ class Step(Repeatable):
         if not self.divided:
             with within or nullcontext():
                 return self.call(micro, None)
-        if begins:
+        buffers = self.buffers.some
+        if begins and buffers:
             self.buffers.before()
         if within is None:
             outputs = self.call(copied(micro) if self.traits.copies else micro, self.draws)
@@ -331,7 +337,7 @@ class Step(Repeatable):
             # (test_inputs_that_forward_writes_to_remain_after_a_second_inspection).
             with within:
                 outputs = self.call(copied(micro) if self.traits.copies else micro, self.draws)
-        if ends:
+        if ends and buffers:
             self.buffers.after()
         return outputs
 
@@ -365,7 +371,8 @@ class Step(Repeatable):
                 raise
         if micro.size == 1 and self.traits.layout and divided:
             _check_single(outputs, self.traits.layout)
-        if divided and self.loss.takes_outputs and hangs(outputs):
+        bare = type(outputs) is Tensor and not outputs.__dict__
+        if divided and not bare and self.loss.takes_outputs and hangs(outputs):
             self.hanging |= hanging(outputs, "outputs", classes=True)
         return outputs
 
@@ -410,8 +417,8 @@ class Step(Repeatable):
                 break
         if self.gradients is None or not roots:
             return 0
-        if any(map(is_fake, roots)) and not any(map(is_fake, self.gradients.parameters)):
-            raise NotExactError(WITHOUT_DATA)
+        if {*map(type, roots)} != PLAIN:
+            _refuse_fakes(roots, self.gradients.parameters)
         if self.discover is not None:
             self.discover(roots)
         new = self._collected <= self.coupled  # the first of the step, and of a coupled loss
@@ -419,10 +426,10 @@ class Step(Repeatable):
             self.recognise(found=self.familiar.has_graph(roots, looked=self.just_inspected))
         self.phase = "backward"
         self.sample()
+        on, backward = roots[0].device.type, torch.autograd.backward
+        run = _outside_autocast(on, backward) if torch.is_autocast_enabled(on) else backward
         try:
-            _outside_autocast(roots[0].device.type, torch.autograd.backward)(
-                roots, gradients, inputs=into
-            )
+            run(roots, gradients, inputs=into)
         except CheckpointError as error:
             if self.loss.takes_outputs:
                 raise
@@ -531,7 +538,9 @@ class Step(Repeatable):
         several = self.global_batch.several
         rng = RNGState.now() if several else None
         self.phase = "fired"
-        _outside_autocast(self.device.type, self.gradients.fire)(in_order=not several)
+        on, fire = self.device.type, self.gradients.fire
+        run = _outside_autocast(on, fire) if torch.is_autocast_enabled(on) else fire
+        run(in_order=not several)
         if rng is not None and not RNGState.now().same_as(rng):
             raise NotExactError(
                 "a hook on a parameter must compute the same on all ranks, and one drew random "
@@ -572,6 +581,12 @@ def _check_single(outputs: Any, layout: Layout) -> None:
             )
 
 
+def _refuse_fakes(roots: list[Tensor], parameters: list[Tensor]) -> None:
+    """Refuse losses without data of a model that has data."""
+    if any(map(is_fake, roots)) and not any(map(is_fake, parameters)):
+        raise NotExactError(WITHOUT_DATA)
+
+
 def check_trains(roots_with_grad: int) -> None:
     """Refuse a loss that no parameter can lower."""
     if roots_with_grad == 0:
@@ -582,8 +597,6 @@ def check_trains(roots_with_grad: int) -> None:
 
 
 def _outside_autocast(device_type: str, run: Callable[..., None]) -> Callable[..., None]:
-    """Backward runs outside autocast, as torch advises; forward chose the dtypes."""
-    if torch.is_autocast_enabled(device_type):
-        outside: Callable[..., None] = torch.autocast(device_type, enabled=False)(run)
-        return outside
-    return run
+    """Return a backward without autocast, as torch advises; forward chose the dtypes."""
+    outside: Callable[..., None] = torch.autocast(device_type, enabled=False)(run)
+    return outside

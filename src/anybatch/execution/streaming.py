@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ from anybatch.execution.gradients import HALF
 from anybatch.execution.step import Step, check_trains
 from anybatch.loss.base import Number, Part, Total
 from anybatch.memory.fakes import is_fake
+
+NUMERATOR, DETACHED = attrgetter("numerator"), methodcaller("detach")
 
 
 def stream(step: Step) -> Tensor:
@@ -94,7 +97,7 @@ class Streaming:
         normalize = self.normalize
         parts = step.parts(outputs, micro, normalize.totals)  # 10
         weights = normalize(parts, micro.size)  # 11
-        losses = [part.numerator for part in parts]
+        losses = [*map(NUMERATOR, parts)]
         trained = step.backward(losses, weights, micro, normalize.correction)  # 12
         normalize.count()
         self.trained += trained
@@ -174,7 +177,7 @@ class Normalization:
 
     def __call__(self, parts: list[Part], n: int) -> list[Tensor]:
         """Return the weight of each numerator; the numerators' values are stored until `count`."""
-        values = [part.numerator.detach() for part in parts]
+        values = [*map(DETACHED, map(NUMERATOR, parts))]
         if not self._weights:
             self._scales = self._first_scales(parts, n)
             self._sums = [torch.zeros_like(_wide(value)) for value in values]

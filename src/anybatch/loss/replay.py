@@ -405,15 +405,6 @@ class ReplayedCall:
     divides: bool
     fixed: Any = None
 
-    def arguments(self, tensors: list[Tensor]) -> dict[str, Any]:
-        """Return the arguments of the call on other rows."""
-        arguments = self.term.arguments.copy()
-        for name, place in self.places.items():
-            arguments[name] = tensors[place]
-        for name, recipe in self.recipes.items():
-            arguments[name] = recipe.made(tensors)
-        return arguments
-
     def count(self, tensors: list[Tensor]) -> Any:
         """Return the denominator of the full batch.
 
@@ -483,7 +474,11 @@ class Replay:
         """Return the numerators of some rows, of the tensors of outputs and targets."""
         parts = []
         for call in self._calls:
-            function, arguments = call.term.function, call.arguments(tensors)
+            function, arguments = call.term.function, call.term.arguments.copy()
+            for name, place in call.places.items():
+                arguments[name] = tensors[place]
+            for name, recipe in call.recipes.items():
+                arguments[name] = recipe.made(tensors)
             count = functionals.TABLE[function].count
             parts.append(
                 Part(

@@ -107,6 +107,7 @@ class LossState:
             listing.root(fn)
         listing.run()
         self._places = listing.places
+        self._tensors = [place for place in self._places if isinstance(place, TensorPlace)]
         self.iterators, self.modules = listing.iterators, listing.modules
         self.called = listing.called
         self.caches = listing.caches
@@ -158,7 +159,7 @@ class LossState:
 
     def tensors(self) -> list[TensorPlace]:
         """Return the places that are tensors."""
-        return [place for place in self._places if isinstance(place, TensorPlace)]
+        return self._tensors
 
     @contextmanager
     def large_restored(self) -> Iterator[None]:
@@ -191,11 +192,8 @@ class LossState:
 
     def moving(self) -> set[int]:
         """Return the ids of the tensors that a call may move: a parameter that learns is none."""
-        return {
-            id(place.tensor)
-            for place in self._places
-            if isinstance(place, TensorPlace) and not place.tensor.requires_grad
-        }
+        every = self._tensors
+        return {id(place.tensor) for place in every if not place.tensor.requires_grad}
 
 
 def _leads_on(place: Any, was: Any) -> bool:
