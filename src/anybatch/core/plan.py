@@ -110,7 +110,7 @@ class OffloadPlan:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Facts:
     """Facts on which a plan is decided.
 

@@ -38,7 +38,7 @@ from anybatch.core.rng import RNGState
 from anybatch.errors import NotExactError
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class BufferState:
     """One buffer at one moment: where it is, which tensor it was, and its values.
 

@@ -216,18 +216,18 @@ class Repeatable(ABC):
     micro_batch: int
     buffers: ForwardBuffers
     gradients: Gradients | None
-    observe: Observer | None = None
+    observe: Observer | None = field(default=None, init=False)
     limit: int = field(init=False)
-    done: int = 0
-    phase: Phase = "forward"
-    _rows: int = 0
+    done: int = field(default=0, init=False)
+    phase: Phase = field(default="forward", init=False)
+    _rows: int = field(default=0, init=False)
     rng: RNGState | None = None
     start: RNGState | None = None
-    traits: Traits = field(default_factory=Traits)
+    traits: Traits = field(default_factory=Traits, init=False)
     attempts: Attempts = field(default_factory=Attempts)
     global_batch: LocalBatch = field(default_factory=LocalBatch)
-    draws: FullBatchRNG | None = None
-    full_outputs: FullOutputs | None = None
+    draws: FullBatchRNG | None = field(default=None, init=False)
+    full_outputs: FullOutputs | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch

@@ -41,7 +41,7 @@ class ForwardBuffers:
             of all of them, once; pass `moving` afterwards.
 
     Attributes:
-        some: there are buffers that must not run on.
+        none: a forward has shown that there is nothing to do before the next one or after it.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class ForwardBuffers:
         if exempt:
             self._states = [s for s in states if (id(s.module), s.name) not in exempt]
             self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
-        self._recorded, self.some = recorded, bool(self._states)
-        self._left: list[tuple[BufferState, Tensor | None]] | None = None if self.some else []
+        self._recorded, self.none = recorded, False
+        self._left: list[tuple[BufferState, Tensor | None]] | None = None
 
     @property
     def moving(self) -> frozenset[str]:
@@ -114,6 +114,9 @@ class ForwardBuffers:
 
     def after(self) -> None:
         """Check that forward moves the same buffers as before, to the same values."""
+        if not self._states:
+            self._left, self.none = [], True
+            return
         if self._left is None:
             self._left = [(state, _copy(state)) for state in self._states if self._moves(state)]
             return

@@ -156,41 +156,44 @@ class Step(Repeatable):
     """
 
     link: DeviceLink
-    scaler: Scaler | None = None
     signature: Any = None
-    familiar: Familiar | None = None
-    attributes: Attributes = NO_ATTRIBUTES
-    own: set[int] = field(default_factory=set)
-    discover: Callable[[list[Tensor]], None] | None = None
     batchnorm: str = "exact"
-    local: int = 0
-    found: str = ""
     accumulator: bool = False
-    lanes: bool = False
-    counters: list[Tensor] = field(default_factory=list)
-    slots: list[Any] = field(default_factory=list)
-    ways: tuple[Way, ...] | None = None
-    singles: bool = False
-    coupled: bool = False
     lane_bytes: Capacity = None
     budgeted: bool = False
-    tight: bool = False
-    inside: LockstepLimits | None = None
-    spill: str | None = None
-    moved: int = 0
-    remade: int = 0
-    clocked: bool = False
-    seconds: float | None = None
-    watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = iter
     private: frozenset[int] = frozenset()
     sharded: Sharded | None = None
-    offloader: MicroBatchOffloader | None = None
-    deliver: Callable[[], None] = lambda: None
-    sample: Callable[[], object] = int  # which does nothing, and enters no frame
     calls: LossCalls | None = None
-    hanging: set[Hung] = field(default_factory=set)
     chunked: ChunkedLosses | None = None
-    _collected: int = 0
+
+    # State, which is written after the step is made: `__init__` of sixty fields takes long.
+    # `int` does nothing, and enters no frame.
+    scaler: Scaler | None = field(default=None, init=False)
+    familiar: Familiar | None = field(default=None, init=False)
+    attributes: Attributes = field(default=NO_ATTRIBUTES, init=False)
+    own: set[int] = field(default_factory=set, init=False)
+    discover: Callable[[list[Tensor]], None] | None = field(default=None, init=False)
+    local: int = field(default=0, init=False)
+    found: str = field(default="", init=False)
+    lanes: bool = field(default=False, init=False)
+    counters: list[Tensor] = field(default_factory=list, init=False)
+    slots: list[Any] = field(default_factory=list, init=False)
+    ways: tuple[Way, ...] | None = field(default=None, init=False)
+    singles: bool = field(default=False, init=False)
+    coupled: bool = field(default=False, init=False)
+    inside: LockstepLimits | None = field(default=None, init=False)
+    spill: str | None = field(default=None, init=False)
+    moved: int = field(default=0, init=False)
+    remade: int = field(default=0, init=False)
+    clocked: bool = field(default=False, init=False)
+    seconds: float | None = field(default=None, init=False)
+    watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = field(default=iter, init=False)
+    offloader: MicroBatchOffloader | None = field(default=None, init=False)
+    deliver: Callable[[], object] = field(default=int, init=False)
+    sample: Callable[[], object] = field(default=int, init=False)
+    hanging: set[Hung] = field(default_factory=set, init=False)
+    tight: bool = field(default=False, init=False)
+    _collected: int = field(default=0, init=False)
 
     @property
     def reads(self) -> bool:
@@ -327,8 +330,8 @@ class Step(Repeatable):
         if not self.divided:
             with within or nullcontext():
                 return self.call(micro, None)
-        buffers = self.buffers.some
-        if begins and buffers:
+        none = self.buffers.none
+        if begins and not none:
             self.buffers.before()
         if within is None:
             outputs = self.call(copied(micro) if self.traits.copies else micro, self.draws)
@@ -337,7 +340,7 @@ class Step(Repeatable):
             # (test_inputs_that_forward_writes_to_remain_after_a_second_inspection).
             with within:
                 outputs = self.call(copied(micro) if self.traits.copies else micro, self.draws)
-        if ends and buffers:
+        if ends and not none:
             self.buffers.after()
         return outputs
 
