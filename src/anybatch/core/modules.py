@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from traceback import walk_tb
 from types import FrameType, NoneType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -336,12 +336,15 @@ def _nodes(ahead: list[Any]) -> Iterator[Any]:
         ahead.extend(before for before, _ in node.next_functions)
 
 
+GRAD_FN = attrgetter("grad_fn")
+
+
 def outline(roots: Iterable[Tensor]) -> int:
     """Return a hash of the names, the dimensions and the edges of a graph's nodes.
 
     A mean over samples and one over tokens are nodes of one name.
     """
-    ahead: list[Any] = [root.grad_fn for root in roots]
+    ahead: list[Any] = [*map(GRAD_FN, roots)]
     places: dict[Any, int] = {None: -1}
     found: list[Any] = []
     while ahead:

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import starmap
+from operator import attrgetter, itemgetter
 from types import FrameType
 from typing import Any
 
@@ -164,6 +165,10 @@ def _buffer(module: nn.Module, name: str) -> Tensor | None:
         return None
 
 
+GRADIENT: Callable[[Tensor], Tensor | None] = attrgetter("grad")
+FIRST: Callable[[tuple[Tensor, Any]], Tensor] = itemgetter(0)
+
+
 class Before:
     """Snapshot before a step: gradients, buffers, RNG state, torch's modes; open until it ends.
 
@@ -175,7 +180,8 @@ class Before:
     """
 
     def __init__(self, modules: Modules, parameters: Iterable[Tensor]) -> None:
-        self.gradients: list[tuple[Tensor, Tensor | None]] = [(p, p.grad) for p in parameters]
+        every = list(parameters)
+        self.gradients = [*zip(every, map(GRADIENT, every), strict=True)]
         self._found: list[tuple[TensorWeakRef, Tensor | None]] = []
         self.hooks = LeafHooks()
         self.buffers = note_buffers(modules)
@@ -207,7 +213,7 @@ class Before:
 
     def suspend_hooks(self) -> None:
         """Let no hook of the leaves fire until `hooks` lets them."""
-        self.hooks.suspend([leaf for leaf, _ in self._leaves()])
+        self.hooks.suspend(map(FIRST, self._leaves()))
 
     def holds(self, leaves: Iterable[Tensor]) -> bool:
         """Say whether the step gives a gradient to one of `leaves`."""

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
@@ -60,6 +61,8 @@ from anybatch.memory.fakes import paged
 from anybatch.planner.earlier_plans import run_plan_of
 from anybatch.planner.forecast import OUTPUTS
 from anybatch.planner.planner import RUNGS, Planner
+
+VERSION: Callable[[Tensor], int] = attrgetter("_version")
 
 OFTEN = 4
 """Walks in a row that found another model, after which none is kept."""
@@ -370,9 +373,11 @@ def refuse_nested(code: CodeType) -> None:
 
 def versions_of(leaves: list[Tensor]) -> list[int]:
     """Return torch's count of the writes to each leaf that has data yet."""
-    made = [leaf for leaf in leaves if type(leaf) is not UninitializedParameter]
+    made = leaves
+    if UninitializedParameter in map(type, leaves):
+        made = [leaf for leaf in leaves if type(leaf) is not UninitializedParameter]
     try:
-        return [leaf._version for leaf in made]
+        return [*map(VERSION, made)]
     except RuntimeError:  # of one that was made in inference mode
         return [0 if leaf.is_inference() else leaf._version for leaf in made]
 

@@ -26,7 +26,6 @@ from anybatch.core.batch import (
     MicroBatch,
     TensorBatch,
     copied,
-    count_micro_batches,
     doubts_of,
     first_rows,
     hanging,
@@ -218,7 +217,8 @@ class Step(Repeatable):
         try:
             if self.calls is None:
                 return self.loss.totals(scope)
-            self.compare(outputs, micro)
+            if self.calls.again:
+                self.compare(outputs, micro)
             return self.calls.watched(partial(self.loss.totals, scope))
         except OtherFormError as error:
             if self.just_inspected or self.familiar is None:
@@ -260,7 +260,7 @@ class Step(Repeatable):
     @property
     def count(self) -> int:
         """N_S, the number of micro-batches."""
-        return count_micro_batches(self.batch.size, self.micro_batch)
+        return -(-self.batch.size // self.micro_batch)
 
     @cached_property
     def divided(self) -> bool:
@@ -282,8 +282,9 @@ class Step(Repeatable):
     def scope(self, outputs: Any, first: MicroBatch) -> Scope:
         """Return the `Scope` of the loss: the facts on the full batch after its first forward."""
         full_batch = self.batch if isinstance(self.batch, TensorBatch) else None
-        layout = self.traits.axes
-        self.check_structure(outputs)
+        layout = self.traits.layout or ()
+        if type(outputs) is not Tensor or len(layout) > 1:
+            self.check_structure(outputs)
         samples = self.global_batch.size if self.global_batch.several else 0
         return Scope(self.batch.size, self.count, full_batch, outputs, first, layout, samples)
 

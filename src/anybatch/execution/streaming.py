@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
-from operator import attrgetter, methodcaller
+from operator import attrgetter, methodcaller, mul
 from typing import Any
 
 import torch
@@ -38,7 +38,9 @@ from anybatch.execution.step import Step, check_trains
 from anybatch.loss.base import Number, Part, Total
 from anybatch.memory.fakes import is_fake
 
-NUMERATOR, DETACHED = attrgetter("numerator"), methodcaller("detach")
+NUMERATOR, DETACHED, DTYPE = attrgetter("numerator"), methodcaller("detach"), attrgetter("dtype")
+WEIGHT, DENOMINATOR = attrgetter("weight"), attrgetter("denominator")
+"""Mapped over few values, where a comprehension would enter a frame of its own."""
 
 
 def stream(step: Step) -> Tensor:
@@ -180,13 +182,14 @@ class Normalization:
         values = [*map(DETACHED, map(NUMERATOR, parts))]
         if not self._weights:
             self._scales = self._first_scales(parts, n)
-            self._sums = [torch.zeros_like(_wide(value)) for value in values]
+            sums, weights = list[Tensor](), list[Tensor]()
+            for scale, value in zip(self._scales, values, strict=True):
+                wide = value.float() if value.dtype in HALF else value
+                sums.append(torch.zeros_like(wide))
+                weights.append(torch.as_tensor(scale, dtype=value.dtype, device=value.device))
             # Last: where memory runs out before, the next micro-batch is the first one
             # (test_at_every_allocation).
-            self._weights = [
-                torch.as_tensor(scale, dtype=value.dtype, device=value.device)
-                for scale, value in zip(self._scales, values, strict=True)
-            ]
+            self._sums, self._weights = sums, weights
         if self._late:
             self._denominator = parts[0].denominator()
         self._values = values
@@ -213,14 +216,14 @@ class Normalization:
         if not self._sums:  # a rank without samples
             nothing = self._nothing()
             return self._global_batch.loss(nothing, nothing.dtype)
-        shares = [total * scale for total, scale in zip(self._sums, self._scales, strict=True)]
+        shares = [*map(mul, self._sums, self._scales)]
         full = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        dtype = reduce(torch.promote_types, [weight.dtype for weight in self._weights])
+        dtype = reduce(torch.promote_types, map(DTYPE, self._weights))
         corrected = full if type(correction) is float and correction == 1.0 else full * correction
         return self._global_batch.loss(corrected, dtype)
 
     def _first_scales(self, parts: list[Part], n: int) -> list[Number]:
-        divisors = [_number(total.denominator) for total in self.totals if not self._late]
+        divisors = [] if self._late else [*map(_number, map(DENOMINATOR, self.totals))]
         if self._late:
             first = _number(parts[0].denominator())
             single_rank = self._global_batch.size == self._size
@@ -236,13 +239,11 @@ class Normalization:
             elif first <= 0:
                 self._estimate = other
             divisors = [self._estimate]
-        scales = [
-            _ratio(total.weight, divisor)
-            for total, divisor in zip(self.totals, divisors, strict=True)
-        ]
+        scales = [*map(_ratio, map(WEIGHT, self.totals), divisors)]
         # 1 / D, rounded to half precision, changes every gradient in the same way
         # (test_2048_micro_batches_are_summed_to_5e_4_where_bfloat16_loses_percents).
-        if any(part.numerator.dtype in HALF for part in parts) and not any(map(is_fake, scales)):
+        halves = not {*map(DTYPE, map(NUMERATOR, parts))}.isdisjoint(HALF)
+        if halves and not any(map(is_fake, scales)):
             scales = self._powers_of_two([float(scale) for scale in scales])
         return scales
 
@@ -273,10 +274,6 @@ def _ratio(above: Number, below: Number) -> Number:
     if below == 0.0:
         return math.nan if above == 0.0 or math.isnan(above) else math.copysign(math.inf, above)
     return above / below
-
-
-def _wide(share: Tensor) -> Tensor:
-    return share.float() if share.dtype in HALF else share
 
 
 # The undivided mechanism: the full batch at once, where it is no larger than a micro-batch.

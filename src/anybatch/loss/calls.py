@@ -52,6 +52,7 @@ class LossCalls:
         changed: paths of the state that the last call has changed.
         divided: gradients of micro-batches are added up while the loss is called. Default False.
         idle: `called` would do nothing but the call.
+        again: two calls of the loss are to be compared.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class LossCalls:
         self.changed: list[str] = []
         self.divided = self.idle = False
         self.noted = [] if noted is None else noted
-        self._again = first and state.written_by_person and not state.iterators
+        self.again = first and state.written_by_person and not state.iterators
         self._rehearsed = rehearsed
         self._depth = Depth.THOROUGH if first else Depth.QUICK
         self._still = not first and state.still
@@ -98,9 +99,9 @@ class LossCalls:
         Raises:
             LossError: it gives two values: it has state that is not listed.
         """
-        if not self._again or (single and not self._rehearsed):
+        if not self.again or (single and not self._rehearsed):
             return
-        self._again = False
+        self.again = False
         noted, buffers = self._state.snapshot(Depth.THOROUGH), note_buffers(self._state.called)
 
         def restore() -> None:

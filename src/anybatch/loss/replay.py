@@ -145,12 +145,18 @@ def read_values(fn: Any, found: list[Any]) -> bool:
     unbound = torch.nn is nn and nn.functional is F  # as code reads them
     if not (UNPATCHED and unbound and _values(fn, found)):
         return False
-    every = [one for one in found if type(one) in (CodeType, FunctionType, type)]
-    runnable = _runnable(tuple([one for one in every if type(one) is CodeType or one in ROOTS]))
+    roots = list[Any]()
+    for one in found:
+        type_ = type(one)
+        if type_ is CodeType or ((type_ is FunctionType or type_ is type) and one in ROOTS):
+            roots.append(one)
     try:
-        return not [home for home, read, were in runnable if read(home) != were]
+        for home, read, were in _runnable(tuple(roots)):
+            if read(home) != were:
+                return False
     except AttributeError:  # one was deleted
         return False
+    return True
 
 
 @lru_cache(100)

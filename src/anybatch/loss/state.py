@@ -192,8 +192,8 @@ class LossState:
 
     def moving(self) -> set[int]:
         """Return the ids of the tensors that a call may move: a parameter that learns is none."""
-        every = self._tensors
-        return {id(place.tensor) for place in every if not place.tensor.requires_grad}
+        every = [place.tensor for place in self._tensors]
+        return {id(tensor) for tensor in every if not tensor.requires_grad} if every else set()
 
 
 def _leads_on(place: Any, was: Any) -> bool:
