@@ -241,6 +241,10 @@ def engaged(device: torch.device, workspace: Any, plan: Plan | None) -> Engaged:
 #    foresee ── recorded on fakes ──> chosen ──> step (what is new is torch's, and noted) ──> chosen
 
 
+UNCHANGED = nullcontext()
+"""The context in which torch computes convolutions."""
+
+
 class Engaged:
     """Convolutions of an engine, with its own chooser or one that the user has entered.
 
@@ -273,7 +277,7 @@ class Engaged:
             waits: it has a budget, so nothing is measured inside.
         """
         chooser = self.chooser
-        return nullcontext() if chooser is None else self._chosen(chooser, waits=waits)
+        return UNCHANGED if chooser is None else self._chosen(chooser, waits=waits)
 
     @contextmanager
     def _chosen(self, chooser: Chooser, *, waits: bool) -> Iterator[None]:

@@ -88,10 +88,10 @@ class TensorBatch:
             targets: the same, or None.
             least: samples that it must hold.
         """
+        if type(inputs) is type(targets) is Tensor and pytree.in_rows(inputs, targets, least):
+            return cls(inputs, targets, len(inputs))
         named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
         size = pytree.batch_size(least=least, **named)
-        if type(inputs) is type(targets) is Tensor:
-            return cls(inputs, targets, size)
         inputs = pytree.marked(inputs, size, "inputs", arguments=True)
         return cls(inputs, pytree.marked(targets, size, "targets"), size)
 

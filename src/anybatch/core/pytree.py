@@ -186,6 +186,14 @@ def map_leaves(fn: Callable[[Any], Any], tree: Any) -> Any:
     return dataclasses.replace(tree, **fields)
 
 
+def in_rows(a: Tensor, b: Tensor, least: int) -> bool:
+    """Say whether two tensors share their rows, and `batch_size` refuses neither."""
+    if not (a.ndim and b.ndim and a.layout == b.layout == torch.strided):
+        return False
+    free = a.grad_fn is b.grad_fn is None and not (a.is_nested or b.is_nested)
+    return free and a.shape[0] == b.shape[0] >= least
+
+
 def batch_size(*, least: int = 1, **trees: Any) -> int:
     """Return the number of rows that all tensors and arrays of all `trees` share, 0 if `least` is.
 

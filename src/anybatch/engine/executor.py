@@ -457,7 +457,7 @@ class Runner:
         step.counters = counters(modules) if step.lanes else []
         step.local = len(training_batchnorms(every)) if local and not step.lanes else 0
         step.buffers = ForwardBuffers(
-            [b for b in before.buffers if not b.path.startswith(LOSS)],
+            [b for b in before.buffers if not b.path.startswith(LOSS)] if before.buffers else [],
             running_statistics(every) if step.lanes or local else set(),
             traits.moving if traits else None,
         )

@@ -78,7 +78,7 @@ class RankSession:
         self._rolls = False
         self._meeting, self._sharded = meeting_layers(model), sharded
         self._coordinator: Coordinator | None = None
-        self.several = False
+        self.several = self._alone = False
         self._signature: Any = None
         self._scripts: dict[Any, Scripts] = {}
         self._form, self._counts = Form(), False
@@ -93,11 +93,12 @@ class RankSession:
                 or one was lost in an earlier step.
         """
         coordinator = None
-        if several(self._handle):
+        if several(self._handle, launched=not self._alone):
             called = self._sharded is not None
             facts = int(self._shared_rng)
             coordinator = Coordinator(group_of(self._handle), facts=facts, called=called)
         self._coordinator, self.several = coordinator, coordinator is not None
+        self._alone = coordinator is None  # what a process was launched as does not change
         self._rolls = self._shared_rng
         try:
             with plain(self._meeting):
@@ -189,15 +190,19 @@ def _is_all(handle: Any) -> bool:
     return dist.is_available() and dist.is_initialized() and handle is dist.group.WORLD
 
 
-def several(handle: Any = None) -> bool:
+def several(handle: Any = None, *, launched: bool = True) -> bool:
     """Say whether a batch is shared by several processes.
+
+    Args:
+        handle: their process group. Default None: that of all.
+        launched: ask the environment whether this process was started as one of several.
 
     Raises:
         RankError: it should be, and no process group is there.
     """
     if dist.is_available() and dist.is_initialized():
         return bool(dist.get_world_size(handle) > 1)
-    world = os.environ.get("WORLD_SIZE", "1")
+    world = os.environ.get("WORLD_SIZE", "1") if launched else "1"
     if world != "1" and dist.is_available() and dist.is_torchelastic_launched():
         raise RankError(
             f"the {world} processes that were started together must have a process group, and "

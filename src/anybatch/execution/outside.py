@@ -18,6 +18,7 @@ from datetime import date, time, timedelta
 from functools import lru_cache, partial
 from itertools import chain, count
 from numbers import Number
+from operator import attrgetter
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -97,6 +98,8 @@ EVERYWHERE = ("_global_forward_pre_hooks", "_global_forward_hooks")
 
 Named = tuple[str, ...]
 
+DIMENSIONS = attrgetter("ndim")
+
 HELD = "held"
 """Last word of the name of a list, a dict or an object."""
 
@@ -145,7 +148,8 @@ class PlainNumbers(NamedTuple):
 
     def now(self) -> dict[Named, Any]:
         """Return the present numbers, where no attribute has changed."""
-        return self.numbers | {named: read() for named, read in self.moving.items()}
+        moving = self.moving
+        return self.numbers | ({n: read() for n, read in moving.items()} if moving else {})
 
 
 def plain_numbers(modules: Iterable[tuple[str, nn.Module]]) -> PlainNumbers:
@@ -246,7 +250,7 @@ def batch_constants(trees: Any, *, singles: bool) -> dict[Named, Any]:
         singles: the numbers in tensors without dimensions, too, which a device is waited for.
     """
     found: dict[Named, Any] = {}
-    if type(trees) is list and all(type(tree) is Tensor and tree.ndim for tree in trees):
+    if type(trees) is list and {*map(type, trees)} == {Tensor} and all(map(DIMENSIONS, trees)):
         return found  # all of them are rows
     for path, leaf in pytree.leaves(trees):
         if isinstance(leaf, Tensor):

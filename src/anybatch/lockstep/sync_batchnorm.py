@@ -167,9 +167,13 @@ def meeting_layers(model: nn.Module) -> list[nn.Module]:
     return [m for m in model.modules() if isinstance(m, GlobalBatchNorm | nn.SyncBatchNorm)]
 
 
+NONE_MEET = nullcontext()
+"""The context of a model without such layers."""
+
+
 def plain(layers: list[nn.Module]) -> AbstractContextManager[None]:
     """Let layers that meet other ranks be plain BatchNorm in the body: an engine meets for them."""
-    return _plain(layers) if layers else nullcontext()
+    return _plain(layers) if layers else NONE_MEET
 
 
 @contextmanager
