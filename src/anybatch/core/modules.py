@@ -139,14 +139,14 @@ def _is_readable(module: nn.Module) -> bool:
 
 @lru_cache(maxsize=1000)
 def _stores(cls: type[nn.Module]) -> bool:
-    """Say whether instances of a class of modules store what questions read."""
+    """Say whether instances of a class of modules store the attributes that questions read."""
     computed = getattr(cls, "__getattribute__") is not object.__getattribute__  # noqa: B009
     own = computed or issubclass(cls, ScriptModule)
     return not own and not any(hasattr(cls, name) for name in COMPUTED)
 
 
 def _read(module: nn.Module) -> tuple[Any, ...]:
-    """Return what is compared of a module."""
+    """Return the compared attributes of a module."""
     cls, held = type(module), module.__dict__
     plain = itemgetter(*(name for name, value in held.items() if type(value) in ITSELF))
     return cls, cls.forward, len(held), plain, plain(held), _inside(cls, held)

@@ -62,10 +62,8 @@ from anybatch.planner.earlier_plans import run_plan_of
 from anybatch.planner.forecast import OUTPUTS
 from anybatch.planner.planner import RUNGS, Planner
 
-VERSION: Callable[[Tensor], int] = attrgetter("_version")
-
 OFTEN = 4
-"""Walks in a row that found another model, after which none is kept."""
+"""Walks in a row that found another model, after which none is stored."""
 
 LOSS = "loss_fn: "
 """Prefix of the paths of the modules of the loss."""
@@ -252,7 +250,7 @@ class StepInputs:
     def case(self, batch: Batch, modules: Modules, *, trains: bool) -> Case:
         """Return the case of a step, for its dry run."""
         self._rehearsed[:] = [True]
-        held = paged()
+        held, every = paged(), self.leaves(modules, _NOTHING)
         return Case(
             model=self.model,
             loss=self.loss,
@@ -260,18 +258,14 @@ class StepInputs:
             size=batch.size,
             lazy=not isinstance(batch, TensorBatch),
             modules=modules,
-            leaves=[
-                leaf
-                for leaf in self.leaves(modules, _NOTHING)
-                if not (is_lazy(leaf) or is_spread(leaf))
-            ],
+            leaves=[leaf for leaf in every if not (is_lazy(leaf) or is_spread(leaf))],
             device=self.device,
             batchnorm=self.batchnorm,
             trains=trains,
             lanes=bool(self.meets(modules)),
             draws=self.rng == "batch",
             sharded=self.sharded,
-            paged=held.ids(self.leaves(modules, _NOTHING)),
+            paged=held.ids(every),
             page_bytes=held.limit,
             state=self.state,
             outputs=self.outputs,
@@ -373,13 +367,12 @@ def refuse_nested(code: CodeType) -> None:
 
 def versions_of(leaves: list[Tensor]) -> list[int]:
     """Return torch's count of the writes to each leaf that has data yet."""
-    made = leaves
     if UninitializedParameter in map(type, leaves):
-        made = [leaf for leaf in leaves if type(leaf) is not UninitializedParameter]
+        leaves = [leaf for leaf in leaves if type(leaf) is not UninitializedParameter]
     try:
-        return [*map(VERSION, made)]
+        return [*map(attrgetter("_version"), leaves)]
     except RuntimeError:  # of one that was made in inference mode
-        return [0 if leaf.is_inference() else leaf._version for leaf in made]
+        return [0 if leaf.is_inference() else leaf._version for leaf in leaves]
 
 
 def refuse_written(leaves: list[Tensor], versions: list[int]) -> None:

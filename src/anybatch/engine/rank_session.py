@@ -78,7 +78,7 @@ class RankSession:
         self._rolls = False
         self._meeting, self._sharded = meeting_layers(model), sharded
         self._coordinator: Coordinator | None = None
-        self.several = self._alone = False
+        self.several = self._checked = False
         self._signature: Any = None
         self._scripts: dict[Any, Scripts] = {}
         self._form, self._counts = Form(), False
@@ -93,12 +93,12 @@ class RankSession:
                 or one was lost in an earlier step.
         """
         coordinator = None
-        if several(self._handle, launched=not self._alone):
+        if several(self._handle, launched=not self._checked):
             called = self._sharded is not None
             facts = int(self._shared_rng)
             coordinator = Coordinator(group_of(self._handle), facts=facts, called=called)
         self._coordinator, self.several = coordinator, coordinator is not None
-        self._alone = coordinator is None  # what a process was launched as does not change
+        self._checked = coordinator is None  # what a process was launched as does not change
         self._rolls = self._shared_rng
         try:
             with plain(self._meeting):

@@ -93,9 +93,6 @@ NO_HOOKS = (
     "none is offloaded, or use torch.autograd.grad"
 )
 
-PLAIN = {Tensor}
-"""The classes of roots, in all steps but those on tensors without data."""
-
 IN_CHECKPOINT = (
     "a loss that the model returns must be computed outside of torch.utils.checkpoint, which "
     "recomputes it where it is not traced: let the checkpoint end before the loss"
@@ -165,8 +162,7 @@ class Step(Repeatable):
     calls: LossCalls | None = None
     chunked: ChunkedLosses | None = None
 
-    # State, which is written after the step is made: `__init__` of sixty fields takes long.
-    # `int` does nothing, and enters no frame.
+    # State, written later: an `__init__` of sixty fields takes long. (`int` does nothing.)
     scaler: Scaler | None = field(default=None, init=False)
     familiar: Familiar | None = field(default=None, init=False)
     attributes: Attributes = field(default=NO_ATTRIBUTES, init=False)
@@ -421,7 +417,7 @@ class Step(Repeatable):
                 break
         if self.gradients is None or not roots:
             return 0
-        if {*map(type, roots)} != PLAIN:
+        if {*map(type, roots)} != {Tensor}:
             _refuse_fakes(roots, self.gradients.parameters)
         if self.discover is not None:
             self.discover(roots)
