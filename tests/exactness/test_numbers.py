@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,27 @@ from torch.utils.data import TensorDataset
 from anybatch import Engine, LazyBatch
 
 
+class Own(OrderedDict[str, float]):
+    """A dict that no call with a dict makes."""
+
+    def __init__(self, *, number: float = 0.0) -> None:
+        super().__init__(number=number)
+
+
+class Sums(defaultdict[str, float]):
+    """The same, with a default."""
+
+    def __init__(self, *, number: float) -> None:
+        super().__init__(float, number=number)
+
+
+class Recent(deque[float]):
+    """A deque that no call with its values makes."""
+
+    def __init__(self, *, number: float) -> None:
+        super().__init__([number], 1)
+
+
 class Counting(nn.Module):
     """BatchNorm, and state of Python that each call moves."""
 
@@ -27,6 +48,7 @@ class Counting(nn.Module):
         self.number: float = 0
         self.count = 0
         self.numbers, self.log = {"number": 0.0}, list[Any]()
+        self.tally, self.own = Counter[str](number=5, other=3), Own()
         self.tensor, self.recent = torch.zeros(()), deque[int](maxlen=5)
         self.sizes = set[int]()
 
@@ -48,6 +70,11 @@ MOVES: dict[str, tuple[Callable[[Any, Tensor], Any], bool]] = {
     "samples": (lambda net, x: _set(net, "number", net.number + len(x)), True),
     "samples, in a dict": (
         lambda net, x: net.numbers.update(number=net.numbers["number"] + len(x)),
+        True,
+    ),
+    "samples, in a Counter": (lambda net, x: net.tally.update(number=len(x)), True),
+    "samples, in a dict of an own class": (
+        lambda net, x: net.own.update(number=net.own["number"] + len(x)),
         True,
     ),
     "calls": (lambda net, x: _set(net, "number", net.number + 1), True),
@@ -92,7 +119,7 @@ def test_numbers_and_logs_of_lanes_are_those_of_all_samples(name: str, micro_bat
     if "mean" not in name:  # else nobody knows what it is after all samples
         assert net.number == pytest.approx(other.number, rel=1e-12)
     assert net.count == other.count
-    assert net.numbers == other.numbers
+    assert (net.numbers, net.tally, net.own) == (other.numbers, other.tally, other.own)
     if net.log and isinstance(net.log[0], Tensor):
         assert torch.equal(torch.cat(net.log), torch.cat(other.log))
     else:
@@ -106,7 +133,11 @@ def pairs(out: Tensor, _: Tensor) -> Tensor:
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("loss", [F.cross_entropy, pairs])
 @pytest.mark.parametrize(
-    "name", ["samples", "samples, in a dict", "a sum and samples", "a log", "a log of texts"]
+    "name",
+    [
+        *("samples", "samples, in a dict", "samples, in a Counter"),
+        *("samples, in a dict of an own class", "a sum and samples", "a log", "a log of texts"),
+    ],
 )
 def test_counts_and_logs_have_each_sample_once_in_two_passes(
     name: str, loss: Callable[[Tensor, Tensor], Tensor], lazy: bool
@@ -129,5 +160,27 @@ def test_counts_and_logs_have_each_sample_once_in_two_passes(
         assert engine.plan.mechanism == ("two-pass" if loss is pairs else "streaming")
     assert net.number == pytest.approx(other.number, rel=1e-12)
     assert net.count == other.count
-    assert net.numbers == other.numbers
+    assert (net.numbers, net.tally, net.own) == (other.numbers, other.tally, other.own)
     assert sum(map(len, net.log)) == sum(map(len, other.log))
+
+
+@pytest.mark.parametrize("own", [F.mse_loss, pairs])
+@pytest.mark.parametrize("make", [Sums, Counter, Recent])
+def test_a_loss_may_count_in_a_container_of_an_own_class(
+    make: Callable[..., Any], own: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    held = make(number=1.0)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        key = 0 if isinstance(held, deque) else "number"
+        held[key] += 1
+        return own(out, y) * held[key]
+
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 4).double(), torch.randn(8, 4, dtype=torch.float64)
+    engine = Engine(net, loss, micro_batch=3)
+    for step in range(3):
+        net.zero_grad()
+        found = state_of(net, engine.backward(x, x))
+        net.zero_grad()
+        assert_exact(found, undivided(net, lambda o, y, n=step + 2: own(o, y) * n, x, x))

@@ -122,7 +122,7 @@ class PythonState:
         if id(held) in self._visited:
             return
         self._visited.add(id(held))
-        was = stored(held)
+        was = entries_of(held)
         self.held.append(held)
         self._undo.append(partial(fill, held, was))
         if len(was) > MANY:
@@ -230,7 +230,7 @@ class Attributes:
             self._was.append((held, held.copy()))
             for name, value in held.items():
                 if name not in self.OWN and isinstance(value, CONTAINERS) and len(value) <= MANY:
-                    self._was.append((value, stored(value)))
+                    self._was.append((value, entries_of(value)))
 
     def put_back(self) -> None:
         """Make them as they were."""
@@ -261,7 +261,8 @@ class AttributeCounts:
     def put_back(self) -> None:
         """Make them as they were."""
         for held, was in self._numbers:
-            held.update({key: value for key, value in was.items() if held.get(key) != value})
+            for key in [key for key in was if dict.get(held, key) != was[key]]:
+                held[key] = was[key]  # ``update`` of a Counter adds
         for log, entries in self._logs:
             fill(log, entries)
 
@@ -276,7 +277,8 @@ class AttributeCounts:
         def add() -> None:
             for held, more in sums:
                 now = _numbers(held)
-                held.update({key: now[key] + by for key, by in more.items() if by and key in now})
+                for key in [key for key in more if more[key] and key in now]:
+                    held[key] = now[key] + more[key]
             for log, new in entries:
                 log.extend(new)
 
@@ -300,13 +302,19 @@ def _numbers(held: dict[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in dict.items(held) if type(value) in (int, float)}
 
 
-def stored(held: Any) -> Any:
-    """Return a copy of a list, dict, set or deque: of a dict the entries that it stores.
+def entries_of(held: Any) -> Any:
+    """Return a copy of a container, of Python's own class.
 
-    A dict of a person's may make or load values where it is read
-    (test_a_dict_that_makes_its_values_is_left_as_it_is).
+    A class of a person's may make its keys and values where they are read, and copy itself only
+    with arguments (test_a_container_of_a_persons_class_is_left_as_it_is).
     """
-    return dict(dict.items(held)) if isinstance(held, dict) else held.copy()
+    if isinstance(held, dict):
+        return dict(dict.items(held))
+    if isinstance(held, deque):
+        return deque(held, held.maxlen)
+    if isinstance(held, list):
+        return list.copy(held)
+    return set(held) if isinstance(held, set) else held.copy()
 
 
 def fill(held: Any, was: Any) -> None:

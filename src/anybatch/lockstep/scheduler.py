@@ -31,7 +31,7 @@ from anybatch.core.accelerator import States
 from anybatch.core.accelerators import library_switches
 from anybatch.core.barrier import Site, Way, forwards_here, meeting_in
 from anybatch.core.modules import Modules
-from anybatch.core.python_state import PythonState, appended, fill, stored
+from anybatch.core.python_state import PythonState, appended, entries_of, fill
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import uninterrupted
 from anybatch.distributed.local_batch import LocalBatch
@@ -502,7 +502,7 @@ class LaneSlots:
 
     def contents(self) -> list[Any]:
         """Return the present content of each slot."""
-        return [stored(slot.held) for slot in self._slots]
+        return [entries_of(slot.held) for slot in self._slots]
 
     def begin(self, lane: int) -> None:
         """Restore the content that a lane has stored."""

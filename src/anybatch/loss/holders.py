@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anybatch.core.modules import is_spread, storage_of
-from anybatch.core.python_state import fill, memory_of, stored, write
+from anybatch.core.python_state import entries_of, fill, memory_of, write
 from anybatch.core.reached import MANY, NONE, content
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import same_values
@@ -82,20 +82,20 @@ class Container(StatePlace):
 
     def copy(self, depth: Depth) -> Any:
         """Return the content; of a long one only the length, where not every value is noted."""
-        held = self._content()
-        return held.copy() if depth is Depth.THOROUGH or len(held) <= MANY else len(held)
+        every = depth is Depth.THOROUGH or len(self.held) <= MANY
+        return entries_of(self.held) if every else len(self.held)
 
     def same(self, was: Any) -> bool:
         """Return whether the content is unchanged."""
-        held = self._content()
+        held = self.held
         if type(was) is int:
             return len(held) == was
+        if isinstance(held, dict):
+            if self.owner is None and dict.keys(held) != was.keys():
+                return False
+            held, was = dict.values(held), was.values()
         if len(held) != len(was):
             return False
-        if isinstance(held, dict):
-            if self.owner is None and held.keys() != was.keys():
-                return False
-            held, was = held.values(), was.values()
         return all(map(is_, held, was)) or all(map(same_value, held, was))
 
     def changes(self, was: Any) -> Iterator[Change]:
@@ -103,7 +103,7 @@ class Container(StatePlace):
         if self.owner is None or type(was) is int:
             yield from super().changes(was)
             return
-        held = self._content()
+        held = entries_of(self.held)
         for name in {**held, **was}:
             if not same_value(held.get(name, NONE), was.get(name, NONE)):
                 yield Change(f"{self.path}.{name}", self.owner, name)
@@ -118,10 +118,6 @@ class Container(StatePlace):
         else:
             while len(held) > was and isinstance(held, dict):
                 held.popitem()
-
-    def _content(self) -> Any:
-        special = isinstance(self.held, dict) and type(self.held) is not dict
-        return stored(self.held) if special else self.held
 
 
 class AttributesPlace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,6 +136,54 @@ def test_a_dict_with_entries_of_its_own_is_left_as_it_is(stored: dict[str, int])
     state.put_back()
     assert dict.items(loads) == stored.items()
     assert [*reversed(loads)] == [*stored]  # the order that an OrderedDict stores beside them
+
+
+class Elsewhere(OrderedDict[str, float]):
+    """A dict as transformers has it for models: its keys and values are those of another one."""
+
+    def __init__(self, other: dict[str, float]) -> None:
+        super().__init__()
+        self.other = other
+
+    def __iter__(self) -> Any:
+        return iter(self.other)
+
+    def __len__(self) -> int:
+        return len(self.other)
+
+    def __getitem__(self, key: str) -> float:
+        return self.other[key]
+
+    def keys(self) -> Any:
+        return self.other.keys()
+
+    def items(self) -> Any:
+        return self.other.items()
+
+
+class Lists(defaultdict[str, list[int]]):
+    def __init__(self) -> None:
+        super().__init__(list, a=[1])
+
+
+class Recent(deque[int]):
+    def __init__(self, size: int) -> None:
+        super().__init__([1, 2], size)
+
+
+@pytest.mark.parametrize("held", [Elsewhere({"a": 1.0}), Lists(), Recent(2)], ids=repr)
+def test_a_container_of_a_persons_class_is_left_as_it_is(held: Any) -> None:
+    def reads() -> int:
+        return len(held)
+
+    was, state = (repr(held), python_state.entries_of(held)), python_state.PythonState()
+    state.function(reads)
+    if isinstance(held, Recent):
+        held.append(3)
+    else:
+        held["b"] = [2]
+    state.put_back()
+    assert (repr(held), python_state.entries_of(held)) == was
 
 
 FIXED = np.arange(3.0)
