@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.oracle import assert_exact, same, snapshot, state_after, undivided
+from tests.oracle import assert_exact, same, snapshot, state_after, state_of, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -204,3 +204,36 @@ def test_divided_it_is_refused_before_it_is_written_to(budget: dict[str, Any]) -
     ):
         Engine(model, F.cross_entropy, **budget).backward(x, y)
     assert same(before, snapshot(model))
+
+
+class Cache:
+    """Keys of earlier tokens, in an object, as transformers' models return them."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+
+class Cached(Slope):
+    """Returns its loss, and the cache beside it."""
+
+    def __init__(self) -> None:
+        super().__init__(enabled=True)
+        self.key = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+
+    def forward(self, x: Tensor) -> Any:
+        keys = self.key(x)
+        return {"loss": super().forward(keys).square().mean(), "cache": Cache(keys.tanh())}
+
+
+def test_a_cache_of_keys_among_the_outputs_holds_no_samples() -> None:
+    """Its graph did, of a model that also differentiates: it was never shown to be exact."""
+    torch.manual_seed(0)
+    model = Cached().double()
+    engine = Engine(model, micro_batch=4)
+    for _ in range(2):
+        x = torch.randn(N, 2, dtype=torch.float64)
+        model.zero_grad()
+        want = undivided(model, lambda out: out["loss"], x, None)
+        assert_exact(state_of(model, engine.backward(x)), want)
+    assert engine.plan is not None
+    assert str(engine.plan.exact).startswith("shown")
