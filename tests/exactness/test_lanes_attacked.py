@@ -366,3 +366,36 @@ def test_what_lanes_have_of_their_own_is_not_refused() -> None:
     assert_exact(state_of(net, engine.backward(x, y)), want)
     assert engine.plan is not None
     assert engine.plan.exact
+
+
+def asserts(n: int) -> None:
+    assert n > 1, "BatchNorm needs two"
+
+
+def divides(n: int) -> None:
+    assert 1 / (n - 1)
+
+
+def looks_up(n: int) -> None:
+    assert dict.fromkeys(range(2, 99), "rows")[n]
+
+
+@pytest.mark.parametrize("wants", [asserts, divides, looks_up])
+def test_a_model_that_takes_no_single_sample_is_inspected_with_more(
+    wants: Callable[[int], None],
+) -> None:
+    """The error of the model came up, of a row that no micro-batch has alone."""
+
+    def body(net: Net, x: Tensor) -> Tensor:
+        wants(len(x))
+        return net.head(net.one(net.first(x)).tanh())
+
+    torch.manual_seed(0)
+    net, (x, y) = Net(body).double(), (torch.randn(12, 6).double(), torch.randint(3, (12,)))
+    for micro_batch in (2, 5):
+        net.zero_grad()
+        want = undivided(net, F.cross_entropy, x, y)
+        engine = Engine(net, F.cross_entropy, micro_batch=micro_batch)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+        assert engine.plan is not None
+        assert engine.plan.mechanism == "lockstep"

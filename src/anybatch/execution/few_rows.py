@@ -28,7 +28,7 @@ ENOUGH = 4
 ODD = 3
 """Rows of the second forward: lines of 4 and of 2 in 4 or 8 tokens hold one sample each."""
 
-ROW_ERRORS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+ROW_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AssertionError, ArithmeticError)
 """Errors of a model that does not take so few rows, or an odd number of them."""
 
 

@@ -33,6 +33,7 @@ from anybatch.core.rng import RNGState
 from anybatch.errors import AnybatchError, LockstepError, NotExactError
 from anybatch.execution.few_rows import (
     ENOUGH,
+    ROW_ERRORS,
     computed,
     first_of,
     kernel_tolerance,
@@ -61,7 +62,7 @@ SHARED = (
     "give micro_batch >= the batch size"
 )
 
-ERRORS = (AnybatchError, RuntimeError, ValueError, IndexError, TypeError)
+ERRORS = (AnybatchError, *ROW_ERRORS)
 """Errors of a model that does not take so few rows."""
 
 UNEQUAL = "no two lanes of a few rows could be compared with the same rows one after the other"
