@@ -398,8 +398,9 @@ def add_up(
 ) -> bool | None:
     """Say whether the gradients of the rows in one and in two micro-batches are the same.
 
-    None where no output has samples and a gradient: a loss that the model returns is no row. `run`
-    calls the model, each time as the first time. `axes` is None where the model returns its loss:
+    None where no output has samples and a gradient (a loss that the model returns is no row), or
+    where one of fewer rows is no part of that of all: a covariance of samples. `run` calls the
+    model, each time as the first time. `axes` is None where the model returns its loss:
     the first dimension of the other outputs. Gradients of `leaves` are restored.
     """
     half = full.size // 2
@@ -409,7 +410,7 @@ def add_up(
         for leaf in leaves:
             leaf.grad = None
         rows = _gradients(run, full, (0, full.size), axes, seeds)
-        if all(leaf.grad is None for leaf in leaves):
+        if rows is None or all(leaf.grad is None for leaf in leaves):
             return None
         largest = [_largest(leaf.grad) for leaf in leaves]
         for leaf in leaves:  # the halves are added to it, so one set of gradients is held
@@ -417,6 +418,8 @@ def add_up(
                 leaf.grad.neg_()
         first = _gradients(run, full, (0, half), axes, seeds)
         second = _gradients(run, full, (half, full.size), axes, seeds)
+        if first is None or second is None:
+            return None
         found = [*zip([leaf.grad for leaf in leaves], largest, strict=True)]
     finally:
         for leaf, gradient in zip(leaves, held, strict=True):
@@ -433,8 +436,11 @@ def _gradients(
     of: tuple[int, int],
     axes: Axes,
     seeds: list[Tensor],
-) -> list[Tensor]:
-    """Add the gradients of some rows to those of the leaves; return those of rows of the inputs."""
+) -> list[Tensor] | None:
+    """Add the gradients of some rows to those of the leaves; return those of rows of the inputs.
+
+    None where an output of fewer rows is no part of that of all.
+    """
     begin, end = of
     inputs = pytree.map_tensors(leaf_of, pytree.rows(full.inputs, begin, end, full.size))
     rows = [t for _, t in pytree.tensors(inputs) if t.requires_grad]
@@ -448,6 +454,8 @@ def _gradients(
         if one.requires_grad and axis is not None:
             roots.append(one)
             gradients.append(seed.narrow(axis, begin, end - begin))
+            if gradients[-1].shape != one.shape:
+                return None
     if roots:
         torch.autograd.backward(roots, gradients)  # reentrant checkpoints refuse grad()
     return [torch.zeros_like(row) if row.grad is None else row.grad for row in rows]

@@ -476,3 +476,33 @@ def test_sparse_gradients_are_compared_in_halves() -> None:
     engine.backward(words, y)
     assert engine.plan is not None
     assert engine.plan.exact, engine.plan.exact
+
+
+class Scaled(torch.autograd.Function):
+    """A backward that is not torch's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * 2
+
+
+class Covariance(nn.Module):
+    """Returns a loss of the products of all pairs of samples, as a Gaussian process has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = Scaled.apply(self.first(x))  # type: ignore[no-untyped-call]
+        return F.mse_loss(z @ z.T, torch.zeros(len(x), len(x)))
+
+
+def test_a_covariance_beside_an_own_backward_is_refused() -> None:
+    """Its parts are no rows of it: torch failed to say that the shapes of gradients differ."""
+    with pytest.raises(AnybatchError, match="samples"):
+        Engine(Covariance(), micro_batch=4).backward(torch.randn(12, 3))
