@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -196,8 +196,73 @@ def test_gathered_rows_to_which_no_gradient_comes_get_zeros(micro_batch: int) ->
 def test_without_an_engine_it_is_its_input() -> None:
     x = torch.randn(3, 2, requires_grad=True)
     full, begin = anybatch.gather_batch(x)
-    assert full is x
+    assert torch.equal(full, x)
     assert begin == 0
+
+
+def own_rows_are_written(h: Tensor) -> Tensor:
+    others, _ = anybatch.gather_batch(h)
+    h.tanh_()
+    return h + others.mean(0)
+
+
+def no_gradient_flows(h: Tensor) -> Tensor:
+    with torch.no_grad():
+        others, _ = anybatch.gather_batch(h)
+    return h - others.mean(0)
+
+
+def all_rows_are_written(h: Tensor) -> Tensor:
+    others, _ = anybatch.gather_batch(h)
+    return h + others.mul_(2).mean(0)
+
+
+def detached_rows_are_written(h: Tensor) -> Tensor:
+    others, _ = anybatch.gather_batch(h.detach())
+    return h + others.exp_().mean(0)
+
+
+def a_view_is_written_without_gradients(h: Tensor) -> Tensor:
+    others, _ = anybatch.gather_batch(h)
+    with torch.no_grad():
+        others[1:].zero_()
+    return h + others.mean(0)
+
+
+class Gathers(nn.Module):
+    def __init__(self, combine: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.body, self.head, self.combine = nn.Linear(6, 8), nn.Linear(8, 3), combine
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, 6] -> [n, 3]."""
+        return self.head(self.combine(self.body(x)))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 8, N])
+@pytest.mark.parametrize("combine", [own_rows_are_written, no_gradient_flows])
+def test_rows_are_gathered_as_in_a_divided_batch(
+    combine: Callable[[Tensor], Tensor], micro_batch: int
+) -> None:
+    model, x, y = Gathers(combine).double(), batch()[0], torch.randint(3, (N,))
+    want = undivided(model, F.cross_entropy, x, y)
+    engine = Engine(model, F.cross_entropy, micro_batch=micro_batch)
+    assert_exact(state_of(model, engine.backward(x, y)), want)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, lambda o, y: F.cross_entropy(o - o.mean(0), y)])
+@pytest.mark.parametrize(
+    "combine",
+    [all_rows_are_written, detached_rows_are_written, a_view_is_written_without_gradients],
+)
+def test_a_write_to_rows_that_all_micro_batches_share_is_refused(
+    combine: Callable[[Tensor], Tensor], loss: Any
+) -> None:
+    model, x, y = Gathers(combine).double(), batch()[0], torch.randint(3, (N,))
+    with pytest.raises(NotExactError, match="rows of the full batch must not be written to"):
+        Engine(model, loss, micro_batch=8).backward(x, y)
+    want = undivided(model, loss, x, y)
+    assert_exact(state_of(model, Engine(model, loss, micro_batch=N).backward(x, y)), want)
 
 
 def test_local_batchnorm_and_other_shapes_are_refused() -> None:

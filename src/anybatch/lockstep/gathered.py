@@ -35,6 +35,7 @@ from anybatch.core.norm import GatherError, NonReducingNorms, RefusedNorms
 from anybatch.execution.proof.follow import Follow
 from anybatch.execution.signature import bytes_of
 from anybatch.lockstep.batchnorm import BarrierKey, MeetingNorms
+from anybatch.lockstep.scheduler import Lanes
 
 M = TypeVar("M")
 
@@ -49,10 +50,12 @@ def gather_batch(rows: Tensor) -> tuple[Tensor, int]:
         rows: [n, ...], one row a sample; all dimensions but n must be the same everywhere.
 
     Returns:
-        [N, ...] and b: ``whole[b : b + n]`` are the rows. Gradients flow back to all rows.
+        [N, ...] and b: ``whole[b : b + n]`` are copies of the rows. Gradients flow back to all
+        rows; under ``torch.no_grad()`` to none.
 
     Raises:
         LockstepError: other micro-batches gather other rows, or none.
+        NotExactError: forward writes to the tensor returned, which all micro-batches share.
 
     Example:
         >>> class Contrastive(nn.Module):
@@ -64,11 +67,15 @@ def gather_batch(rows: Tensor) -> tuple[Tensor, int]:
     """
     place = around("gather_batch")
     if place.meeting is None and not place.rows:
-        return rows, 0
+        # A copy, as in a divided batch: a write to one is none to the other, and without
+        # gradients none flow (test_rows_are_gathered_as_in_a_divided_batch).
+        return rows.clone(), 0
     held: list[Tensor] = []
     full, begin = _Gather.apply(rows, place, not looks_here(), held)  # type: ignore[no-untyped-call]
     if full.grad_fn is not None and place.meeting is not None:
         full.grad_fn.register_prehook(partial(_hold, held))
+    if isinstance(place.meeting, Lanes):
+        place.meeting.share(full)
     return full, begin
 
 
@@ -191,13 +198,13 @@ class _Gather(torch.autograd.Function):
         if place.meeting is None:
             # The rows must exist for as long as any lane needs them.
             ctx.retained = full, _ = place.stand_in(rows, grad=grad)
-            return full.view_as(full), 0
+            return full.detach(), 0
         ctx.held = held
         shape = ", ".join(map(str, rows.shape[1:]))
         ctx.place = BarrierKey(f"gather_batch of [n, {shape}] of {rows.dtype}", "gather")
         own = rows.detach()[:0] if place.empty else rows.detach()
         full, ctx.begin = place.meeting.gather(ctx.place, own)
-        return full.view_as(full), ctx.begin
+        return full.detach(), ctx.begin
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -97,6 +97,7 @@ class Lanes:
         self._keys: list[Any] = [None] * count
         self._parts: list[Any] = [None] * count
         self._results: list[Any] = [None] * count
+        self._shared: list[tuple[Tensor, int, tuple[int, ...]]] = []
         self._alive: set[int] = set()
         self._over = threading.Lock()  # free when all have ended
         self._over.acquire()
@@ -203,10 +204,23 @@ class Lanes:
         found: tuple[Tensor, int] = self.exchange(key, rows, combine)
         return found
 
+    def share(self, rows: Tensor) -> None:
+        """Refuse writes to rows that all lanes have, also after a lane has dropped them."""
+        counter = rows.detach()  # without memory, it still counts what is written to the rows
+        counter.data = rows.new_empty(0)
+        self._shared.append((counter, rows._version, tuple(rows.shape)))
+
     def _arrive(self, key: Any) -> int:
         """Return the lane that has reached the barrier of `key`."""
         if self._failure is not None:
             raise LaneLeft
+        for counter, version, shape in self._shared:
+            if counter._version != version:
+                raise NotExactError(
+                    "rows of the full batch must not be written to, because all micro-batches have "
+                    "the same tensor, and forward writes to what gather_batch returned, of shape "
+                    f"{shape}: write others = others.clone() first"
+                )
         lane, first = self._order[self._at], self._order[0]
         self._keys[lane] = key
         if key != self._keys[first]:
