@@ -237,3 +237,108 @@ def test_a_cache_of_keys_among_the_outputs_holds_no_samples() -> None:
         assert_exact(state_of(model, engine.backward(x)), want)
     assert engine.plan is not None
     assert str(engine.plan.exact).startswith("shown")
+
+
+Derived = Callable[[Tensor, list[Tensor]], Tensor]
+"""A value of a loss, and what it differentiates by -> a term of the loss."""
+
+
+def norm(value: Tensor, by: list[Tensor], **options: Any) -> Tensor:
+    found = torch.autograd.grad(value, by, create_graph=True, **options)
+    return sum((g.square().sum() for g in found if g is not None), torch.zeros(()))
+
+
+def unused(value: Tensor, by: list[Tensor]) -> Tensor:
+    return norm(value, by, allow_unused=True)
+
+
+def zeros(value: Tensor, by: list[Tensor]) -> Tensor:
+    return norm(value, by, materialize_grads=True)
+
+
+def decayed(value: Tensor, by: list[Tensor]) -> Tensor:
+    """Some of the derivative is there: each parameter is a part of the value."""
+    return norm(value + sum(p.square().sum() for p in by), by)
+
+
+def caught(value: Tensor, by: list[Tensor]) -> Tensor:
+    try:
+        return norm(value, by)
+    except Exception:
+        return torch.zeros(())
+
+
+def of_edges(value: Tensor, by: list[Tensor]) -> Tensor:
+    edges = [torch.autograd.graph.get_gradient_edge(p) for p in by]
+    return norm(value, edges, allow_unused=True)  # type: ignore[arg-type]
+
+
+def backward(value: Tensor, _: list[Tensor]) -> Tensor:
+    value.backward(retain_graph=True)
+    return torch.zeros(())
+
+
+def backward_of(value: Tensor, by: list[Tensor]) -> Tensor:
+    torch.autograd.backward([value], inputs=by, retain_graph=True)
+    return torch.zeros(())
+
+
+DERIVED: list[Derived] = [unused, zeros, decayed, caught, of_edges, backward, backward_of]
+
+
+def normed(*, lanes: bool) -> nn.Module:
+    torch.manual_seed(1)
+    norm_of = nn.BatchNorm1d(4) if lanes else nn.Identity()
+    return nn.Sequential(nn.Linear(2, 4), norm_of, nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("derived", DERIVED)
+def test_a_loss_that_differentiates_by_parameters_is_refused(
+    derived: Derived, lanes: bool, declared: bool
+) -> None:
+    """torch gave None or a part, without an error: the gradient was wrong and called exact."""
+    x, model = rows(), normed(lanes=lanes)
+
+    def loss(out: Tensor, _: Any = None) -> Tensor:
+        each = out.square().mean(1)
+        return each + derived(each.sum(), list(model.parameters()))
+
+    own = anybatch.Loss.per_sample(loss) if declared else lambda out: loss(out).mean()
+    before = snapshot(model)
+    with pytest.raises(LossError, match="must not differentiate by parameters"):
+        Engine(model, own, micro_batch=4).backward(x)
+    assert same(before, snapshot(model))
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_a_loss_that_differentiates_by_inputs_is_refused(lanes: bool) -> None:
+    x, model = rows().requires_grad_(), normed(lanes=lanes)
+    with pytest.raises(LossError, match="must not differentiate by parameters of the model or by"):
+        Engine(model, lambda out: out.mean() + unused(out.sum(), [x]), micro_batch=4).backward(x)
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("budget", BUDGETS, ids=str)
+def test_a_loss_may_differentiate_by_outputs_and_what_it_makes(
+    budget: dict[str, Any], lanes: bool
+) -> None:
+    model, points = normed(lanes=lanes), torch.ones(3, 2).double()
+
+    def loss(out: Tensor, own: nn.Module) -> Tensor:
+        scale = torch.ones((), requires_grad=True, dtype=out.dtype)
+        value = (out * scale).square().mean().sqrt()
+        return (
+            value + norm(value, [scale, out]) + norm(own[0](points).square().sum(), [own[0].weight])
+        )
+
+    def divided(copied: nn.Module) -> Tensor:
+        return Engine(copied, lambda out: loss(out, copied), **budget).backward(rows())
+
+    def full(copied: nn.Module) -> Tensor:
+        found = loss(copied(rows()), copied)
+        found.backward()
+        return found
+
+    assert_exact(state_after(model, divided), state_after(model, full))

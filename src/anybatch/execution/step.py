@@ -47,7 +47,7 @@ from anybatch.execution.prefetch import DeviceLink, HostLink, feed
 from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Loss, Part, Scope, Total
-from anybatch.loss.calls import LossCalls
+from anybatch.loss.calls import Derivatives, LossCalls
 from anybatch.loss.chunked import Deferring, stand_ins, with_few_columns
 from anybatch.loss.chunked_rows import ChunkedLosses
 from anybatch.loss.traced_model import OtherFormError
@@ -223,19 +223,30 @@ class Step(Repeatable):
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return a micro-batch's part of each of `totals`."""
-        if self.calls is None or self.calls.idle:
+        calls, declares = self.calls, self.loss.declares
+        if not declares and (calls is None or calls.idle):
             return self.loss.parts(outputs, micro, totals)
-        found = self.calls.called(partial(self.loss.parts, outputs, micro, totals))
-        if self.calls.changed:
-            self.calls.noted += self.calls.changed
+        call = partial(self.loss.parts, outputs, micro, totals)
+        with self._derivatives(None) if declares else nullcontext():
+            found = call() if calls is None else calls.called(call)
+        if calls is None:
+            return found
+        if calls.changed:
+            calls.noted += calls.changed
             raise Retry("coupled")
         return found
 
     def full_loss(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the loss of the full batch, from all outputs."""
         call = partial(self.loss.full_batch, outputs, micro)
-        with self.buffers.unmoved(in_loss=True):
+        with self.buffers.unmoved(in_loss=True), self._derivatives(self.own):
             return call() if self.calls is None else self.calls.called(call)
+
+    def _derivatives(self, outputs: set[int] | None) -> AbstractContextManager[Any]:
+        """Return a context that refuses derivatives which a part of the batch does not have."""
+        if not self.divided:
+            return nullcontext()
+        return Derivatives({*map(id, self.model.parameters()), *self.private}, outputs)
 
     def compare(self, outputs: Any, micro: MicroBatch, *, once: bool = False) -> None:
         """Compare a custom loss with itself, which the step calls once only where so flagged."""

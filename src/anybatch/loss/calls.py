@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from anybatch.core import pytree
 from anybatch.core.barrier import as_it_is
 from anybatch.core.batch import MicroBatch
-from anybatch.core.modules import keywords, unheard
+from anybatch.core.modules import keywords, leaves, unheard
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import places
 from anybatch.core.rng import RNGState
@@ -196,6 +196,55 @@ class _Gradients(TorchFunctionMode):
 
 
 GRAD: Any = vars(torch._C.TensorBase)["grad"]
+
+
+class Derivatives(TorchFunctionMode):
+    """Refuses derivatives by tensors that the graphs of other micro-batches lead to, too.
+
+    The graph of a loss of all outputs ends at the outputs, and that of a micro-batch has no other
+    samples: torch would return None or a part, and with ``allow_unused`` without an error.
+
+    Args:
+        trained: ids of the parameters of the model, and of the leaves of the batch.
+        outputs: ids of the leaves that stand for outputs; None if these have their graph.
+    """
+
+    def __init__(self, trained: set[int], outputs: set[int] | None) -> None:
+        super().__init__()
+        self._trained, self._outputs = trained, outputs
+        self._error: LossError | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Refuse a derivative; run all other functions."""
+        kwargs = keywords(func, kwargs)
+        if func in DIFFERENTIATES:
+            by = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
+            every = [by] if isinstance(by, Tensor) else by or ()
+            ids = {id(getattr(getattr(one, "node", None), "variable", one)) for one in every}
+            if (not every or ids & self._trained) and self._of_outputs(args[0]):
+                self._error = LossError(
+                    "a loss must not differentiate by parameters of the model or by inputs when "
+                    "the batch is split, because its graph does not lead to those of all samples, "
+                    f"and it calls {func.__name__} for one: differentiate by what the loss gets or "
+                    "makes itself, compute the derivative before the step, or give micro_batch >= "
+                    "the batch size"
+                )
+                raise self._error
+        return func(*args, **kwargs)
+
+    def _of_outputs(self, roots: Any) -> bool:
+        every = [roots] if isinstance(roots, Tensor) else list(roots)
+        outputs = self._outputs
+        return outputs is None or any(id(leaf) in outputs for leaf in leaves(every))
+
+    def __exit__(self, *error: Any) -> None:
+        """Refuse it also where the loss has caught the error."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._error is not None and error[1] is None:
+            raise self._error
+
+
+DIFFERENTIATES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 
 def _without_gradients(call: Callable[[], T], parameters: set[int]) -> T:
