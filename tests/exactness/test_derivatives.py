@@ -342,3 +342,58 @@ def test_a_loss_may_differentiate_by_outputs_and_what_it_makes(
         return found
 
     assert_exact(state_after(model, divided), state_after(model, full))
+
+
+def runs_backward(own: nn.Sequential, h: Tensor) -> None:
+    h.square().sum().backward(retain_graph=True)
+
+
+def runs_backward_of_one(own: nn.Sequential, h: Tensor) -> None:
+    torch.autograd.backward([h.square().sum()], inputs=[own[0].weight])
+
+
+def adds_to_grad(own: nn.Sequential, h: Tensor) -> None:
+    (found,) = torch.autograd.grad(h.sum(), own[0].weight, retain_graph=True)
+    before = own[0].weight.grad
+    own[0].weight.grad = found if before is None else before + found
+
+
+def clears_grad(own: nn.Sequential, h: Tensor) -> None:
+    if own[0].weight.grad is not None:
+        own[0].weight.grad.zero_()
+
+
+class Local(nn.Module):
+    """Trains its first layer by a loss of its own, inside forward."""
+
+    def __init__(self, own: nn.Module, train: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.layers, self.train_first = own, train
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.layers[0](x)
+        if h.requires_grad:
+            self.train_first(self.layers, h)
+        return self.layers[1:](h.detach())
+
+
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("lanes", [False, True])
+@pytest.mark.parametrize("train", [runs_backward, runs_backward_of_one, adds_to_grad])
+def test_a_forward_that_changes_gradients_is_refused(train: Any, lanes: bool, there: bool) -> None:
+    """Inspections had added to the sums, too, and the gradient was called exact."""
+    model, x = Local(normed(lanes=lanes), train), rows()
+    for parameter in model.parameters() if there else ():
+        parameter.grad = torch.ones_like(parameter)
+    before = snapshot(model)
+    with pytest.raises(NotExactError, match=r"micro-batches run, and forward changes \.grad"):
+        Engine(model, coupled, micro_batch=4).backward(x)
+    assert same(before, snapshot(model))
+
+
+def test_a_function_of_the_model_that_reads_gradients_is_no_proof() -> None:
+    """Only methods of modules were read."""
+    engine = Engine(Local(normed(lanes=False), clears_grad), coupled, micro_batch=4)
+    engine.backward(rows())
+    assert engine.plan is not None
+    assert str(engine.plan.exact).startswith("not shown: code of the model reads .grad")

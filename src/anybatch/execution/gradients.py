@@ -37,6 +37,9 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
+AROUND = "do that before or after engine.backward"
+
+
 class Gradients:
     """The sum of the gradients of a step, delivered once.
 
@@ -149,15 +152,17 @@ class Gradients:
         there = [parameter.grad for parameter in self.parameters]
         return [(one, 0 if one is None else one._version) for one in there]
 
-    def refuse_moved(self, before: list[tuple[Tensor | None, int]]) -> None:
-        """Refuse an observer that has changed the sum that is on its way."""
+    def refuse_moved(
+        self, before: list[tuple[Tensor | None, int]], who: str = "observe=", mend: str = AROUND
+    ) -> None:
+        """Refuse an observer, or a forward, that has changed the sum that is on its way."""
         pairs = zip(before, self.marks(), strict=True)
         # The version shows a write in place (test_an_observer_that_changes_gradients_is_refused).
         if any(one is not other or n != m for (one, n), (other, m) in pairs):
             raise NotExactError(
-                "gradients must not change while micro-batches run, and observe= changes .grad "
+                f"gradients must not change while micro-batches run, and {who} changes .grad "
                 "(zero_grad, backward, clipping), in which those of earlier micro-batches are "
-                "summed: do that before or after engine.backward"
+                f"summed: {mend}"
             )
 
     def restart(self) -> None:

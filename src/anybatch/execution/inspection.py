@@ -64,6 +64,12 @@ OTHER_IN_HALVES = (
 )
 
 
+RETURNS = (
+    "return the loss that it differentiates, as one value a sample, and add it to the loss; or "
+    f"{UNDIVIDED}"
+)
+
+
 def inspect_model(step: Step, norms: Any = None) -> None:
     """Run forward on a few rows and on half of them, and set the fields of `step` for a split.
 
@@ -79,8 +85,11 @@ def inspect_model(step: Step, norms: Any = None) -> None:
         LossError: the outputs hold no tensor.
     """
     one = _Inspection(step, norms)
+    gradients = [] if step.gradients is None else step.gradients.marks()
     with quietly(), looking():
         full, part, fewer, drawn = one.forwards()
+    if step.gradients is not None:
+        step.gradients.refuse_moved(gradients, "forward", RETURNS)
     step.forget_casts()
     step.buffers.restart()
     outputs = one.outputs

@@ -271,7 +271,7 @@ class Outside:
         functions: more that are followed. Default: there are none.
 
     Attributes:
-        reads_grad: a method of a module reads an attribute `grad`.
+        reads_grad: a method of a module, or a function that it names, reads an attribute `grad`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
@@ -355,6 +355,7 @@ class Outside:
         self._visited[id(value)] = value
         if isinstance(value, FunctionType):
             if not _of_library(value):
+                self.reads_grad |= _reads_grad(value.__code__)
                 self._code(value)
         elif isinstance(value, type):
             if not _of_library(value):
