@@ -397,3 +397,38 @@ def test_a_function_of_the_model_that_reads_gradients_is_no_proof() -> None:
     engine.backward(rows())
     assert engine.plan is not None
     assert str(engine.plan.exact).startswith("not shown: code of the model reads .grad")
+
+
+def penalised(out: Tensor) -> Tensor:
+    value = out.square().mean().sqrt()
+    return value + norm(value, [out])
+
+
+def penalised_if_it_trains(out: Tensor) -> Tensor:
+    value = out.square().mean().sqrt()
+    return value + norm(value, [out]) if out.requires_grad else value
+
+
+class Penalised(nn.Module):
+    def __init__(self, own: nn.Module, loss: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layers, self.loss = own, loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.layers(x))
+
+
+@pytest.mark.parametrize("lanes", [False, True])
+def test_a_coupled_function_that_differentiates_is_exact_or_refused(lanes: bool) -> None:
+    """It was torch's own error, from an inspection without gradients."""
+    model = Penalised(normed(lanes=lanes), anybatch.coupled(penalised))
+    with pytest.raises(NotExactError, match=r"write `with torch.enable_grad\(\):`"):
+        Engine(model, micro_batch=4).backward(rows())
+    model.loss = anybatch.coupled(penalised_if_it_trains)
+    want = state_after(model, lambda copied: backed(copied(rows())))
+    assert_exact(state_after(model, lambda one: Engine(one, micro_batch=4).backward(rows())), want)
+
+
+def backed(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss

@@ -31,7 +31,8 @@ from anybatch.core import modules, pytree
 from anybatch.core.accelerator import home
 from anybatch.core.barrier import as_it_is, in_forward, looks_here, meeting_in, reduce
 from anybatch.core.norm import NonReducingNorms
-from anybatch.errors import LossError
+from anybatch.errors import LossError, NotExactError
+from anybatch.execution.step import NO_GRAPH
 from anybatch.lockstep.batchnorm import BarrierKey
 from anybatch.lockstep.captured import CapturedSamples, held
 from anybatch.lockstep.gathered import Around, around
@@ -134,7 +135,7 @@ def _evaluated(
         call = partial(CapturedSamples(leaves, did).run, name, call)
     with as_it_is(), torch.set_grad_enabled(trains is not None):
         with saved_tensors_hooks(_packed, _unpacked):  # a checkpoint around it would save nothing
-            value = scalar(call(), name)
+            value = scalar(call() if trains is not None else _without_graph(call), name)
         _refuse_moved(name, leaves, versions)
         _refuse_hidden(name, leaves, value)
         needs = [leaf for leaf in leaves if leaf.requires_grad]
@@ -143,6 +144,16 @@ def _evaluated(
     return CoupledResult(
         value.detach(), [next(gradients) if leaf.requires_grad else None for leaf in leaves], scale
     )
+
+
+def _without_graph(call: Callable[[], Any]) -> Any:
+    """Return the result of a call where gradients are off, or refuse one that needs its graph."""
+    try:
+        return call()
+    except RuntimeError as error:
+        if modules.NONE not in str(error):
+            raise
+        raise NotExactError(NO_GRAPH) from error
 
 
 SCALES = (2.0**15, 2.0**8, 1.0)
