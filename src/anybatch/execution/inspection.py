@@ -85,11 +85,8 @@ def inspect_model(step: Step, norms: Any = None) -> None:
         LossError: the outputs hold no tensor.
     """
     one = _Inspection(step, norms)
-    gradients = [] if step.gradients is None else step.gradients.marks()
     with quietly(), looking():
         full, part, fewer, drawn = one.forwards()
-    if step.gradients is not None:
-        step.gradients.refuse_moved(gradients, "forward", RETURNS)
     step.forget_casts()
     step.buffers.restart()
     outputs = one.outputs
@@ -175,6 +172,8 @@ class _Inspection:
 
         Return both rows, the outputs of the fewer ones, and whether forward draws.
         """
+        gradients = self._step.gradients
+        marks = [] if gradients is None else gradients.marks()
         full, part = self.all_rows(two_sizes(self._step, most=ENOUGH, odd=True))
         now = RNGState.now()
         drawn = not now.same_as(self.before)
@@ -193,6 +192,8 @@ class _Inspection:
         self.before.put_back()
         self.backward()
         self.before.put_back()
+        if gradients is not None:
+            gradients.refuse_moved(marks, "forward", RETURNS)
         return full, part, fewer, drawn
 
     def all_rows(self, pair: tuple[MicroBatch, MicroBatch]) -> tuple[MicroBatch, MicroBatch]:
