@@ -202,6 +202,8 @@ class Plan:
         if self.memory is not None and self.memory.chunked:
             size = show_bytes(self.memory.chunked)
             rows["chunks"] = f"wide linear maps and their losses, {size} of results at a time"
+        if self.memory is not None and self.memory.tile:
+            rows["tiles"] = f"modules of single tokens, {self.memory.tile} tokens at a time"
         rows |= {} if self.states is None else {"states": str(self.states)}
         return rows | (
             {} if self.convolutions is None else {"convolutions": str(self.convolutions)}

@@ -70,6 +70,7 @@ class Memory:
         chunked: of the chunks in which wide linear maps and losses are computed; 0 is none.
         inspection: of an inspection with all its forwards; one that would hold more than the
             budget has fewer, and may show less. 0 (default) where it was not forecast.
+        tile: tokens of the tiles in which modules of single tokens are computed; 0 is none.
     """
 
     budget: int
@@ -83,6 +84,7 @@ class Memory:
     waiting_capacity: Capacity = 0
     chunked: int = 0
     inspection: int = 0
+    tile: int = 0
 
 
 def check_count(name: str, value: Any) -> None:

@@ -237,9 +237,18 @@ class Attributes:
         for held, was in self._was:
             fill(held, was)
 
+    def changed(self) -> bool:
+        """Say whether any has another value, or a container of them another entry."""
+        return any(_ids(held) != _ids(was) for held, was in self._was)
+
     def counts(self) -> AttributeCounts:
         """Return the present numbers and logs."""
         return AttributeCounts([held for held, _ in self._was])
+
+
+def _ids(container: Any) -> list[int]:
+    values = container.values() if isinstance(container, dict) else ()
+    return [*map(id, container), *map(id, values)]
 
 
 NO_ATTRIBUTES = Attributes(())

@@ -55,6 +55,7 @@ from anybatch.execution.signature import RunPlan
 from anybatch.execution.step import Step
 from anybatch.execution.streaming import discoverer, memory_is_too_small, stream, undivided
 from anybatch.execution.strides import StandardStrides
+from anybatch.execution.tiles import Tiles
 from anybatch.execution.traits import LaneTraits, Traits
 from anybatch.execution.two_pass import gather
 from anybatch.lockstep.batchnorm import Listening, Singles, Tracked, values_of_a_part
@@ -96,6 +97,7 @@ class Runner:
         self._familiar: dict[Any, Familiar] = {}
         self._keeping: tuple[Any, Keeping] | None = None
         self._singles = Singles()
+        self._tiles: dict[int, Tiles] = {}
         self._collates = Collates()
 
     def step(
@@ -165,6 +167,8 @@ class Runner:
             memory = run_plan.memory
             step.budgeted, step.chunked = True, chunks_of(memory.chunked)
             step.tight = not 0 < memory.inspection <= memory.budget or step.retries > 0
+            size = memory.tile
+            step.tiles = self._tiles.setdefault(size, Tiles(size)) if size else None
         if self._inputs.rng == "batch":
             step.draws = self._draws(step)
         if step.divided:

@@ -578,11 +578,15 @@ def planner_of(
                 "a plan decides memory, micro_batch and workspace, and one of them was given with "
                 "it: leave them out, or leave plan out"
             )
-        used = {"chunks": plan.memory and plan.memory.chunked, "offload": plan.offload}
+        used = {
+            "chunks": plan.memory and plan.memory.chunked,
+            "tiles": plan.memory and plan.memory.tile,
+            "offload": plan.offload,
+        }
         barred = [name for name, planned in used.items() if planned and name not in rungs]
         if barred:
             raise ValueError(
-                f"a plan decides about chunks and offloading: it uses {barred[0]}, and "
+                f"a plan decides about chunks, tiles and offloading: it uses {barred[0]}, and "
                 f"rungs={rungs!r} forbids that: leave rungs out, or make another plan"
             )
         if plan.memory is None:

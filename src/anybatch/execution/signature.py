@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,16 @@ from anybatch.memory.meter import Meter
 
 Shapes = tuple[tuple[int, ...], ...]
 """The shape of one row of each tensor of a batch."""
+
+
+class ModulesInTiles(Protocol):
+    """Interface that runs modules that act on each token by itself in tiles of tokens."""
+
+    def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Return ``forward()``, which calls the model."""
+
+    def of_copy(self, model: nn.Module, copied: nn.Module) -> ModulesInTiles:
+        """Return the same for a copy of the model without data."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +231,7 @@ class Case:
         meets: samples that meet inside the model, where `size` is more; 0 (default): they are not.
         state: the places where the loss can have state; None (default) if not needed.
         chunked: bytes of the chunks of wide linear maps and losses; 0 (default) computes none so.
+        tiles: runs modules in tiles of tokens; None (default) runs all of them whole.
         outputs: the engine stores the outputs of all samples. Default False.
         masks_full: on fakes a mask selects all that it could. Default False: a selection, whose
             size depends on values, raises an error.
@@ -247,6 +258,7 @@ class Case:
     meets: int = 0
     state: LossState | None = None
     chunked: int = 0
+    tiles: ModulesInTiles | None = None
     outputs: bool = False
     masks_full: bool = False
 
@@ -353,6 +365,7 @@ def as_fakes(case: Case) -> Case:
         meets=case.size,
         state=LossState(loss.functions(), model),
         chunked=case.chunked,
+        tiles=None if case.tiles is None else case.tiles.of_copy(case.model, model),
         outputs=case.outputs,
         masks_full=case.masks_full,
     )

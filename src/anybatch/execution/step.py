@@ -45,6 +45,7 @@ from anybatch.execution.attempts import Repeatable
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.prefetch import DeviceLink, HostLink, feed
 from anybatch.execution.proof.inspected import Familiar
+from anybatch.execution.signature import ModulesInTiles
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Loss, Part, Scope, Total
 from anybatch.loss.calls import Derivatives, LossCalls
@@ -149,6 +150,7 @@ class Step(Repeatable):
         hanging: attributes and classes of outputs that their rows would not have.
         chunked: reports losses of wide linear maps that are computed in chunks; None (default)
             where none is.
+        tiles: runs modules in tiles of tokens; None (default) runs all of them whole.
     """
 
     link: DeviceLink
@@ -161,6 +163,7 @@ class Step(Repeatable):
     sharded: Sharded | None = None
     calls: LossCalls | None = None
     chunked: ChunkedLosses | None = None
+    tiles: ModulesInTiles | None = None
 
     # State, written later: an `__init__` of sixty fields takes long. (`int` does nothing.)
     scaler: Scaler | None = field(default=None, init=False)
@@ -364,6 +367,7 @@ class Step(Repeatable):
         if micro.size == 1:
             one_row()
         forward = partial(call_model, self.model, micro.inputs)
+        forward = forward if self.tiles is None else partial(self.tiles.run, self.model, forward)
         forward = forward if self.chunked is None else partial(stand_ins, forward)
         if divided and type(self.loss).run is not Loss.run:
             forward = partial(self.loss.run, forward, micro.inputs)

@@ -70,7 +70,7 @@ class Decision:
             request.refuse_spread()
         # A kernel that computes chunks is one event of a step, so what leaves beside it is not
         # foreseen (test_a_step_in_chunks_offloads_nothing).
-        may = may and not (request.spread or request.chunked)
+        may = may and not (request.spread or request.chunked or request.tile)
         found = self._offloaded() if may and way != "auto" else None
         if found is None and may and search.keeps_offloading(signature):
             found = self._still_offloaded()

@@ -206,7 +206,7 @@ def _dry_run(
     inspected, step = None, None
     # Else chunks are not full (test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen).
     sizes = (case.size - 2, case.size - 1) if case.chunked and case.size > SMALL + 1 else SIZES
-    on_rows = verify and not case.chunked and _may_be_few(case)
+    on_rows = verify and not (case.chunked or case.tiles) and _may_be_few(case)
     if on_rows or suffices is not None:
         step = _of_all(fakes, case.size)
     if step is not None and suffices is not None:

@@ -24,6 +24,7 @@ from anybatch.core.plan_sections import Candidate, Memory
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError, NotExactError, NotYetError
 from anybatch.execution.signature import Case, RunPlan, Signature
+from anybatch.execution.tiles import Tiles
 from anybatch.loss.chunked import WIDE
 from anybatch.loss.chunked_rows import fast_chunks
 from anybatch.memory.spill import Spill
@@ -47,6 +48,7 @@ class PlanningRequest:
         thorough: they are to tell the seconds of many sizes, of an undivided batch that fits, too.
         follows: a step of it follows, so what it does not need is not foreseen.
         chunked: bytes of the chunks of its wide linear maps and losses; 0 is none.
+        tile: tokens of the tiles of modules that act on each token by itself; 0 is none.
     """
 
     signature: Signature
@@ -59,12 +61,39 @@ class PlanningRequest:
     timed: bool
     thorough: bool
     follows: bool
-    chunked: int
+    chunked: int = 0
+    tile: int = 0
 
     def in_chunks(self, nbytes: int) -> PlanningRequest:
         """Return the request with wide linear maps and losses in chunks of so many bytes."""
-        case = cache(lambda: replace(self.case(), chunked=nbytes))
-        return replace(self, case=case, chunked=nbytes)
+        return replace(
+            self, case=cache(lambda: replace(self.case(), chunked=nbytes)), chunked=nbytes
+        )
+
+    def in_tiles(self, tokens: int) -> PlanningRequest:
+        """Return the request with modules that act on each token by itself in tiles of so many."""
+        tiles = Tiles(tokens) if tokens else None
+        return replace(self, case=cache(lambda: replace(self.case(), tiles=tiles)), tile=tokens)
+
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Bytes of chunks, and tokens of tiles."""
+        return self.chunked, self.tile
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest call of a module in tiles, in forecasts so far; 0 where none is."""
+        tiles = self.case().tiles
+        return tiles.longest if isinstance(tiles, Tiles) else 0
+
+    @property
+    def may_be_tiled(self) -> bool:
+        """Whether modules can be computed in tiles: not in lockstep, over ranks, or in batch draws.
+
+        No forecast is made of these yet.
+        """
+        apart = not (self.signature.lanes or self.signature.global_samples)
+        return apart and not self.case().draws
 
     @cached_property
     def full_batch(self) -> bool:

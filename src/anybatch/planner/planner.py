@@ -15,7 +15,7 @@ handful of rehearsals, and every one of them keeps within the budget.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -48,7 +48,7 @@ from anybatch.planner.workspaces import Workspaces
 SLACK = 0.05
 """Share of its forecast that a step which is measured again may hold more, within the budget."""
 
-RUNGS = ("chunks", "offload")
+RUNGS = ("chunks", "tiles", "offload")
 """Ways to hold less than a step in micro-batches does."""
 
 FREE = ("auto", "off")
@@ -56,6 +56,9 @@ FREE = ("auto", "off")
 
 CHUNKS = (4 << 20, 1 << 20)
 """Bytes of the chunks of a wide linear map that are tried where its fast ones do not fit."""
+
+TILES = 32, 128, 512, 2048
+"""Tokens of the tiles that are tried where no sample fits otherwise: each is a forecast."""
 
 MANY = 2
 """Times as many samples that must fit in chunks, for a batch that would fit in parts without."""
@@ -102,7 +105,7 @@ class Planner:
         self._settled, self._passed_in = settled, settled is not None
         self.two_pass = settled is not None and settled.coupled
         self.earlier: EarlierPlans | None = None
-        self._chunked: dict[bool, int] = {}
+        self._parts: dict[bool, tuple[int, int]] = {}  # bytes of chunks, and tokens of tiles
         self._compared = False
         self._varied = self._renewed = self._forgot = self._corrected = False
         self._search = MicroBatchSearch(fixed, sends=bool(settled and settled.offload))
@@ -179,20 +182,20 @@ class Planner:
         follows: bool,  # noqa: FBT001
     ) -> PlanningRequest:
         """Return the request for a decision, within the budget of a plan that was passed in."""
-        chunked = self._chunked.get(signature.trains, 0)
-        case = cache(lambda: replace(make_case(), chunked=chunked))
+        chunked, tile = self._parts.get(signature.trains, (0, 0))
+        case = cache(make_case)
         if self._settled is not None:
             self.budget, self.source = self._settled.memory.budget, self._settled.memory.source
         elif self.budget is None:
             self.budget, self.source = default_budget(case(), optimizer, self._part)
         timed = self.timed and not torch.are_deterministic_algorithms_enabled()
-        return PlanningRequest(
+        request = PlanningRequest(
             *(signature, case, optimizer, refuse_division, self.budget, self.source, self.spill),
             timed=timed,
             thorough=self.thorough,
             follows=follows,
-            chunked=chunked,
         )
+        return request.in_chunks(chunked).in_tiles(tile)
 
     def _earlier(self, signature: Signature) -> RunPlan | None:
         """Return the plan that an earlier start had for this step; None where there is none."""
@@ -209,7 +212,7 @@ class Planner:
             search.sends = fastest.offload is not None
         found = found.with_more(self._missing)
         self._planned[signature] = found
-        self._chunked |= {signature.trains: found.memory.chunked}
+        self._parts |= {signature.trains: (found.memory.chunked, found.memory.tile)}
         return found
 
     def timeline(self, signature: Signature) -> StepTimeline | None:
@@ -451,23 +454,62 @@ class Planner:
             )
 
     def _decide(self, request: PlanningRequest) -> RunPlan:
-        """Return how a batch is run; in chunks where no sample, or fewer, fit otherwise."""
+        """Return how a batch is run; in chunks where no sample, or fewer, fit otherwise.
+
+        Modules are in tiles only where no sample fits without.
+        """
         settled, outside = self._of_plan(request), sys.exception()
         if settled is not None:
             return settled
         try:
             found = self._decided(request)
         except BudgetError as error:
-            sizes = self._chunks(request)
-            if not sizes:
-                raise
             release(error, outside=outside)
             failed = error
         else:
             return self._compared_with_chunks(request, found)
-        in_chunks = self._best_in_chunks(request, sizes, 0, failed)
-        assert in_chunks is not None
-        return in_chunks
+        ways = [request.in_chunks(n) for n in self._chunks(request)]
+        try:
+            in_chunks = self._best_of(request, ways, 0, failed)
+        except BudgetError as error:
+            if not self._may_be_tiled(request):
+                raise
+            release(error, outside=outside)
+            failed = error
+        else:
+            assert in_chunks is not None
+            return in_chunks
+        return self._in_tiles(request, ways or [request], failed)
+
+    def _may_be_tiled(self, request: PlanningRequest) -> bool:
+        """Say whether modules may be computed in tiles."""
+        barred = "tiles" not in self.rungs or self.spill.way not in FREE or self._corrected
+        return not barred and request.may_be_tiled
+
+    def _in_tiles(
+        self, request: PlanningRequest, ways: list[PlanningRequest], failed: BudgetError
+    ) -> RunPlan:
+        """Return how a batch is run in the largest tiles in which a sample fits.
+
+        The bytes of a step grow with its tiles, so the size is found by halving what is left.
+
+        Raises:
+            BudgetError: none fits, or no module acts on each token by itself.
+        """
+        first = [one.in_tiles(TILES[0]) for one in ways]
+        found = self._best_of(request, first, 0, failed)
+        longest = max(one.longest for one in first)
+        larger = [n for n in TILES[1:] if n < min(longest, request.tile or longest)]
+        least, most = 0, len(larger)
+        while least < most:
+            middle = (least + most) // 2
+            tried = [one.in_tiles(larger[middle]) for one in ways]
+            try:
+                found, least = self._best_of(request, tried, 0, failed), middle + 1
+            except BudgetError:
+                most = middle
+        assert found is not None
+        return found
 
     def _chunks(self, request: PlanningRequest) -> list[int]:
         """Return the bytes of the chunks to try instead of those of the plan."""
@@ -488,34 +530,39 @@ class Planner:
         """Return how a batch that fits in parts is run: in chunks where many more fit so."""
         # Once, and by no clock: on a CPU such chunks cost less than more samples gain.
         done = self._compared or request.signature.lanes or not request.signature.trains
-        if done or self._search.fixed is not None or request.chunked:
+        if done or self._search.fixed is not None or request.chunked or request.tile:
             return found
         fits = self._most_that_fit(request)
         if fits == request.signature.size:
             return found
         sizes = [n for n in self._chunks(request) if n in request.fast_chunks]
-        found = self._best_in_chunks(request, sizes, fits, None) or found
+        found = self._best_of(request, map(request.in_chunks, sizes), fits, None) or found
         self._compared = True  # not before: after an interrupt the next step compares
         return found
 
-    def _best_in_chunks(
-        self, request: PlanningRequest, sizes: list[int], fits: int, failed: BudgetError | None
+    def _best_of(
+        self,
+        request: PlanningRequest,
+        ways: Iterable[PlanningRequest],
+        fits: int,
+        failed: BudgetError | None,
     ) -> RunPlan | None:
-        """Return how a batch is run in the largest chunks in which many more samples fit.
+        """Return how a batch is run in the first of some ways in which many more samples fit.
 
-        None where no more fit, or the model cannot be run in chunks. `sizes` are bytes of chunks,
-        the largest first, and 0 is none; `fits` the samples that fit without. `failed` is the error
-        without, of which the least one is raised; None where there is a plan.
+        None where no more fit, or the model cannot be run so. `ways` are requests in chunks or
+        tiles, the largest first; `fits` the samples that fit in `request`. `failed` is its error,
+        of which the least one is raised; None where there is a plan.
         """
         size, trains, found = request.signature.size, request.signature.trains, None
-        search, best = self._search, (self._foreseen, self._search, request.chunked)
+        search, parts = self._search, self._parts.get(trains, (0, 0))
+        best = self._foreseen, search, parts
         try:
-            for nbytes in sizes:
+            for way in ways:
                 self._foreseen = Foreseen()  # forecasts of chunks are none of other steps
                 if failed is None:
                     self._search = search.anew()
                 try:
-                    run_plan = self._decided(request.in_chunks(nbytes))
+                    run_plan = self._decided(way)
                 except Exception as error:  # the model's own: without chunks it may be none
                     if failed is not None and isinstance(error, BudgetError):
                         failed = min(failed, error, key=lambda one: one.needed)
@@ -523,11 +570,11 @@ class Planner:
                 most = self._most_that_fit(request)
                 if (failed and found is None) or most >= min(size, max(1, MANY * fits)):
                     found, fits = run_plan, most
-                    best = self._foreseen, self._search, nbytes
+                    best = self._foreseen, self._search, way.parts
                 if fits == size:
                     break
         finally:
-            self._foreseen, self._search, self._chunked[trains] = best
+            self._foreseen, self._search, self._parts[trains] = best
         if found is None and failed is not None:
             raise failed from None
         return found
@@ -549,7 +596,8 @@ class Planner:
             found = decision.made()
             every, n = self._completed(request), found.micro_batch
             looked = 0 if every is None else every.inspection_bytes(n, request.signature.size)
-            memory = replace(found.memory, chunked=request.chunked, inspection=looked)
+            chunked, tile = request.parts
+            memory = replace(found.memory, chunked=chunked, tile=tile, inspection=looked)
             return replace(found, memory=memory)
         except torch.OutOfMemoryError as error:
             if accelerator.of(request.case().device).host:
@@ -570,7 +618,7 @@ class Planner:
             return None
         if settled.offload is not None:
             request.refuse_spread()
-        self._chunked |= {signature.trains: settled.memory.chunked}
+        self._parts |= {signature.trains: (settled.memory.chunked, settled.memory.tile)}
         self._settled = None
         self._search.decided += 1
         return settled

@@ -562,6 +562,7 @@ def make_step(
         calls=LossCalls(state) if state is not None and called else None,
         budgeted=True,
         chunked=chunks_of(case.chunked),
+        tiles=case.tiles,
     )
 
 

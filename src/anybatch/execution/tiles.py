@@ -1,0 +1,480 @@
+"""Modules that act on each token by itself, in tiles of tokens that backward computes again.
+
+An MLP is several times as wide inside as at its border, and autograd saves all of that for every
+token. But no token needs another one there. So forward computes one tile of tokens after the other
+and keeps only the input; backward computes each tile again, with a graph, and adds its part of the
+gradients.
+
+    at once    x [T, C] ──> [T, 4 C] ──> [T, C]                      T x 4 C numbers, several times
+    in tiles   x[0:t] ──> [t, 4 C] ──> [t, C] │ x[t:2t] ──> ...      t x 4 C numbers, computed twice
+
+No class of modules is named. A module is tried when it is first called with one tensor: the proof
+that samples do not meet (`anybatch.execution.inspection`) is turned to its tokens. All that does
+not pass is left whole: modules in which tokens meet, know their place or how many they are, that
+draw, write to a buffer or keep something, that have hooks inside or a backward of their own.
+
+Source: u-cuDNN's conclusion, which asks for other layers than convolutions; AGBN's "memory monger".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.compiler import is_compiling as compiling
+from torch.jit import ScriptModule
+from torch.utils._python_dispatch import _disable_current_modes
+
+from anybatch.core import modules as graph
+from anybatch.core.barrier import PLAIN, looks_here
+from anybatch.core.modules import is_spread, tensors_of, training_modes, unheard, walk
+from anybatch.core.oom import out_of_memory
+from anybatch.core.python_state import Attributes
+from anybatch.core.retry import Retry
+from anybatch.core.rng import RNGState
+from anybatch.core.transaction import uninterrupted
+from anybatch.distributed.local_batch import LocalBatch
+from anybatch.errors import NotYetError
+from anybatch.execution.buffers import ForwardBuffers
+from anybatch.execution.gradients import Gradients
+from anybatch.execution.inspection import inspect_model
+from anybatch.execution.outside import Outside, parts, plain_numbers
+from anybatch.execution.prefetch import HostLink
+from anybatch.execution.proof.rows import saving_nothing, strange_backward
+from anybatch.execution.signature import FirstRows
+from anybatch.execution.step import Step
+from anybatch.loss.callable_loss import CallableLoss
+from anybatch.loss.logits import in_checkpoint, transformed
+from anybatch.memory.fakes import is_fake
+
+FEW = 4
+"""Tokens on which a module is tried, and the fewest of a tile."""
+
+WIDE = 2
+"""Times the bytes of its input that a module must save beside it, or tiles would gain little."""
+
+NO_DERIVATIVE = (
+    "a module that is computed in tiles of tokens has no second derivative today, and a backward "
+    'with create_graph=True asks for it: leave "tiles" out of rungs, or give more memory'
+)
+
+FORWARD = "forward"
+
+
+class Tiles:
+    """Run modules that act on each token by itself in tiles of tokens, while a model is called.
+
+    Args:
+        size: tokens of a tile, of each sample; `FEW` at least.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._lengths: set[int] = set()
+        self._inside = False
+        self._originals: dict[int, nn.Module] = {}
+        self._verdicts: WeakKeyDictionary[nn.Module, dict[Any, _Verdict]] = WeakKeyDictionary()
+
+    def of_copy(self, model: nn.Module, copied: nn.Module) -> Tiles:
+        """Return the tiles of a copy without data; its modules are tried in the model itself."""
+        found = Tiles(self.size)
+        found._lengths, found._verdicts = self._lengths, self._verdicts
+        pairs = zip(walk(copied), walk(model), strict=True)
+        found._originals = {id(twin): original for (_, twin), (_, original) in pairs}
+        return found
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a sample that a module in tiles was called with; 0 where none was."""
+        return max(self._lengths, default=0)
+
+    def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
+        """Return ``forward()``, which calls the model, with its modules in tiles where they may."""
+        placed: list[nn.Module] = []
+        self._inside = False  # an interrupt may have skipped the end of an earlier call
+        try:
+            for module in _candidates(model):
+                placed.append(module)
+                module.__dict__[FORWARD] = _Forward(self, module)
+            return forward()
+        finally:
+            with uninterrupted():
+                for module in placed:
+                    module.__dict__.pop(FORWARD, None)
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Call modules in the body as they are: they are inside of one that is in tiles."""
+        was, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = was
+
+    def call(self, module: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a module, in tiles where these are shown to be the same."""
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if self._inside or not isinstance(x, Tensor) or not self._may_be(x):
+            return own(*args, **kwargs)
+        rows = max(FEW, self.size // prod(x.shape[2:-1]))
+        original = self._originals.get(id(module), module)
+        with self.within(), _as_written(original):
+            tried = x.shape[1] > rows and self._verdict(original, x, rows)
+        if not tried:
+            return own(*args, **kwargs)
+        self._lengths.add(prod(x.shape[1:-1]))
+        tile = _Tile(self, module, own, rows)
+        if looks_here():
+            return tile.joined(x)
+        held = [
+            t for kind in ("_parameters", "_buffers") for t in tensors_of(module.modules(), kind)
+        ]
+        tile.leaves = [t for t in dict.fromkeys(held) if t.requires_grad]
+        rest = [t for t in dict.fromkeys(held) if not t.requires_grad]
+        try:
+            return _InTiles.apply(tile, x, *tile.leaves, *rest)  # type: ignore[no-untyped-call]
+        except _OutsideError:  # a leaf that is none of the module's, which would get no gradient
+            return own(*args, **kwargs)
+
+    def _verdict(self, module: nn.Module, x: Tensor, rows: int) -> bool:
+        """Say whether a module acts on each token by itself, as in `x`; try it where unknown."""
+        every = walk(module)
+        now = parts(every), tuple(plain_numbers(every)[0].items()), training_modes(every)
+        samples, length, *others = x.shape
+        form = (0 if is_fake(x) else samples, *others, x.dtype, x.device, rows)
+        form = (*form, torch.is_grad_enabled(), *(v for one in _autocast(x) for v in one.values()))
+        known = self._verdicts.setdefault(module, {})
+        for of in (0, length):
+            found = known.get((form, of))
+            if found is not None and found.holds(now):
+                return found.tokenwise
+        outside = Outside(one for _, one in every)
+        numbers = outside.numbers()
+        tokenwise, of = _trial(module, x, rows)
+        known[form, of] = _Verdict(tokenwise, (now, numbers), outside)
+        return tokenwise
+
+    def forget(self, module: nn.Module) -> None:
+        """Try a module again when it is called the next time."""
+        self._verdicts.pop(module, None)
+
+    @staticmethod
+    def _may_be(x: Tensor) -> bool:
+        plain = type(x) in PLAIN or is_fake(x)
+        if not plain or x.dim() < 3 or x.layout != torch.strided or not x.numel():
+            return False
+        if not x.is_floating_point() or x.is_inference() or x.device.type == "meta":
+            return False
+        return not (compiling() or in_checkpoint() or transformed())
+
+
+class _Forward:
+    """Stands in for the forward of a module while a model is called."""
+
+    __slots__ = ("_module", "_tiles")
+
+    def __init__(self, tiles: Tiles, module: nn.Module) -> None:
+        self._tiles, self._module = tiles, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module
+        return self._tiles.call(module, type(module).forward.__get__(module), args, kwargs)
+
+
+def _candidates(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules whose forward may be replaced for a while."""
+    every = walk(model)
+    compiled = [path for path, module in every if _is_compiled(module)]
+    for path, module in every:
+        apart = not any(_contains(path, one) or _contains(one, path) for one in compiled)
+        if apart and isinstance(module.__dict__.get(FORWARD), _Forward | None):
+            yield module
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    compiled = hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl")
+    return bool(compiled) or isinstance(module, ScriptModule)
+
+
+def _contains(path: str, other: str) -> bool:
+    return not path or path == other or other.startswith(f"{path}.")
+
+
+@contextmanager
+def _as_written(module: nn.Module) -> Iterator[None]:
+    """Run the body with the user's own forwards in a module and all that it holds."""
+    replaced = [
+        (one.__dict__, one.__dict__.pop(FORWARD))
+        for one in module.modules()
+        if isinstance(one.__dict__.get(FORWARD), _Forward)
+    ]
+    try:
+        yield
+    finally:
+        for held, forward in replaced:
+            held[FORWARD] = forward
+
+
+# Tiles of one call: forward without a graph, and backward.
+
+
+class _OutsideError(Exception):
+    """Error of a module whose result depends on a tensor with a gradient outside of it."""
+
+
+@dataclass
+class _Tile:
+    """Computation of a module in tiles, of `rows` entries along the second dimension.
+
+    Attributes:
+        own: the module's forward.
+        leaves: parameters that get a gradient.
+        autocast: enters the modes of autocast of the call again.
+    """
+
+    tiles: Tiles
+    module: nn.Module
+    own: Callable[[Tensor], Tensor]
+    rows: int
+    leaves: list[Tensor] = field(default_factory=list)
+    autocast: list[dict[str, Any]] = field(default_factory=list)
+
+    def spans(self, x: Tensor) -> list[tuple[int, int]]:
+        """Return where each tile begins, and its length; of fakes, two stand for all."""
+        length = x.shape[1]
+        found = [(at, min(self.rows, length - at)) for at in range(0, length, self.rows)]
+        return found[:2] if is_fake(x) else found
+
+    def joined(self, x: Tensor) -> Tensor:
+        """Return the result, with a graph of all tiles where there is one."""
+        with self.tiles.within():
+            parts = [self.own(x.narrow(1, *span)) for span in self.spans(x)]
+        rest = x.shape[1] - sum(one.shape[1] for one in parts)
+        if rest:
+            parts.append(parts[0].new_empty((x.shape[0], rest, *parts[0].shape[2:])))
+        return torch.cat(parts, 1)
+
+    def compute(self, x: Tensor, span: tuple[int, int], *, trains: bool) -> tuple[Tensor, Tensor]:
+        """Return one tile of `x` as a leaf, and its result with a graph."""
+        part = x.narrow(1, *span).detach().requires_grad_(trains)
+        with ExitStack() as modes:
+            for one in self.autocast:  # without its cache, which would keep the graph of a tile
+                modes.enter_context(torch.autocast(**one, cache_enabled=False))
+            with torch.enable_grad(), self.tiles.within():
+                return part, self.own(part)
+
+    def check(self, part: Tensor, found: Tensor, first: int) -> None:
+        """Raise an error where a graph leads out of the module."""
+        inside = {id(part), *map(id, self.leaves)}
+        for node in graph.nodes([found]):
+            leaf = getattr(node, "variable", None)
+            if node._sequence_nr() < first if leaf is None else id(leaf) not in inside:
+                raise _OutsideError
+
+
+def _autocast(x: Tensor) -> list[dict[str, Any]]:
+    """Return the present state of autocast, of each type of device that a module may compute on."""
+    return [
+        {
+            "device_type": kind,
+            "enabled": torch.is_autocast_enabled(kind),
+            "dtype": torch.get_autocast_dtype(kind),
+        }
+        for kind in dict.fromkeys((x.device.type, "cpu"))
+    ]
+
+
+class _InTiles(torch.autograd.Function):
+    """A module on tiles of its input; saves the input, and computes each tile again."""
+
+    @staticmethod
+    def forward(ctx: Any, tile: _Tile, x: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.tile = tile
+        ctx.save_for_backward(x, *tensors)  # parameters for their versions, as torch checks them
+        tile.autocast = _autocast(x)
+        drawn, out, first = _draws(), None, torch._C._autograd._get_sequence_nr()
+        for begin, length in tile.spans(x):
+            run = partial(tile.compute, x, (begin, length), trains=x.requires_grad)
+            part, found = saving_nothing(run)
+            if out is None:
+                tile.check(part, found, first)
+                out = found.new_empty((*x.shape[:-1], found.shape[-1]))
+            out.narrow(1, begin, length).copy_(found.detach())
+            del part, found
+        assert isinstance(out, Tensor)
+        if not (is_fake(x) or _draws().same_as(drawn)):  # which it did not where it was tried
+            tile.tiles.forget(tile.module)
+            raise Retry("inspection")
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, above: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise NotYetError(NO_DERIVATIVE)
+        tile: _Tile = ctx.tile
+        x, trains = ctx.saved_tensors[0], ctx.needs_input_grad[1]
+        below = torch.empty_like(x) if trains else None
+        sums: list[Tensor | None] = [None] * len(tile.leaves)
+        for begin, length in tile.spans(x):
+            part, found = tile.compute(x, (begin, length), trains=trains)
+            wanted = [*([part] if trains else []), *tile.leaves]
+            above_part = above.narrow(1, begin, length)
+            gradients: list[Tensor | None] = [
+                *torch.autograd.grad(found, wanted, above_part, allow_unused=True)
+            ]
+            del part, found
+            if below is not None:
+                gradient = gradients.pop(0)
+                rows = below.narrow(1, begin, length)
+                rows.zero_() if gradient is None else rows.copy_(gradient)
+            for at, leaf in enumerate(tile.leaves):
+                sums[at] = _added(sums[at], gradients[at], leaf)
+                gradients[at] = None
+        every = [
+            None if s is None else s.to(p.dtype) for s, p in zip(sums, tile.leaves, strict=True)
+        ]
+        rest = len(ctx.needs_input_grad) - len(every) - 2
+        return None, below, *every, *[None] * rest
+
+
+def _draws() -> RNGState:
+    with _disable_current_modes():
+        return RNGState.now()
+
+
+def _added(total: Tensor | None, gradient: Tensor | None, leaf: Tensor) -> Tensor | None:
+    """Return the sum over tiles; in float32 for half precision, which would round each of them."""
+    if gradient is None:
+        return total
+    if total is None:
+        half = leaf.dtype.itemsize < torch.float32.itemsize
+        return gradient.to(torch.float32 if half else leaf.dtype, copy=True)
+    return total.add_(gradient)
+
+
+# Whether a module acts on each token by itself.
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Result of a trial.
+
+    Attributes:
+        tokenwise: tiles are the same.
+        model: the module as it was: its forwards, hooks, numbers and modes.
+        outside: numbers that its code reads elsewhere.
+    """
+
+    tokenwise: bool
+    model: Any
+    outside: Outside
+
+    def holds(self, now: Any) -> bool:
+        """Say whether the module is still as it was tried."""
+        return bool(self.model == (now, self.outside.numbers()))
+
+
+def _trial(module: nn.Module, x: Tensor, rows: int) -> tuple[bool, int]:
+    """Say whether a module acts on each token by itself, and in how many; 0 is in any number."""
+    inside = [one for _, one in walk(module)[1:]]
+    if any(_hooked(one) for one in inside) or any(map(is_spread, module.parameters())):
+        return False, 0
+    attributes = Attributes([module, *inside])
+    with _disable_current_modes(), unheard(), saved_tensors_hooks(_kept, _kept):
+        start = RNGState.now()
+        few, buffers = _tokens(x, rows), tensors_of(module.modules(), "_buffers")
+        before, copies = RNGState.now(), [(one, one._version, one.clone()) for one in buffers]
+        try:
+            if not _worth(module, few[:, :FEW].clone(), attributes):
+                return False, 0
+            if not RNGState.now().same_as(before):
+                return False, 0
+            return _meet_nowhere(module, few, x.shape[1], rows)
+        except Exception as error:  # whatever a module does with four tokens: it is left whole
+            if out_of_memory(error):
+                raise
+            return False, 0
+        finally:
+            attributes.put_back()
+            start.put_back()
+            for one, version, copied in copies:
+                if one._version != version:
+                    one.copy_(copied)
+
+
+def _tokens(x: Tensor, rows: int) -> Tensor:
+    """Return the tokens to try: those of `x`, or as many as a tile has where it has no data."""
+    if not is_fake(x):
+        return x.detach()
+    shape = (1, min(x.shape[1], rows), *x.shape[2:])
+    return torch.randn(shape, dtype=torch.float32, device=x.device).to(x.dtype)
+
+
+def _kept(value: Tensor) -> Tensor:
+    return value
+
+
+def _hooked(module: nn.Module) -> bool:
+    return any(held for name, held in module.__dict__.items() if name.endswith("_hooks") and held)
+
+
+def _worth(module: nn.Module, few: Tensor, attributes: Attributes) -> bool:
+    """Say whether a module saves much more than its input, and leaves nothing behind."""
+    held = tensors_of(module.modules(), "_parameters") + tensors_of(module.modules(), "_buffers")
+    places, saved = {graph.storage_of(one) for one in (few, *held)}, dict[int, int]()
+
+    def save(one: Tensor) -> Tensor:
+        place = graph.storage_of(one)
+        if place not in places:
+            saved[place] = one.untyped_storage().nbytes()
+        return one
+
+    versions = [(one, one._version) for one in (few, *held)]
+    few.requires_grad_()
+    with torch.enable_grad(), saved_tensors_hooks(save, _kept):
+        found = module.forward(few)
+    same = isinstance(found, Tensor) and type(found) in PLAIN and found is not few
+    if not same or found.shape[:-1] != few.shape[:-1] or strange_backward(found):
+        return False
+    if any(one._version != version for one, version in versions) or attributes.changed():
+        return False
+    return bool(sum(saved.values()) > WIDE * few.numel() * few.element_size())
+
+
+class _Tokens(nn.Module):
+    """A module whose first dimension is that of the tokens; hooks on it are not called."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found: Tensor = self.module.forward(tokens.transpose(0, 1)).transpose(0, 1)
+        return found
+
+
+def _meet_nowhere(module: nn.Module, x: Tensor, length: int, rows: int) -> tuple[bool, int]:
+    """Say whether it is shown, by the proof for samples, that tokens do not meet in a module."""
+    tokens, there = x.transpose(0, 1), x.shape[1]
+    step = Step(
+        model=_Tokens(module),
+        loss=CallableLoss(torch.sum),  # never called
+        batch=FirstRows(tokens, None, length, there, -(-there // rows)),
+        micro_batch=rows,
+        link=HostLink(x.device),
+        buffers=ForwardBuffers([], set()),
+        gradients=Gradients([]) if torch.is_grad_enabled() else None,
+        global_batch=LocalBatch(length),
+    )
+    inspect_model(step)
+    sizes = step.traits.sizes
+    apart = not (step.traits.doubts or step.traits.copies)
+    return apart, length if sizes is None or sizes.counts else 0
