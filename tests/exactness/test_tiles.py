@@ -1,10 +1,10 @@
-"""Modules of single tokens in tiles: the gradient of the whole; all other modules are left whole."""
+"""Modules of single tokens in tiles: the gradient of the whole; all others are left whole."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -72,6 +72,11 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.dropout(self.down(torch.tanh(F.gelu(self.up(x)))))
         return found
+
+
+class Writing(MLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(2))
 
 
 class Experts(nn.Module):
@@ -199,7 +204,8 @@ def test_evaluation_is_in_tiles_too(tried: dict[str, bool]) -> None:
     net = make().double()
     x, y = batch(LONG)
     engine = Engine(net, loss_fn, plan=plan_of())
-    assert float(engine.evaluate(x, y) - loss_fn(net(x), y)) == pytest.approx(0, abs=1e-12)
+    want = loss_fn(net(x), y).detach()
+    assert_exact({"loss": engine.evaluate(x, y)}, {"loss": want})
     assert tried["SwiGLU"]
 
 
@@ -221,7 +227,10 @@ class Of(nn.Module):
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.up, self.down, self.function = nn.Linear(D, WIDE), nn.Linear(WIDE, D), function
-        self.table, self.weight = nn.Parameter(torch.randn(2 * LONG, D)), nn.Parameter(torch.ones(D))
+        self.table, self.weight = (
+            nn.Parameter(torch.randn(2 * LONG, D)),
+            nn.Parameter(torch.ones(D)),
+        )
         self.log: list[Any] = []
         self.count, self.kept = 0, torch.zeros(())
         self.register_buffer("mean", torch.zeros(D))
@@ -321,10 +330,6 @@ def logs(self: Of, x: Tensor, z: Tensor) -> Tensor:
     return z
 
 
-def writes(_: Of, x: Tensor, z: Tensor) -> Tensor:
-    return F.relu(x * 1, inplace=True).add_(z)
-
-
 def checkpointed(_: Of, x: Tensor, z: Tensor) -> Tensor:
     found: Tensor = checkpoint(torch.sin, z, use_reentrant=True)
     return found
@@ -346,9 +351,18 @@ def own_backward(_: Of, x: Tensor, z: Tensor) -> Tensor:
 
 
 WHOLE = [
-    *(causal, squeeze_excite, token_shift, response_norm, closed_gate, weakly, when_long, by_length),
+    *(
+        causal,
+        squeeze_excite,
+        token_shift,
+        response_norm,
+        closed_gate,
+        weakly,
+        when_long,
+        by_length,
+    ),
     *(positions, counted, read, cumulative, largest, over_tokens, normalised, dropped, drawn),
-    *(moves, counts, keeps, logs, writes, checkpointed, own_backward),
+    *(moves, counts, keeps, logs, checkpointed, own_backward),
 ]
 
 
@@ -385,6 +399,7 @@ def test_a_module_of_more_than_single_tokens_is_left_whole(
     "module",
     [
         lambda: Experts(1.0),
+        Writing,
         lambda: nn.GRU(D, D, batch_first=True),
         lambda: nn.TransformerEncoderLayer(D, 2, WIDE, 0.0, batch_first=True),
         lambda: nn.Sequential(nn.Linear(D, WIDE), nn.Dropout(0.1), nn.Tanh(), nn.Linear(WIDE, D)),
@@ -515,8 +530,8 @@ class Adapted(nn.Module):
     def __init__(self, of: nn.Linear) -> None:
         super().__init__()
         self.of = of.requires_grad_(requires_grad=False)
-        self.a = nn.Parameter(torch.randn(2, of.in_features) / 4)
-        self.b = nn.Parameter(torch.randn(of.out_features, 2) / 4)
+        self.a = nn.Parameter(torch.randn(2, of.in_features, dtype=torch.float64) / 4)
+        self.b = nn.Parameter(torch.randn(of.out_features, 2, dtype=torch.float64) / 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.of(x) + x @ self.a.t() @ self.b.t()  # type: ignore[no-any-return]
@@ -539,7 +554,7 @@ def outside(net: nn.Module) -> None:
     """One computes with a parameter of the other, which it does not list."""
     first, second = (module for module in net.modules() if isinstance(module, SwiGLU))
     weight = first.up.weight
-    second.gate = Of(lambda self, x, z: F.linear(x, weight))
+    second.gate = Of(lambda self, x, z: F.linear(x, weight)).double()
 
 
 def clamped(net: nn.Module) -> None:
@@ -569,14 +584,12 @@ def test_other_parameters_hooks_and_checkpoints_beside_tiles(
     engine = Engine(net, loss_fn, plan=plan_of(2))
     for _ in range(2):
         net.zero_grad()
-        plain = NETWORKS["llama"][0]().double()
+        plain = make().double()
         change(plain)
         plain.load_state_dict(net.state_dict())
-        want = undivided(net, loss_fn, x, y) if change is not recomputed else None
-        if want is None or change in (clamped, outside):
-            loss = loss_fn(plain(x), y)
-            loss.backward()
-            want = state_of(plain, loss)
+        loss = loss_fn(plain(x), y)
+        loss.backward()
+        want = state_of(plain, loss)
         assert_exact(state_of(net, engine.backward(x, y)), want)
     assert tried.get("SwiGLU", False) == tiled
 
@@ -647,7 +660,7 @@ def test_saved_tensors_of_tiles_may_be_offloaded() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(Block(SwiGLU()).before, SwiGLU(1024), SwiGLU(1024), nn.Linear(D, 1)))
     x = torch.randn(4, 4096, D)
-    off, of_tiles = anybatch.offload(memory="9MiB", device="cpu"), Tiles(256)
+    off, of_tiles = anybatch.offload(memory="9MiB", device="cpu"), Tiles(32)
     want = undivided(net, lambda z: z.square().mean(), x, None)
     for _ in range(3):
         net.zero_grad()
@@ -676,27 +689,24 @@ def test_a_compiled_module_is_left_whole(tried: dict[str, bool]) -> None:
 
 @contextmanager
 def failing(call: int, error: type[BaseException]) -> Iterator[list[int]]:
-    """Raise an error in one of the calls of an MLP's part."""
-    own, count = MLP.forward, [0]
+    """Raise an error when so many tiles have been computed, forward or backward."""
+    own, count = tiles._Tile.compute, [0]
 
-    def forward(self: MLP, x: Tensor) -> Tensor:
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
         count[0] += 1
+        found = own(self, *args, **kwargs)
         if count[0] == call:
             raise error("full")
-        return own(self, x)
+        return found
 
-    MLP.forward = forward  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles._Tile, "compute", compute)
         yield count
-    finally:
-        MLP.forward = own  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("call", range(1, 60, 7))
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_a_step_that_ends_in_a_tile_leaves_no_trace(
-    call: int, error: type[BaseException]
-) -> None:
+@pytest.mark.parametrize("call", [1, 4, 7, 10, 16, 22, 32])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ArithmeticError])
+def test_a_step_that_ends_in_a_tile_leaves_no_trace(call: int, error: type[BaseException]) -> None:
     make, batch, loss_fn, _ = NETWORKS["gpt2"]
     torch.manual_seed(0)
     net = make().double()
@@ -704,25 +714,16 @@ def test_a_step_that_ends_in_a_tile_leaves_no_trace(
     engine = Engine(net, loss_fn, plan=plan_of())
     engine.backward(x, y)
     before = snapshot(net)
-    with failing(call, error) as count, pytest.raises(error) if call < 0 else nullcontext():
-        try:
-            engine.backward(x, y)
-        except error:
-            assert same(snapshot(net), before)
-        else:
-            assert count[0] < call or error is ValueError
+    with failing(call, error), pytest.raises(error):
+        engine.backward(x, y)
+    assert same(snapshot(net), before)
     assert not any("forward" in module.__dict__ for module in net.modules())
     net.zero_grad()
-    assert_exact(state_of(net, engine.backward(x, y)), undivided(zeroed(net), loss_fn, x, y))
+    want = undivided(net, loss_fn, x, y)
+    assert_exact(state_of(net, engine.backward(x, y)), want)
 
 
-def zeroed(net: nn.Module) -> nn.Module:
-    net = copy.deepcopy(net)
-    net.zero_grad()
-    return net
-
-
-@pytest.mark.parametrize("call", [1, 3, 9, 14])
+@pytest.mark.parametrize("call", [1, 7, 10, 16, 32])
 def test_memory_that_runs_out_in_a_tile_makes_smaller_micro_batches(call: int) -> None:
     make, batch, loss_fn, _ = NETWORKS["gpt2"]
     torch.manual_seed(0)
@@ -732,6 +733,8 @@ def test_memory_that_runs_out_in_a_tile_makes_smaller_micro_batches(call: int) -
     engine.backward(x, y)
     net.zero_grad()
     want = undivided(net, loss_fn, x, y)
-    full = type("Full", (torch.OutOfMemoryError,), {})
-    with failing(call, full):
+    with failing(call, torch.OutOfMemoryError) as count:
         assert_exact(state_of(net, engine.backward(x, y)), want)
+    assert count[0] > call
+    assert engine.plan is not None
+    assert engine.plan.micro_batch == 1

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from anybatch.core import modules as graph
 from anybatch.core.barrier import PLAIN, looks_here
-from anybatch.core.modules import is_spread, tensors_of, training_modes, unheard, walk
+from anybatch.core.modules import is_spread, tensors_of, unheard, walk
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import Attributes
 from anybatch.core.retry import Retry
@@ -46,7 +46,7 @@ from anybatch.errors import NotYetError
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.inspection import inspect_model
-from anybatch.execution.outside import Outside, parts, plain_numbers
+from anybatch.execution.outside import Outside, parts, plain_numbers, read_held
 from anybatch.execution.prefetch import HostLink
 from anybatch.execution.proof.rows import saving_nothing, strange_backward
 from anybatch.execution.signature import FirstRows
@@ -57,6 +57,9 @@ from anybatch.memory.fakes import is_fake
 
 FEW = 4
 """Tokens on which a module is tried, and the fewest of a tile."""
+
+SETTINGS = (bool, int, float, str, tuple)
+"""Types of the attributes of a module that are compared, of torch's own modules, too."""
 
 WIDE = 2
 """Times the bytes of its input that a module must save beside it, or tiles would gain little."""
@@ -147,7 +150,7 @@ class Tiles:
     def _verdict(self, module: nn.Module, x: Tensor, rows: int) -> bool:
         """Say whether a module acts on each token by itself, as in `x`; try it where unknown."""
         every = walk(module)
-        now = parts(every), tuple(plain_numbers(every)[0].items()), training_modes(every)
+        now = _as_it_is(every)
         samples, length, *others = x.shape
         form = (0 if is_fake(x) else samples, *others, x.dtype, x.device, rows)
         form = (*form, torch.is_grad_enabled(), *(v for one in _autocast(x) for v in one.values()))
@@ -382,6 +385,18 @@ class _Verdict:
         return bool(self.model == (now, self.outside.numbers()))
 
 
+def _as_it_is(every: graph.Modules) -> Any:
+    """Return the forwards, hooks, modes and numbers of modules, for comparison."""
+    numbers, held = plain_numbers(every)
+    settings = [
+        (name, value)
+        for _, module in every
+        for name, value in module.__dict__.items()
+        if type(value) in SETTINGS
+    ]
+    return parts(every), tuple((numbers | read_held(held)).items()), tuple(settings)
+
+
 def _trial(module: nn.Module, x: Tensor, rows: int) -> tuple[bool, int]:
     """Say whether a module acts on each token by itself, and in how many; 0 is in any number."""
     inside = [one for _, one in walk(module)[1:]]
@@ -391,11 +406,11 @@ def _trial(module: nn.Module, x: Tensor, rows: int) -> tuple[bool, int]:
     with _disable_current_modes(), unheard(), saved_tensors_hooks(_kept, _kept):
         start = RNGState.now()
         few, buffers = _tokens(x, rows), tensors_of(module.modules(), "_buffers")
-        before, copies = RNGState.now(), [(one, one._version, one.clone()) for one in buffers]
+        before, copies = RNGState.now(), [(one, one.clone()) for one in buffers]
         try:
             if not _worth(module, few[:, :FEW].clone(), attributes):
                 return False, 0
-            if not RNGState.now().same_as(before):
+            if not RNGState.now().same_as(before) or _moved(copies):
                 return False, 0
             return _meet_nowhere(module, few, x.shape[1], rows)
         except Exception as error:  # whatever a module does with four tokens: it is left whole
@@ -405,9 +420,8 @@ def _trial(module: nn.Module, x: Tensor, rows: int) -> tuple[bool, int]:
         finally:
             attributes.put_back()
             start.put_back()
-            for one, version, copied in copies:
-                if one._version != version:
-                    one.copy_(copied)
+            for one, copied in _moved(copies):
+                one.copy_(copied)
 
 
 def _tokens(x: Tensor, rows: int) -> Tensor:
@@ -416,6 +430,11 @@ def _tokens(x: Tensor, rows: int) -> Tensor:
         return x.detach()
     shape = (1, min(x.shape[1], rows), *x.shape[2:])
     return torch.randn(shape, dtype=torch.float32, device=x.device).to(x.dtype)
+
+
+def _moved(copies: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return the buffers that are no longer as their copies are: batch norm tells no version."""
+    return [(one, copied) for one, copied in copies if not torch.equal(one, copied)]
 
 
 def _kept(value: Tensor) -> Tensor:

@@ -479,16 +479,15 @@ class Planner:
         else:
             assert in_chunks is not None
             return in_chunks
-        return self._in_tiles(request, ways or [request], failed)
+        least = min((way.chunked for way in ways if way.chunked), default=request.chunked)
+        return self._in_tiles(request.in_chunks(least), failed)
 
     def _may_be_tiled(self, request: PlanningRequest) -> bool:
         """Say whether modules may be computed in tiles."""
         barred = "tiles" not in self.rungs or self.spill.way not in FREE or self._corrected
         return not barred and request.may_be_tiled
 
-    def _in_tiles(
-        self, request: PlanningRequest, ways: list[PlanningRequest], failed: BudgetError
-    ) -> RunPlan:
+    def _in_tiles(self, request: PlanningRequest, failed: BudgetError) -> RunPlan:
         """Return how a batch is run in the largest tiles in which a sample fits.
 
         The bytes of a step grow with its tiles, so the size is found by halving what is left.
@@ -496,18 +495,16 @@ class Planner:
         Raises:
             BudgetError: none fits, or no module acts on each token by itself.
         """
-        first = [one.in_tiles(TILES[0]) for one in ways]
-        found = self._best_of(request, first, 0, failed)
-        longest = max(one.longest for one in first)
-        larger = [n for n in TILES[1:] if n < min(longest, request.tile or longest)]
-        least, most = 0, len(larger)
-        while least < most:
-            middle = (least + most) // 2
-            tried = [one.in_tiles(larger[middle]) for one in ways]
+        least = request.in_tiles(TILES[0])
+        found = self._best_of(request, [least], 0, failed)
+        larger = [n for n in TILES[1:] if n < min(least.longest, request.tile or least.longest)]
+        while larger:
+            middle = len(larger) // 2
             try:
-                found, least = self._best_of(request, tried, 0, failed), middle + 1
+                found = self._best_of(request, [request.in_tiles(larger[middle])], 0, failed)
+                larger = larger[middle + 1 :]
             except BudgetError:
-                most = middle
+                larger = larger[:middle]
         assert found is not None
         return found
 
