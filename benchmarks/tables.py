@@ -70,6 +70,7 @@ from benchmarks.outofcore.rules import rows as rules_rows
 from benchmarks.outofcore.schedules import rows as outofcore
 from benchmarks.outofcore.states import rows as states_rows
 from benchmarks.outofcore.table1 import rows as table1_rows
+from benchmarks.outofcore.tiles import rows as tiles_rows
 from benchmarks.platforms.forecasts.rows import forecasts
 from benchmarks.platforms.gpu.rows import gpu
 from benchmarks.platforms.install import rows as of_install
@@ -147,6 +148,7 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "narrow_floors": ("outofcore/narrow", narrow_rows.narrow_floors),
     "blocks": ("outofcore/blocks", blocks_rows.blocks),
     "blocks_cuda": ("outofcore/blocks/cuda", blocks_rows.blocks_cuda),
+    "tiles": ("outofcore/tiles", tiles_rows.tiles),
     "recompute": ("outofcore/recompute", recompute_rows.recompute),
     "recompute_pixels": ("outofcore/recompute", recompute_rows.recompute_pixels),
     "limits": ("outofcore/limits", limits_rows.limits),
@@ -258,6 +260,7 @@ TITLES = {
     "frontier": "Out of core: the memory and the time of a step, every way beside the others",
     "narrow": "Out of core: lanes of which not even one fits",
     "blocks": "Out of core: blocks computed again, beside checkpoints by hand",
+    "tiles": "Out of core: modules of single tokens in tiles of tokens",
     "recompute": "Out of core: cheap results computed again in real steps",
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
     "table1": "Out of core: Table 1 on a device",

@@ -119,8 +119,9 @@ class Engine(Resumable):
             plans nothing, and ends in the same bits. "auto" (default): a file in your folder for
             caches; None: nothing is kept or followed.
         rungs: what may be done beside micro-batches, so that a step holds less: "chunks" computes
-            wide linear maps and their losses in chunks of rows, "offload" offloads saved tensors.
-            Default: both, where they are needed or faster.
+            wide linear maps and their losses in chunks of rows, "tiles" modules that act on each
+            token by itself in tiles of tokens, "offload" offloads saved tensors. Default: all,
+            where they are needed or faster.
         keep_outputs: `outputs` has those of all samples after a step, for metrics. They count as
             memory, and logits are then not computed in chunks. Default False.
 

@@ -1,0 +1,1 @@
+"""Modules that act on each token by itself, in tiles of tokens."""
