@@ -738,3 +738,45 @@ def test_memory_that_runs_out_in_a_tile_makes_smaller_micro_batches(call: int) -
     assert count[0] > call
     assert engine.plan is not None
     assert engine.plan.micro_batch == 1
+
+
+COMMON = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {**COMMON, "vocab_size": 90, "intermediate_size": 96, "num_key_value_heads": 1}
+PATCHES = {**COMMON, "intermediate_size": 96, "image_size": 16, "patch_size": 2}
+HUB: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "LlamaForCausalLM": (TEXT, {"LlamaMLP"}),
+    "MixtralForCausalLM": ({**TEXT, "num_local_experts": 2}, set()),
+    "GPT2LMHeadModel": (
+        {"vocab_size": 90, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        {"GPT2MLP"},
+    ),
+    "ViTForImageClassification": (PATCHES | {"hidden_dropout_prob": 0.0}, {"ViTMLP"}),
+}
+
+
+@pytest.mark.parametrize("name", [*HUB])
+def test_models_of_transformers_in_tiles(name: str, tried: dict[str, bool]) -> None:
+    hub: Any = pytest.importorskip("transformers", reason="needs transformers")
+    options, expected = HUB[name]
+    cls = getattr(hub, name)
+    torch.manual_seed(0)
+    net = cls(cls.config_class(**options))
+    ids = torch.randint(90, (3, LONG))
+    batch = {"input_ids": ids, "labels": ids}
+    if name.startswith("ViT"):
+        batch = {"pixel_values": torch.randn(3, 3, 16, 16), "labels": torch.tensor([0, 1, 0])}
+    double = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+
+    def run(model: nn.Module, rows: Any) -> dict[str, Tensor]:
+        loss = model(**rows).loss
+        loss.backward()
+        return state_of(model, loss)
+
+    truth = run(copy.deepcopy(net).double(), double)
+    noise = error_of(run(copy.deepcopy(net), batch), truth)
+    engine = Engine(net, plan=plan_of(2))
+    for _ in range(2):
+        net.zero_grad()
+        assert_exact(state_of(net, engine.backward(batch)), truth, noise)
+    assert {one for one, tiled in tried.items() if tiled} == expected

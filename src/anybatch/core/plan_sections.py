@@ -1,7 +1,4 @@
-"""Sections of a plan as data: memory, convolutions, pace, scale, and the evidence for exactness.
-
-The memory section comes first: the budget, the forecast, and the candidates that lost.
-"""
+"""Sections of a plan as data: memory, convolutions, pace, scale, and the evidence for exactness."""
 
 from __future__ import annotations
 
@@ -67,10 +64,10 @@ class Memory:
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
         waiting_capacity: bytes for waiting micro-batches on the device, in lockstep.
-        chunked: of the chunks in which wide linear maps and losses are computed; 0 is none.
+        chunked: of the chunks of wide linear maps and their losses; 0 is none.
+        tile: tokens of the tiles of modules of single tokens; 0 is none.
         inspection: of an inspection with all its forwards; one that would hold more than the
             budget has fewer, and may show less. 0 (default) where it was not forecast.
-        tile: tokens of the tiles in which modules of single tokens are computed; 0 is none.
     """
 
     budget: int

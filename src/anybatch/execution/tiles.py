@@ -106,7 +106,8 @@ class Tiles:
         try:
             for module in _candidates(model):
                 placed.append(module)
-                module.__dict__[FORWARD] = _Forward(self, module)
+                module.__dict__.pop(FORWARD, None)
+                module.__dict__[FORWARD] = _Forward(self, module, module.forward)
             return forward()
         finally:
             with uninterrupted():
@@ -137,15 +138,8 @@ class Tiles:
         tile = _Tile(self, module, own, rows)
         if looks_here():
             return tile.joined(x)
-        held = [
-            t for kind in ("_parameters", "_buffers") for t in tensors_of(module.modules(), kind)
-        ]
-        tile.leaves = [t for t in dict.fromkeys(held) if t.requires_grad]
-        rest = [t for t in dict.fromkeys(held) if not t.requires_grad]
-        try:
-            return _InTiles.apply(tile, x, *tile.leaves, *rest)  # type: ignore[no-untyped-call]
-        except _OutsideError:  # a leaf that is none of the module's, which would get no gradient
-            return own(*args, **kwargs)
+        tile.leaves, rest = _tensors(module)
+        return _InTiles.apply(tile, x, *tile.leaves, *rest)  # type: ignore[no-untyped-call]
 
     def _verdict(self, module: nn.Module, x: Tensor, rows: int) -> bool:
         """Say whether a module acts on each token by itself, as in `x`; try it where unknown."""
@@ -154,15 +148,15 @@ class Tiles:
         samples, length, *others = x.shape
         form = (0 if is_fake(x) else samples, *others, x.dtype, x.device, rows)
         form = (*form, torch.is_grad_enabled(), *(v for one in _autocast(x) for v in one.values()))
-        known = self._verdicts.setdefault(module, {})
+        tried = self._verdicts.setdefault(module, {})
         for of in (0, length):
-            found = known.get((form, of))
+            found = tried.get((form, of))
             if found is not None and found.holds(now):
                 return found.tokenwise
         outside = Outside(one for _, one in every)
         numbers = outside.numbers()
         tokenwise, of = _trial(module, x, rows)
-        known[form, of] = _Verdict(tokenwise, (now, numbers), outside)
+        tried[form, of] = _Verdict(tokenwise, (now, numbers), outside)
         return tokenwise
 
     def forget(self, module: nn.Module) -> None:
@@ -182,23 +176,22 @@ class Tiles:
 class _Forward:
     """Stands in for the forward of a module while a model is called."""
 
-    __slots__ = ("_module", "_tiles")
+    __slots__ = ("_module", "_own", "_tiles")
 
-    def __init__(self, tiles: Tiles, module: nn.Module) -> None:
-        self._tiles, self._module = tiles, module
+    def __init__(self, tiles: Tiles, module: nn.Module, own: Callable[..., Any]) -> None:
+        self._tiles, self._module, self._own = tiles, module, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module
-        return self._tiles.call(module, type(module).forward.__get__(module), args, kwargs)
+        return self._tiles.call(self._module, self._own, args, kwargs)
 
 
 def _candidates(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules whose forward may be replaced for a while."""
+    """Yield the modules of which the forward may be replaced for a while."""
     every = walk(model)
     compiled = [path for path, module in every if _is_compiled(module)]
     for path, module in every:
-        apart = not any(_contains(path, one) or _contains(one, path) for one in compiled)
-        if apart and isinstance(module.__dict__.get(FORWARD), _Forward | None):
+        near = any(_contains(path, one) or _contains(one, path) for one in compiled)
+        if not near and isinstance(module.__dict__.get(FORWARD), _Forward | None):
             yield module
 
 
@@ -227,10 +220,6 @@ def _as_written(module: nn.Module) -> Iterator[None]:
 
 
 # Tiles of one call: forward without a graph, and backward.
-
-
-class _OutsideError(Exception):
-    """Error of a module whose result depends on a tensor with a gradient outside of it."""
 
 
 @dataclass
@@ -274,24 +263,33 @@ class _Tile:
             with torch.enable_grad(), self.tiles.within():
                 return part, self.own(part)
 
-    def check(self, part: Tensor, found: Tensor, first: int) -> None:
-        """Raise an error where a graph leads out of the module."""
-        inside = {id(part), *map(id, self.leaves)}
-        for node in graph.nodes([found]):
-            leaf = getattr(node, "variable", None)
-            if node._sequence_nr() < first if leaf is None else id(leaf) not in inside:
-                raise _OutsideError
+
+def _leads_out(found: Tensor, inside: list[Tensor], first: int) -> bool:
+    """Say whether a graph leads to a leaf outside of a module, or to a node before its `first`."""
+    leaves = {*map(id, inside)}
+    for node in graph.nodes([found]):
+        leaf = getattr(node, "variable", None)
+        if id(leaf) not in leaves if leaf is not None else node._sequence_nr() < first:
+            return True
+    return False
+
+
+def _tensors(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the parameters and buffers of a module that get a gradient, and the others."""
+    names = ("_parameters", "_buffers")
+    every = dict.fromkeys(t for name in names for t in tensors_of(module.modules(), name))
+    return [t for t in every if t.requires_grad], [t for t in every if not t.requires_grad]
 
 
 def _autocast(x: Tensor) -> list[dict[str, Any]]:
     """Return the present state of autocast, of each type of device that a module may compute on."""
     return [
         {
-            "device_type": kind,
-            "enabled": torch.is_autocast_enabled(kind),
-            "dtype": torch.get_autocast_dtype(kind),
+            "device_type": device,
+            "enabled": torch.is_autocast_enabled(device),
+            "dtype": torch.get_autocast_dtype(device),
         }
-        for kind in dict.fromkeys((x.device.type, "cpu"))
+        for device in dict.fromkeys((x.device.type, "cpu"))
     ]
 
 
@@ -304,16 +302,18 @@ class _InTiles(torch.autograd.Function):
         ctx.save_for_backward(x, *tensors)  # parameters for their versions, as torch checks them
         tile.autocast = _autocast(x)
         drawn, out, first = _draws(), None, torch._C._autograd._get_sequence_nr()
+        outside = False
         for begin, length in tile.spans(x):
             run = partial(tile.compute, x, (begin, length), trains=x.requires_grad)
             part, found = saving_nothing(run)
             if out is None:
-                tile.check(part, found, first)
+                outside = _leads_out(found, [part, *tile.leaves], first)
                 out = found.new_empty((*x.shape[:-1], found.shape[-1]))
             out.narrow(1, begin, length).copy_(found.detach())
             del part, found
         assert isinstance(out, Tensor)
-        if not (is_fake(x) or _draws().same_as(drawn)):  # which it did not where it was tried
+        # Where it was tried it did neither.
+        if outside or not (is_fake(x) or _draws().same_as(drawn)):
             tile.tiles.forget(tile.module)
             raise Retry("inspection")
         return out
@@ -403,7 +403,7 @@ def _trial(module: nn.Module, x: Tensor, rows: int) -> tuple[bool, int]:
     if any(_hooked(one) for one in inside) or any(map(is_spread, module.parameters())):
         return False, 0
     attributes = Attributes([module, *inside])
-    with _disable_current_modes(), unheard(), saved_tensors_hooks(_kept, _kept):
+    with _disable_current_modes(), unheard(), saved_tensors_hooks(_same, _same):
         start = RNGState.now()
         few, buffers = _tokens(x, rows), tensors_of(module.modules(), "_buffers")
         before, copies = RNGState.now(), [(one, one.clone()) for one in buffers]
@@ -437,7 +437,7 @@ def _moved(copies: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     return [(one, copied) for one, copied in copies if not torch.equal(one, copied)]
 
 
-def _kept(value: Tensor) -> Tensor:
+def _same(value: Tensor) -> Tensor:
     return value
 
 
@@ -446,9 +446,9 @@ def _hooked(module: nn.Module) -> bool:
 
 
 def _worth(module: nn.Module, few: Tensor, attributes: Attributes) -> bool:
-    """Say whether a module saves much more than its input, and leaves nothing behind."""
-    held = tensors_of(module.modules(), "_parameters") + tensors_of(module.modules(), "_buffers")
-    places, saved = {graph.storage_of(one) for one in (few, *held)}, dict[int, int]()
+    """Say whether a module saves much more than its input, and nothing of it stays or leads out."""
+    leaves, rest = _tensors(module)
+    places, saved = {graph.storage_of(one) for one in (few, *leaves, *rest)}, dict[int, int]()
 
     def save(one: Tensor) -> Tensor:
         place = graph.storage_of(one)
@@ -456,20 +456,23 @@ def _worth(module: nn.Module, few: Tensor, attributes: Attributes) -> bool:
             saved[place] = one.untyped_storage().nbytes()
         return one
 
-    versions = [(one, one._version) for one in (few, *held)]
+    versions = [(one, one._version) for one in (few, *leaves, *rest)]
     few.requires_grad_()
-    with torch.enable_grad(), saved_tensors_hooks(save, _kept):
+    first = torch._C._autograd._get_sequence_nr()
+    with torch.enable_grad(), saved_tensors_hooks(save, _same):
         found = module.forward(few)
-    same = isinstance(found, Tensor) and type(found) in PLAIN and found is not few
-    if not same or found.shape[:-1] != few.shape[:-1] or strange_backward(found):
+    tensor = isinstance(found, Tensor) and type(found) in PLAIN and found is not few
+    if not tensor or found.shape[:-1] != few.shape[:-1] or strange_backward(found):
         return False
     if any(one._version != version for one, version in versions) or attributes.changed():
+        return False
+    if _leads_out(found, [few, *leaves], first):
         return False
     return bool(sum(saved.values()) > WIDE * few.numel() * few.element_size())
 
 
 class _Tokens(nn.Module):
-    """A module whose first dimension is that of the tokens; hooks on it are not called."""
+    """A module with the dimension of the tokens first; its own hooks are not called."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -495,5 +498,5 @@ def _meet_nowhere(module: nn.Module, x: Tensor, length: int, rows: int) -> tuple
     )
     inspect_model(step)
     sizes = step.traits.sizes
-    apart = not (step.traits.doubts or step.traits.copies)
-    return apart, length if sizes is None or sizes.counts else 0
+    shown = not (step.traits.doubts or step.traits.copies)
+    return shown, length if sizes is None or sizes.counts else 0

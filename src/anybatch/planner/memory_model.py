@@ -31,6 +31,9 @@ from anybatch.memory.spill import Spill
 from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.search import MicroBatchSearch, Place
 
+TILES = 32, 128, 512, 2048
+"""Tokens of the tiles that are tried where no sample fits otherwise: each is a forecast."""
+
 
 @dataclass(frozen=True)
 class PlanningRequest:
@@ -92,8 +95,8 @@ class PlanningRequest:
 
         No forecast is made of these yet.
         """
-        apart = not (self.signature.lanes or self.signature.global_samples)
-        return apart and not self.case().draws
+        barred = self.signature.lanes or self.signature.global_samples or self.case().draws
+        return not barred
 
     @cached_property
     def full_batch(self) -> bool:

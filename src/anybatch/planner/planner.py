@@ -39,7 +39,7 @@ from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed, run_pla
 from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
-from anybatch.planner.memory_model import PlanningRequest
+from anybatch.planner.memory_model import TILES, PlanningRequest
 from anybatch.planner.rehearsal import Inspection, of_one_decision
 from anybatch.planner.resident_memory import depict
 from anybatch.planner.search import MicroBatchSearch
@@ -56,9 +56,6 @@ FREE = ("auto", "off")
 
 CHUNKS = (4 << 20, 1 << 20)
 """Bytes of the chunks of a wide linear map that are tried where its fast ones do not fit."""
-
-TILES = 32, 128, 512, 2048
-"""Tokens of the tiles that are tried where no sample fits otherwise: each is a forecast."""
 
 MANY = 2
 """Times as many samples that must fit in chunks, for a batch that would fit in parts without."""
@@ -191,9 +188,7 @@ class Planner:
         timed = self.timed and not torch.are_deterministic_algorithms_enabled()
         request = PlanningRequest(
             *(signature, case, optimizer, refuse_division, self.budget, self.source, self.spill),
-            timed=timed,
-            thorough=self.thorough,
-            follows=follows,
+            *(timed, self.thorough, follows),
         )
         return request.in_chunks(chunked).in_tiles(tile)
 
@@ -454,10 +449,7 @@ class Planner:
             )
 
     def _decide(self, request: PlanningRequest) -> RunPlan:
-        """Return how a batch is run; in chunks where no sample, or fewer, fit otherwise.
-
-        Modules are in tiles only where no sample fits without.
-        """
+        """Return how a batch is run; in chunks or tiles where no sample, or fewer, fit so."""
         settled, outside = self._of_plan(request), sys.exception()
         if settled is not None:
             return settled
@@ -472,48 +464,31 @@ class Planner:
         try:
             in_chunks = self._best_of(request, ways, 0, failed)
         except BudgetError as error:
-            if not self._may_be_tiled(request):
+            if not (self._may("tiles") and request.may_be_tiled):
                 raise
             release(error, outside=outside)
             failed = error
         else:
             assert in_chunks is not None
             return in_chunks
-        least = min((way.chunked for way in ways if way.chunked), default=request.chunked)
-        return self._in_tiles(request.in_chunks(least), failed)
-
-    def _may_be_tiled(self, request: PlanningRequest) -> bool:
-        """Say whether modules may be computed in tiles."""
-        barred = "tiles" not in self.rungs or self.spill.way not in FREE or self._corrected
-        return not barred and request.may_be_tiled
+        chunked = min((way.chunked for way in ways if way.chunked), default=request.chunked)
+        return self._in_tiles(request.in_chunks(chunked), failed)
 
     def _in_tiles(self, request: PlanningRequest, failed: BudgetError) -> RunPlan:
-        """Return how a batch is run in the largest tiles in which a sample fits.
-
-        The bytes of a step grow with its tiles, so the size is found by halving what is left.
-
-        Raises:
-            BudgetError: none fits, or no module acts on each token by itself.
-        """
+        """Return how a batch is run in the largest tiles in which a sample fits."""
         least = request.in_tiles(TILES[0])
         found = self._best_of(request, [least], 0, failed)
-        larger = [n for n in TILES[1:] if n < min(least.longest, request.tile or least.longest)]
-        while larger:
-            middle = len(larger) // 2
+        for n in [n for n in TILES[1:] if n < min(least.longest, request.tile or least.longest)]:
             try:
-                found = self._best_of(request, [request.in_tiles(larger[middle])], 0, failed)
-                larger = larger[middle + 1 :]
+                found = self._best_of(request, [request.in_tiles(n)], 0, failed)
             except BudgetError:
-                larger = larger[:middle]
+                break
         assert found is not None
         return found
 
     def _chunks(self, request: PlanningRequest) -> list[int]:
         """Return the bytes of the chunks to try instead of those of the plan."""
-        # Forecasts of chunks are made anew, and would lack the bytes that a step has shown
-        # (test_more_than_was_foreseen_makes_another_plan_at_once).
-        barred = "chunks" not in self.rungs or self.spill.way not in FREE
-        if barred or self._corrected or not request.may_be_chunked:
+        if not (self._may("chunks") and request.may_be_chunked):
             return []
         foreseen = None if request.chunked else self._foreseen.bound(request.signature)
         if foreseen and not _has_wide_maps(request.in_chunks(1).case(), foreseen.inspection):
@@ -522,6 +497,12 @@ class Planner:
         every = sorted({*fast, *(n for n in CHUNKS if n < fast[0])}, reverse=True)
         smaller = [n for n in every if n < (request.chunked or inf)]
         return [*smaller, 0] if request.chunked else smaller  # without, tensors may be offloaded
+
+    def _may(self, rung: str) -> bool:
+        """Say whether chunks or tiles may be planned."""
+        # Their forecasts are made anew, and would lack the bytes that a step has shown
+        # (test_more_than_was_foreseen_makes_another_plan_at_once).
+        return rung in self.rungs and self.spill.way in FREE and not self._corrected
 
     def _compared_with_chunks(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
         """Return how a batch that fits in parts is run: in chunks where many more fit so."""
@@ -551,8 +532,7 @@ class Planner:
         of which the least one is raised; None where there is a plan.
         """
         size, trains, found = request.signature.size, request.signature.trains, None
-        search, parts = self._search, self._parts.get(trains, (0, 0))
-        best = self._foreseen, search, parts
+        search, best = self._search, (self._foreseen, self._search, self._parts.get(trains, (0, 0)))
         try:
             for way in ways:
                 self._foreseen = Foreseen()  # forecasts of chunks are none of other steps
@@ -593,8 +573,9 @@ class Planner:
             found = decision.made()
             every, n = self._completed(request), found.micro_batch
             looked = 0 if every is None else every.inspection_bytes(n, request.signature.size)
-            chunked, tile = request.parts
-            memory = replace(found.memory, chunked=chunked, tile=tile, inspection=looked)
+            memory = replace(
+                found.memory, chunked=request.chunked, tile=request.tile, inspection=looked
+            )
             return replace(found, memory=memory)
         except torch.OutOfMemoryError as error:
             if accelerator.of(request.case().device).host:
