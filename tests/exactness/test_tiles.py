@@ -330,6 +330,31 @@ def logs(self: Of, x: Tensor, z: Tensor) -> Tensor:
     return z
 
 
+class Registry:
+    """Something that forward puts values into, for a loss outside."""
+
+    last: Any = None
+    every: list[Any] = []  # noqa: RUF012
+
+
+REGISTRY, CALLS = Registry(), {"count": 1}
+
+
+def registers(_: Of, x: Tensor, z: Tensor) -> Tensor:
+    REGISTRY.last = x.mean()
+    return z
+
+
+def appends(_: Of, x: Tensor, z: Tensor) -> Tensor:
+    REGISTRY.every.append(x.mean())
+    return z
+
+
+def counts_outside(_: Of, x: Tensor, z: Tensor) -> Tensor:
+    CALLS["count"] += 1
+    return z * CALLS["count"]
+
+
 def checkpointed(_: Of, x: Tensor, z: Tensor) -> Tensor:
     found: Tensor = checkpoint(torch.sin, z, use_reentrant=True)
     return found
@@ -362,7 +387,7 @@ WHOLE = [
         by_length,
     ),
     *(positions, counted, read, cumulative, largest, over_tokens, normalised, dropped, drawn),
-    *(moves, counts, keeps, logs, checkpointed, own_backward),
+    *(moves, counts, keeps, logs, registers, appends, checkpointed, own_backward),
 ]
 
 
@@ -424,6 +449,29 @@ class First(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.module(x)[0]  # type: ignore[no-any-return]
+
+
+def test_what_a_module_counts_elsewhere_is_not_counted_by_a_trial(tried: dict[str, bool]) -> None:
+    net = Block(Of(counts_outside)).double()
+    x = torch.randn(2, LONG, D, dtype=torch.float64)
+    CALLS["count"] = 1
+    Tiles(TILE).run(net, lambda: net(x))
+    assert CALLS["count"] == 2
+    assert not tried["Of"]
+
+
+def test_an_mlp_that_is_wider_than_a_head_is_not_in_chunks_but_in_tiles(
+    tried: dict[str, bool],
+) -> None:
+    torch.manual_seed(0)
+    net = Language(lambda: Layer(RMSNorm, Attention(), SwiGLU(16 * D))).double()
+    x, y = words(LONG)
+    engine = Engine(net, of_tokens, plan=plan_of(1, chunked=16 * 90 * 8))
+    for _ in range(2):
+        net.zero_grad()
+        want = undivided(net, of_tokens, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+    assert tried["SwiGLU"]
 
 
 class BatchNormed(nn.Module):
@@ -745,7 +793,10 @@ TEXT = {**COMMON, "vocab_size": 90, "intermediate_size": 96, "num_key_value_head
 PATCHES = {**COMMON, "intermediate_size": 96, "image_size": 16, "patch_size": 2}
 HUB: dict[str, tuple[dict[str, Any], set[str]]] = {
     "LlamaForCausalLM": (TEXT, {"LlamaMLP"}),
-    "MixtralForCausalLM": ({**TEXT, "num_local_experts": 2}, set()),
+    "MixtralForCausalLM": (
+        TEXT | {"num_local_experts": 2, "experts_implementation": "eager"},
+        set(),
+    ),
     "GPT2LMHeadModel": (
         {"vocab_size": 90, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
         | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),

@@ -37,7 +37,7 @@ from anybatch.core import modules as graph
 from anybatch.core.barrier import PLAIN, looks_here
 from anybatch.core.modules import is_spread, tensors_of, unheard, walk
 from anybatch.core.oom import out_of_memory
-from anybatch.core.python_state import Attributes
+from anybatch.core.python_state import Attributes, PythonState
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import uninterrupted
@@ -52,6 +52,7 @@ from anybatch.execution.proof.rows import saving_nothing, strange_backward
 from anybatch.execution.signature import FirstRows
 from anybatch.execution.step import Step
 from anybatch.loss.callable_loss import CallableLoss
+from anybatch.loss.chunked import WIDE as CHUNKED
 from anybatch.loss.logits import in_checkpoint, transformed
 from anybatch.memory.fakes import is_fake
 
@@ -154,8 +155,12 @@ class Tiles:
             if found is not None and found.holds(now):
                 return found.tokenwise
         outside = Outside(one for _, one in every)
-        numbers = outside.numbers()
+        numbers, state = outside.numbers(), PythonState()
+        if numbers:
+            state.modules((one for _, one in every), attributes=True)
         tokenwise, of = _trial(module, x, rows)
+        tokenwise &= outside.numbers() == numbers  # or a call counts somewhere else
+        state.put_back()
         tried[form, of] = _Verdict(tokenwise, (now, numbers), outside)
         return tokenwise
 
@@ -196,8 +201,10 @@ def _candidates(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_compiled(module: nn.Module) -> bool:
+    """Say whether a module is compiled, or a wrapper of one that sends to other ranks."""
     compiled = hasattr(module, "_orig_mod") or module.__dict__.get("_compiled_call_impl")
-    return bool(compiled) or isinstance(module, ScriptModule)
+    wraps = type(module).__module__.startswith(("torch.nn.parallel", "torch.distributed"))
+    return bool(compiled) or wraps or isinstance(module, ScriptModule)
 
 
 def _contains(path: str, other: str) -> bool:
@@ -248,7 +255,7 @@ class _Tile:
     def joined(self, x: Tensor) -> Tensor:
         """Return the result, with a graph of all tiles where there is one."""
         with self.tiles.within():
-            parts = [self.own(x.narrow(1, *span)) for span in self.spans(x)]
+            parts = [self.own(x.narrow(1, *span).contiguous()) for span in self.spans(x)]
         rest = x.shape[1] - sum(one.shape[1] for one in parts)
         if rest:
             parts.append(parts[0].new_empty((x.shape[0], rest, *parts[0].shape[2:])))
@@ -256,7 +263,7 @@ class _Tile:
 
     def compute(self, x: Tensor, span: tuple[int, int], *, trains: bool) -> tuple[Tensor, Tensor]:
         """Return one tile of `x` as a leaf, and its result with a graph."""
-        part = x.narrow(1, *span).detach().requires_grad_(trains)
+        part = x.narrow(1, *span).detach().contiguous().requires_grad_(trains)
         with ExitStack() as modes:
             for one in self.autocast:  # without its cache, which would keep the graph of a tile
                 modes.enter_context(torch.autocast(**one, cache_enabled=False))
@@ -466,7 +473,8 @@ def _worth(module: nn.Module, few: Tensor, attributes: Attributes) -> bool:
         return False
     if any(one._version != version for one, version in versions) or attributes.changed():
         return False
-    if _leads_out(found, [few, *leaves], first):
+    # The head of a vocabulary is in chunks, which need all of its rows.
+    if _leads_out(found, [few, *leaves], first) or found.shape[-1] > CHUNKED * few.shape[-1]:
         return False
     return bool(sum(saved.values()) > WIDE * few.numel() * few.element_size())
 
@@ -479,8 +487,8 @@ class _Tokens(nn.Module):
         self.module = module
 
     def forward(self, tokens: Tensor) -> Tensor:
-        found: Tensor = self.module.forward(tokens.transpose(0, 1)).transpose(0, 1)
-        return found
+        found: Tensor = self.module.forward(tokens.transpose(0, 1).contiguous())
+        return found.transpose(0, 1)
 
 
 def _meet_nowhere(module: nn.Module, x: Tensor, length: int, rows: int) -> tuple[bool, int]:
@@ -495,6 +503,7 @@ def _meet_nowhere(module: nn.Module, x: Tensor, length: int, rows: int) -> tuple
         buffers=ForwardBuffers([], set()),
         gradients=Gradients([]) if torch.is_grad_enabled() else None,
         global_batch=LocalBatch(length),
+        budgeted=True,  # what stays behind is not asked about, but left whole
     )
     inspect_model(step)
     sizes = step.traits.sizes
