@@ -262,6 +262,7 @@ KNOWN: dict[str, dict[str, str]] = {
         ),
         "exactness/test_ranks_gradients.py": "distributed.buckets",
         "exactness/test_ranks_sharded.py": "distributed.fsdp execution.gradients",
+        "exactness/test_tiles.py": "execution.tiles",
         "gpu/test_chunked.py": "planner.planner",
         "limits/test_chunked_budget.py": "loss.chunked_rows planner.planner",
         "limits/test_chunked_competing.py": "loss.chunked_rows planner.decision planner.planner",
@@ -269,6 +270,7 @@ KNOWN: dict[str, dict[str, str]] = {
         "limits/test_plan_obeyed.py": "execution.streaming",
         "limits/test_ranks_fail.py": "distributed.buckets execution.gradients",
         "limits/test_ranks_memory.py": "distributed.coordinator",
+        "limits/test_tiled_budget.py": "execution.tiles",
     },
     "the module does what it does on a device, or beside a host, alone": {
         "devices/test_absent.py": "tools.autocast",

@@ -411,10 +411,11 @@ def _trial(module: nn.Module, x: Tensor, rows: int) -> tuple[bool, int]:
         return False, 0
     attributes = Attributes([module, *inside])
     with _disable_current_modes(), unheard(), saved_tensors_hooks(_same, _same):
-        start = RNGState.now()
-        few, buffers = _tokens(x, rows), tensors_of(module.modules(), "_buffers")
-        before, copies = RNGState.now(), [(one, one.clone()) for one in buffers]
+        buffers, start = tensors_of(module.modules(), "_buffers"), RNGState.now()
+        copies = [(one, one.clone()) for one in buffers]
         try:
+            few = _tokens(module, x, rows)
+            before = RNGState.now()
             if not _worth(module, few[:, :FEW].clone(), attributes):
                 return False, 0
             if not RNGState.now().same_as(before) or _moved(copies):
@@ -431,12 +432,13 @@ def _trial(module: nn.Module, x: Tensor, rows: int) -> tuple[bool, int]:
                 one.copy_(copied)
 
 
-def _tokens(x: Tensor, rows: int) -> Tensor:
+def _tokens(module: nn.Module, x: Tensor, rows: int) -> Tensor:
     """Return the tokens to try: those of `x`, or as many as a tile has where it has no data."""
     if not is_fake(x):
         return x.detach()
-    shape = (1, min(x.shape[1], rows), *x.shape[2:])
-    return torch.randn(shape, dtype=torch.float32, device=x.device).to(x.dtype)
+    shape, parameter = (1, min(x.shape[1], rows), *x.shape[2:]), graph.first_parameter(module)
+    device = x.device if parameter is None else parameter.device  # that of `x` may be absent
+    return torch.randn(shape, dtype=torch.float32, device=device).to(x.dtype)
 
 
 def _moved(copies: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
