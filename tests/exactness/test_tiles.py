@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -717,6 +719,17 @@ def test_saved_tensors_of_tiles_may_be_offloaded() -> None:
             loss.backward()
         assert max(error_of(state_of(net, loss), want).values()) < 1e-5
     off.close()
+
+
+def test_a_model_goes_with_its_engine() -> None:
+    make, batch, loss_fn, _ = NETWORKS["gpt2"]
+    net = make().double()
+    engine = Engine(net, loss_fn, plan=plan_of())
+    engine.backward(*batch(LONG))
+    there = [*map(weakref.ref, (*net.modules(), *net.parameters()))]
+    del net, engine
+    gc.collect()
+    assert not [one for one in there if one() is not None]
 
 
 def test_a_second_derivative_is_refused_by_name() -> None:

@@ -410,7 +410,7 @@ def _trial(module: nn.Module, x: Tensor, rows: int) -> tuple[bool, int]:
     if any(_hooked(one) for one in inside) or any(map(is_spread, module.parameters())):
         return False, 0
     attributes = Attributes([module, *inside])
-    with _disable_current_modes(), unheard(), saved_tensors_hooks(_same, _same):
+    with _disable_current_modes(), unheard(), saved_tensors_hooks(_detached, _detached):
         buffers, start = tensors_of(module.modules(), "_buffers"), RNGState.now()
         copies = [(one, one.clone()) for one in buffers]
         try:
@@ -446,8 +446,9 @@ def _moved(copies: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     return [(one, copied) for one, copied in copies if not torch.equal(one, copied)]
 
 
-def _same(value: Tensor) -> Tensor:
-    return value
+def _detached(value: Tensor) -> Tensor:
+    """Return a tensor without its graph, which would hold itself in the hooks that are given it."""
+    return value.detach()
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -463,12 +464,12 @@ def _worth(module: nn.Module, few: Tensor, attributes: Attributes) -> bool:
         place = graph.storage_of(one)
         if place not in places:
             saved[place] = one.untyped_storage().nbytes()
-        return one
+        return _detached(one)
 
     versions = [(one, one._version) for one in (few, *leaves, *rest)]
     few.requires_grad_()
     first = torch._C._autograd._get_sequence_nr()
-    with torch.enable_grad(), saved_tensors_hooks(save, _same):
+    with torch.enable_grad(), saved_tensors_hooks(save, _detached):
         found = module.forward(few)
     tensor = isinstance(found, Tensor) and type(found) in PLAIN and found is not few
     if not tensor or found.shape[:-1] != few.shape[:-1] or strange_backward(found):
