@@ -304,6 +304,30 @@ def normalised(_: Of, x: Tensor, z: Tensor) -> Tensor:
     return z + F.instance_norm(x.transpose(1, 2)).transpose(1, 2)
 
 
+def last(_: Of, x: Tensor, z: Tensor) -> Tensor:
+    return z + x[:, -1:]
+
+
+def tenth(_: Of, x: Tensor, z: Tensor) -> Tensor:
+    return z + x[:, 10:11] if x.shape[1] > 10 else z
+
+
+def every_second(_: Of, x: Tensor, z: Tensor) -> Tensor:
+    mask = torch.ones(x.shape[1], dtype=x.dtype)
+    mask[::2] = 0
+    return z * mask[:, None]
+
+
+def pairs(_: Of, x: Tensor, z: Tensor) -> Tensor:
+    even = x.shape[1] % 2 == 0
+    return z.unflatten(1, (-1, 2)).softmax(2).flatten(1, 2) if even else z
+
+
+def half(_: Of, x: Tensor, z: Tensor) -> Tensor:
+    places = x.norm(dim=-1).topk(max(1, x.shape[1] // 2), 1).indices
+    return z * torch.zeros_like(z[..., 0]).scatter(1, places, 1.0)[..., None]
+
+
 def dropped(_: Of, x: Tensor, z: Tensor) -> Tensor:
     return F.dropout(z, 0.5, training=True)
 
@@ -388,7 +412,22 @@ WHOLE = [
         when_long,
         by_length,
     ),
-    *(positions, counted, read, cumulative, largest, over_tokens, normalised, dropped, drawn),
+    *(
+        positions,
+        counted,
+        read,
+        cumulative,
+        largest,
+        last,
+        tenth,
+        every_second,
+        pairs,
+        half,
+        over_tokens,
+        normalised,
+        dropped,
+        drawn,
+    ),
     *(moves, counts, keeps, logs, registers, appends, checkpointed, own_backward),
 ]
 
