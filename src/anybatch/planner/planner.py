@@ -464,7 +464,8 @@ class Planner:
         try:
             in_chunks = self._best_of(request, ways, 0, failed)
         except BudgetError as error:
-            if not (self._may("tiles") and request.may_be_tiled):
+            may = self._may("tiles") and self._search.fixed in (None, 1)  # else fewer may fit
+            if not (may and request.may_be_tiled):
                 raise
             release(error, outside=outside)
             failed = error
@@ -506,7 +507,6 @@ class Planner:
 
     def _compared_with_chunks(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
         """Return how a batch that fits in parts is run: in chunks where many more fit so."""
-        # Once, and by no clock: on a CPU such chunks cost less than more samples gain.
         done = self._compared or request.signature.lanes or not request.signature.trains
         if done or self._search.fixed is not None or request.chunked or request.tile:
             return found
