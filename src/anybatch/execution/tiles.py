@@ -394,7 +394,7 @@ class _Verdict:
 
 def _as_it_is(every: graph.Modules) -> Any:
     """Return the forwards, hooks, modes and numbers of modules, for comparison."""
-    numbers, held = plain_numbers(every)
+    numbers, _, held = plain_numbers(every)
     settings = [
         (name, value)
         for _, module in every
