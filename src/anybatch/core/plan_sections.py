@@ -66,8 +66,7 @@ class Memory:
         waiting_capacity: bytes for waiting micro-batches on the device, in lockstep.
         chunked: of the chunks of wide linear maps and their losses; 0 is none.
         tile: tokens of the tiles of modules of single tokens; 0 is none.
-        inspection: of an inspection with all its forwards; one that would hold more than the
-            budget has fewer, and may show less. 0 (default) where it was not forecast.
+        inspection: of one with all its forwards; 0 (default) where it was not forecast.
     """
 
     budget: int

@@ -9,8 +9,8 @@ micro-batches), `prefetch` (micro-batches on their way to the device), `signatur
 signature, and its description for a dry run), `traits` (findings of earlier steps), `attempts` (an
 attempt, repeated in smaller parts; `anybatch.core.transaction` undoes a step), `few_rows`, `guard`
 and `inspection` (a few rows before a batch is split), `outside` (numbers and functions that forward
-reads), `collated` (rows of a ``collate_fn``), `strides` (a fault of torch's with one row), `tiles`
-(modules of single tokens in tiles), `full_size` (the full batch beside few rows, without data),
-`composite` (encoders that do not meet before the loss), and the folders `proof` (whether samples
-meet) and `full_batch_rng` (draws of the full batch).
+reads), `collated` (rows of a ``collate_fn``), `single_sample` (errors of one row), `strides` (a
+fault of torch's with one row), `tiles` (modules of single tokens in tiles), `full_size` (the full
+batch beside few rows, without data), `composite` (encoders that do not meet before the loss), and
+the folders `proof` (whether samples meet) and `full_batch_rng` (draws of the full batch).
 """

@@ -32,20 +32,19 @@ from anybatch.core.batch import (
     hangs,
 )
 from anybatch.core.modules import call_model
-from anybatch.core.oom import out_of_memory
 from anybatch.core.plan_sections import Capacity, LockstepLimits
 from anybatch.core.python_state import NO_ATTRIBUTES, Attributes
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.distributed.fsdp import Sharded
 from anybatch.distributed.global_batch import devices_of
-from anybatch.distributed.local_batch import Layout
-from anybatch.errors import AnybatchError, BatchError, LossError, NotExactError, NotYetError
+from anybatch.errors import LossError, NotExactError, NotYetError
 from anybatch.execution.attempts import Repeatable
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
 from anybatch.execution.prefetch import DeviceLink, HostLink, feed
 from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.signature import ModulesInTiles
+from anybatch.execution.single_sample import check_single, refuse_single_sample
 from anybatch.execution.strides import one_row
 from anybatch.loss.base import Loss, Part, Scope, Total
 from anybatch.loss.calls import Derivatives, LossCalls
@@ -82,9 +81,6 @@ WITHOUT_DATA = (
     "batch size"
 )
 
-OF_NORMS = "more than 1 value per channel"
-"""In torch's error where a batch normalisation has one value."""
-
 HOOKED = "support saved tensor hooks"
 """In torch's error if torch.func differentiates under offloading."""
 
@@ -97,11 +93,6 @@ NO_HOOKS = (
 IN_CHECKPOINT = (
     "a loss that the model returns must be computed outside of torch.utils.checkpoint, which "
     "recomputes it where it is not traced: let the checkpoint end before the loss"
-)
-
-SINGLE_SAMPLE = "a micro-batch of one sample"
-SQUEEZE = (
-    "write squeeze(-1) for [n, 1], flatten(1) for [n, C, 1, 1], squeeze(0) for a state [1, n, C]"
 )
 
 LENGTHS = "rows were loaded of another length than those for which numbers of samples were compared"
@@ -298,24 +289,6 @@ class Step(Repeatable):
         samples = self.global_batch.size if self.global_batch.several else 0
         return Scope(self.batch.size, self.count, full_batch, outputs, first, layout, samples)
 
-    def _refuse_single_sample(self, error: Exception, micro: MicroBatch) -> None:
-        """Say in one sentence that a forward fails where a micro-batch holds one sample."""
-        own = isinstance(error, AnybatchError) or looks_here() or out_of_memory(error)
-        own |= OF_NORMS in str(error)
-        if (
-            own
-            or micro.size > 1
-            or self.batch.size < 2
-            or any(map(is_fake, pytree.flat(micro.inputs)))
-        ):
-            return
-        raise NotExactError(
-            f"{SINGLE_SAMPLE} must be computed like those of several, and forward "
-            f"fails on it ({type(error).__name__}: {str(error)[:120]}). Where squeeze() has taken "
-            f"out the dimension of samples, {SQUEEZE}; else give a micro_batch without a last one "
-            "of one sample, or one >= the batch size"
-        ) from error
-
     def check_structure(self, outputs: Any) -> None:
         """Run the step again if the outputs are not those of the inspection."""
         if self.traits.layout and len(self.traits.layout) != len(pytree.flat(outputs)):
@@ -375,17 +348,17 @@ class Step(Repeatable):
             try:
                 outputs = forward() if draws is None else draws.forward(micro, forward)
             except RuntimeError as error:
-                self._refuse_single_sample(error, micro)
+                refuse_single_sample(error, micro, self.batch.size)
                 if HOOKED in str(error) and not looks_here():
                     raise NotYetError(NO_HOOKS) from error
                 if torch.is_grad_enabled() or modules.NONE not in str(error):
                     raise
                 raise NotExactError(NO_GRAPH) from error
             except (ValueError, IndexError, TypeError) as error:
-                self._refuse_single_sample(error, micro)
+                refuse_single_sample(error, micro, self.batch.size)
                 raise
         if micro.size == 1 and self.traits.layout and divided:
-            _check_single(outputs, self.traits.layout)
+            check_single(outputs, self.traits.layout)
         bare = type(outputs) is Tensor and not outputs.__dict__
         if divided and not bare and self.loss.takes_outputs and hangs(outputs):
             self.hanging |= hanging(outputs, "outputs", classes=True)
@@ -581,19 +554,6 @@ class Step(Repeatable):
         """See that all ranks have drawn alike, where they draw for each other."""
         if self.draws is not None and self.global_batch.several:
             self.global_batch.agree(devices_of(self.model))
-
-
-def _check_single(outputs: Any, layout: Layout) -> None:
-    """Refuse outputs of one sample that have lost the dimension of samples."""
-    found = list(pytree.tensors(outputs, "outputs"))
-    for (path, one), axis in zip(found, layout, strict=False):
-        lost = axis is not None and (one.dim() <= axis or one.shape[axis] != 1)
-        if lost and len(found) == len(layout):
-            raise BatchError(
-                f"an output must hold each sample once along dimension {axis}, and {path} of one "
-                f"sample has shape {tuple(one.shape)}: squeeze() takes out every dimension of size "
-                f"1, that of the samples, too. Name the dimension: {SQUEEZE}"
-            )
 
 
 def _refuse_fakes(roots: list[Tensor], parameters: list[Tensor]) -> None:

@@ -506,8 +506,9 @@ def _meet_nowhere(module: nn.Module, x: Tensor, length: int, rows: int) -> tuple
         buffers=ForwardBuffers([], set()),
         gradients=Gradients([]) if torch.is_grad_enabled() else None,
         global_batch=LocalBatch(length),
-        budgeted=True,  # what stays behind is not asked about, but left whole
+        budgeted=True,
     )
+    step.tight = True  # what stays behind is not asked about, but left whole
     inspect_model(step)
     sizes = step.traits.sizes
     shown = not (step.traits.doubts or step.traits.copies)

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from math import isinf
+from math import inf, isinf
 from typing import Any, ClassVar
 
 import torch
@@ -23,13 +23,18 @@ from anybatch.core.absent import enough
 from anybatch.core.plan_sections import Candidate, Memory
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError, NotExactError, NotYetError
-from anybatch.execution.signature import Case, RunPlan, Signature
+from anybatch.execution.signature import Case, RunPlan, Signature, as_fakes
 from anybatch.execution.tiles import Tiles
 from anybatch.loss.chunked import WIDE
 from anybatch.loss.chunked_rows import fast_chunks
 from anybatch.memory.spill import Spill
+from anybatch.planner import rehearsal
 from anybatch.planner.forecast import WORKSPACE, Forecast
+from anybatch.planner.rehearsal import Inspection
 from anybatch.planner.search import MicroBatchSearch, Place
+
+CHUNKS = (4 << 20, 1 << 20)
+"""Bytes of the chunks of a wide linear map that are tried where its fast ones do not fit."""
 
 TILES = 32, 128, 512, 2048
 """Tokens of the tiles that are tried where no sample fits otherwise: each is a forecast."""
@@ -77,6 +82,28 @@ class PlanningRequest:
         """Return the request with modules that act on each token by itself in tiles of so many."""
         tiles = Tiles(tokens) if tokens else None
         return replace(self, case=cache(lambda: replace(self.case(), tiles=tiles)), tile=tokens)
+
+    def smaller_chunks(self, foreseen: Forecast | None) -> list[int]:
+        """Return the bytes of smaller chunks than these; 0, which is last, is none.
+
+        `foreseen` is the forecast of the batch; None where there is none.
+        """
+        if foreseen and not self.chunked and not self._has_wide_maps(foreseen.inspection):
+            return []
+        fast = self.fast_chunks
+        every = sorted({*fast, *(n for n in CHUNKS if n < fast[0])}, reverse=True)
+        smaller = [n for n in every if n < (self.chunked or inf)]
+        return [*smaller, 0] if self.chunked else smaller  # without, tensors may be offloaded
+
+    def _has_wide_maps(self, inspection: Inspection) -> bool:
+        """Say whether a step computes anything in chunks; true where fakes do not show it.
+
+        A narrow weight is one of a wide map where it is transposed, as `may_be_chunked` counts it.
+        """
+        try:
+            return rehearsal.watch_loss(as_fakes(self.in_chunks(1).case()), inspection).wide
+        except Exception:  # it reads values, or the model's own
+            return True
 
     @property
     def parts(self) -> tuple[int, int]:

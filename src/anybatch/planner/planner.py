@@ -19,7 +19,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
-from math import inf
 
 import torch
 
@@ -28,11 +27,10 @@ from anybatch.core.oom import release
 from anybatch.core.status import say
 from anybatch.core.units import show_bytes, show_samples
 from anybatch.errors import BudgetError, NotExactError
-from anybatch.execution.signature import Case, RunPlan, Signature, as_fakes
-from anybatch.execution.step import SINGLE_SAMPLE
+from anybatch.execution.signature import Case, RunPlan, Signature
+from anybatch.execution.single_sample import SINGLE_SAMPLE
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
-from anybatch.planner import rehearsal
 from anybatch.planner.budget import Foreseen, default_budget, ran_out
 from anybatch.planner.decision import Decision
 from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed, run_plan_of
@@ -40,7 +38,7 @@ from anybatch.planner.forecast import WORKSPACE, Forecast
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
 from anybatch.planner.memory_model import TILES, PlanningRequest
-from anybatch.planner.rehearsal import Inspection, of_one_decision
+from anybatch.planner.rehearsal import of_one_decision
 from anybatch.planner.resident_memory import depict
 from anybatch.planner.search import MicroBatchSearch
 from anybatch.planner.workspaces import Workspaces
@@ -53,9 +51,6 @@ RUNGS = ("chunks", "tiles", "offload")
 
 FREE = ("auto", "off")
 """Ways of offloading that require none."""
-
-CHUNKS = (4 << 20, 1 << 20)
-"""Bytes of the chunks of a wide linear map that are tried where its fast ones do not fit."""
 
 MANY = 2
 """Times as many samples that must fit in chunks, for a batch that would fit in parts without."""
@@ -489,15 +484,8 @@ class Planner:
 
     def _chunks(self, request: PlanningRequest) -> list[int]:
         """Return the bytes of the chunks to try instead of those of the plan."""
-        if not (self._may("chunks") and request.may_be_chunked):
-            return []
-        foreseen = None if request.chunked else self._foreseen.bound(request.signature)
-        if foreseen and not _has_wide_maps(request.in_chunks(1).case(), foreseen.inspection):
-            return []
-        fast = request.fast_chunks
-        every = sorted({*fast, *(n for n in CHUNKS if n < fast[0])}, reverse=True)
-        smaller = [n for n in every if n < (request.chunked or inf)]
-        return [*smaller, 0] if request.chunked else smaller  # without, tensors may be offloaded
+        may = self._may("chunks") and request.may_be_chunked
+        return request.smaller_chunks(self._foreseen.bound(request.signature)) if may else []
 
     def _may(self, rung: str) -> bool:
         """Say whether chunks or tiles may be planned."""
@@ -600,17 +588,6 @@ class Planner:
         self._settled = None
         self._search.decided += 1
         return settled
-
-
-def _has_wide_maps(case: Case, inspection: Inspection) -> bool:
-    """Say whether a step computes anything in chunks; true where fakes do not show it.
-
-    A narrow weight is one of a wide map where it is transposed, as `may_be_chunked` counts it.
-    """
-    try:
-        return rehearsal.watch_loss(as_fakes(case), inspection).wide
-    except Exception:  # it reads values, or the model's own
-        return True
 
 
 def _may_vary(planned: RunPlan) -> bool:
