@@ -282,8 +282,6 @@ class Detecting:
         Retry: it was found in the body.
     """
 
-    __slots__ = ("_inputs",)
-
     def __init__(self, inputs: StepInputs) -> None:
         self._inputs = inputs
 
@@ -578,11 +576,8 @@ def planner_of(
                 "a plan decides memory, micro_batch and workspace, and one of them was given with "
                 "it: leave them out, or leave plan out"
             )
-        used = {
-            "chunks": plan.memory and plan.memory.chunked,
-            "tiles": plan.memory and plan.memory.tile,
-            "offload": plan.offload,
-        }
+        chunked, tile = (plan.memory.chunked, plan.memory.tile) if plan.memory else (0, 0)
+        used = {"chunks": chunked, "tiles": tile, "offload": plan.offload}
         barred = [name for name, planned in used.items() if planned and name not in rungs]
         if barred:
             raise ValueError(
