@@ -447,7 +447,7 @@ def _moved(copies: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
 
 
 def _detached(value: Tensor) -> Tensor:
-    """Return a tensor without its graph: hooks that return their own tensor keep its graph for good."""
+    """Return a tensor without its graph: hooks that return their own tensor keep it for good."""
     return value.detach()
 
 
