@@ -119,7 +119,8 @@ class StepInputs:
         Algorithm 1 to the letter calls its loss as often as there are micro-batches.
         """
         state = self.state
-        if isinstance(self.loss, Algorithm1) or not (state or (first and state.written_by_person)):
+        needed = state or state.differentiates or (first and state.written_by_person)
+        if isinstance(self.loss, Algorithm1) or not needed:
             return None
         rehearsed = bool(self._rehearsed)
         return LossCalls(state, self.changed, first=first, rehearsed=rehearsed)

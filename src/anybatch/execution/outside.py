@@ -271,7 +271,7 @@ class Outside:
         functions: more that are followed. Default: there are none.
 
     Attributes:
-        reads_grad: a method of a module, or a function that it names, reads an attribute `grad`.
+        reads_grad: a method of a module, or a function that it loads, reads an attribute `grad`.
     """
 
     def __init__(self, modules: Iterable[nn.Module], functions: Iterable[Any] = ()) -> None:
@@ -280,6 +280,7 @@ class Outside:
         self._tensors: dict[Named, Callable[[], Any]] = {}
         self._visited: dict[int, Any] = {}  # which live as long, or another would have the id
         self._places: set[tuple[int, str, str]] = set()
+        self._only_named: set[int] = set()
         self._numbered: Counter[Named] = Counter()
         self._ahead, self._nested = list[tuple[Any, int]](), deque[tuple[Any, int]]()
         for one in functions:
@@ -355,7 +356,6 @@ class Outside:
         self._visited[id(value)] = value
         if isinstance(value, FunctionType):
             if not _of_library(value):
-                self.reads_grad |= _reads_grad(value.__code__)
                 self._code(value)
         elif isinstance(value, type):
             if not _of_library(value):
@@ -389,7 +389,15 @@ class Outside:
         for link, name, _, holder in reached(function):
             if link is Relation.CELL:
                 self._place(holder, path, name, partial(_content, holder))
+        loaded = frozenset[str]()
+        if id(function) not in self._only_named:
+            loaded = _loaded(function.__code__)
+            self.reads_grad |= _reads_grad(function.__code__)
         for _, name, value, holder in named(function, names):
+            if name in loaded:
+                self._only_named.discard(id(value))
+            elif id(value) not in self._visited:  # an attribute may have the name of a function
+                self._only_named.add(id(value))
             self._place(holder, function.__module__, name, partial(holder.get, name))
             if isinstance(value, ModuleType) and not _of_library(value):
                 self._attributes(value, names)
@@ -519,6 +527,14 @@ def _reads_grad(code: CodeType) -> bool:
         before = one.argval
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return any(map(_reads_grad, inner))
+
+
+@lru_cache(maxsize=1000)
+def _loaded(code: CodeType) -> frozenset[str]:
+    """Return the names that code loads as globals, without those of attributes."""
+    found = {one.argval for one in dis.get_instructions(code) if one.opname == "LOAD_GLOBAL"}
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return frozenset(found.union(*map(_loaded, inner)))
 
 
 def _same(value: Any) -> Any:

@@ -113,6 +113,11 @@ class LossCalls:
             refuse_hidden(loss_fn, outputs, micro, guards, trains=trains)
 
     @property
+    def differentiates(self) -> bool:
+        """Whether the code of the loss names a derivative."""
+        return self._state.differentiates
+
+    @property
     def iterators(self) -> list[str]:
         """Paths of the iterators that the loss may draw from, which cannot be restored."""
         return self._state.iterators
@@ -205,11 +210,11 @@ class Derivatives(TorchFunctionMode):
     samples: torch would return None or a part, and with ``allow_unused`` without an error.
 
     Args:
-        trained: ids of the parameters of the model, and of the leaves of the batch.
+        trained: returns ids of the parameters of the model, and of the leaves of the batch.
         outputs: ids of the leaves that stand for outputs; None if these have their graph.
     """
 
-    def __init__(self, trained: set[int], outputs: set[int] | None) -> None:
+    def __init__(self, trained: Callable[[], set[int]], outputs: set[int] | None) -> None:
         super().__init__()
         self._trained, self._outputs = trained, outputs
         self._error: LossError | None = None
@@ -221,7 +226,7 @@ class Derivatives(TorchFunctionMode):
             by = args[1] if func is torch.autograd.grad else kwargs.get("inputs")
             every = [by] if isinstance(by, Tensor) else by or ()
             ids = {id(getattr(getattr(one, "node", None), "variable", one)) for one in every}
-            if (not every or ids & self._trained) and self._of_outputs(args[0]):
+            if (not every or ids & self._trained()) and self._of_outputs(args[0]):
                 self._error = LossError(
                     "a loss must not differentiate by parameters of the model or by inputs when "
                     "the batch is split, because its graph does not lead to those of all samples, "

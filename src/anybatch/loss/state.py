@@ -84,6 +84,10 @@ Snapshot = list[Any]
 """The contents of every place, in their order."""
 
 
+DERIVATIVES = {"grad", "backward", "autograd", "jacobian", "hessian", "hvp", "vhp", "vjp", "jvp"}
+"""Names of torch's functions, and of a module of these, that differentiate."""
+
+
 class LossState:
     """Every place where functions can have state.
 
@@ -98,6 +102,7 @@ class LossState:
         caches: functions that remember their results.
         written_by_person: some code that they run is in no library.
         names_grad: some of it names an attribute `grad`.
+        differentiates: some of it names a derivative.
     """
 
     def __init__(self, functions: Iterable[Any], model: nn.Module | None = None) -> None:
@@ -113,6 +118,7 @@ class LossState:
         self.caches = listing.caches
         self.written_by_person = listing.own
         self.names_grad = "grad" in listing.names
+        self.differentiates = not listing.names.isdisjoint(DERIVATIVES)
         self._listed = self.snapshot()
 
     def __reduce__(self) -> Any:
@@ -350,6 +356,7 @@ class _Listing:
         module = module_of(fn)
         library = of_library(module, fn.__code__.co_filename)
         if library and module.split(".")[0] in ("torch", "numpy"):
+            self._names.add(fn.__name__)  # code may have another name for it
             compiled = getattr(fn, "_torchdynamo_orig_callable", None)
             self._ahead.append((compiled, path, None))
             return
