@@ -6,14 +6,14 @@ import pytest
 from benchmarks.ucudnn.heads import run
 from benchmarks.ucudnn.heads.rows import heads, heads_cuda, heads_divided, heads_floors
 
-from anybatch.planner import planner
+from anybatch.planner import memory_model
 
 
 @pytest.mark.large(of="tiny runs of benchmarks", few=2)
 def test_a_head_is_measured_in_every_way_and_a_block_at_its_floor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(planner, "CHUNKS", (64 << 10,))
+    monkeypatch.setattr(memory_model, "CHUNKS", (64 << 10,))
     found = run.measured((400, 4, 32), 1, "cpu", "float32")
     assert {"at once", "chosen", "16", "32"} <= set(found["seconds"])
     assert found["peaks"]["16"] < found["peaks"]["at once"]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine, chunked_losses
-from anybatch.planner import planner
+from anybatch.planner import memory_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 
@@ -97,7 +97,7 @@ def test_a_budget_without_room_for_all_logits_is_kept(
     mib: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside cuBLAS's workspace, 64 MiB where it has one, and tensors of other tests."""
-    monkeypatch.setattr(planner, "CHUNKS", (8 << 20, 2 << 20))
+    monkeypatch.setattr(memory_model, "CHUNKS", (8 << 20, 2 << 20))
     torch.manual_seed(0)
     net = Net(16_000).double().cuda()
     x, y = (torch.randint(16_000, (4, 256)).cuda() for _ in range(2))

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from anybatch import Engine, Plan
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.loss import chunked_rows
-from anybatch.planner import planner
+from anybatch.planner import memory_model
 
 V, L, D, N = 3000, 24, 16, 12
 KIB = 1 << 10
@@ -24,7 +24,7 @@ KIB = 1 << 10
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "CHUNKS", (256 * KIB, 64 * KIB))
+    monkeypatch.setattr(memory_model, "CHUNKS", (256 * KIB, 64 * KIB))
 
 
 class Net(nn.Module):
@@ -285,7 +285,7 @@ def test_longer_rows_in_chunks_keep_to_the_budget() -> None:
 
 
 def test_longer_rows_get_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "CHUNKS", (1 << 20, 400 * KIB))
+    monkeypatch.setattr(memory_model, "CHUNKS", (1 << 20, 400 * KIB))
     torch.manual_seed(0)
     net = Net(inside=True).double()
     engine, used = engine_of(net, inside=True, memory="6200KiB"), []

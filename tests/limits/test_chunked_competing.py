@@ -31,7 +31,7 @@ import anybatch
 from anybatch import Engine
 from anybatch.errors import BudgetError, NotExactError
 from anybatch.loss import chunked_rows
-from anybatch.planner import planner
+from anybatch.planner import memory_model
 from anybatch.planner.decision import Decision
 
 __all__ = ["small_chunks"]
@@ -169,7 +169,7 @@ def test_gradients_that_are_there_may_take_the_place_of_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With them a step fits offloaded only: it is in chunks before, and not with them."""
-    monkeypatch.setattr(planner, "CHUNKS", ())
+    monkeypatch.setattr(memory_model, "CHUNKS", ())
     monkeypatch.setattr(chunked_rows, "LEAST", 4096)
     torch.manual_seed(0)
     body = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())]
