@@ -193,8 +193,11 @@ def buffer_bytes(case: Case) -> int:
 
 
 def gradient_bytes(case: Case) -> int:
-    """Return the bytes of a set of gradients, without those that are paged."""
-    return sum(allocated(p) for p in case.leaves if id(p) not in case.paged)
+    """Return the bytes of a set of gradients, without those that are paged; frozen ones have none.
+
+    (test_a_plan_for_adapters_holds_and_a_run_with_them_goes_on)
+    """
+    return sum(allocated(p) for p in case.leaves if p.requires_grad and id(p) not in case.paged)
 
 
 def bound_of(steps: list[Timeline], sizes: tuple[int, ...], growing: int = 0) -> AffineTimeline:

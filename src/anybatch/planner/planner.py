@@ -451,16 +451,19 @@ class Planner:
         try:
             found = self._decided(request)
         except BudgetError as error:
+            ways = [request.in_chunks(n) for n in self._chunks(request)]
+            one = self._search.fixed in (None, 1)  # else fewer may fit
+            may = one and self._may("tiles") and request.may_be_tiled
+            if not (ways or may):
+                raise
             release(error, outside=outside)
             failed = error
         else:
             return self._compared_with_chunks(request, found)
-        ways = [request.in_chunks(n) for n in self._chunks(request)]
         try:
             in_chunks = self._best_of(request, ways, 0, failed)
         except BudgetError as error:
-            may = self._may("tiles") and self._search.fixed in (None, 1)  # else fewer may fit
-            if not (may and request.may_be_tiled):
+            if not may:
                 raise
             release(error, outside=outside)
             failed = error
@@ -546,11 +549,10 @@ class Planner:
 
     def _most_that_fit(self, request: PlanningRequest) -> int:
         """Return the samples that fit in memory without offloading, by the present forecasts."""
-        every = self._completed(request)
-        return 0 if every is None else every.largest(request.budget, request.signature.size)
+        every, size = self._completed(request), request.signature.size
+        return 0 if every is None else every.largest(request.budget, size)
 
     def _completed(self, request: PlanningRequest) -> Forecast | None:
-        """Return the present forecast of a batch with all that is not in a dry run."""
         bound = self._foreseen.bound(request.signature)
         return bound and bound.completed(request.signature, self.workspaces.most(bound))
 
@@ -561,9 +563,8 @@ class Planner:
             found = decision.made()
             every, n = self._completed(request), found.micro_batch
             looked = 0 if every is None else every.inspection_bytes(n, request.signature.size)
-            memory = replace(
-                found.memory, chunked=request.chunked, tile=request.tile, inspection=looked
-            )
+            chunked, tile = request.parts
+            memory = replace(found.memory, chunked=chunked, tile=tile, inspection=looked)
             return replace(found, memory=memory)
         except torch.OutOfMemoryError as error:
             if accelerator.of(request.case().device).host:
@@ -596,5 +597,4 @@ def _may_vary(planned: RunPlan) -> bool:
 
 
 def _say_more(held: str, planned: RunPlan, why: str) -> None:
-    """Say that a step has held more than its plan says."""
     say(f"a step {held}, and {show_bytes(planned.memory.predicted)} were foreseen: {why}")
