@@ -263,9 +263,11 @@ KNOWN: dict[str, dict[str, str]] = {
         "exactness/test_ranks_gradients.py": "distributed.buckets",
         "exactness/test_ranks_sharded.py": "distributed.fsdp execution.gradients",
         "exactness/test_tiles.py": "execution.tiles",
-        "gpu/test_chunked.py": "planner.planner",
-        "limits/test_chunked_budget.py": "loss.chunked_rows planner.planner",
-        "limits/test_chunked_competing.py": "loss.chunked_rows planner.decision planner.planner",
+        "gpu/test_chunked.py": "planner.memory_model",
+        "limits/test_chunked_budget.py": "loss.chunked_rows planner.memory_model",
+        "limits/test_chunked_competing.py": (
+            "loss.chunked_rows planner.decision planner.memory_model"
+        ),
         "limits/test_no_trace.py": "core.transaction execution.proof.rows",
         "limits/test_plan_obeyed.py": "execution.streaming",
         "limits/test_ranks_fail.py": "distributed.buckets execution.gradients",

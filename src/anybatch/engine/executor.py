@@ -167,9 +167,9 @@ class Runner:
         if run_plan is not None:
             memory = run_plan.memory
             step.budgeted, step.chunked = True, chunks_of(memory.chunked)
-            # What parameters that leave hold at once is known of the rehearsed forwards.
-            known = step.retries == 0 and not paged().every
-            step.tight = not (known and 0 < memory.inspection <= memory.budget)
+            # Parameters that leave hold at once what the rehearsed forwards need, and no more.
+            rehearsed = step.retries == 0 and not paged().every
+            step.tight = not (rehearsed and 0 < memory.inspection <= memory.budget)
             size = memory.tile
             step.tiles = self._tiles.setdefault(size, Tiles(size)) if size else None
         if self._inputs.rng == "batch":
