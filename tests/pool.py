@@ -91,7 +91,7 @@ WAITING: dict[int, Pool] = {}
 def ranks(size: int, *, fresh: bool = False) -> Iterator[Pool]:
     """Use `size` ranks that wait, or start them; if nothing failed on them, they wait again.
 
-    `fresh` ones are used only here: their memory is measured, or they end.
+    `fresh` ones are used only here: they are measured, end, or have settings of their own.
     """
     pool = None if fresh else WAITING.pop(size, None)
     pool = pool or Pool(size)

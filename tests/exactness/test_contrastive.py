@@ -168,7 +168,7 @@ def on_rank(rank: int, size: int, variant: str, micro_batch: int, norm: bool) ->
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    with ranks(len(SIZES)) as found:
+    with ranks(len(SIZES), fresh=True) as found:
         yield found
 
 

@@ -44,7 +44,7 @@ MODELS = {"streaming": Noisy, "lanes": Normed}
 
 @pytest.fixture(scope="module", params=[2, 4])
 def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, Pool]]:
-    with ranks(request.param) as found:
+    with ranks(request.param, fresh=True) as found:
         yield request.param, found
 
 

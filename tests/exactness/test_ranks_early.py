@@ -29,7 +29,7 @@ N, MICRO = 13, 3
 
 @pytest.fixture(scope="module")
 def workers() -> Iterator[Pool]:
-    with ranks(SIZE) as found:
+    with ranks(SIZE, fresh=True) as found:
         found.run(many_pieces)
         yield found
 
