@@ -399,6 +399,32 @@ def test_a_function_of_the_model_that_reads_gradients_is_no_proof() -> None:
     assert str(engine.plan.exact).startswith("not shown: code of the model reads .grad")
 
 
+def scale(own: nn.Sequential, h: Tensor) -> None:
+    """It has the name of an attribute that forward reads; one forward calls it, too."""
+    clears_grad(own, h)
+
+
+class Attribute:
+    scale = 1.0
+
+
+def attribute_alone(_: nn.Sequential, h: Tensor) -> None:
+    h.mul(Attribute.scale)
+
+
+def by_both_names(own: nn.Sequential, h: Tensor) -> None:
+    attribute_alone(own, h)
+    scale(own, h)
+
+
+@pytest.mark.parametrize(("train", "shown"), [(attribute_alone, True), (by_both_names, False)])
+def test_an_attribute_with_the_name_of_a_function_does_not_call_it(train: Any, shown: bool) -> None:
+    engine = Engine(Local(normed(lanes=False), train), coupled, micro_batch=4)
+    engine.backward(rows())
+    assert engine.plan is not None
+    assert bool(engine.plan.exact) is shown
+
+
 def penalised(out: Tensor) -> Tensor:
     value = out.square().mean().sqrt()
     return value + norm(value, [out])

@@ -280,7 +280,8 @@ class Outside:
         self._tensors: dict[Named, Callable[[], Any]] = {}
         self._visited: dict[int, Any] = {}  # which live as long, or another would have the id
         self._places: set[tuple[int, str, str]] = set()
-        self._only_named: set[int] = set()
+        self._apart: list[tuple[Any, int]] = []
+        self._loads = True
         self._numbered: Counter[Named] = Counter()
         self._ahead, self._nested = list[tuple[Any, int]](), deque[tuple[Any, int]]()
         for one in functions:
@@ -299,6 +300,9 @@ class Outside:
                 own = vars(module).keys() - Attributes.OWN
                 self._ahead += ((one, 0) for n, one in vars(module).items() if n in own)
                 self._class(type(module))
+        self._follow_all()
+        # An attribute may have the name of a function: what code loads has been followed before.
+        self._loads, self._ahead = False, self._apart
         self._follow_all()
 
     def _follow_all(self) -> None:
@@ -389,16 +393,11 @@ class Outside:
         for link, name, _, holder in reached(function):
             if link is Relation.CELL:
                 self._place(holder, path, name, partial(_content, holder))
-        loaded = frozenset[str]()
-        if id(function) not in self._only_named:
-            loaded = _loaded(function.__code__)
-            self.reads_grad |= _reads_grad(function.__code__)
+        self.reads_grad |= self._loads and _reads_grad(function.__code__)
+        loaded = _loaded(function.__code__) if self._loads else names
         for _, name, value, holder in named(function, names):
-            if name in loaded:
-                self._only_named.discard(id(value))
-            elif id(value) not in self._visited:  # an attribute may have the name of a function
-                self._only_named.add(id(value))
-            self._place(holder, function.__module__, name, partial(holder.get, name))
+            (self._ahead if name in loaded else self._apart).append((value, 0))
+            self._place(holder, function.__module__, name, partial(holder.get, name), leads=False)
             if isinstance(value, ModuleType) and not _of_library(value):
                 self._attributes(value, names)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
@@ -417,13 +416,17 @@ class Outside:
             if new and isinstance(inside, ModuleType) and not _of_library(inside):
                 self._attributes(inside, names)
 
-    def _place(self, holder: Any, path: str, name: str, read: Callable[[], Any]) -> None:
+    def _place(
+        self, holder: Any, path: str, name: str, read: Callable[[], Any], *, leads: bool = True
+    ) -> None:
+        """Record a place; its value is followed where it `leads` there."""
         at = id(holder), path, name
         if at in self._places:
             return
         self._places.add(at)
         value = read()
-        self._ahead.append((value, 0))
+        if leads:
+            self._ahead.append((value, 0))
         if plain(value) is not None:
             self._numbered[path, name] += 1
             several = self._numbered[path, name]
