@@ -280,7 +280,7 @@ class Outside:
         self._tensors: dict[Named, Callable[[], Any]] = {}
         self._visited: dict[int, Any] = {}  # which live as long, or another would have the id
         self._places: set[tuple[int, str, str]] = set()
-        self._apart: list[tuple[Any, int]] = []
+        self._attributed: list[tuple[Any, int]] = []
         self._loads = True
         self._numbered: Counter[Named] = Counter()
         self._ahead, self._nested = list[tuple[Any, int]](), deque[tuple[Any, int]]()
@@ -302,7 +302,7 @@ class Outside:
                 self._class(type(module))
         self._follow_all()
         # An attribute may have the name of a function: what code loads has been followed before.
-        self._loads, self._ahead = False, self._apart
+        self._loads, self._ahead = False, self._attributed
         self._follow_all()
 
     def _follow_all(self) -> None:
@@ -396,7 +396,7 @@ class Outside:
         self.reads_grad |= self._loads and _reads_grad(function.__code__)
         loaded = _loaded(function.__code__) if self._loads else names
         for _, name, value, holder in named(function, names):
-            (self._ahead if name in loaded else self._apart).append((value, 0))
+            (self._ahead if name in loaded else self._attributed).append((value, 0))
             self._place(holder, function.__module__, name, partial(holder.get, name), leads=False)
             if isinstance(value, ModuleType) and not _of_library(value):
                 self._attributes(value, names)
