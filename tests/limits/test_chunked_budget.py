@@ -288,7 +288,7 @@ def test_longer_rows_get_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(memory_model, "CHUNKS", (1 << 20, 400 * KIB))
     torch.manual_seed(0)
     net = Net(inside=True).double()
-    engine, used = engine_of(net, inside=True, memory="6200KiB"), []
+    engine, used = engine_of(net, inside=True, memory="6200KiB", tune="off"), []
     for length in (100, 320):
         batch = torch.randint(V, (8, length)), torch.randint(V, (8, length))
         want = truth(net, batch, inside=True)
@@ -334,7 +334,7 @@ def test_memory_that_runs_out_in_a_chunk_makes_smaller_micro_batches(
     call: int, monkeypatch: pytest.MonkeyPatch, *, inside: bool
 ) -> None:
     net, batch = made(inside=inside)
-    engine = engine_of(net, inside=inside, memory="4500KiB")
+    engine = engine_of(net, inside=inside, memory="4500KiB", tune="off")
     step(engine, batch, inside=inside)
     assert engine.plan is not None
     before = engine.plan

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
+from tests.limits import test_chunked_budget
 from tests.limits.test_chunked_budget import (
     KIB,
     D,
@@ -15,7 +19,6 @@ from tests.limits.test_chunked_budget import (
     N,
     Net,
     V,
-    engine_of,
     loss_fn,
     made,
     small_chunks,
@@ -37,6 +40,11 @@ from anybatch.planner.decision import Decision
 __all__ = ["small_chunks"]
 
 
+def engine_of(net: nn.Module, *, inside: bool, **options: Any) -> Engine:
+    """Return an engine without a clock, which compares at once."""
+    return test_chunked_budget.engine_of(net, inside=inside, **{"tune": "off", **options})
+
+
 @pytest.fixture
 def fast_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """16 rows are as fast as all at once."""
@@ -46,11 +54,10 @@ def fast_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.product
 @pytest.mark.usefixtures("fast_chunks")
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("tune", ["steps", "off"])
-def test_a_batch_is_in_chunks_where_twice_as_many_samples_fit(tune: str, *, inside: bool) -> None:
+def test_a_batch_is_in_chunks_where_twice_as_many_samples_fit(*, inside: bool) -> None:
     net, batch = made(inside=inside)
     want = truth(net, batch, inside=inside)
-    engine = engine_of(net, inside=inside, memory="7MiB", tune=tune)
+    engine = engine_of(net, inside=inside, memory="7MiB")
     for _ in range(3):
         net.zero_grad()
         loss = step(engine, batch, inside=inside)
@@ -66,6 +73,64 @@ def test_a_batch_is_in_chunks_where_twice_as_many_samples_fit(tune: str, *, insi
     found = anybatch.plan(net, None if inside else loss_fn, rows, memory="7MiB", timed=False)
     assert found.memory is not None
     assert found.memory.chunked == 16 * V * 8
+
+
+Pace = Callable[[int, int], float]
+"""Seconds of a step in micro-batches of so many samples, in chunks of so many bytes."""
+
+PACES: dict[str, tuple[Pace, bool, bool]] = {
+    # A micro-batch takes as long with many samples: chunks are tried, and stay.
+    "per micro-batch": (lambda n, _: -(-N // n), True, True),
+    "per sample": (lambda *_: 1.0, False, False),
+    "larger is a little faster": (lambda n, _: 1.0 + 0.05 / n, False, False),
+    "chunks cost more than they save": (lambda n, c: -(-N // n) + 9.0 * (c > 0), True, False),
+    "chunks save less than noise": (lambda n, c: 3.0 if c else 3.1 if n > 2 else 4.0, True, False),
+}
+"""Pace, whether chunks are tried, and whether they stay."""
+
+
+@pytest.fixture
+def pace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, bool]:
+    """Steps take the seconds of a pace; return whether chunks are tried, and stay."""
+    seconds, tried, stay = PACES[request.param]
+    place = "anybatch.planner.planner.Planner.took"
+    took = resolve_name(place)
+
+    def paced(self: Any, at: Any, n: int, real: float | None, **more: Any) -> None:
+        took(self, at, n, real and seconds(n, more["run_plan"].memory.chunked), **more)
+
+    monkeypatch.setattr(place, paced)
+    return tried, stay
+
+
+@pytest.mark.usefixtures("fast_chunks")
+@pytest.mark.parametrize("pace", PACES, indirect=True)
+def test_chunks_are_tried_where_larger_micro_batches_may_be_clearly_faster(
+    pace: tuple[bool, bool], tmp_path: Path
+) -> None:
+    """Every step is exact and within its budget, and another start goes the same way."""
+    tries, stay = pace
+    first = None
+    for _ in range(2):
+        net, batch = made(inside=False)
+        want = truth(net, batch, inside=False)
+        engine = engine_of(net, inside=False, memory="14MiB", tune="steps", cache=tmp_path)
+        used = list[tuple[int, int]]()
+        for _ in range(18):
+            net.zero_grad()
+            with metered({"there": [*net.parameters()]}) as meter:
+                loss = engine.backward(*batch)
+            assert meter.peak <= 14 << 20
+            assert_exact(state_of(net, loss), want)
+            assert engine.plan is not None
+            assert engine.plan.memory is not None
+            used.append((engine.plan.micro_batch, engine.plan.memory.chunked))
+        assert len(set(used[-4:])) == 1
+        assert used[0][1] == 0
+        assert any(chunked for _, chunked in used) == tries
+        assert (used[-1][1] > 0) == stay
+        assert first in (None, used)
+        first = used
 
 
 @pytest.mark.large(few=2)

@@ -13,5 +13,5 @@ made), `budget` (the bytes that a step may hold), `memory_model` (the refusal, t
 `resident_memory`, `offload_memory` and `paged_lockstep` with `working_set` (all tensors resident,
 saved tensors offloaded, lanes paged between kernels), `workspaces` (of convolutions), `search` (the
 fastest of these, by steps that train), `earlier_plans` (those of the starts before), `decision`,
-`planner`.
+`ways` (chunks of wide maps and tiles of tokens), `planner`.
 """

@@ -128,13 +128,17 @@ MANY = 8
 
 
 class Foreseen:
-    """Forecasts made so far, by signature of the mini-batch; `rehearsed` is how many."""
+    """Forecasts made so far, by signature of the mini-batch; `rehearsed` is how many.
 
-    def __init__(self) -> None:
-        self.rehearsed = 0
+    Real steps of the model held `missing` bytes more than fakes in other forecasts; None (default)
+    where these were not compared.
+    """
+
+    def __init__(self, missing: int | None = None) -> None:
+        self.rehearsed, self._agreed = 0, missing is not None
         self._stored: list[tuple[Signature, Forecast]] = []
         self._same: set[Any] = set()
-        self._more = 0
+        self._more = missing or 0
         self._held: dict[Any, int] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -233,7 +237,9 @@ class Foreseen:
             found = _at(case, bound, optimizer, available, agreed=agreed, suffices=suffices)
         if found is None:
             bound = signature
-            found = _forecast(case, optimizer, available, signature.size, suffices)
+            found = _forecast(
+                case, optimizer, available, signature.size, suffices, agreed=self._agreed
+            )
         elif not accelerator.of(case.device).host:
             others = other_tensors(case, optimizer)
             found = on_cuda(found, case=case, others=others, budget=available, size=signature.size)
@@ -287,12 +293,17 @@ def _forecast(
     available: int,
     size: int,
     suffices: Suffices | None,
+    *,
+    agreed: bool,
 ) -> Forecast:
-    """Return the forecast, compared with a small real step where its device is there to run it."""
+    """Return the forecast, compared with a small real step where its device is there to run it.
+
+    Not where fakes have `agreed` with such steps before.
+    """
     device = absent()
     foresee = partial(forecast, case, optimizer, available=available)
     if device is None and accelerator.of(case.device).host:
-        return foresee(verify=True, suffices=suffices)
+        return foresee(verify=True, suffices=suffices, agreed=agreed)
     if device is None:
         others = other_tensors(case, optimizer)
         there = partial(on_cuda, case=case, others=others, budget=available, size=size)

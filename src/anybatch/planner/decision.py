@@ -15,7 +15,9 @@ decide between them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from math import inf
 
 from anybatch.core.norm import ScriptedNormError
 from anybatch.errors import BudgetError, NotExactError, NotYetError, StoreError
@@ -107,6 +109,7 @@ class Decision:
         if search.fixed is None and cap == signature.size and one_size:
             return resident.planned(cap, checked=True)
         divides = cap < signature.size or resident.worth_dividing or self._request.thorough
+        divides |= search.most < MOST
         if self._tunes and divides:
             return self._next(resident, may=may)
         n = search.pick(signature, cap)
@@ -137,9 +140,12 @@ class Decision:
             if not resident.fits(n):
                 search.fail(TrialStep(n, "resident"))
         while True:
-            trial = self._size_to_try(resident, OF_SIZES if elsewhere else MOST)
+            trial = self._size_to_try(resident, OF_SIZES if elsewhere else search.most)
             if trial is None and elsewhere and offloading.pays(search.least_seconds):
                 trial = self._elsewhere(resident.largest, offloading, paged)
+            compares = self._request.compares and resident.largest < signature.size
+            if trial is None and compares and self._request.may_be_chunked:
+                trial = self._cold(search.of("resident"))
             start = search.without_single(resident.start, signature)
             chosen = trial or search.best() or TrialStep(start, "resident")
             n, place = chosen
@@ -204,16 +210,26 @@ class Decision:
             loses = lost_for_all or not may_win(steps, seconds, n, size, offloading.moving)
             if loses or (misfits and n < size):  # undivided it has no sums of gradients
                 continue
-            # The first step of a size warms up, and two are cheaper than a trial
-            # (test_a_cold_size_is_run_again_before_anything_is_offloaded).
-            cold = [k for k in ends(steps) if search.counts("resident")[k] == 1] if steps else []
             try:
                 if offloading.fits(n):
-                    return TrialStep(cold[0], "resident") if cold else trial
+                    return (self._cold(steps) if steps else None) or trial
                 misfits = True
             except NotExactError:  # what it saves must not leave
                 return None
         return None
+
+    def _cold(self, steps: Mapping[int, float]) -> TrialStep | None:
+        """Return a size that was run once, of the two by which larger ones may be faster; or None.
+
+        The first step of a size warms up, and two are cheaper than a trial
+        (test_a_cold_size_is_run_again_before_anything_is_offloaded).
+        """
+        size, search = self._signature.size, self._search
+        run = any(seconds < inf for seconds in steps.values())
+        if not run or not may_win(steps, search.least_seconds, size, size):
+            return None
+        cold = (k for k in ends(steps) if search.counts("resident")[k] == 1)
+        return next((TrialStep(k, "resident") for k in cold), None)
 
     def _resident(self) -> ResidentSizes:
         """Return the choice of a size with which a step fits in memory.

@@ -57,6 +57,7 @@ class PlanningRequest:
         follows: a step of it follows, so what it does not need is not foreseen.
         chunked: bytes of the chunks of its wide linear maps and losses; 0 is none.
         tile: tokens of the tiles of modules that act on each token by itself; 0 is none.
+        compares: chunks may be tried, too, where larger micro-batches may be clearly faster.
     """
 
     signature: Signature
@@ -71,12 +72,12 @@ class PlanningRequest:
     follows: bool
     chunked: int = 0
     tile: int = 0
+    compares: bool = False
 
     def in_chunks(self, nbytes: int) -> PlanningRequest:
         """Return the request with wide linear maps and losses in chunks of so many bytes."""
-        return replace(
-            self, case=cache(lambda: replace(self.case(), chunked=nbytes)), chunked=nbytes
-        )
+        case = cache(lambda: replace(self.case(), chunked=nbytes))
+        return replace(self, case=case, chunked=nbytes, compares=False)
 
     def in_tiles(self, tokens: int) -> PlanningRequest:
         """Return the request with modules that act on each token by itself in tiles of so many."""

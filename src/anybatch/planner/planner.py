@@ -14,33 +14,30 @@ handful of rehearsals, and every one of them keeps within the budget.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 
 import torch
 
-from anybatch.core import accelerator
-from anybatch.core.oom import release
 from anybatch.core.status import say
 from anybatch.core.units import show_bytes, show_samples
-from anybatch.errors import BudgetError, NotExactError
+from anybatch.errors import NotExactError
 from anybatch.execution.signature import Case, RunPlan, Signature
 from anybatch.execution.single_sample import SINGLE_SAMPLE
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
-from anybatch.planner.budget import Foreseen, default_budget, ran_out
-from anybatch.planner.decision import Decision
+from anybatch.planner.budget import Foreseen, default_budget
 from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed, run_plan_of
-from anybatch.planner.forecast import WORKSPACE, Forecast
+from anybatch.planner.forecast import WORKSPACE
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
-from anybatch.planner.memory_model import TILES, PlanningRequest
+from anybatch.planner.memory_model import PlanningRequest
 from anybatch.planner.rehearsal import of_one_decision
 from anybatch.planner.resident_memory import depict
 from anybatch.planner.search import MicroBatchSearch
+from anybatch.planner.ways import Ways
 from anybatch.planner.workspaces import Workspaces
 
 SLACK = 0.05
@@ -48,12 +45,6 @@ SLACK = 0.05
 
 RUNGS = ("chunks", "tiles", "offload")
 """Ways to hold less than a step in micro-batches does."""
-
-FREE = ("auto", "off")
-"""Ways of offloading that require none."""
-
-MANY = 2
-"""Times as many samples that must fit in chunks, for a batch that would fit in parts without."""
 
 OTHER_MODEL = "the model is another one than was planned, so the next steps are planned anew"
 BY_VALUES = (
@@ -97,11 +88,9 @@ class Planner:
         self._settled, self._passed_in = settled, settled is not None
         self.two_pass = settled is not None and settled.coupled
         self.earlier: EarlierPlans | None = None
-        self._parts: dict[bool, tuple[int, int]] = {}  # bytes of chunks, and tokens of tiles
-        self._compared = False
         self._varied = self._renewed = self._forgot = self._corrected = False
-        self._search = MicroBatchSearch(fixed, sends=bool(settled and settled.offload))
-        self._foreseen = Foreseen()
+        search = MicroBatchSearch(fixed, sends=bool(settled and settled.offload))
+        self._ways = Ways(search, self.workspaces)
         self._planned: dict[Signature, RunPlan] = {}
         self._ran: set[tuple[Signature, int]] = set()
 
@@ -113,6 +102,14 @@ class Planner:
             yield
         finally:
             self.timed, self.thorough = was, False
+
+    @property
+    def _search(self) -> MicroBatchSearch:
+        return self._ways.search
+
+    @property
+    def _foreseen(self) -> Foreseen:
+        return self._ways.foreseen
 
     @property
     def decided(self) -> int:
@@ -174,7 +171,7 @@ class Planner:
         follows: bool,  # noqa: FBT001
     ) -> PlanningRequest:
         """Return the request for a decision, within the budget of a plan that was passed in."""
-        chunked, tile = self._parts.get(signature.trains, (0, 0))
+        chunked, tile = self._ways.parts.get(signature.trains, (0, 0))
         case = cache(make_case)
         if self._settled is not None:
             self.budget, self.source = self._settled.memory.budget, self._settled.memory.source
@@ -202,7 +199,7 @@ class Planner:
             search.sends = fastest.offload is not None
         found = found.with_more(self._missing)
         self._planned[signature] = found
-        self._parts |= {signature.trains: (found.memory.chunked, found.memory.tile)}
+        self._ways.parts |= {signature.trains: (found.memory.chunked, found.memory.tile)}
         return found
 
     def timeline(self, signature: Signature) -> StepTimeline | None:
@@ -313,6 +310,7 @@ class Planner:
                 return
             followed.give_up()
             self._search.chosen, self._search.sends = None, False
+        self._ways.drop_whole()
         del self._planned[signature]
         if varies and planned.lanes and not self._renewed:
             self._renewed = True
@@ -336,7 +334,8 @@ class Planner:
         self._planned.clear()
         # Another start that follows the plans up to here goes on alike
         # (test_two_starts_of_a_model_that_grows_are_planned_alike).
-        self._search = self._search.ended()
+        self._ways.search = self._search.ended()
+        self._ways.drop_whole()
         return True
 
     def writes(self, signature: Signature) -> bool:
@@ -428,7 +427,8 @@ class Planner:
 
         The signature is of the batch that it was chosen for, and that has been planned again.
         """
-        self._search = self._search.anew((n, signature.elements), sends=self._search.sends)
+        self._ways.search = self._search.anew((n, signature.elements), sends=self._search.sends)
+        self._ways.drop_whole()
         self.earlier = None
         self._planned.pop(self._foreseen.plain(signature), None)
 
@@ -444,133 +444,13 @@ class Planner:
             )
 
     def _decide(self, request: PlanningRequest) -> RunPlan:
-        """Return how a batch is run; in chunks or tiles where no sample, or fewer, fit so."""
-        settled, outside = self._of_plan(request), sys.exception()
-        if settled is not None:
-            return settled
-        try:
-            found = self._decided(request)
-        except BudgetError as error:
-            ways = [request.in_chunks(n) for n in self._chunks(request)]
-            one = self._search.fixed in (None, 1)  # else fewer may fit
-            may = one and self._may("tiles") and request.may_be_tiled
-            if not (ways or may):
-                raise
-            release(error, outside=outside)
-            failed = error
-        else:
-            return self._compared_with_chunks(request, found)
-        try:
-            in_chunks = self._best_of(request, ways, 0, failed)
-        except BudgetError as error:
-            if not may:
-                raise
-            release(error, outside=outside)
-            failed = error
-        else:
-            assert in_chunks is not None
-            return in_chunks
-        chunked = min((way.chunked for way in ways if way.chunked), default=request.chunked)
-        return self._in_tiles(request.in_chunks(chunked), failed)
-
-    def _in_tiles(self, request: PlanningRequest, failed: BudgetError) -> RunPlan:
-        """Return how a batch is run in the largest tiles in which a sample fits."""
-        least = request.in_tiles(TILES[0])
-        found = self._best_of(request, [least], 0, failed)
-        for n in [n for n in TILES[1:] if n < min(least.longest, request.tile or least.longest)]:
-            try:
-                found = self._best_of(request, [request.in_tiles(n)], 0, failed)
-            except BudgetError:
-                break
-        assert found is not None
-        return found
-
-    def _chunks(self, request: PlanningRequest) -> list[int]:
-        """Return the bytes of the chunks to try instead of those of the plan."""
-        may = self._may("chunks") and request.may_be_chunked
-        return request.smaller_chunks(self._foreseen.bound(request.signature)) if may else []
-
-    def _may(self, rung: str) -> bool:
-        """Say whether chunks or tiles may be planned."""
-        # Their forecasts are made anew, and would lack the bytes that a step has shown
+        """Return how a batch is run."""
+        found = self._of_plan(request)
+        if found is not None:
+            return found
+        # A forecast that is made anew would lack the bytes that a step has shown
         # (test_more_than_was_foreseen_makes_another_plan_at_once).
-        return rung in self.rungs and self.spill.way in FREE and not self._corrected
-
-    def _compared_with_chunks(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
-        """Return how a batch that fits in parts is run: in chunks where many more fit so."""
-        done = self._compared or request.signature.lanes or not request.signature.trains
-        if done or self._search.fixed is not None or request.chunked or request.tile:
-            return found
-        fits = self._most_that_fit(request)
-        if fits == request.signature.size:
-            return found
-        sizes = [n for n in self._chunks(request) if n in request.fast_chunks]
-        found = self._best_of(request, map(request.in_chunks, sizes), fits, None) or found
-        self._compared = True  # not before: after an interrupt the next step compares
-        return found
-
-    def _best_of(
-        self,
-        request: PlanningRequest,
-        ways: Iterable[PlanningRequest],
-        fits: int,
-        failed: BudgetError | None,
-    ) -> RunPlan | None:
-        """Return how a batch is run in the first of some ways in which many more samples fit.
-
-        None where no more fit, or the model cannot be run so. `ways` are requests in chunks or
-        tiles, the largest first; `fits` the samples that fit in `request`. `failed` is its error,
-        of which the least one is raised; None where there is a plan.
-        """
-        size, trains, found = request.signature.size, request.signature.trains, None
-        search, best = self._search, (self._foreseen, self._search, self._parts.get(trains, (0, 0)))
-        try:
-            for way in ways:
-                self._foreseen = Foreseen()  # forecasts of chunks are none of other steps
-                if failed is None:
-                    self._search = search.anew()
-                try:
-                    run_plan = self._decided(way)
-                except Exception as error:  # the model's own: without chunks it may be none
-                    if failed is not None and isinstance(error, BudgetError):
-                        failed = min(failed, error, key=lambda one: one.needed)
-                    continue
-                most = self._most_that_fit(request)
-                if (failed and found is None) or most >= min(size, max(1, MANY * fits)):
-                    found, fits = run_plan, most
-                    best = self._foreseen, self._search, way.parts
-                if fits == size:
-                    break
-        finally:
-            self._foreseen, self._search, self._parts[trains] = best
-        if found is None and failed is not None:
-            raise failed from None
-        return found
-
-    def _most_that_fit(self, request: PlanningRequest) -> int:
-        """Return the samples that fit in memory without offloading, by the present forecasts."""
-        every, size = self._completed(request), request.signature.size
-        return 0 if every is None else every.largest(request.budget, size)
-
-    def _completed(self, request: PlanningRequest) -> Forecast | None:
-        bound = self._foreseen.bound(request.signature)
-        return bound and bound.completed(request.signature, self.workspaces.most(bound))
-
-    def _decided(self, request: PlanningRequest) -> RunPlan:
-        decision = Decision(request, self._search, self._foreseen, self.workspaces)
-        outside = sys.exception()
-        try:
-            found = decision.made()
-            every, n = self._completed(request), found.micro_batch
-            looked = 0 if every is None else every.inspection_bytes(n, request.signature.size)
-            chunked, tile = request.parts
-            memory = replace(found.memory, chunked=chunked, tile=tile, inspection=looked)
-            return replace(found, memory=memory)
-        except torch.OutOfMemoryError as error:
-            if accelerator.of(request.case().device).host:
-                raise
-            release(error, outside=outside)
-        raise ran_out(request.case().device, request.budget, request.source)
+        return self._ways.decide(request, () if self._corrected else self.rungs)
 
     def _of_plan(self, request: PlanningRequest) -> RunPlan | None:
         """Return the decision of a plan passed in for its first batch; None for other batches.
@@ -585,7 +465,7 @@ class Planner:
             return None
         if settled.offload is not None:
             request.refuse_spread()
-        self._parts |= {signature.trains: (settled.memory.chunked, settled.memory.tile)}
+        self._ways.parts |= {signature.trains: (settled.memory.chunked, settled.memory.tile)}
         self._settled = None
         self._search.decided += 1
         return settled

@@ -68,6 +68,8 @@ class MicroBatchSearch:
 
     Attributes:
         fixed: required samples in a micro-batch; None (default) chooses.
+        most: steps that may be timed; fewer, but at least one, where they are compared with those
+            of an earlier search.
         signature: of the mini-batch that is tried; None (default) before, or where a plan decided.
         seconds: trial -> seconds of each of its steps; infinite where it cannot be run after all.
         recorded: trials with offloading whose first step was run.
@@ -84,6 +86,7 @@ class MicroBatchSearch:
     """
 
     fixed: int | None = None
+    most: int = MOST
     signature: Signature | None = None
     seconds: dict[TrialStep, list[float]] = field(default_factory=dict)
     recorded: set[TrialStep] = field(default_factory=set)
@@ -333,7 +336,11 @@ def larger(cap: int, size: int) -> list[int]:
 
 
 def may_win(
-    seconds: Mapping[int, float], best: float, n: int, size: int, moving: Callable[[int], float]
+    seconds: Mapping[int, float],
+    best: float,
+    n: int,
+    size: int,
+    moving: Callable[[int], float] = lambda _: 0.0,
 ) -> bool:
     """Say whether a step in micro-batches of `n` with offloading could be clearly faster.
 

@@ -131,7 +131,12 @@ def test_a_coupled_loss_takes_its_second_pass_with_all_offloaded(size: int) -> N
     assert alike(found[1], found[2])
 
 
-def test_a_step_that_fits_in_no_other_way_keeps_to_the_budget() -> None:
+def test_a_step_that_fits_in_no_other_way_keeps_to_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # A busy machine measures a slow link, and kernels are run again instead.
+    link = SimpleNamespace(out=1e9, back=1e9)
+    monkeypatch.setattr("anybatch.planner.offload_memory.clocked", lambda *_: link)
     model, batch = mlp(), rows(3)
     low, high = bounds(model, F.mse_loss, batch)
     assert low < 0.7 * high

@@ -1,0 +1,226 @@
+"""Ways to run a batch: as the model is, in chunks of its wide maps, or in tiles of its tokens.
+
+Each has forecasts and a search of its own, and one of them is the present one.
+
+    no sample fits                 the largest chunks in which one does, else the largest tiles
+    fewer samples than all fit     chunks in which many more do, once steps have shown that larger
+                                   micro-batches may be clearly faster; the clearly faster one stays
+
+Without a clock chunks are taken at once where many more samples fit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+import torch
+
+from anybatch.core import accelerator
+from anybatch.core.oom import release
+from anybatch.errors import BudgetError
+from anybatch.execution.signature import RunPlan
+from anybatch.planner.budget import Foreseen, ran_out
+from anybatch.planner.decision import Decision
+from anybatch.planner.forecast import Forecast
+from anybatch.planner.ladder import SCALAR
+from anybatch.planner.memory_model import TILES, PlanningRequest
+from anybatch.planner.search import CLEAR, MOST, MicroBatchSearch, may_win
+from anybatch.planner.workspaces import Workspaces
+
+FREE = ("auto", "off")
+"""Ways of offloading that require none."""
+
+IN_CHUNKS = 3
+"""Steps in chunks that are timed, beside those before."""
+
+MANY = 2
+"""Times as many samples that must fit in chunks, for a batch that would fit in parts without."""
+
+
+class Ways:
+    """Forecasts and search of the present way, and the choice of another one.
+
+    Attributes:
+        search: of the fastest micro-batch.
+        foreseen: forecasts so far.
+        workspaces: of convolutions.
+        parts: by whether a step trains, bytes of chunks and tokens of tiles; 0 is none.
+    """
+
+    def __init__(self, search: MicroBatchSearch, workspaces: Workspaces) -> None:
+        self.search, self.workspaces = search, workspaces
+        self.foreseen, self.parts = Foreseen(), dict[bool, tuple[int, int]]()
+        self._compared = False
+        self._whole: tuple[Foreseen, MicroBatchSearch] | None = None
+
+    def drop_whole(self) -> None:
+        """Keep the present way: what was timed before it is not true any more."""
+        self._whole = None
+
+    def decide(self, request: PlanningRequest, rungs: Collection[str]) -> RunPlan:
+        """Return how a batch is run; in chunks or tiles where no sample, or fewer, fit so.
+
+        Args:
+            request: in the present way.
+            rungs: "chunks" and "tiles", where these may be planned.
+
+        Raises:
+            BudgetError: not even a micro-batch of one sample fits.
+        """
+        outside = sys.exception()
+        rungs = rungs if request.spill.way in FREE else ()
+        compares = self._may_compare(request, rungs)
+        try:
+            found = self._decided(replace(request, compares=compares))
+        except BudgetError as error:
+            ways = [request.in_chunks(n) for n in self._chunks(request, rungs)]
+            one = self.search.fixed in (None, 1)  # else fewer may fit
+            may = one and "tiles" in rungs and request.may_be_tiled
+            if not (ways or may):
+                raise
+            release(error, outside=outside)
+            failed = error
+        else:
+            return self._compared_with_chunks(request, found, rungs) if compares else found
+        try:
+            in_chunks = self._best_of(request, ways, 0, failed)
+        except BudgetError as error:
+            if not may:
+                raise
+            release(error, outside=outside)
+            failed = error
+        else:
+            assert in_chunks is not None
+            return in_chunks
+        chunked = min((way.chunked for way in ways if way.chunked), default=request.chunked)
+        return self._in_tiles(request.in_chunks(chunked), failed)
+
+    def _in_tiles(self, request: PlanningRequest, failed: BudgetError) -> RunPlan:
+        """Return how a batch is run in the largest tiles in which a sample fits."""
+        least = request.in_tiles(TILES[0])
+        found = self._best_of(request, [least], 0, failed)
+        for n in [n for n in TILES[1:] if n < min(least.longest, request.tile or least.longest)]:
+            try:
+                found = self._best_of(request, [request.in_tiles(n)], 0, failed)
+            except BudgetError:
+                break
+        assert found is not None
+        return found
+
+    def _chunks(self, request: PlanningRequest, rungs: Collection[str]) -> list[int]:
+        """Return the bytes of the chunks to try instead of those of the plan."""
+        may = "chunks" in rungs and request.may_be_chunked
+        return request.smaller_chunks(self.foreseen.bound(request.signature)) if may else []
+
+    def _may_compare(self, request: PlanningRequest, rungs: Collection[str]) -> bool:
+        """Say whether a batch that fits in parts may be run in chunks instead."""
+        if self._whole is not None:
+            return True
+        trains = request.signature.trains and not request.signature.lanes
+        done = self._compared or request.chunked or request.tile or self.search.fixed is not None
+        return "chunks" in rungs and trains and not done
+
+    def _compared_with_chunks(
+        self, request: PlanningRequest, found: RunPlan, rungs: Collection[str]
+    ) -> RunPlan:
+        """Return how a batch that fits in parts is run: in chunks where many more fit so.
+
+        Where steps are timed, they tell before whether larger micro-batches may be clearly faster.
+        """
+        search, size = self.search, request.signature.size
+        settled = search.is_of(request.signature) and search.trial is None
+        if self._whole is not None:
+            return self._faster_of_both(request, found) if settled else found
+        fits = self._most_that_fit(request)
+        times = request.timed and request.follows and search.signature is not None
+        if fits == size or (times and not settled):
+            return found
+        seconds = search.of("resident")
+        if not times or may_win(seconds, search.least_seconds, size, size):
+            whole = self.foreseen, search
+            sizes = [n for n in self._chunks(request, rungs) if n in request.fast_chunks]
+            found = self._best_of(request, map(request.in_chunks, sizes), fits, None) or found
+            self._whole = whole if times and self.search is not search else None
+        self._compared = True  # not before: after an interrupt the next step compares
+        return found
+
+    def _faster_of_both(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
+        """Return how a batch is run that was timed in chunks, and before as the model is."""
+        assert self._whole is not None
+        (foreseen, search), self._whole = self._whole, None
+        if self.search.least_seconds < CLEAR * search.least_seconds:
+            return found
+        search.decided = self.search.decided
+        self.foreseen, self.search = foreseen, search
+        self.parts[request.signature.trains] = (0, 0)
+        return self._decided(request.in_chunks(0))
+
+    def _best_of(
+        self,
+        request: PlanningRequest,
+        ways: Iterable[PlanningRequest],
+        fits: int,
+        failed: BudgetError | None,
+    ) -> RunPlan | None:
+        """Return how a batch is run in the first of some ways in which many more samples fit.
+
+        None where no more fit, or the model cannot be run so. `ways` are requests in chunks or
+        tiles, the largest first; `fits` the samples that fit in `request`. `failed` is its error,
+        of which the least one is raised; None where there is a plan.
+        """
+        size, trains, found = request.signature.size, request.signature.trains, None
+        bound = self.foreseen.bound(request.signature)
+        missing = None
+        if bound is not None and bound.case is not None:
+            missing = max(SCALAR, bound.constant.get("activations", 0))
+        search, best = self.search, (self.foreseen, self.search, self.parts.get(trains, (0, 0)))
+        try:
+            for way in ways:
+                self.foreseen = Foreseen(missing)  # chunks have forecasts of their own
+                if failed is None:
+                    self.search = search.anew()
+                    self.search.most = MOST if search.signature is None else IN_CHUNKS
+                try:
+                    run_plan = self._decided(way)
+                except Exception as error:  # the model's own: without chunks it may be none
+                    if failed is not None and isinstance(error, BudgetError):
+                        failed = min(failed, error, key=lambda one: one.needed)
+                    continue
+                most = self._most_that_fit(request)
+                if (failed and found is None) or most >= min(size, max(1, MANY * fits)):
+                    found, fits = run_plan, most
+                    best = self.foreseen, self.search, way.parts
+                if fits == size:
+                    break
+        finally:
+            self.foreseen, self.search, self.parts[trains] = best
+        if found is None and failed is not None:
+            raise failed from None
+        return found
+
+    def _most_that_fit(self, request: PlanningRequest) -> int:
+        """Return the samples that fit in memory without offloading, by the present forecasts."""
+        every, size = self._completed(request), request.signature.size
+        return 0 if every is None else every.largest(request.budget, size)
+
+    def _completed(self, request: PlanningRequest) -> Forecast | None:
+        bound = self.foreseen.bound(request.signature)
+        return bound and bound.completed(request.signature, self.workspaces.most(bound))
+
+    def _decided(self, request: PlanningRequest) -> RunPlan:
+        decision = Decision(request, self.search, self.foreseen, self.workspaces)
+        outside = sys.exception()
+        try:
+            found = decision.made()
+            every, n = self._completed(request), found.micro_batch
+            looked = 0 if every is None else every.inspection_bytes(n, request.signature.size)
+            chunked, tile = request.parts
+            memory = replace(found.memory, chunked=chunked, tile=tile, inspection=looked)
+            return replace(found, memory=memory)
+        except torch.OutOfMemoryError as error:
+            if accelerator.of(request.case().device).host:
+                raise
+            release(error, outside=outside)
+        raise ran_out(request.case().device, request.budget, request.source)
