@@ -7,7 +7,7 @@ the samples is one more barrier, of outputs, and needs no second forward: the gr
     lane 0:  forward ─┬─ BatchNorm ─┬─ forward ─┬─ loss ─┬─ backward ─┬─ BatchNorm ─┬─ backward
     lane 1:  forward ─┘             └─ forward ─┘        └─ backward ─┘             └─ backward
 
-Tensors of waiting lanes are offloaded as far as they do not fit (`anybatch.memory.pager`).
+Tensors of waiting lanes are offloaded as far as they do not fit (`anybatch.memory.lane_pager`).
 
 Source: BatchNorm over parts: AGBN, Algorithms 1-3.
 """
@@ -42,8 +42,8 @@ from anybatch.execution.two_pass import loss_of_all, shares, value_of_all
 from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
 from anybatch.lockstep.scheduler import Lanes, LaneTurns
 from anybatch.loss.base import Total
+from anybatch.memory.lane_pager import SMALL, LanePager, Paging, keep
 from anybatch.memory.meter import Meter
-from anybatch.memory.pager import SMALL, Pager, Paging, keep
 from anybatch.memory.stores import store_on
 
 
@@ -103,12 +103,12 @@ AHEAD = 1.5
 """Multiple of a segment's bytes that may wait in addition to the running lane, without a budget."""
 
 
-def _pager(step: Step, meters: list[Meter]) -> Pager | None:
+def _pager(step: Step, meters: list[Meter]) -> LanePager | None:
     """Return the pager that offloads tensors beyond the budget; None where all tensors fit."""
     if step.inside is None and (step.lane_bytes is None or step.count < 2):
         return None
     turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
-    return Pager(
+    return LanePager(
         step.lane_bytes or 0,
         store_on(step.device, step.spill),
         step.device,
@@ -120,7 +120,7 @@ def _pager(step: Step, meters: list[Meter]) -> Pager | None:
 
 
 def _lane(
-    step: Step, tracked: Tracked, together: LockstepState, lane: int, pager: Pager | None
+    step: Step, tracked: Tracked, together: LockstepState, lane: int, pager: LanePager | None
 ) -> None:
     """Run one lane: forward, its share of the loss, backward."""
     empty = not step.batch.size

@@ -38,7 +38,7 @@ from anybatch.distributed.local_batch import LocalBatch
 from anybatch.errors import LockstepError, NotExactError
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.proof.follow import Follow
-from anybatch.memory.pager import Pager
+from anybatch.memory.lane_pager import LanePager
 
 END = "the end"
 """The key with which a lane ends."""
@@ -339,7 +339,7 @@ class LaneTurns:
         lanes: int,
         slots: Iterable[LaneSlot] = (),
         gradients: Gradients | None = None,
-        pager: Pager | None = None,
+        pager: LanePager | None = None,
         *,
         everything: bool = False,
     ) -> None:

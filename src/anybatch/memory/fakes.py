@@ -40,8 +40,8 @@ from anybatch.core import optimizers, pytree
 from anybatch.core.hooks import service
 from anybatch.core.modules import keywords, local, storage_of
 from anybatch.core.transaction import HeldBack, uninterrupted
+from anybatch.memory.lane_pager import key_of
 from anybatch.memory.meter import Meter, tensors_in
-from anybatch.memory.pager import key_of
 
 T = TypeVar("T")
 OTHERS = frozenset(
@@ -478,7 +478,7 @@ class Paged:
     """Every bounded memory that is in use in this thread.
 
     Attributes:
-        every: the `Pages` of `anybatch.offloading.parameters`: few, one for each model.
+        every: the `ParameterPager` of `anybatch.offloading.parameters`: few, one for each model.
     """
 
     every: tuple[Any, ...]
@@ -491,7 +491,7 @@ class Paged:
     @property
     def here(self) -> int:
         """Bytes that are here now."""
-        return sum(pages.here for pages in self.every)
+        return sum(pages.resident for pages in self.every)
 
     @property
     def most(self) -> int:
@@ -504,7 +504,7 @@ class Paged:
             return False
         with torch._C.DisableTorchFunction():  # nobody asks for its address here
             key = key_of(tensor)
-        return key is not None and any(pages.has(key) for pages in self.every)
+        return key is not None and any(key in pages.all for pages in self.every)
 
     @contextmanager
     def here_for(self, tensor: Tensor | None) -> Iterator[None]:

@@ -1,516 +1,599 @@
-"""Pager of waiting lanes' storages: evicted while a lane waits, back when a kernel needs them.
+"""Pager: pages of bytes that are on the device, in a store, or on their way; their copies, a table.
 
-``saved_tensors_hooks`` move only the tensors that autograd saves: those that Python holds at a
-barrier (inputs, the branch of a residual, the normalised tensor) would stay resident, a fifth of
-the full batch's peak for micro-batches of any size. Here a tensor retains its storage, and the
-storage frees its memory: its bytes are copied out, and it is resized to nothing. Every kernel is
-intercepted before it runs, in forward and in backward, and its storages
-are resident when it does.
+`Copies` moves pages of any owner, with a thread for each way, and has the one wait for a copy.
+Device memory is given up in one place, `Copies.empty`, and only with a complete copy; a step that
+has failed drops its saved tensors. `Pager` adds the table of pages, and has the one loop that
+evicts. Memory counts from when it is allocated until it is freed, so a storage that is being copied
+is resident. Owners give the order of next use, in which pages are evicted and prefetched:
 
-    lane 0 runs ── barrier ── its storages leave, the furthest next use first ── ... ── it is next:
-    what it will use comes ahead of it; what was not written to need not be copied out again
+    lanes         `anybatch.memory.lane_pager`      as the first lane has used them in a segment
+    parameters    `anybatch.offloading.parameters`  as the step before has used them
+    saved tensors `anybatch.offloading.mover`       as the course of a recorded step has them
+    states        `anybatch.offloading.state_mover` in parts, as the optimizer steps
 
-The next lane is determined, and the first lane in its segment has shown its storages.
-
-Where not even one lane fits, the running lane is offloaded, too: before each of its kernels so much
-is evicted that the tensors of the kernel fit, first from waiting lanes, and then its own least
-recently used storages. Storages that a chain of layers saves first are needed last in backward, so
-those are also needed last.
+    RESIDENT ─evict─> EVICTING ─copied─> OFFLOADED ─fetch─> PREFETCHING ─copied─> RESIDENT
+      ^                   │ used             └────────────────used─────────────────^
+      └───────────────────┘
 """
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from queue import SimpleQueue
+from time import perf_counter
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Parameter
 
-from anybatch.core.modules import DispatchMode, parts_of_sparse
-from anybatch.core.plan_sections import Capacity, LockstepLimits
-from anybatch.memory.lockstep_budget import in_segment
-from anybatch.memory.meter import Meter, tensors_in
-from anybatch.memory.page_table import EVICTING, OFFLOADED, RESIDENT, Held, Hold
-from anybatch.memory.stores import Store
+from anybatch.core import accelerator, threads
+from anybatch.core.optimizers import rounded
+from anybatch.core.transaction import uninterrupted
+from anybatch.errors import StoreError
+from anybatch.memory.meter import Meter
+from anybatch.memory.stores import FileStore, Store, require_space
 
-SMALL = 256
-"""Bytes below which a storage is not evicted without a budget: its copies would cost more."""
+OUT, BACK = range(2)
+"""The two ways of a copy: from the device to the store, and back."""
+
+WORDS = ("written to", "read from")
 
 
-class Pager:
-    """Pager that limits resident bytes of waiting lanes to a capacity and a permitted excess.
+class MemoryPage:
+    """Bytes of one owner that move together.
 
-    Args:
-        capacity: bytes, the same in every segment or of each.
-        store: where the rest goes.
-        device: of the storages; others are never evicted.
-        meters: count the resident bytes. Default none.
-        small: bytes below which a storage is never evicted. Default `SMALL`.
-        segments: multiple of a lane's bytes in a segment for waiting lanes. Default 0.
-        inside: bytes that all lanes may hold, the running one included; None (default) does not
-            limit that one.
+    Attributes:
+        key: its name in the store.
+        size: bytes that it takes on the device.
+        has_copy: a copy of its bytes is in the store, or on its way there.
+        job: the copy that was started last, until its end was noticed.
     """
 
+    __slots__ = ("has_copy", "job", "key", "size")
+
+    def __init__(self, key: int, size: int) -> None:
+        self.key, self.size, self.has_copy = key, size, False
+        self.job: Job | None = None
+
+    @property
+    def restorable(self) -> bool:
+        """Return whether its bytes are complete elsewhere."""
+        return self.has_copy and self.job is None
+
+    def let_go(self) -> None:
+        """Give up the device memory; only `Copies.empty` calls this."""
+        raise NotImplementedError
+
+
+class Copies:
+    """Copies between a device and a store, which is opened at the first of them.
+
+    A thread writes and another reads, so that both directions are used at once. Only the thread
+    that needs them allocates and frees memory.
+
+    Attributes:
+        of: contents of the store, in words; without them errors of the system are as they are.
+        then: consequence of an error, in words.
+        otherwise: other remedy than free space, in words.
+        bytes: numbers of bytes that were copied out and back since `reset`.
+        waited: seconds of waiting for either.
+    """
+
+    of = then = ""
+    otherwise = "or name another folder (store=)"
+
     def __init__(
-        self,
-        capacity: Capacity,
-        store: Store,
-        device: torch.device,
-        meters: Sequence[Meter] = (),
-        *,
-        small: int = SMALL,
-        segments: float = 0,
-        inside: LockstepLimits | None = None,
+        self, make: Callable[[], Store], device: torch.device, *, ordered: bool = False
     ) -> None:
-        self.capacity, self._device = capacity, device.type
-        self.limit = None if inside is None else inside.limit
-        self._later = () if inside is None else inside.segment_extra
-        self._makes = () if inside is None else inside.segment_kernel
-        self._evicted_next: deque[Held] | None = None
-        self._distance: dict[int, int] = {}
-        self._segments, self._small = segments, small
-        self._hold, self._book = Hold(store, device, meters), Book()
-        self._segment = self._lane = 0
-        self._number: dict[int, int] = {}
-        self._made = 0
-        self._last: dict[int, int] = {}
-        self._next: int | None = None
-        self._called = self._noted = 0
-        self._stirred = False
+        self._make, self._device = make, device
+        self._store: Store | None = None
+        self._keys = 0
+        writer = Copier(device)
+        self._copiers = writer, writer if ordered else Copier(device)
+        self.reset()
+
+    def reset(self) -> None:
+        """Count from nothing again."""
+        self.bytes = [0, 0]
+        self.waited = 0.0
 
     @property
     def moved(self) -> int:
-        """Bytes that were copied out and in."""
-        return self._hold.moved
+        """Bytes that were copied out and back."""
+        return sum(self.bytes)
+
+    def key(self) -> int:
+        """Return a name that nothing in the store has had."""
+        self._keys += 1
+        return self._keys
 
     def ready(self) -> None:
-        """Start the copier, before lanes fill the memory."""
-        self._hold.ready()
+        """Start the threads that copy, while there is memory for them."""
+        for copier in self._copiers:
+            copier.begin()
 
-    def begin(self, lane: int) -> None:
-        """Begin the next segment of a lane that takes the token."""
-        self._untouched()
-        self.around(lane)
+    def start(self, way: int, page: MemoryPage, storage: Any) -> Job:
+        """Begin to copy a page out of a storage, or back into it, after all earlier copies."""
+        job = self._copiers[way].start(self._work(way, page, storage))
+        job.way = way
+        page.job, page.has_copy = job, True
+        self.bytes[way] += page.size
+        return job
 
-    def around(self, lane: int) -> None:
-        """Begin a lane's next segment: evict and prefetch for it.
+    def copy(self, way: int, page: MemoryPage, storage: Any) -> None:
+        """Copy now, in this thread."""
+        with self.errors(WORDS[way]):
+            self._work(way, page, storage)()
+        page.has_copy = True
 
-        Its storages wait from here on, if waiting storages have a capacity of their own.
+    def finish(self, page: MemoryPage) -> None:
+        """Wait for the copy of a page that is under way, and let go of the storage that it holds.
+
+        After a copy that failed the page is not restorable, until its owner has dropped it.
         """
-        if self.limit is None and not self._segments:
-            self._untouched()
-        self._hold.settle()
-        self._segment += 1
-        self._lane = lane
-        segment = self._number[lane] = self._number.get(lane, 0) + 1
-        self._book.begin(lane, segment)
-        limit = self._limit_in(segment)
-        self._send_others(min(limit, self._others(lane, segment)), limit, {lane: -1})
-        self._called = self._noted = self._made = 0
-        self._evicted_next = None
-        self._call_next(None if self.limit is None else limit)
+        if page.job is not None:
+            self.join(page.job)
+            page.job = None
 
-    def end(self, lane: int, waiting: Iterable[int]) -> None:
-        """End a lane's segment, and evict storages for the next lane."""
-        self._hold.settle()
-        self._last[lane] = self._segment
-        self._untouched()
-        order = list(waiting)
-        self._next = order[1] if len(order) > 1 else None
-        running = order[0] if order else lane
-        segment = self._coming(running)
-        limit = self._limit_in(segment)
-        ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
-        other_bytes = min(limit, self._others(running, segment))
-        self._distance = {other: place for place, other in enumerate(order)}
-        wanted = max(min(in_segment(self.capacity, segment), limit), other_bytes - ahead)
-        self._send_others(wanted, limit, self._distance)
+    def join(self, job: Job) -> None:
+        """Wait for the end of a copy, and let go of the storage that it holds."""
+        start = perf_counter()
+        try:
+            with self.errors(WORDS[job.way]):
+                self._copiers[job.way].wait(job)
+        finally:
+            self.waited += perf_counter() - start
+            if job.done:
+                job.work = None
 
-    def before(self, keys: Iterable[int]) -> None:
-        """Evict storages until a kernel's operands fit, where there is a limit.
+    def empty(self, page: MemoryPage) -> None:
+        """Give up the device memory of a page, the only place where that is done.
 
-        Storages of the next lane are prefetched into the space left after the kernel, and not
-        before, even if a copy ends meanwhile: they would take the space that was freed.
-
-        Args:
-            keys: of the storages that it needs; they are not evicted.
+        Its bytes must be complete elsewhere.
         """
-        assert self.limit is not None
-        hold = self._hold
-        if hold.stirred():
-            self._settle()
-        needed = set(keys)
-        most = self._limit_in(self._number.get(self._lane, 0)) - self._coming_back(needed)
-        if hold.here - hold.going > most:
-            for held in self._first_to_go(needed):
-                hold.evict(held)
-                if hold.here - hold.going <= most:
-                    break
-        while hold.here > most and hold.wait():
-            pass
-        if self._stirred:
-            self._stirred = False
-            self._call_next(most)
+        assert page.restorable
+        page.let_go()
 
-    def _coming_back(self, needed: set[int]) -> int:
-        """Return the bytes of needed storages that are offloaded; mark others as used last."""
-        hold, coming = self._hold, 0
-        for key in needed:
-            held = hold.all.get(key)
-            if held is None or held.pinned:
-                continue
-            if held.state == OFFLOADED:
-                coming += held.size
-            elif key in hold.movable:  # they are in the order of their last use
-                hold.movable[key] = hold.movable.pop(key)
-                if held.state == EVICTING:
-                    hold.bring_back(held)
-        return coming
+    def drop(self, page: MemoryPage) -> None:
+        """Drop the copy of a page, if there is one."""
+        if page.has_copy and self._store is not None:
+            self._store.drop(page.key)
+        page.has_copy = False
 
-    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
-        """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
-        hold = self._hold
-        if hold.stirred():
-            self._settle()
-        held = hold.all.get(key)
-        if held is None:
-            return
-        if held.used < self._segment or held.state != RESIDENT:
-            if held.lane == self._lane:
-                self._book.uses(self._lane, self._number[self._lane], held.number, held.size)
-            hold.touch(held, self._segment)
-            self._note()
-        if held.lane != self._lane and not held.pinned:
-            hold.pin(held)
-        if writes and held.has_copy:
-            hold.forget_copy(held)
+    def require_space(self, size: int) -> None:
+        """Require capacity for so many bytes in the store, where it can be checked in advance."""
+        if size:
+            with self.errors("opened"):
+                store = self._opened()
+                space = store.space() if isinstance(store, FileStore) else None
+            require_space(size, space, of=self.of, otherwise=self.otherwise)
 
-    def take(self, key: int, tensor: Tensor) -> None:
-        """Take in the storage of a tensor that a kernel has made."""
-        hold = self._hold
-        if hold.stirred():
-            self._settle()
-        if key in hold.all or tensor.device.type != self._device:
-            return
-        storage = tensor.untyped_storage()
-        size = storage.nbytes()
-        if size < self._small or not storage.resizable():
-            return
-        self._made += 1  # from the start in every segment: the last lane makes some things for all
-        number = (self._number.get(self._lane, 0) << 32) + self._made
-        hold.add(key, storage, size, self._lane, number, self._segment)
-        self._note()
+    @contextmanager
+    def errors(self, action: str) -> Iterator[None]:
+        """Explain an error of the system in the body; the store could not be `action`."""
+        try:
+            yield
+        except OSError as error:
+            if isinstance(error, StoreError) or not self.of:
+                raise
+            raise StoreError(
+                f"{self.of} must be stored, and its store could not be {action} ({error}): free "
+                f"space there, or name another folder (store=); {self.then}"
+            ) from error
 
-    def keep(self, key: int) -> None:
-        """Make a storage resident for good: other code has its address."""
-        self.use(key, True)
-        held = self._hold.all.get(key)
-        if held is not None:
-            self._hold.pin(held)
-
-    def release(self, key: int) -> None:
-        """Make a storage resident, and stop tracking it: another owner moves it from now on."""
-        self._hold.release(key)
+    def rest(self) -> None:
+        """Finish all queued copies, and end the threads."""
+        writer, reader = self._copiers
+        try:
+            writer.close()
+        finally:
+            reader.close()
 
     def close(self) -> None:
-        """Make all live storages resident, and stop tracking them."""
-        self._hold.close()
+        """End the threads, and close the store; its contents are lost."""
+        try:
+            self.rest()
+        finally:
+            store, self._store = self._store, None
+            if store is not None:
+                store.close()
 
-    def _coming(self, lane: int) -> int:
-        """Return the number of a lane's next segment."""
-        return self._number.get(lane, 0) + 1
+    def _work(self, way: int, page: MemoryPage, storage: Any) -> Callable[[], None]:
+        with self.errors(WORDS[way]):
+            store = self._opened()
+            return (store.writing, store.reading)[way](page.key, storage)
 
-    def _untouched(self) -> None:
-        """From here on another lane touches storages."""
-        self._hold.since, self._hold.touched = self._segment + 1, 0
+    def _opened(self) -> Store:
+        if self._store is None:
+            self._store = self._make()
+        return self._store
 
-    def _note(self) -> None:
-        if self._hold.touched > self._noted:
-            self._noted = self._hold.touched
-            self._book.holds(self._number[self._lane], self._noted)
 
-    def _settle(self) -> None:
-        self._hold.settle()
-        if self.limit is None:
-            self._call_next(None)
+# A thread that copies while the lane with the token computes.
+#
+# A copy to a file or from it waits for the kernel of the system, not for Python: the thread
+# releases the interpreter lock meanwhile. Jobs are done in the order in which they were started, so
+# a block is written before it is read back. Where the device has streams they run on one of their
+# own, which waits for all earlier kernels.
+#
+#     lane with the token:  kernels of lane 1 ....... kernels of lane 2 ....... kernels of lane 3
+#     this thread:          lane 0 goes, lane 2 comes │ lane 1 goes, lane 3 comes
+
+
+class Job:
+    """A copy on its way.
+
+    Attributes:
+        work: the function that copies; removed by the caller when it has ended.
+        done: it has ended.
+        error: the exception that it raised, or None.
+        way: OUT or BACK.
+    """
+
+    __slots__ = ("after", "done", "error", "way", "work")
+
+    def __init__(self, work: Callable[[], None], after: Any) -> None:
+        self.work: Callable[[], None] | None = work
+        self.after, self.way = after, OUT
+        self.done = False
+        self.error: BaseException | None = None
+
+
+class Copier:
+    """Does jobs in order, in a thread of the pool from the first of them on, or before.
+
+    Where no thread can be started, the caller does the job.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._done = threading.Condition()
+        self._thread: threads.Task | None = None
+        self._device, self._there = device, accelerator.of(device)
+        self._stream: Any = None
+
+    def begin(self) -> None:
+        """Have the thread, where it is not there yet, while there is memory for it."""
+        if self._thread is None:
+            with uninterrupted(), suppress(MemoryError, RuntimeError):
+                self._thread = threads.start_task(self._run)
+
+    def start(self, work: Callable[[], None]) -> Job:
+        """Have it done when all earlier jobs are."""
+        after = None
+        if self._there.streams:
+            after = self._there.current_stream(self._device).record_event()
+            if self._stream is None:
+                self._stream = self._there.stream(self._device)
+        job = Job(work, after)
+        self.begin()
+        if self._thread is None:
+            self._do(job)
         else:
-            self._stirred = True  # the next kernel's space comes first
+            self._jobs.put(job)
+        return job
 
-    def _first_to_go(self, needed: set[int]) -> Iterator[Held]:
-        """Yield the storages to evict while a lane runs: those of waiting lanes, then its own."""
-        hold = self._hold
-        if self._evicted_next is None:
-            self._evicted_next = deque(self._sorted(self._distance))
-        while self._evicted_next:
-            held = self._evicted_next.popleft()
-            key = held.key
-            if hold.all.get(key) is held and held.used < hold.since and key not in needed:
-                yield held
-        for key, held in list(hold.movable.items()):
-            if key not in needed:
-                yield held
+    def wait(self, job: Job) -> None:
+        """Return when it has ended."""
+        if not job.done:
+            with self._done:
+                self._done.wait_for(lambda: job.done)
+        if job.error is not None:
+            raise job.error
 
-    def _sorted(self, distance: dict[int, int]) -> list[Held]:
-        """Return the storages in memory that were not touched, the first to evict first."""
-        hold = self._hold
-        found = [held for held in hold.movable.values() if held.used < hold.since]
-        return sorted(found, key=lambda held: self._order(held, distance))
+    def close(self) -> None:
+        """Return when all jobs have ended, and the thread waits for others."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.wait()
 
-    def _limit_in(self, segment: int) -> int:
-        """Return the bytes that others may hold during a lane's segment of this number."""
-        if self.limit is not None:
-            return self.limit + in_segment(self._later, segment)
-        return in_segment(self.capacity, segment) + int(self._segments * self._book.top)
+    def _run(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            self._do(job)
+            del job
 
-    def _others(self, lane: int, segment: int) -> int:
-        """Return the bytes of others to hold next to a lane in a segment; any excess is evicted.
+    def _do(self, job: Job) -> None:
+        try:
+            assert job.work is not None
+            with nullcontext() if self._stream is None else self._there.on(self._stream):
+                if job.after is not None:
+                    self._stream.wait_event(job.after)
+                job.work()
+                if self._stream is not None:
+                    self._stream.synchronize()
+        except BaseException as error:
+            job.error = error
+        with self._done:
+            job.done = True
+            self._done.notify_all()
 
-        In a segment that no lane has shown, storages are evicted when its kernels run. In others
-        the peak of a lane is after a kernel has made its outputs, for which the limit leaves space.
+
+RESIDENT, EVICTING, OFFLOADED, PREFETCHING = range(4)
+
+
+class Held(MemoryPage):
+    """One storage of a lane, or of a parameter or gradient; its key is its address.
+
+    Attributes:
+        storage: a weak reference, which does not keep it alive.
+        nbytes: bytes that it holds.
+        lane: whose it is.
+        number: of the storages that this lane has made.
+        used: the segment in which it was used last.
+        state: RESIDENT, EVICTING (being copied out), OFFLOADED or PREFETCHING (being copied in).
+        used_while_leaving: it was used while it was copied out; until that has ended its memory
+            exists, even if it is dropped, so it counts as waiting.
+        pinned: it is never evicted: more than one lane has used it, or its address was read.
+    """
+
+    __slots__ = (
+        "lane", "nbytes", "number", "pinned", "state", "storage", "used", "used_while_leaving",
+    )  # fmt: skip
+
+    def __init__(
+        self, key: int, storage: Any, nbytes: int, lane: int, number: int, used: int
+    ) -> None:
+        super().__init__(key, nbytes)
+        self.storage, self.nbytes, self.lane, self.number = storage, nbytes, lane, number
+        self.used, self.state = used, RESIDENT
+        self.pinned = self.used_while_leaving = False
+
+    def let_go(self) -> None:
+        """Resize the storage to nothing, where it still lives."""
+        storage = self.storage()
+        if storage is not None:
+            storage.resize_(0)
+
+
+class Pager(Copies):
+    """Storages that retain their owners while their memory is freed, and a count of these bytes.
+
+    Attributes:
+        all: by the address of the storage.
+        numbered: by lane and number.
+        movable: those of them that have memory and may be evicted.
+        here: bytes of these.
+        pinned: bytes of the others that live.
+        going: those of them that are EVICTING.
+        touched: those of them that were used in segment `since` or later.
+        since: a segment.
+    """
+
+    def __init__(self, store: Store, device: torch.device, meters: Sequence[Meter]) -> None:
+        super().__init__(lambda: store, device, ordered=True)
+        self.all: dict[int, Held] = {}
+        self.movable: dict[int, Held] = {}
+        self.here = self.pinned = self.going = self.touched = self.since = 0
+        self._store, self._meters = store, meters
+        self.numbered: dict[tuple[int, int], Held] = {}
+        self._dead: deque[int] = deque()
+        self._moving: deque[tuple[Held, Job]] = deque()
+
+    def register(
+        self, key: int, storage: Any, size: int, lane: int, number: int, segment: int
+    ) -> None:
+        """Take in a storage that a lane has made."""
+        died = weakref.ref(storage, lambda _: self._dead.append(key))
+        held = self.all[key] = Held(key, died, size, lane, number, segment)
+        held.size = rounded(size, self._device)
+        self.numbered[lane, number] = held
+        self._count(held)
+
+    def settle(self) -> None:
+        """Remove dead storages, and free the memory of those that were copied out."""
+        while self.stirred():  # what a copy has held may die with it
+            while self._dead:  # the garbage collector may come in the middle of anything
+                self._bury(self._dead.popleft())
+            while self._moving and self._moving[0][1].done:
+                self._moved(*self._moving.popleft())
+
+    def _bury(self, key: int) -> None:
+        held = self.all.pop(key, None)
+        if held is not None:
+            self.numbered.pop((held.lane, held.number), None)
+            self.pinned -= held.size if held.pinned else 0
+            self._discount(held)
+            self.forget_copy(held)
+
+    def _moved(self, held: Held, job: Job) -> None:
+        """Take in that a copy has ended; after one that failed, its bytes are where they were."""
+        job.work = None  # with what it holds: here, where the bytes are counted
+        if held.job is not job:
+            return
+        self._copied_out(held)
+        try:
+            self.finish(held)
+        except BaseException:
+            held.job = None
+            if held.state == PREFETCHING:
+                self._empty(held)
+            else:
+                self.bring_back(held)
+                self.drop(held)
+            raise
+        if held.state == EVICTING:
+            self._empty(held)
+        elif held.state == PREFETCHING:
+            held.state = RESIDENT
+
+    def stirred(self) -> bool:
+        """Say whether there is something to settle."""
+        return bool(self._dead or (self._moving and self._moving[0][1].done))
+
+    def touch(self, held: Held, segment: int) -> None:
+        """Record the use of a storage in a segment, and make it resident."""
+        if held.state == EVICTING and held.used < self.since:
+            held.used_while_leaving = True
+        if held.used < self.since and held.key in self.movable and not held.used_while_leaving:
+            self.touched += held.size
+        held.used = segment
+        if held.state != RESIDENT:
+            self.bring_back(held)
+
+    def evict(self, held: Held) -> None:
+        """Start to offload a storage; where a copy of it is stored, free its memory at once.
+
+        It may be chosen while it is on its way out, and be offloaded by then.
         """
-        limit = self._limit_in(segment)
-        if self.limit is None:
-            return limit
-        most = self._book.most(segment, lane) - in_segment(self._makes, segment)
-        return max(0, limit - max(0, most))
+        storage = held.storage()
+        if storage is None or held.state in (EVICTING, OFFLOADED):
+            return
+        self.bring_back(held)  # where a copy brings it
+        if not storage.resizable():
+            self.pin(held)
+            return
+        if storage.nbytes() != held.nbytes:
+            self.forget_copy(held)
+            self._discount(held)
+            held.nbytes = storage.nbytes()
+            held.size = rounded(held.nbytes, self._device)
+            self._count(held)
+        if held.restorable:
+            self._empty(held)
+            return
+        if not held.has_copy:
+            self.start(OUT, held, storage)
+        assert held.job is not None
+        held.state = EVICTING
+        self.going += held.size
+        self._moving.append((held, held.job))
 
-    def _ahead(self, lane: int, segment: int) -> int:
-        """Return the bytes that others may hold during a segment, prefetched ones included."""
-        if self.limit is None or self._book.shown(segment, lane):
-            return self._others(lane, segment)
-        return 0
-
-    def _send_others(self, wanted: int, limit: int, distance: dict[int, int]) -> None:
-        """Evict storages that have not been touched.
-
-        Args:
-            wanted: bytes, above which evictions begin.
-            limit: bytes, above which evictions have ended on return.
-            distance: how far lanes are from running.
-        """
-        hold = self._hold
-        if hold.waiting - hold.going > wanted:
-            for held in self._sorted(distance):
-                if hold.waiting - hold.going <= wanted:
+    def shrink(
+        self, count: Callable[[], int], order: Iterable[Held], wanted: int, limit: float
+    ) -> None:
+        """Evict in an order until `count` is to be `wanted` bytes; wait until it is `limit`."""
+        if count() - self.going > wanted:
+            for held in order:
+                self.evict(held)
+                if count() - self.going <= wanted:
                     break
-                if held.state != EVICTING:
-                    hold.evict(held)
-        while hold.waiting > limit and hold.wait():
+        while count() > limit and self.wait():
             pass
 
-    def _order(self, held: Held, distance: dict[int, int]) -> tuple[int, int]:
-        """Return a sort key: storages needed much later first, then lanes far from their segment.
+    def wait(self) -> bool:
+        """Wait for the first eviction in progress; return False where there is none."""
+        if not self.going:
+            return False
+        try:
+            self.join(self._moving[0][1])
+        finally:
+            self.settle()
+        return True
 
-        Of the lane that runs, at distance -1, its segment has begun.
-        """
-        segment = self._coming(held.lane) - (distance.get(held.lane, 0) < 0)
-        if self._book.shown(segment, held.lane):
-            later = held.number not in self._book.used(segment)
-        else:
-            later = held.used < self._last.get(held.lane, 0)
-        return (0, held.used) if later else (1, -distance.get(held.lane, 0))
-
-    def _call_next(self, most: int | None) -> None:
-        """Prefetch the storages that the next lane will use, as far as recorded and as they fit.
-
-        Args:
-            most: bytes that may be resident, those of the running lane included: a smaller lane has
-                shown too few for this segment. None where there is no limit.
-        """
-        if self._next is None or self._next == self._lane:
+    def prefetch(self, held: Held) -> None:
+        """Begin to move a storage in."""
+        storage = held.storage()
+        if storage is None or held.state != OFFLOADED:
             return
-        numbers = self._book.used(self._coming(self._next))
-        limit = self._ahead(self._lane, self._number[self._lane])
-        while self._called < len(numbers):
-            found = self._hold.find(self._next, numbers[self._called])
-            if found is not None and found.state == OFFLOADED:
-                hold, size = self._hold, found.size
-                if hold.waiting + size > limit or (most is not None and hold.here + size > most):
-                    return
-                hold.prefetch(found)
-            self._called += 1
+        storage.resize_(held.nbytes)
+        self._moving.append((held, self.start(BACK, held, storage)))
+        held.state = PREFETCHING
+        self._count(held)
+        self._metered(storage)
 
+    def bring_back(self, held: Held) -> None:
+        """Make a storage be here now."""
+        if held.state == EVICTING:
+            held.state = RESIDENT
+            self.going -= held.size
+        elif held.state == PREFETCHING:
+            self.finish(held)
+            held.state = RESIDENT
+        elif held.state == OFFLOADED:
+            storage = held.storage()
+            storage.resize_(held.nbytes)
+            self._metered(storage)
+            self.copy(BACK, held, storage)
+            self.bytes[BACK] += held.size
+            held.state = RESIDENT
+            self._count(held)
 
-def key_of(tensor: Tensor) -> int | None:
-    """Return the address of a tensor's storage; None where it has none of its own."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # a subclass that only wraps others
-        return None
+    def forget_copy(self, held: Held) -> None:
+        """Drop the copy of a storage that is written to, or has died."""
+        try:
+            self.finish(held)
+        finally:
+            held.job = None
+            self._copied_out(held)
+            self.drop(held)
 
-
-# Shows every kernel of a lane to the pager, before and after it runs.
-#
-# A dispatch mode intercepts each of them, in forward and in backward. That costs as much as a small
-# kernel, so there is no such mode where nothing will be evicted (`anybatch.lockstep.lockstep`).
-
-PLAIN = frozenset({Tensor, Parameter})
-STRIDED = torch.strided
-
-
-class KernelObserver(Protocol):
-    """Protocol of an observer of every kernel: a pager, or a recorder of calls to one."""
-
-    limit: int | None
-
-    def before(self, keys: Iterable[int]) -> None:
-        """Evict storages until a kernel's operands fit, where there is a limit."""
-
-    def use(self, key: int, writes: bool) -> None:  # noqa: FBT001
-        """Make a storage's memory be here, before a kernel runs on it, or writes to it."""
-
-    def take(self, key: int, tensor: Tensor) -> None:
-        """Take in the storage of a tensor that a kernel has made."""
-
-    def keep(self, key: int) -> None:
-        """Bring a storage's memory back for good."""
+    def pin(self, held: Held) -> None:
+        """Exclude a resident storage from offloading; it is not counted, so no copy may hold it."""
+        if held.pinned:
+            return
+        held.pinned = True
+        self.pinned += held.size
+        self.forget_copy(held)
+        self._discount(held)
 
     def release(self, key: int) -> None:
         """Make a storage resident, and stop tracking it: another owner moves it from now on."""
+        if key in self.all:
+            self.bring_back(self.all[key])
+            self._bury(key)
 
+    def close(self) -> None:
+        """Make all live storages resident, and stop tracking them; unreadable ones become NaN."""
+        with ExitStack() as stack:
+            for end in (super().close, self.movable.clear, self.all.clear):
+                stack.callback(end)
+            for held in reversed(self.all.values()):
+                stack.callback(self._return, held)
+            stack.callback(self._moving.clear)
+            self.rest()
 
-class Paging(DispatchMode):
-    """Dispatch mode that makes operands of kernels resident, and registers their results."""
+    def _return(self, held: Held) -> None:
+        """Bring a storage back where it has no memory."""
+        storage = held.storage()
+        failed = held.job is not None and held.job.error is not None
+        if storage is None or not (
+            held.state == OFFLOADED or (held.state == PREFETCHING and failed)
+        ):
+            return
+        storage.resize_(held.nbytes)
+        try:
+            self.copy(BACK, held, storage)
+        except Exception:
+            storage.fill_(0xFF)  # in every dtype with a fraction
+            raise
 
-    def __init__(self, pager: KernelObserver) -> None:
-        super().__init__()
-        self._pager = pager
-        self._writes: dict[Any, bool] = {}
+    def _empty(self, held: Held) -> None:
+        """Give the memory of a storage back."""
+        self._discount(held)
+        held.state = OFFLOADED
+        self.empty(held)
+        if (storage := held.storage()) is not None:
+            self._metered(storage)
 
-    def release(self, key: int) -> None:
-        """Hand over a storage to another owner, which moves it from now on."""
-        self._pager.release(key)
+    def _metered(self, storage: Any) -> None:
+        for meter in self._meters:
+            meter.resized(storage)
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False to omit the guard against compilation; compiled models are refused."""
-        return False
+    def _copied_out(self, held: Held) -> None:
+        """Record the end of a copy out: a storage used meanwhile counts as used."""
+        if held.used_while_leaving and held.used >= self.since and held.key in self.movable:
+            self.touched += held.size
+        held.used_while_leaving = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make a kernel's operands resident, run it, and register its results."""
-        writes = self._writes.get(func)
-        if writes is None:
-            schema = getattr(func, "_schema", None)
-            writes = self._writes[func] = schema is None or schema.is_mutable
-        pager, kwargs = self._pager, kwargs or {}
-        with torch._C.DisableTorchFunction():
-            if pager.limit is not None:
-                pager.before(_keys((args, kwargs)))
-            operands = set()
-            for tensor in tensors_in((args, kwargs) if kwargs else args):
-                if plain(tensor):
-                    key = key_of(tensor)
-                    operands.add(key)
-                    if key is not None:
-                        pager.use(key, writes)
-                else:
-                    keep(pager, tensor)
-            result = func(*args, **kwargs)
-            for tensor in tensors_in(result):
-                if not plain(tensor):
-                    keep(pager, tensor)
-                elif (key := key_of(tensor)) is not None and key not in operands:
-                    pager.take(key, tensor)
-        return result
+    def _count(self, held: Held) -> None:
+        """Count a resident storage that may be offloaded."""
+        self.movable[held.key] = held
+        self.here += held.size
+        if held.used >= self.since and not held.used_while_leaving:
+            self.touched += held.size
 
-
-def keep(pager: KernelObserver, tensor: Tensor) -> None:
-    """Make a tensor resident for good: other code has its address."""
-    for inner in _inside(tensor):
-        key = key_of(inner)
-        if key is not None:
-            pager.keep(key)
-
-
-def _keys(values: Any) -> Iterator[int]:
-    """Yield the addresses of the storages that a kernel needs."""
-    for tensor in tensors_in(values):
-        for inner in _inside(tensor):
-            key = key_of(inner)
-            if key is not None:
-                yield key
-
-
-def plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided and no wrapper of others, so that it has one storage."""
-    wraps = type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__")
-    return not wraps and tensor.layout is STRIDED
-
-
-def _inside(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the strided tensors that a tensor is made of."""
-    if type(tensor) not in PLAIN and hasattr(tensor, "__tensor_flatten__"):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from _inside(getattr(tensor, name))
-    else:
-        yield from parts_of_sparse(tensor) or (tensor,)
-
-
-# Record of the storages that lanes use in their segments, made by the first of them.
-#
-# Lanes run the same layers in the same order. So the 17th storage of a lane corresponds to the 17th
-# of another. The next lane will need the earlier storages that the first lane has needed in a
-# segment, between two barriers: they can be prefetched before it runs, and others evicted first.
-#
-#     segment 3 of lane 7:   uses its 4th, 17th, 18th
-#     segment 3 of lane 6:   its own 4th, 17th, 18th are on their way while lane 7 computes
-
-
-class SegmentRecord:
-    """Record of a segment, made by the first lane in it."""
-
-    def __init__(self, lane: int) -> None:
-        self.lane = lane
-        self.numbers: list[int] = []
-        self.bytes = self.top = 0
-
-
-class Book:
-    """Record of every segment, made by the first lane in it.
-
-    Attributes:
-        top: the most bytes that a lane has held in one segment so far.
-    """
-
-    def __init__(self) -> None:
-        self.top = 0
-        self._segments: dict[int, SegmentRecord] = {}
-
-    def begin(self, lane: int, segment: int) -> None:
-        """Record that a lane begins its segment of this number."""
-        if segment not in self._segments:
-            self._segments[segment] = SegmentRecord(lane)
-
-    def uses(self, lane: int, segment: int, number: int, size: int) -> None:
-        """Record that a lane uses its storage of this number, made in an earlier segment."""
-        shown = self._segments[segment]
-        if shown.lane == lane:
-            shown.numbers.append(number)
-            shown.bytes += size
-
-    def holds(self, segment: int, size: int) -> None:
-        """Record the bytes used or made that a lane holds in its segment of this number."""
-        shown = self._segments[segment]
-        shown.top, self.top = max(shown.top, size), max(self.top, size)
-
-    def most(self, segment: int, lane: int) -> int:
-        """Return the most bytes that a lane will hold in a segment; 0 if no other has run it."""
-        return self._segments[segment].top if self.shown(segment, lane) else 0
-
-    def shown(self, segment: int, lane: int) -> bool:
-        """Return whether another lane has run this segment before this one."""
-        found = self._segments.get(segment)
-        return found is not None and found.lane != lane
-
-    def used(self, segment: int) -> Sequence[int]:
-        """Return the numbers of storages used in a segment, in order; a list that may grow."""
-        found = self._segments.get(segment)
-        return () if found is None else found.numbers
-
-    def brings(self, segment: int) -> int:
-        """Return the bytes of that."""
-        found = self._segments.get(segment)
-        return 0 if found is None else found.bytes
+    def _discount(self, held: Held) -> None:
+        """Remove a storage from the count: offloaded, gone, or excluded from offloading."""
+        if self.movable.pop(held.key, None) is not None:
+            self.here -= held.size
+            if held.used >= self.since and not held.used_while_leaving:
+                self.touched -= held.size
+            if held.state == EVICTING:
+                self.going -= held.size

@@ -7,6 +7,6 @@ when), `recorder` (a step is recorded), `course` (the plan of a recorded step) w
 timeline), `mover` (saved tensors that leave and return), `recompute` (saved tensors that are
 computed again), `saved_tensors` (the hooks of a step) and `offload` (the public call). The
 optimizer's state: `state_mover` and `optimizer_states`; with the parameters: `parameters` and
-`planned_states`. All of them copy by `anybatch.memory.page_table`, where memory is given up
+`planned_states`. All of them copy by `anybatch.memory.pager`, where memory is given up
 (``Copies.empty``).
 """

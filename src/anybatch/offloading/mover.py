@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from anybatch.core import accelerator
 from anybatch.errors import NotExactError, StoreError
 from anybatch.memory.fakes import uncached
-from anybatch.memory.page_table import BACK, OUT, Copies, Job, MemoryPage
+from anybatch.memory.pager import BACK, OUT, Copies, Job, MemoryPage
 from anybatch.memory.stores import SENT, Store, new_storage
 
 
@@ -69,7 +69,7 @@ class Mover(Copies):
 
     def free(self, saved: Saved) -> None:
         """Give up the memory, once the copy has ended."""
-        self._wait(saved)
+        self.finish(saved)
         self.empty(saved)
         self.settle()
 
@@ -85,7 +85,7 @@ class Mover(Copies):
     def arrived(self, saved: Saved) -> None:
         """Wait for a return that is under way."""
         if saved.job is not None and saved.job.way == BACK:
-            self._wait(saved)
+            self.finish(saved)
 
     def send_now(self, saved: Saved) -> None:
         """Copy out, and give up the memory."""
@@ -148,12 +148,6 @@ class Mover(Copies):
         self.waited += seconds
         self.rates[way][0] += saved.size
         self.rates[way][1] += seconds
-
-    def _wait(self, saved: Saved) -> None:
-        """Wait for the copy of a storage that is under way."""
-        if saved.job is not None:
-            self.finish(saved.job)
-            saved.job = None
 
 
 def gone() -> StoreError:

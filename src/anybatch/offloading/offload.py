@@ -92,7 +92,7 @@ class Offload:
                 "a step must end before the next begins, and this offload() is entered already: "
                 "make another for a step inside a step"
             )
-        self._mover.begin()
+        self._mover.reset()
         self._there, self._most = allocated(self._device), most_allocated(self._device)
         courses = self._courses()
         watch = (

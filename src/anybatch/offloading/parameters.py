@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from math import inf
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from anybatch.core import optimizers
 from anybatch.core.hooks import service
 from anybatch.core.modules import DispatchMode, keywords
 from anybatch.core.norm import ESCAPES
+from anybatch.core.optimizers import rounded
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
+from anybatch.memory.lane_pager import Paging, key_of, plain
 from anybatch.memory.meter import Meter, tensors_in, written_by
-from anybatch.memory.page_table import EVICTING, OFFLOADED, PREFETCHING, RESIDENT, Hold
-from anybatch.memory.pager import Paging, key_of, plain
+from anybatch.memory.pager import EVICTING, OFFLOADED, PREFETCHING, RESIDENT, Held, Pager
 from anybatch.memory.stores import Store
 from anybatch.offloading.state_mover import StateMover
 
@@ -60,11 +62,10 @@ class PagedModel:
 
     def enter(self) -> None:
         """Begin to see kernels, of this thread."""
-        hold = Hold(self._make(), next(self._model.parameters()).device, self._meters)
-        hold.of, hold.then = StateMover.of, StateMover.then
-        self.pages = Pages(hold, self._limit, optimizers.SMALL)
+        device = next(self._model.parameters()).device
+        self.pages = ParameterPager(self._make(), device, self._meters, self._limit)
         with ExitStack() as stack:
-            stack.callback(hold.close)
+            stack.callback(self.pages.close)
             self.register_new()
             stack.callback(self._unhook)
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -118,7 +119,7 @@ class _PageInMode(DispatchMode):
         pages: the same; read by forecasts (`anybatch.memory.fakes`).
     """
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: ParameterPager) -> None:
         super().__init__()
         self.pages = pages
 
@@ -176,7 +177,7 @@ def _accesses(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
 class _Addresses(TorchFunctionMode):
     """Function mode that makes a tensor permanently resident when its address is requested."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, pages: ParameterPager) -> None:
         self._pages = pages
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -200,9 +201,9 @@ def _key(tensor: Tensor) -> int | None:
     return None if is_lazy(tensor) or not plain(tensor) else key_of(tensor)
 
 
-# Pages of parameters and gradients in bounded memory: evicted, and prefetched before use.
+# ParameterPager of parameters and gradients in bounded memory: evicted, and prefetched before use.
 #
-# A tensor retains its storage, and the storage frees its memory (`anybatch.memory.page_table`), so
+# A tensor retains its storage, and the storage frees its memory (`anybatch.memory.pager`), so
 # views that autograd has saved, tied weights and references remain valid. Before a kernel runs, the
 # tensors that it reads are made resident; those with the latest next use are evicted (Belady's
 # rule, by the order of the step before, in the first step the least recently used), without a write
@@ -214,55 +215,49 @@ WINDOW = 256
 """Number of future uses that are considered."""
 
 
-class Pages:
-    """Keeps storages within a number of bytes.
+class ParameterPager(Pager):
+    """Pager that keeps the storages of parameters and gradients within a number of bytes.
 
     Args:
-        hold: moves them.
+        store: where the others go.
+        device: of the storages.
+        meters: count the resident bytes.
         limit: bytes that may be in memory at a time.
-        small: bytes below which a storage is not offloaded.
 
     Attributes:
         limit: those bytes.
         most: the most bytes that were here at a time.
-        fixed: bytes of those that are pinned, because their address was read.
     """
 
-    def __init__(self, hold: Hold, limit: int, small: int) -> None:
-        self.limit, self.most, self.fixed = limit, 0, 0
-        self._hold, self._small, self._order = hold, small, Order()
+    of, then = StateMover.of, StateMover.then
+
+    def __init__(
+        self, store: Store, device: torch.device, meters: Sequence[Meter], limit: int
+    ) -> None:
+        super().__init__(store, device, meters)
+        self.limit, self.most, self._order = limit, 0, Order()
         self._clock = self._front = 0
-        hold.since = 1 << 62  # no lane ever gets there: none of its own is held back
+        self.since = 1 << 62  # no lane ever gets there: none of its own is held back
 
     @property
-    def moved(self) -> int:
-        """Bytes that were copied out and in."""
-        return self._hold.moved
-
-    @property
-    def here(self) -> int:
-        """Bytes that are here now."""
-        return self._hold.here + self.fixed
-
-    def has(self, key: int) -> bool:
-        """Return whether a storage is registered, resident or offloaded."""
-        return key in self._hold.all
+    def resident(self) -> int:
+        """Bytes that are here now, those among them whose address was read."""
+        return self.here + self.pinned
 
     def fit(self, accesses: list[tuple[int, bool]]) -> bool:
         """Say whether storages may be here together."""
-        sizes = {key: self._hold.all[key].size for key, _ in accesses if key in self._hold.all}
-        return sum(sizes.values()) + self.fixed <= self.limit
+        sizes = {key: self.all[key].size for key, _ in accesses if key in self.all}
+        return sum(sizes.values()) + self.pinned <= self.limit
 
     def add(self, key: int, storage: Any, role: int, number: int) -> None:
         """Take in a storage that is here, under a name that is the same in every step."""
-        hold = self._hold
-        hold.settle()
+        self.settle()
         size = storage.nbytes()
-        if key in hold.all or size < self._small or not storage.resizable():
+        if key in self.all or size < optimizers.SMALL or not storage.resizable():
             return
         self._clock += 1
-        self._free(hold.rounded(size), "a tensor")
-        hold.add(key, storage, size, role, number, self._clock)
+        self._free(rounded(size, self._device), "a tensor")
+        self.register(key, storage, size, role, number, self._clock)
         self._note((role, number))
 
     def use(self, accesses: list[tuple[int, bool]], name: str) -> None:
@@ -271,9 +266,8 @@ class Pages:
         Raises:
             BudgetError: all of them together are more than the limit.
         """
-        hold = self._hold
-        hold.settle()
-        pages = [(hold.all[key], writes) for key, writes in accesses if key in hold.all]
+        self.settle()
+        pages = [(self.all[key], writes) for key, writes in accesses if key in self.all]
         if not pages:
             return
         self._clock += 1
@@ -283,9 +277,9 @@ class Pages:
             if held.state == OFFLOADED:
                 self._free(held.size, name)
             if held.state != RESIDENT:
-                hold.bring_back(held)
+                self.bring_back(held)
             if writes and held.has_copy:
-                hold.forget_copy(held)
+                self.forget_copy(held)
             self._note((held.lane, held.number))
         if self._front < len(self._order):
             self._prefetch()
@@ -293,10 +287,9 @@ class Pages:
     def keep(self, key: int) -> None:
         """Make a storage permanently resident, because its address was read."""
         self.use([(key, True)], "a read of its address")
-        held = self._hold.all.get(key)
-        if held is not None and not held.pinned:
-            self._hold.pin(held)
-            self.fixed += held.size
+        held = self.all.get(key)
+        if held is not None:
+            self.pin(held)
 
     def squeeze(self, limit: int) -> None:
         """Set the budget, and evict until the resident bytes are within it."""
@@ -310,18 +303,14 @@ class Pages:
         self._front = 0
 
     def _note(self, item: tuple[int, int]) -> None:
-        self.most = max(self.most, self._hold.here + self.fixed)
+        self.most = max(self.most, self.resident)
         self._order.used(item)
 
     def _free(self, size: int, name: str) -> None:
         """Evict until so many bytes fit in the budget."""
-        hold = self._hold
-        while self._over(size) > hold.going and self._evict(-1):
-            pass
-        while self._over(size) > 0 and hold.wait():
-            pass
-        if self._over(size) > 0 and (size or self._over(0) > 0):
-            needed = hold.here + self.fixed + size
+        left = self.limit - size
+        self.shrink(lambda: self.resident, self._furthest(-1), left, left)
+        if (needed := self.resident + size) > self.limit:
             raise BudgetError(
                 f"the parameters and gradients that a kernel reads must fit in memory, and {name} "
                 f"needs {show_bytes(needed)} at once, and {show_bytes(self.limit)} is reserved: "
@@ -331,40 +320,35 @@ class Pages:
                 budget=self.limit,
             )
 
-    def _over(self, size: int) -> int:
-        return self._hold.here + self.fixed + size - self.limit
-
-    def _evict(self, beyond: int) -> bool:
-        """Evict the storage of latest next use, if beyond a place; return whether one was."""
-        hold, order = self._hold, self._order
-        hold.settle()  # what has died cannot leave
-        best, last = None, (beyond, 0)
-        for held in hold.movable.values():
-            if held.used < self._clock and held.state in (RESIDENT, PREFETCHING):
-                later = order.next((held.lane, held.number)), -held.used
-                if later[0] > beyond and (best is None or later > last):
-                    best, last = held, later
-        if best is None:
-            return False
-        hold.evict(best)
-        return True
+    def _furthest(self, beyond: int) -> Iterator[Held]:
+        """Yield the storages to evict: the latest next use first, as far as beyond a place."""
+        while True:
+            self.settle()  # what has died cannot leave
+            best, last = None, (beyond, 0)
+            for held in self.movable.values():
+                if held.used < self._clock and held.state in (RESIDENT, PREFETCHING):
+                    later = self._order.next((held.lane, held.number)), -held.used
+                    if later[0] > beyond and (best is None or later > last):
+                        best, last = held, later
+            if best is None:
+                return
+            yield best
 
     def _prefetch(self) -> None:
         """Prefetch the storages used next, while they fit or later ones can be evicted."""
-        hold, order = self._hold, self._order
+        order = self._order
         self._front = max(self._front, order.at)
         while self._front < min(len(order), order.at + WINDOW):
-            found = hold.find(*order[self._front])
+            found = self.numbered.get(order[self._front])
             if found is not None and found.state == OFFLOADED:
-                size = found.size
-                while self._over(size) > hold.going and self._evict(self._front):
-                    pass
-                if self._over(size) > 0:
+                left = self.limit - found.size
+                self.shrink(lambda: self.resident, self._furthest(self._front), left, inf)
+                if self.resident > left:
                     return
-                hold.prefetch(found)
-                self.most = max(self.most, hold.here + self.fixed)
+                self.prefetch(found)
+                self.most = max(self.most, self.resident)
             elif found is not None and found.state == EVICTING:
-                hold.bring_back(found)
+                self.bring_back(found)
             self._front += 1
 
 

@@ -484,7 +484,7 @@ class Keeping:
         found = {} if watch else {cut: one.course(limit) for cut, one in cache.recorded.items()}
         courses = {cut: course for cut, course in found.items() if course is not None}
         mover = self._mover
-        mover.begin()
+        mover.reset()
         step = StepHooks(mover, self._device, watch, courses)
         changed = False
         try:

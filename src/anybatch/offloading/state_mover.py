@@ -20,7 +20,7 @@ from anybatch.core import optimizers
 from anybatch.core.optimizers import allocated, state_bound
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError, StoreError
-from anybatch.memory.page_table import BACK, OUT, Copies, MemoryPage
+from anybatch.memory.pager import BACK, OUT, Copies, MemoryPage
 from anybatch.memory.stores import Store
 
 
@@ -50,7 +50,7 @@ def step_in_parts(
             has failed, and the parts before it are stepped.
     """
     send_all(optimizer, mover)
-    mover.begin()
+    mover.reset()
     size_of = partial(_size, optimizer, mover)
     parts = parts_of(optimizer, partial(widest, size_of) if paged else size_of, resident_bytes)
     mover.require_space(mover.offloaded_bytes + sum(part.size for part in parts))
@@ -294,11 +294,10 @@ class StateMover(Copies):
             if wait <= 0 and (job is None or not job.done):
                 return
             wait -= 1
-            assert job is not None
             try:
-                self.finish(job)
+                self.finish(placeholder)
             except BaseException:
-                if job.done:
+                if job is not None and job.done:
                     self._forget(self._leaving.popleft())
                 raise
             self._leaving.popleft()
@@ -319,8 +318,7 @@ class StateMover(Copies):
             placeholder = self._of(value)
             if placeholder is None:
                 continue
-            assert placeholder.job is not None
-            self.finish(placeholder.job)
+            self.finish(placeholder)
             assert placeholder.tensor is not None
             state[name] = placeholder.tensor
             del self._placeholders[id(value)]

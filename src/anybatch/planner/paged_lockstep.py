@@ -3,7 +3,7 @@
 Where samples meet in BatchNorm there are two ways for a batch that fits in no other. Undivided with
 saved tensors offloaded (`planner.offload_memory`) it computes as torch does, and the widest layer
 of the full batch must fit. In lanes of which everything may be evicted between two kernels
-(`anybatch.memory.pager`), the widest layer of one micro-batch must.
+(`anybatch.memory.lane_pager`), the widest layer of one micro-batch must.
 
     undivided   widest layer x N_B  <= budget     chosen where it fits
     lanes       widest layer x n    <= budget     the largest n
@@ -218,8 +218,8 @@ def _passes(found: Widths, limit: int, count: int, memory: Memory) -> StepTimeli
 
 # Memory of a lane paged between kernels: the inputs and results of its widest kernel.
 #
-# If all of a lane may be evicted between two kernels (`anybatch.memory.pager`), a step holds the
-# bytes that exist once for all lanes, and the inputs and outputs of the next kernel. A dry run
+# If all of a lane may be evicted between two kernels (`anybatch.memory.lane_pager`), a step holds
+# the bytes that exist once for all lanes, and the inputs and outputs of the next kernel. A dry run
 # without data yields these, and the bytes of a lane without eviction.
 #
 #     kernel t     needs a, b (made by this lane) ──> makes c         widest: max needs, max makes

@@ -1,9 +1,9 @@
 """Memory touched by each phase of a lane, traced by a dry run of that lane only.
 
 A phase goes from one barrier to the next. Storages of earlier phases may be evicted until a kernel
-needs them (`anybatch.memory.pager`), so the memory of a running lane is that touched by its phase
-so far. These tensors need not be modelled: the lane runs as in the step, through the same BatchNorm
-and under the same mode, with a recorder in place of the pager.
+needs them (`anybatch.memory.lane_pager`), so the memory of a running lane is that touched by its
+phase so far. These tensors need not be modelled: the lane runs as in the step, through the same
+BatchNorm and under the same mode, with a recorder in place of the pager.
 
     kernels      conv  relu  conv │ wait │ norm  relu  conv │ wait │ ...
     touched      a,x   ab    abc  │      │ cd    cde   cdef │      │
@@ -34,10 +34,10 @@ from anybatch.core.optimizers import rounded
 from anybatch.execution.gradients import HALF, gradient_dtype
 from anybatch.execution.signature import MICRO_BATCHES, Case, few, first_rows
 from anybatch.lockstep.batchnorm import MeetingNorms, Tracked
+from anybatch.memory.lane_pager import Paging, keep
 from anybatch.memory.ledger import Bytes, Timeline
 from anybatch.memory.lockstep_budget import Lane, Sizes
 from anybatch.memory.meter import STEP, Meter
-from anybatch.memory.pager import Paging, keep
 from anybatch.planner import rehearsal
 from anybatch.planner.forecast import Forecast, merged, total
 

@@ -1,160 +1,199 @@
 from __future__ import annotations
 
+import ast
+import random
+import threading
+import weakref
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.unit.memory.copies import host, stores
-from torch import Tensor
+from tests.unit.memory.copies import Broken, Slow, Whenever, host
 
-from anybatch.memory.pager import SMALL, LockstepLimits, Pager, Paging, Store
+import anybatch
+from anybatch.memory.pager import (
+    EVICTING,
+    OFFLOADED,
+    PREFETCHING,
+    RESIDENT,
+    Copies,
+    MemoryPage,
+    Pager,
+)
 
 CPU = torch.device("cpu")
 KIB = 1024 // 4
 
 
-def filled(count: int) -> Tensor:
-    return torch.arange(float(count))
+def test_what_is_used_on_its_way_out_stays_as_it_is() -> None:
+    store = Slow()
+    hold, retained = Pager(store, CPU, []), torch.arange(float(KIB))
+    key = int(retained.untyped_storage()._cdata)
+    hold.register(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
+    held, hold.since, hold.touched = hold.all[key], 2, 0
+    for _ in range(2):  # the same copy is still under way
+        hold.evict(held)
+        assert (held.state, hold.going, hold.here) == (EVICTING, 1024, 1024)
+        hold.touch(held, 2)
+        assert (held.state, hold.going, hold.here) == (RESIDENT, 0, 1024)
+        held.used, hold.touched = 1, 0
+    threading.Timer(0.05, store.go.set).start()
+    hold.forget_copy(held)
+    retained.add_(1)
+    hold.settle()
+    assert (held.state, hold.moved) == (RESIDENT, 1024)
+    hold.evict(held)
+    while hold.wait():
+        pass
+    assert (held.state, hold.here, retained.untyped_storage().nbytes()) == (OFFLOADED, 0, 0)
+    hold.prefetch(held)
+    assert (held.state, hold.here, hold.moved) == (PREFETCHING, 1024, 3 * 1024)
+    hold.touch(held, 3)
+    assert torch.equal(retained, torch.arange(float(KIB)) + 1)
+    hold.close()
 
 
-def pager(available: int, store: Store | None = None) -> Pager:
-    return Pager(available, store or host(), CPU)
+@pytest.mark.parametrize("used", [False, True])
+def test_what_could_not_be_copied_out_stays(*, used: bool) -> None:
+    store = Broken("out")
+    hold, retained = Pager(store, CPU, []), torch.arange(float(KIB))
+    key = int(retained.untyped_storage()._cdata)
+    hold.register(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
+    held = hold.all[key]
+    for _ in range(2):
+        hold.evict(held)
+        if used:
+            hold.bring_back(held)
+        with pytest.raises(OSError, match="the disk is gone"):
+            _ = hold.forget_copy(held) if used else hold.wait()
+        assert (held.state, held.has_copy, hold.here, hold.going) == (RESIDENT, False, 1024, 0)
+    store.ways = ()
+    hold.settle()
+    hold.evict(held)
+    hold.wait()
+    assert (held.state, retained.untyped_storage().nbytes()) == (OFFLOADED, 0)
+    hold.close()
+    assert torch.equal(retained, torch.arange(float(KIB)))
 
 
-@pytest.mark.parametrize("store_name", ["host", "file"])
-def test_a_waiting_lane_is_offloaded_and_has_its_memory_again(
-    store_name: str, tmp_path: Path
-) -> None:
-    it = pager(0, stores(tmp_path)[store_name])
-    it.begin(0)
-    with Paging(it):
-        retained = filled(KIB) * 2
-        view = retained[10:20]
-    it.end(0, [1, 0])
-    assert retained.untyped_storage().nbytes() == 0
-    it.begin(1)
-    it.end(1, [1, 0])
-    it.begin(0)
-    with Paging(it):
-        total = (view + 1).sum()
-    assert total == (2 * torch.arange(10.0, 20.0) + 1).sum()
-    assert torch.equal(retained, filled(KIB) * 2)
-    it.close()
+@pytest.mark.parametrize("called", [False, True])
+def test_what_cannot_be_read_back_is_nan_and_the_rest_comes(*, called: bool) -> None:
+    store = Broken()
+    hold, retained = Pager(store, CPU, []), [torch.arange(float(KIB)) for _ in range(2)]
+    for number, tensor in enumerate(retained):
+        key = int(tensor.untyped_storage()._cdata)
+        hold.register(key, tensor.untyped_storage(), tensor.nbytes, 0, number, 1)
+        hold.evict(hold.all[key])
+    while hold.wait():
+        pass
+    first = int(retained[0].untyped_storage()._cdata)
+    store.ways = ("back",)
+    if called:
+        hold.prefetch(hold.all[first])
+        with pytest.raises(OSError, match="the disk is gone"):
+            hold.bring_back(hold.all[first])
+    real = store.reading
+
+    def once(key: Hashable, storage: Any) -> Callable[[], None]:
+        found = real(key, storage)
+        store.ways = ()
+        return found
+
+    store.reading = once  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="the disk is gone"):
+        hold.close()
+    assert retained[0].isnan().all()
+    assert torch.equal(retained[1], torch.arange(float(KIB)))
 
 
-def test_what_was_used_last_remains_in_memory() -> None:
-    it = pager(2 * 1024)
-    it.begin(0)
-    with Paging(it):
-        old = filled(KIB) + 1
-    it.end(0, [1, 0])
-    it.begin(1)
-    it.end(1, [0, 1])
-    it.begin(0)
-    with Paging(it):
-        new, newer = filled(KIB) + 2, filled(KIB) + 3
-    it.end(0, [1, 0])
-    sizes = [one.untyped_storage().nbytes() for one in (old, new, newer)]
-    assert sizes == [0, 1024, 1024]
-    it.close()
-    assert torch.equal(old, filled(KIB) + 1)
+def test_what_is_used_on_its_way_out_waits_until_it_has_been_copied() -> None:
+    """Whoever lets go of it before that, the copy does not."""
+    store = Slow()
+    hold, retained = Pager(store, CPU, []), torch.arange(float(KIB))
+    key = int(retained.untyped_storage()._cdata)
+    hold.register(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
+    held, hold.since, hold.touched = hold.all[key], 2, 0
+    hold.evict(held)
+    hold.touch(held, 2)
+    assert (hold.here, hold.touched) == (1024, 0)
+    store.go.set()
+    hold._copiers[0].wait(hold._moving[0][1])
+    hold.settle()
+    assert (hold.here, hold.touched) == (1024, 1024)
+    hold.close()
 
 
-@pytest.mark.parametrize("store_name", ["host", "file"])
-def test_within_a_limit_the_lane_that_runs_is_offloaded_too(
-    store_name: str, tmp_path: Path
-) -> None:
-    it = Pager(0, stores(tmp_path)[store_name], CPU, inside=LockstepLimits(3 * 1024))
-    it.begin(0)
-
-    def here() -> list[int]:
-        it._hold.settle()
-        return [number for number, one in enumerate(made) if one.untyped_storage().nbytes()]
-
-    made: list[Tensor] = []
-    with Paging(it):
-        made.append(torch.zeros(KIB) + 1)
-        for _ in range(5):
-            made.append(made[-1] + 1)
-            assert len(here()) <= 4
-    assert here() == [2, 3, 4, 5]  # what was used last, and what the last kernel has made
-    observed = it.moved
-    with Paging(it):
-        total = made[5] + made[4]
-        assert 2 not in here()
-        total += made[0]
-        both = [one.clone() for one in (made[0], made[1])]
-    assert it.moved > observed
-    it.close()
-    assert torch.equal(total, torch.full((KIB,), 12.0))
-    for number, one in enumerate(made):
-        assert torch.equal(one, torch.full((KIB,), number + 1.0))
-    assert torch.equal(both[1], made[1])
+def test_what_dies_when_its_copy_has_ended_is_forgotten_at_once() -> None:
+    store = Slow()
+    hold, gone = Pager(store, CPU, []), torch.zeros(KIB)
+    key = int(gone.untyped_storage()._cdata)
+    hold.register(key, gone.untyped_storage(), gone.nbytes, 0, 1, 1)
+    held = hold.all[key]
+    hold.evict(held)
+    hold.bring_back(held)  # it is used after all, and then dropped: only its copy holds it
+    job = held.job
+    assert job is not None
+    del gone
+    hold.settle()
+    assert key in hold.movable
+    store.go.set()
+    hold._copiers[0].wait(job)
+    hold.settle()
+    assert (hold.stirred(), hold.here, hold.all, hold.movable) == (False, 0, {}, {})
+    hold.close()
 
 
-def test_a_kernel_that_needs_more_than_the_limit_has_it_all_the_same() -> None:
-    it = Pager(0, host(), CPU, inside=LockstepLimits(1024))
-    it.begin(0)
-    with Paging(it):
-        made = [filled(KIB) + number for number in range(4)]
-        joined = torch.cat(made)
-    it.close()
-    assert torch.equal(joined, torch.cat([filled(KIB) + number for number in range(4)]))
+def test_what_is_chosen_while_it_is_copied_out_and_is_offloaded_by_then_is_not_moved() -> None:
+    """It was taken for a storage that somebody had resized to nothing, and its bytes were lost."""
+    hold, retained = Pager(host(), CPU, []), torch.arange(float(KIB))
+    key = int(retained.untyped_storage()._cdata)
+    hold.register(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
+    held = hold.all[key]
+    hold.evict(held)
+    while hold.wait():
+        pass
+    hold.evict(held)
+    assert (held.state, held.size, hold.here, hold.going) == (OFFLOADED, 1024, 0, 0)
+    hold.bring_back(held)
+    assert torch.equal(retained, torch.arange(float(KIB)))
+    hold.close()
 
 
-def test_what_was_not_written_to_is_not_copied_out_again() -> None:
-    it = pager(0)
-    it.begin(0)
-    with Paging(it):
-        retained = filled(KIB) * 1
-    it.end(0, [0])
-    for writes, moved in ((False, 1), (False, 1), (True, 2)):
-        before = it.moved
-        it.begin(0)
-        with Paging(it):
-            retained.add_(1) if writes else retained.sum()
-        it.end(0, [0])
-        assert it.moved - before == moved * 1024
-    it.close()
-    assert torch.equal(retained, filled(KIB) + 1)
-
-
-def test_what_two_lanes_use_stays() -> None:
-    it = pager(0)
-    it.begin(0)
-    with Paging(it):
-        shared = filled(KIB) * 1
-    it.end(0, [1, 0])
-    it.begin(1)
-    with Paging(it):
-        shared.add_(1)
-    it.end(1, [0, 1])
-    assert shared.untyped_storage().nbytes() == 1024
-    it.close()
-
-
-def test_what_is_small_or_was_there_before_stays() -> None:
-    it, before = pager(0), filled(KIB)
-    it.begin(0)
-    with Paging(it):
-        small = torch.zeros(SMALL // 4 - 1)
-        before.mul_(2)
-    it.end(0, [1, 0])
-    assert small.untyped_storage().nbytes() > 0
-    assert before.untyped_storage().nbytes() > 0
-    it.close()
-
-
-def test_what_dies_while_it_is_offloaded_is_forgotten(tmp_path: Path) -> None:
-    store: Any = stores(tmp_path)["file"]
-    it = pager(0, store)
-    it.begin(0)
-    with Paging(it):
-        retained = filled(KIB) * 1
-    it.end(0, [1, 0])
-    assert len(store._places) == 1
+def test_what_is_to_remain_is_held_by_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts no more with what may leave, so when it dies its memory must go at once."""
+    monkeypatch.setattr("anybatch.memory.pager.Copier", lambda _: Whenever(random.Random(0), 0.0))
+    hold, retained = Pager(host(), CPU, []), torch.arange(float(KIB))
+    key, there = int(retained.untyped_storage()._cdata), weakref.ref(retained.untyped_storage())
+    hold.register(key, retained.untyped_storage(), retained.nbytes, 0, 1, 1)
+    hold.evict(hold.all[key])
+    hold.touch(hold.all[key], 2)
+    hold.pin(hold.all[key])
+    assert torch.equal(retained, torch.arange(float(KIB)))
     del retained
-    it.begin(1)
-    assert store._places == {}
-    it.close()
+    assert there() is None
+    hold.settle()
+    assert (hold.here, hold.all) == (0, {})
+    hold.close()
+
+
+def test_memory_is_given_up_in_one_place_and_only_with_a_complete_copy() -> None:
+    """A tensor whose bytes are lost is a fault of one function, whoever its owner is."""
+    files = Path(anybatch.__file__).parent.rglob("*.py")
+    calls = [
+        f"{path.name}: {ast.unparse(node)}"
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+    ]
+    found = [call for call in calls if call.endswith((".resize_(0)", "page.let_go()"))]
+    assert sorted(found) == ["pager.py: page.let_go()", "pager.py: storage.resize_(0)"]
+    copies, page, storage = Copies(Slow, CPU), MemoryPage(1, 4), torch.ones(4).untyped_storage()
+    with pytest.raises(AssertionError):
+        copies.empty(page)  # there is no copy
+    copies.start(0, page, storage)
+    with pytest.raises(AssertionError):
+        copies.empty(page)  # it is on its way
+    copies._store.go.set()  # type: ignore[union-attr]
+    copies.close()

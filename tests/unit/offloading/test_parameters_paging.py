@@ -11,6 +11,7 @@ from functools import partial
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tests.busy import busy
@@ -217,6 +218,19 @@ def test_inside_everything_can_be_saved_copied_and_read() -> None:
     file.seek(0)
     assert equal(list(torch.load(file).values()), wanted)
     assert equal([p.detach() for p in model.parameters()], wanted)
+
+
+def test_what_stays_because_its_address_was_read_counts_until_it_dies() -> None:
+    """Gradients that are logged in each step are new ones, and those of earlier steps are gone."""
+
+    def step(ours: nn.Module, optimizer: optim.Optimizer, number: int) -> None:
+        simple(ours, optimizer, number)
+        assert all(np.isfinite(p.grad.numpy()).all() for p in ours.parameters())  # type: ignore[union-attr]
+        optimizer.zero_grad()
+
+    model = mlp()
+    plain, ours = both(model, step, 3 * sum(p.nbytes for p in model.parameters()), steps=6)
+    assert equal(plain, ours)
 
 
 def test_a_kernel_that_reads_too_much_at_once_is_refused_with_what_it_needs() -> None:

@@ -9,7 +9,7 @@ import torch
 from tests.busy import busy, no_idle
 from tests.unit.core.made_up import modules
 
-from anybatch.memory.page_table import Copier
+from anybatch.memory.pager import Copier
 
 __all__ = ["modules"]
 

@@ -10,7 +10,7 @@ from tests.peaks import metered
 from tests.unit.memory.copies import Slow, Whenever, host
 from torch import Tensor
 
-from anybatch.memory.pager import OFFLOADED, LockstepLimits, Pager, Paging
+from anybatch.memory.lane_pager import OFFLOADED, LanePager, LockstepLimits, Paging
 
 CPU = torch.device("cpu")
 KIB = 1024 // 4
@@ -29,7 +29,7 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(
     chance = random.Random(seed)
     if ends is not None:
         monkeypatch.setattr(
-            "anybatch.memory.page_table.Copier", lambda _: Whenever(random.Random(seed), ends)
+            "anybatch.memory.pager.Copier", lambda _: Whenever(random.Random(seed), ends)
         )
     lanes, turns, available = chance.choice([2, 3, 5]), 6, chance.choice([0, 3000, 20_000])
     limit = max(available, 2 * BIGGEST) if limited else None
@@ -37,7 +37,7 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(
     inputs = chance.choice([available, capacity])
     later = chance.choice([(), capacity])
     inside = None if limit is None else LockstepLimits(limit, later, (BIGGEST,) * turns)
-    it = Pager(inputs, host(), CPU, small=1, segments=chance.choice([0, 2]), inside=inside)
+    it = LanePager(inputs, host(), CPU, small=1, segments=chance.choice([0, 2]), inside=inside)
     left: list[list[Tensor]] = [[] for _ in range(lanes)]
     want: list[list[Tensor]] = [[] for _ in range(lanes)]
     smaller = 1 if ends is None else 10
@@ -73,12 +73,12 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(
                     with Paging(it):
                         found = mine[index] * 1
                     assert torch.equal(found, true[index])
-                assert not limit or it._hold.here <= it._limit_in(segment + 1) + makes
-                assert it._hold.waiting <= it._limit_in(segment + 1) or limit is not None
+                assert not limit or it.here <= it._limit_in(segment + 1) + makes
+                assert it.waiting <= it._limit_in(segment + 1) or limit is not None
             if at < lanes - 1:
                 later = order[at + 1 :]
                 it.end(lane, list(dict.fromkeys([*later, *reversed(order)])))
-                assert it._hold.waiting <= it._limit_in(segment + 1)
+                assert it.waiting <= it._limit_in(segment + 1)
         order.reverse()
     it.close()
     for mine, true in zip(left, want, strict=True):
@@ -86,7 +86,7 @@ def test_lanes_find_what_they_left_and_no_more_waits_than_may(
 
 
 def test_the_next_lane_is_brought_in_ahead_of_its_segment() -> None:
-    it = Pager(0, host(), CPU, segments=2)
+    it = LanePager(0, host(), CPU, segments=2)
     retained: dict[int, Tensor] = {}
     order, states = [0, 1, 2, 3, 4, 5], []
     for segment in range(3):
@@ -97,11 +97,11 @@ def test_the_next_lane_is_brought_in_ahead_of_its_segment() -> None:
                 it.begin(lane)
             if segment:
                 key = int(retained[lane].untyped_storage()._cdata)
-                states.append(it._hold.all[key].state)
+                states.append(it.all[key].state)
                 with Paging(it):
                     retained[lane].add_(1)
-                while it._hold._moving:  # a turn is long enough for every copy
-                    it._hold._copiers[0].wait(it._hold._moving[-1][1])
+                while it._moving:  # a turn is long enough for every copy
+                    it._copiers[0].wait(it._moving[-1][1])
                     it._settle()
             else:
                 with Paging(it):
@@ -120,7 +120,7 @@ def test_a_copy_that_fails_is_said_and_nothing_is_lost() -> None:
     store = Slow()
     store.fails = True
     store.go.set()
-    it = Pager(0, store, CPU)
+    it = LanePager(0, store, CPU)
     it.begin(0)
     with Paging(it):
         retained = torch.arange(float(KIB)) * 1
@@ -132,7 +132,7 @@ def test_a_copy_that_fails_is_said_and_nothing_is_lost() -> None:
 
 def test_a_meter_counts_what_has_been_brought_back() -> None:
     with metered() as meter:
-        it = Pager(0, host(), CPU, [meter])
+        it = LanePager(0, host(), CPU, [meter])
         it.begin(0)
         with Paging(it):
             retained = torch.zeros(100 * KIB) + 1

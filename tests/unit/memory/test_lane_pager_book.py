@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from anybatch.memory.pager import Book
+from anybatch.memory.lane_pager import Book
 
 
 def test_the_first_lane_of_a_segment_shows_it_to_the_others() -> None:
