@@ -35,7 +35,7 @@ from anybatch.errors import LossError, NotExactError
 from anybatch.execution.step import NO_GRAPH
 from anybatch.lockstep.batchnorm import BarrierKey
 from anybatch.lockstep.captured import CapturedSamples, held
-from anybatch.lockstep.gathered import Around, around
+from anybatch.lockstep.gathered import Around, around, same
 from anybatch.loss.base import scalar
 from anybatch.loss.model_trace import TracingMode
 from anybatch.memory.fakes import is_fake
@@ -257,7 +257,7 @@ class _Coupled(torch.autograd.Function):
         with meeting_in(ctx.meeting):
             part = torch.zeros_like(u) if ctx.empty else u
             backward_place = BarrierKey(f"the backward of {ctx.words}", "take")
-            total = reduce(backward_place, lambda: part, torch.add, _same)
+            total = reduce(backward_place, lambda: part, torch.add, same)
         columns = zip(ctx.gradients, ctx.begins, ctx.sizes, ctx.trains, strict=True)
         found = [
             # Each lane returns its part of the gradient of a 0-dim argument: the step adds them up
@@ -300,10 +300,6 @@ def _own(
 
 def _rows(tensor: Tensor) -> int | None:
     return len(tensor) if tensor.dim() else None
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 # Check of a coupled function's arguments: rows, or the same for all micro-batches and ranks.

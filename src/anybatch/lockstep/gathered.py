@@ -216,11 +216,12 @@ class _Gather(torch.autograd.Function):
         with meeting_in(ctx.meeting):
             own = ctx.held.pop if ctx.held else lambda: gradient
             part = partial(torch.zeros_like, gradient) if ctx.empty else own
-            total = reduce(place, part, torch.add, _same)
+            total = reduce(place, part, torch.add, same)
         if ctx.empty:
             return total.new_zeros((ctx.size, *total.shape[1:])), None, None, None
         return total[ctx.begin : ctx.begin + ctx.size].clone(), None, None, None
 
 
-def _same(total: Tensor) -> Tensor:
+def same(total: Tensor) -> Tensor:
+    """Return the sum of a barrier as it is."""
     return total

@@ -44,7 +44,7 @@ from anybatch.lockstep.scheduler import Lanes, LaneTurns
 from anybatch.loss.base import Total
 from anybatch.memory.lane_pager import SMALL, LanePager, Paging, keep
 from anybatch.memory.meter import Meter
-from anybatch.memory.stores import store_on
+from anybatch.memory.spill import maker
 
 
 def lockstep(step: Step, tracked: Tracked) -> Tensor:
@@ -91,7 +91,7 @@ def _run(step: Step, tracked: Tracked, together: LockstepState, held: HeldBack) 
             )
         turns.finish()
     except BaseException:
-        turns.put_back()
+        turns.slots.put_back()
         raise
     finally:
         if pager is not None:
@@ -110,7 +110,7 @@ def _pager(step: Step, meters: list[Meter]) -> LanePager | None:
     turns, small = (0, 1) if step.budgeted else (AHEAD, SMALL)
     return LanePager(
         step.lane_bytes or 0,
-        store_on(step.device, step.spill),
+        maker(step.spill, step.device, direct=False)(),
         step.device,
         meters,
         small=small,
@@ -235,22 +235,18 @@ class LockstepState:
         """Take the loss of all outputs; return its gradients, and where each lane's rows begin."""
         step = self._step
         step.found = step.loss.name
-        with self._full_batch_draws():
-            return self._loss_of(parts)
-
-    def _loss_of(self, parts: list[tuple[Any, Any, int]]) -> list[tuple[list[Tensor | None], int]]:
-        step = self._step
         outputs, targets, sizes = (list(found) for found in zip(*parts, strict=True))
         step.check_structure(outputs[0])
         joined = pytree.join(outputs, list(step.traits.axes), sizes=sizes)
         aims = pytree.join(targets, sizes=sizes, name="targets")
         rows = step.global_batch.rows(joined, aims, step.traits.axes, step.batch.size)
         del joined, aims
-        if step.gradients is None:
-            self._coupled = value_of_all(step, rows)
-            return [([], 0)] * len(sizes)
-        with torch.enable_grad():
-            result = loss_of_all(step, rows)
+        with self._full_batch_draws():
+            if step.gradients is None:
+                self._coupled = value_of_all(step, rows)
+                return [([], 0)] * len(sizes)
+            with torch.enable_grad():
+                result = loss_of_all(step, rows)
         self._coupled = result.loss
         return [(result.gradients, result.begin + sum(sizes[:k])) for k in range(len(sizes))]
 

@@ -47,10 +47,6 @@ NOTICE = 0.2
 """Seconds after which a Ctrl-C is noticed at the latest."""
 
 
-def _nothing() -> None:
-    """Do nothing."""
-
-
 class Turns(Protocol):
     """Hooks that run where the token passes between lanes."""
 
@@ -103,7 +99,7 @@ class Lanes:
         self._over.acquire()
         self._failure: BaseException | None = None
 
-    def run(self, work: Callable[[int], None], listen: Callable[[], None] = _nothing) -> None:
+    def run(self, work: Callable[[int], None], listen: Callable[[], None] = lambda: None) -> None:
         """Run ``work(lane)`` for every lane, and return when all have ended.
 
         Args:
@@ -399,10 +395,6 @@ class LaneTurns:
             self._put_back(*stored)
         if self._rng_states:
             self._rng_states[0].put_back()
-
-    def put_back(self) -> None:
-        """Restore the attributes from before a step that failed."""
-        self.slots.put_back()
 
     def _put_back(self, cpu: Tensor, states: States) -> None:
         torch.set_rng_state(cpu)

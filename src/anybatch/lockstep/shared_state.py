@@ -322,7 +322,7 @@ def _run_lanes(step: Step, pair: tuple[MicroBatch, MicroBatch], turns: _Turns) -
     except LockstepError:  # more rows need not go other ways
         return None
     finally:
-        turns.put_back()
+        turns.slots.put_back()
     return found
 
 

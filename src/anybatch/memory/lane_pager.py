@@ -39,6 +39,36 @@ SMALL = 256
 """Bytes below which a storage is not evicted without a budget: its copies would cost more."""
 
 
+# Record of the storages that lanes use in their segments, made by the first of them.
+#
+# Lanes run the same layers in the same order. So the 17th storage of a lane corresponds to the 17th
+# of another. The next lane will need the earlier storages that the first lane has needed in a
+# segment, between two barriers: they can be prefetched before it runs, and others evicted first.
+#
+#     segment 3 of lane 7:   uses its 4th, 17th, 18th
+#     segment 3 of lane 6:   its own 4th, 17th, 18th are on their way while lane 7 computes
+
+
+class SegmentRecord:
+    """Record of a segment, made by the first lane in it.
+
+    Attributes:
+        lane: it.
+        numbers: of its storages from earlier segments, in the order of their use; may grow.
+        bytes: of these.
+        top: the most bytes, used or made, that any lane has held in the segment.
+    """
+
+    def __init__(self, lane: int = -1) -> None:
+        self.lane = lane
+        self.numbers: list[int] = []
+        self.bytes = self.top = 0
+
+
+NOT_SHOWN = SegmentRecord()
+"""Of a segment that no other lane has run."""
+
+
 class LanePager(Pager):
     """Pager that limits resident bytes of waiting lanes to a capacity and a permitted excess.
 
@@ -72,7 +102,8 @@ class LanePager(Pager):
         self._evicted_next: deque[Held] | None = None
         self._distance: dict[int, int] = {}
         self._segments, self._small = segments, small
-        self._book = Book()
+        self._records: dict[int, SegmentRecord] = {}
+        self._top = 0
         self._segment = self._lane = 0
         self._number: dict[int, int] = {}
         self._made = 0
@@ -102,7 +133,7 @@ class LanePager(Pager):
         self._segment += 1
         self._lane = lane
         segment = self._number[lane] = self._number.get(lane, 0) + 1
-        self._book.begin(lane, segment)
+        self._records.setdefault(segment, SegmentRecord(lane))
         limit = self._limit_in(segment)
         self._send_others(min(limit, self._others(lane, segment)), limit, {lane: -1})
         self._called = self._noted = self._made = 0
@@ -119,7 +150,7 @@ class LanePager(Pager):
         running = order[0] if order else lane
         segment = self._coming(running)
         limit = self._limit_in(segment)
-        ahead = 0 if self._next is None else self._book.brings(self._coming(self._next))
+        ahead = 0 if self._next is None else self._shown(self._coming(self._next)).bytes
         other_bytes = min(limit, self._others(running, segment))
         self._distance = {other: place for place, other in enumerate(order)}
         wanted = max(min(in_segment(self.capacity, segment), limit), other_bytes - ahead)
@@ -168,7 +199,10 @@ class LanePager(Pager):
             return
         if held.used < self._segment or held.state != RESIDENT:
             if held.lane == self._lane:
-                self._book.uses(self._lane, self._number[self._lane], held.number, held.size)
+                record = self._records[self._number[self._lane]]
+                if record.lane == self._lane:
+                    record.numbers.append(held.number)
+                    record.bytes += held.size
             self.touch(held, self._segment)
             self._note()
         if held.lane != self._lane and not held.pinned:
@@ -202,6 +236,11 @@ class LanePager(Pager):
         """Return the number of a lane's next segment."""
         return self._number.get(lane, 0) + 1
 
+    def _shown(self, segment: int, lane: int | None = None) -> SegmentRecord:
+        """Return the record of a segment, for a lane if another one has made it."""
+        found = self._records.get(segment, NOT_SHOWN)
+        return NOT_SHOWN if found.lane == lane else found
+
     def _untouched(self) -> None:
         """From here on another lane touches storages."""
         self.since, self.touched = self._segment + 1, 0
@@ -209,7 +248,8 @@ class LanePager(Pager):
     def _note(self) -> None:
         if self.touched > self._noted:
             self._noted = self.touched
-            self._book.holds(self._number[self._lane], self._noted)
+            record = self._records[self._number[self._lane]]
+            record.top, self._top = max(record.top, self._noted), max(self._top, self._noted)
 
     def _settle(self) -> None:
         self.settle()
@@ -240,7 +280,7 @@ class LanePager(Pager):
         """Return the bytes that others may hold during a lane's segment of this number."""
         if self.limit is not None:
             return self.limit + in_segment(self._later, segment)
-        return in_segment(self.capacity, segment) + int(self._segments * self._book.top)
+        return in_segment(self.capacity, segment) + int(self._segments * self._top)
 
     def _others(self, lane: int, segment: int) -> int:
         """Return the bytes of others to hold next to a lane in a segment; any excess is evicted.
@@ -251,12 +291,12 @@ class LanePager(Pager):
         limit = self._limit_in(segment)
         if self.limit is None:
             return limit
-        most = self._book.most(segment, lane) - in_segment(self._makes, segment)
+        most = self._shown(segment, lane).top - in_segment(self._makes, segment)
         return max(0, limit - max(0, most))
 
     def _ahead(self, lane: int, segment: int) -> int:
         """Return the bytes that others may hold during a segment, prefetched ones included."""
-        if self.limit is None or self._book.shown(segment, lane):
+        if self.limit is None or self._shown(segment, lane) is not NOT_SHOWN:
             return self._others(lane, segment)
         return 0
 
@@ -276,8 +316,9 @@ class LanePager(Pager):
         Of the lane that runs, at distance -1, its segment has begun.
         """
         segment = self._coming(held.lane) - (distance.get(held.lane, 0) < 0)
-        if self._book.shown(segment, held.lane):
-            later = held.number not in self._book.used(segment)
+        record = self._shown(segment, held.lane)
+        if record is not NOT_SHOWN:
+            later = held.number not in record.numbers
         else:
             later = held.used < self._last.get(held.lane, 0)
         return (0, held.used) if later else (1, -distance.get(held.lane, 0))
@@ -291,7 +332,7 @@ class LanePager(Pager):
         """
         if self._next is None or self._next == self._lane:
             return
-        numbers = self._book.used(self._coming(self._next))
+        numbers = self._shown(self._coming(self._next)).numbers
         limit = self._ahead(self._lane, self._number[self._lane])
         while self._called < len(numbers):
             found = self.numbered.get((self._next, numbers[self._called]))
@@ -346,12 +387,8 @@ class Paging(DispatchMode):
 
     def __init__(self, pager: KernelObserver) -> None:
         super().__init__()
-        self._pager = pager
+        self.pager = pager
         self._writes: dict[Any, bool] = {}
-
-    def release(self, key: int) -> None:
-        """Hand over a storage to another owner, which moves it from now on."""
-        self._pager.release(key)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -364,7 +401,7 @@ class Paging(DispatchMode):
         if writes is None:
             schema = getattr(func, "_schema", None)
             writes = self._writes[func] = schema is None or schema.is_mutable
-        pager, kwargs = self._pager, kwargs or {}
+        pager, kwargs = self.pager, kwargs or {}
         with torch._C.DisableTorchFunction():
             if pager.limit is not None:
                 pager.before(_keys((args, kwargs)))
@@ -417,70 +454,3 @@ def _inside(tensor: Tensor) -> Iterator[Tensor]:
             yield from _inside(getattr(tensor, name))
     else:
         yield from parts_of_sparse(tensor) or (tensor,)
-
-
-# Record of the storages that lanes use in their segments, made by the first of them.
-#
-# Lanes run the same layers in the same order. So the 17th storage of a lane corresponds to the 17th
-# of another. The next lane will need the earlier storages that the first lane has needed in a
-# segment, between two barriers: they can be prefetched before it runs, and others evicted first.
-#
-#     segment 3 of lane 7:   uses its 4th, 17th, 18th
-#     segment 3 of lane 6:   its own 4th, 17th, 18th are on their way while lane 7 computes
-
-
-class SegmentRecord:
-    """Record of a segment, made by the first lane in it."""
-
-    def __init__(self, lane: int) -> None:
-        self.lane = lane
-        self.numbers: list[int] = []
-        self.bytes = self.top = 0
-
-
-class Book:
-    """Record of every segment, made by the first lane in it.
-
-    Attributes:
-        top: the most bytes that a lane has held in one segment so far.
-    """
-
-    def __init__(self) -> None:
-        self.top = 0
-        self._segments: dict[int, SegmentRecord] = {}
-
-    def begin(self, lane: int, segment: int) -> None:
-        """Record that a lane begins its segment of this number."""
-        if segment not in self._segments:
-            self._segments[segment] = SegmentRecord(lane)
-
-    def uses(self, lane: int, segment: int, number: int, size: int) -> None:
-        """Record that a lane uses its storage of this number, made in an earlier segment."""
-        shown = self._segments[segment]
-        if shown.lane == lane:
-            shown.numbers.append(number)
-            shown.bytes += size
-
-    def holds(self, segment: int, size: int) -> None:
-        """Record the bytes used or made that a lane holds in its segment of this number."""
-        shown = self._segments[segment]
-        shown.top, self.top = max(shown.top, size), max(self.top, size)
-
-    def most(self, segment: int, lane: int) -> int:
-        """Return the most bytes that a lane will hold in a segment; 0 if no other has run it."""
-        return self._segments[segment].top if self.shown(segment, lane) else 0
-
-    def shown(self, segment: int, lane: int) -> bool:
-        """Return whether another lane has run this segment before this one."""
-        found = self._segments.get(segment)
-        return found is not None and found.lane != lane
-
-    def used(self, segment: int) -> Sequence[int]:
-        """Return the numbers of storages used in a segment, in order; a list that may grow."""
-        found = self._segments.get(segment)
-        return () if found is None else found.numbers
-
-    def brings(self, segment: int) -> int:
-        """Return the bytes of that."""
-        found = self._segments.get(segment)
-        return 0 if found is None else found.bytes

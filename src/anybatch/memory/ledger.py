@@ -478,7 +478,8 @@ class StepTimeline(Printed):
         lasts = np.searchsorted(edges[:-1], borders[1:], side="left")
         lasts[-1] = len(edges) - 1
         total = self.ledger.live.sum(1)
-        ways = [self._busy(way, borders) for way in (self.runs, *map(self._copies, (False, True)))]
+        copies = self.moved(back=False), self.moved(back=True)
+        ways = [self._busy(way, borders) for way in (self.runs, *copies)]
         found = []
         for i, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
             at = int(first + total[first : max(last, first + 1)].argmax())
@@ -488,10 +489,7 @@ class StepTimeline(Printed):
             found.append(Column(owners, (kernels, out, back)))
         return found
 
-    def _copies(self, back: bool) -> list[Interval]:  # noqa: FBT001
-        return [Interval(move.begin, move.end) for move in self.moved(back=back)]
-
-    def _busy(self, intervals: Iterable[Interval], borders: Floats) -> Floats:
+    def _busy(self, intervals: Iterable[Interval | Move], borders: Floats) -> Floats:
         """Return the share of each stretch between `borders` that some intervals cover.
 
         Intervals of one sort never overlap: kernels, and copies in one direction, are queued.

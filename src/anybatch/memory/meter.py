@@ -57,8 +57,8 @@ class Meter(DispatchMode):
     Args:
         device: only tensors on this type of device count.
         existing: owner -> tensors that are there already and count.
-        spare: bytes for real tensors where a kernel on fakes shows too little
-           . Default 0: those of a step of one row.
+        spare: bytes for real tensors where a kernel on fakes shows too little. Default 0: those
+            of a step of one row.
         limit: the most live bytes. Default None: any.
         stops: called where there are more; whether to raise then. Default: always.
 

@@ -127,7 +127,11 @@ def takes(device: torch.device) -> tuple[str, ...]:
 
 
 def maker(
-    destination: str | PathLike[str] | None, device: torch.device, *, check: bool = False
+    destination: str | PathLike[str] | None,
+    device: torch.device,
+    *,
+    check: bool = False,
+    direct: bool = True,
 ) -> Callable[[], Store]:
     """Return a function that makes the store.
 
@@ -135,6 +139,7 @@ def maker(
         destination: "host", "file", a folder for the file, or None: that nearest to the device.
         device: that is left.
         check: compare checksums of returned tensors with those at offloading. Default False.
+        direct: a file goes past the page cache, where the system can. Default True.
 
     Raises:
         ValueError: it means nothing on this device.
@@ -146,7 +151,7 @@ def maker(
         folder = None if destination in (None, "file") else Path(destination)
         if folder is None or folder.is_dir():
             make = FileStore if nearest == "file" else StagedStore
-            return partial(make, folder, direct=True, check=check)
+            return partial(make, folder, direct=direct, check=check)
     raise ValueError(
         'store must be "file" or a folder that is there, or "host" from a GPU, and it is '
         f"{str(destination)!r} on {type_of(device)}: leave it out for the store nearest to the "

@@ -311,19 +311,6 @@ def _unseen() -> Iterator[None]:
         yield
 
 
-def store_on(device: torch.device, destination: str | None = None) -> Store:
-    """Return where bytes of a device go: host memory from a GPU, a file from the host's own.
-
-    Args:
-        device: that is left.
-        destination: "host", "file", or the folder of the file; None (default) is the nearest store.
-    """
-    folder = None if destination in (None, "host", "file") else Path(str(destination))
-    if of(device).host:
-        return FileStore(folder)
-    return HostStore() if destination in (None, "host") else StagedStore(folder)
-
-
 SENT = "an offloaded tensor"
 
 

@@ -19,7 +19,7 @@ from anybatch.core.plan_sections import Link
 from anybatch.core.units import show_bytes
 from anybatch.errors import BudgetError
 from anybatch.offloading.policy import plan
-from anybatch.offloading.schedule import Function, Schedule, Stage, Trace, Variable, simulate
+from anybatch.offloading.schedule import Function, Stage, Trace, Variable, simulate
 
 
 @dataclass(frozen=True)
@@ -99,25 +99,12 @@ def set_course(recording: Recording, memory: int, link: Link, more: int = 0) -> 
 
 def _planned(recording: Recording, step: Again, memory: int, there: int, link: Link) -> Course:
     """Return the course of a step that fits."""
-    schedule = wanted(plan(step.trace, memory - there, link))
+    schedule = plan(step.trace, memory - there, link)
     found = simulate(step.trace, schedule, link)
     sent = found.bytes_out + sum(recording.sizes[k] for k in recording.loose)
     predicted, seconds = there + found.peak, found.seconds
     stages = schedule.stages
     return Course(recording, stages, predicted, sent, seconds, there, memory, link, step)
-
-
-def wanted(schedule: Schedule) -> Schedule:
-    """Return a schedule without the copies of variables that no later stage frees.
-
-    The window rule copies every variable that it passes. A storage that dies while it is copied
-    would hold its bytes until the end of the copy, which no schedule counts.
-    """
-    freed, stages = set[int](), list[Stage]()
-    for stage in reversed(schedule.stages):
-        stages.append(replace(stage, outs=tuple(v for v in stage.outs if v in freed)))
-        freed.update(stage.frees)
-    return replace(schedule, stages=tuple(reversed(stages)))
 
 
 def too_little(needed: int, budget: int) -> BudgetError:

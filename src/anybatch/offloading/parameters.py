@@ -94,7 +94,7 @@ class PagedModel:
         if key is not None:
             for mode in _get_current_dispatch_mode_stack():
                 if isinstance(mode, Paging):  # a lane has made this gradient
-                    mode.release(key)
+                    mode.pager.release(key)
             self.pages.add(key, tensor.untyped_storage(), role, number)
 
     def _hook(self, parameter: Tensor, number: int) -> None:

@@ -66,24 +66,14 @@ def belady(trace: Trace, budget: int) -> Schedule:
     Raises:
         BudgetError: a single function needs more.
     """
-    gaps = furthest_leaves(trace, budget)
-    chosen = fitted(trace, budget, gaps, lambda gap: (-trace.size(gap.v),))
-    return as_schedule("Belady + fit", trace, budget, chosen)
-
-
-def furthest_leaves(trace: Trace, budget: int) -> list[Gap]:
-    """Return the gaps in which Belady's rule offloads variables.
-
-    Raises:
-        BudgetError: a single function needs more.
-    """
     walk = _Walk(trace, budget)
     for i, function in enumerate(trace.functions):
         walk.stage(i, function.uses)
         walk.dead(i)
     walk.stage(len(trace.functions), trace.after)
-    end = len(trace.functions) + 1
-    return [gap for gap in walk.gaps if gap.next < end]
+    gaps = [gap for gap in walk.gaps if gap.next <= len(trace.functions)]
+    chosen = fitted(trace, budget, gaps, lambda gap: (-trace.size(gap.v),))
+    return as_schedule("Belady + fit", trace, budget, chosen)
 
 
 class _Walk:

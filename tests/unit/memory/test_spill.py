@@ -7,7 +7,15 @@ import pytest
 import torch
 from tests.unit.core.made_up import modules
 
-from anybatch.memory.spill import HostStore, Spill, StagedStore, maker, require_place, takes
+from anybatch.memory.spill import (
+    FileStore,
+    HostStore,
+    Spill,
+    StagedStore,
+    maker,
+    require_place,
+    takes,
+)
 
 __all__ = ["modules"]
 
@@ -26,6 +34,24 @@ def test_a_way_has_its_store_on_each_device(tmp_path: Path) -> None:
         Spill("host").refuse_on(cpu)
 
 
+def test_a_device_has_what_is_nearest_and_what_was_requested(tmp_path: Path) -> None:
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    folder = str(tmp_path)
+    found = {
+        (device.type, options): type(maker(options, device, direct=False)())
+        for device in (cuda, cpu)
+        for options in (None, "file", folder)
+    }
+    assert found == {
+        ("cuda", None): HostStore,
+        ("cuda", "file"): StagedStore,
+        ("cuda", folder): StagedStore,
+        ("cpu", None): FileStore,
+        ("cpu", "file"): FileStore,
+        ("cpu", folder): FileStore,
+    }
+
+
 @pytest.mark.parametrize("store", ["host", "file"])
 def test_a_gpu_sends_to_either_place(store: str) -> None:
     require_place(store, torch.device("cuda"))
@@ -37,5 +63,6 @@ def test_memory_of_a_device_is_staged(
 ) -> None:
     del modules
     device = torch.device(device_type)
+    assert type(maker(None, device)()) is HostStore
     assert type(maker(tmp_path, device)()) is StagedStore
     assert takes(device) == ("host", "file")

@@ -10,7 +10,7 @@ from tests.unit.core.made_up import modules
 
 from anybatch.errors import StoreError
 from anybatch.memory import stores
-from anybatch.memory.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore, store_on
+from anybatch.memory.stores import BLOCK, BOUNCE, FileStore, HostStore, StagedStore
 
 __all__ = ["modules"]
 
@@ -123,24 +123,6 @@ def test_staged_bytes_that_have_changed_are_an_error(tmp_path: Path) -> None:
         store.reading("a", out.untyped_storage())()
 
 
-def test_a_device_has_what_is_nearest_and_what_was_requested(tmp_path: Path) -> None:
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    folder = str(tmp_path)
-    found = {
-        (device.type, options): type(store_on(device, options))
-        for device in (cuda, cpu)
-        for options in (None, "file", folder)
-    }
-    assert found == {
-        ("cuda", None): HostStore,
-        ("cuda", "file"): StagedStore,
-        ("cuda", folder): StagedStore,
-        ("cpu", None): FileStore,
-        ("cpu", "file"): FileStore,
-        ("cpu", folder): FileStore,
-    }
-
-
 def test_the_space_of_a_file_is_its_own_and_what_is_left(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
     before = store.space()
@@ -157,8 +139,6 @@ def test_a_file_is_never_made_of_memory_that_is_not_the_hosts(
 ) -> None:
     del modules
     device = torch.device(device_type)
-    assert type(store_on(device)) is HostStore
-    assert type(store_on(device, "file")) is StagedStore
     store, there = FileStore(), SimpleNamespace(device=device, nbytes=lambda: 8)
     for begin in (store.writing, store.reading):
         with pytest.raises(

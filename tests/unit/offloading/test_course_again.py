@@ -14,13 +14,10 @@ from anybatch.offloading.course import (
     Link,
     Recording,
     Remake,
-    Schedule,
-    Stage,
     Trace,
     choices,
     remade,
     set_course,
-    wanted,
 )
 
 SLOW, FAST = Link(1.0, 1.0), Link(1e9, 1e9)
@@ -135,14 +132,6 @@ def test_drawn_steps(counted: Callable[[int], int]) -> None:
             assert {*stage.outs} <= {v for later in stages[i + 1 :] for v in later.frees}
         again += bool(ours.dropped)
     assert again
-
-
-def test_what_gives_up_no_bytes_for_its_copy_is_not_copied() -> None:
-    """A copy under way keeps the bytes of what dies meanwhile."""
-    stages = Stage(outs=(0, 1)), Stage(frees=(1,), outs=(2,)), Stage(frees=(2,), ins=(1,)), Stage()
-    found = wanted(Schedule("all that passes", 9, stages))
-    assert [stage.outs for stage in found.stages] == [(1,), (2,), (), ()]
-    assert [(s.frees, s.ins) for s in found.stages] == [(s.frees, s.ins) for s in stages]
 
 
 def _lives(trace: Trace) -> None:
