@@ -560,7 +560,7 @@ class Pager(Copies):
         storage.resize_(held.nbytes)
         try:
             self.copy(BACK, held, storage)
-        except Exception:
+        except BaseException:
             storage.fill_(0xFF)  # in every dtype with a fraction
             raise
 

@@ -108,6 +108,31 @@ def test_what_cannot_be_read_back_is_nan_and_the_rest_comes(*, called: bool) -> 
     assert torch.equal(retained[1], torch.arange(float(KIB)))
 
 
+def test_an_interrupt_while_all_comes_back_leaves_none_of_the_others_behind() -> None:
+    store = host()
+    hold, retained = Pager(store, CPU, []), [torch.arange(float(KIB)) for _ in range(3)]
+    keys = [int(tensor.untyped_storage()._cdata) for tensor in retained]
+    for number, tensor in enumerate(retained):
+        hold.register(keys[number], tensor.untyped_storage(), tensor.nbytes, 0, number, 1)
+        hold.evict(hold.all[keys[number]])
+    while hold.wait():
+        pass
+    real = store.reading
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def reading(key: Hashable, storage: Any) -> Callable[[], None]:
+        return interrupted if key == keys[1] else real(key, storage)
+
+    store.reading = reading  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        hold.close()
+    assert retained[1].isnan().all()
+    assert torch.equal(retained[0], torch.arange(float(KIB)))
+    assert torch.equal(retained[2], torch.arange(float(KIB)))
+
+
 def test_what_is_used_on_its_way_out_waits_until_it_has_been_copied() -> None:
     """Whoever lets go of it before that, the copy does not."""
     store = Slow()
