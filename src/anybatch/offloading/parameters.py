@@ -241,7 +241,7 @@ class ParameterPager(Pager):
 
     @property
     def resident(self) -> int:
-        """Bytes that are here now, those among them whose address was read."""
+        """Bytes that are here now, of pinned storages, too."""
         return self.here + self.pinned
 
     def fit(self, accesses: list[tuple[int, bool]]) -> bool:
