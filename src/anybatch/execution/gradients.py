@@ -66,12 +66,13 @@ class Gradients:
         self._found: list[Tensor] = []
         self._choose(wide=wide, accumulator=accumulator)
         self._separated = 0
-        self._sums: dict[Tensor, Tensor] = {}
-        self._before: dict[Tensor, Tensor] = {}
-        self._assigned: dict[Tensor, Tensor | None] = {}
-        self._added: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        self._complete: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        self._hooked: dict[Tensor, Tensor | None] = {}
+        # By ids of parameters: a tensor as a key is hashed by a function of Python.
+        self._sums: dict[int, Tensor] = {}
+        self._before: dict[int, Tensor] = {}
+        self._assigned: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._added: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._complete: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._hooked: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def _choose(self, *, wide: bool, accumulator: bool) -> None:
         self._wide, self._accumulator = wide, accumulator
@@ -106,7 +107,7 @@ class Gradients:
     def _set_aside(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
-                self._before[parameter] = parameter.grad
+                self._before[id(parameter)] = parameter.grad
                 parameter.grad = None
 
     def add(self, leaves: Iterable[Tensor]) -> None:
@@ -128,7 +129,7 @@ class Gradients:
             return
         found = {id(leaf) for leaf in self._found}
         noted = [
-            (TensorWeakRef(leaf), self._sums.pop(leaf, None), self._before.pop(leaf, None))
+            (TensorWeakRef(leaf), self._sums.pop(id(leaf), None), self._before.pop(id(leaf), None))
             for leaf in self._found
         ]
         self._found.clear()
@@ -142,9 +143,9 @@ class Gradients:
             self.add([leaf])
             leaf.grad = gradient
             if total is not None:
-                self._sums[leaf] = total
+                self._sums[id(leaf)] = total
             if before is not None:
-                self._before[leaf] = before
+                self._before[id(leaf)] = before
         self._separated = sum(p.grad is not None for p in self.parameters)
 
     def marks(self) -> list[tuple[Tensor | None, int]]:
@@ -210,12 +211,13 @@ class Gradients:
     @property
     def held(self) -> list[Tensor]:
         """The gradients that there are, and sums that wait for delivery."""
-        every = [*(p.grad for p in self.parameters), *self._sums.values(), *self._assigned.values()]
+        assigned = (total for _, total in self._assigned.values())
+        every = [*(p.grad for p in self.parameters), *self._sums.values(), *assigned]
         return [gradient for gradient in every if gradient is not None]
 
     def summed(self) -> set[int]:
         """Return the ids of the parameters that have a sum already."""
-        return {id(p) for p in self.parameters if p.grad is not None or p in self._sums}
+        return {id(p) for p in self.parameters if p.grad is not None or id(p) in self._sums}
 
     def take(
         self, parameters: list[Tensor], factor: float | Tensor, old: set[int]
@@ -237,7 +239,7 @@ class Gradients:
                 parameter.grad = parameter.grad.clone()
         wide = [p for p in parameters if self._wide and gradient_dtype(p) in HALF]
         self._collect(parameters if self._accumulator else wide)
-        totals = [self._total(parameter, factor) for parameter in parameters]
+        totals = self._totals(parameters, factor)
         for parameter in parameters:
             parameter.grad = None
         return totals
@@ -250,9 +252,9 @@ class Gradients:
                 if gradient is None:
                     continue
                 parameter.grad = None
-                total = self._sums.get(parameter)
+                total = self._sums.get(id(parameter))
                 if total is None:
-                    self._sums[parameter] = self._first(gradient)
+                    self._sums[id(parameter)] = self._first(gradient)
                 # _foreach_add_ adds dense tensors only
                 # (test_gradients_of_every_layout_are_summed_in_an_accumulator).
                 elif total.layout == gradient.layout == torch.strided:
@@ -260,7 +262,7 @@ class Gradients:
                     totals.append(total)
                     gradients.append(gradient)
                 else:
-                    self._sums[parameter] = _sum(total, gradient)
+                    self._sums[id(parameter)] = _sum(total, gradient)
             for totals, gradients in dense.values():
                 torch._foreach_add_(totals, gradients)
 
@@ -293,7 +295,7 @@ class Gradients:
         if hooked:
             self._separate()  # a hook may write to the one that it gets
         with torch.no_grad():
-            totals = [self._total(parameter, factor) for parameter in self.parameters]
+            totals = self._totals(self.parameters, factor)
             if shared is not None:
                 totals = shared(list(zip(self.parameters, totals, strict=True)))
             for at, parameter in enumerate(self.parameters):
@@ -307,8 +309,8 @@ class Gradients:
             return
         with torch.no_grad():
             for parameter, total in sums:
-                self._assigned.pop(parameter, None)
-                self._added.pop(parameter, None)
+                self._assigned.pop(id(parameter), None)
+                self._added.pop(id(parameter), None)
                 self._prepare(parameter, total)
 
     def fire(self, *, in_order: bool) -> None:
@@ -317,29 +319,30 @@ class Gradients:
         They find the final values in ``.grad`` of other parameters, and their changes are
         delivered. Only `deliver` writes to the previous gradients.
         """
-        shown: dict[Tensor, Tensor | None] = dict(self._assigned)
-        shown |= {p: complete for p, (_, complete) in self._complete.items()}
-        for parameter, gradient in shown.items():
+        shown: dict[int, tuple[Tensor, Tensor | None]] = dict(self._assigned)
+        shown |= {key: (p, complete) for key, (p, _, complete) in self._complete.items()}
+        for parameter, gradient in shown.values():
             parameter.grad = gradient
-        for parameter in self._hooked:
-            parameter.grad = self._before.get(parameter)
+        hooked = [parameter for parameter, _ in self._hooked.values()]
+        for parameter in hooked:
+            parameter.grad = self._before.get(id(parameter))
 
         def take(parameter: Tensor) -> Tensor | None:
-            before, total = self._before.get(parameter), self._hooked[parameter]
-            self._hooked[parameter] = None
-            shown[parameter] = None if before is None else before.detach().clone()
-            parameter.grad = shown[parameter]
+            before, (_, total) = self._before.get(id(parameter)), self._hooked[id(parameter)]
+            self._hooked[id(parameter)] = parameter, None
+            parameter.grad = None if before is None else before.detach().clone()
+            shown[id(parameter)] = parameter, parameter.grad
             return total
 
-        self.hooks.fire(list(self._hooked), take, in_order=in_order)
+        self.hooks.fire(hooked, take, in_order=in_order)
         self._assigned.clear()
         self._complete.clear()
-        for parameter, gradient in shown.items():
-            before, found = self._before.get(parameter), parameter.grad
+        for key, (parameter, gradient) in shown.items():
+            before, found = self._before.get(key), parameter.grad
             if before is None or found is None or found is not gradient or not _is_plain(before):
-                self._assigned[parameter] = found
+                self._assigned[key] = parameter, found
             else:
-                self._complete[parameter] = before, found
+                self._complete[key] = parameter, before, found
 
     def deliver(self) -> None:
         """Set ``.grad`` to its value before the step plus the sum; nothing here can fail.
@@ -351,39 +354,43 @@ class Gradients:
         if not (self._assigned or self._added or self._complete):
             return
         with torch.no_grad():
-            for parameter, total in self._assigned.items():
-                parameter.grad = total
-            for parameter, (before, total) in self._added.items():
+            for parameter, assigned in self._assigned.values():
+                parameter.grad = assigned
+            for parameter, before, total in self._added.values():
                 parameter.grad = before
                 if before.dtype == total.dtype:
                     before.add_(total)
                 else:
                     before.copy_(total)
-            for parameter, (before, complete) in self._complete.items():
+            for parameter, before, complete in self._complete.values():
                 parameter.grad = before
                 before.copy_(complete)
 
-    def _total(self, parameter: Tensor, factor: float | Tensor) -> Tensor | None:
-        total = self._sums.pop(parameter, parameter.grad)
-        if total is not None and not _is_one(factor):
-            total.mul_(factor)
-        return total
+    def _totals(self, parameters: list[Tensor], factor: float | Tensor) -> list[Tensor | None]:
+        sums = self._sums
+        totals = [sums.pop(id(parameter), parameter.grad) for parameter in parameters]
+        if not _is_one(factor):
+            for total in totals:
+                if total is not None:
+                    total.mul_(factor)
+        return totals
 
     def _prepare(self, parameter: Tensor, total: Tensor | None) -> None:
-        before, dtype = self._before.get(parameter), gradient_dtype(parameter)
+        key = id(parameter)
+        before, dtype = self._before.get(key), gradient_dtype(parameter)
         if self.hooks.suspended and self.hooks.fires(parameter, total):
-            self._hooked[parameter] = None if total is None else total.to(dtype)
+            self._hooked[key] = parameter, None if total is None else total.to(dtype)
         elif total is None:
-            self._assigned[parameter] = before
+            self._assigned[key] = parameter, before
         elif before is None:
-            self._assigned[parameter] = total.to(dtype)
+            self._assigned[key] = parameter, total.to(dtype)
         elif not (_is_plain(before) and _is_plain(total)):
-            self._assigned[parameter] = _sum(before.to(total.dtype), total).to(dtype)
+            self._assigned[key] = parameter, _sum(before.to(total.dtype), total).to(dtype)
         elif self.hooks.suspended:  # they may read it
-            self._complete[parameter] = before, total.add_(before).to(dtype)
+            self._complete[key] = parameter, before, total.add_(before).to(dtype)
         else:  # a half-precision sum is complete here, and rounded once when it is delivered
             ready = total if before.dtype == total.dtype else total.add_(before)
-            self._added[parameter] = before, ready
+            self._added[key] = parameter, before, ready
 
 
 def _is_plain(gradient: Tensor) -> bool:
