@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active, _len_torch_function_stack
 from torch.utils.weak import TensorWeakRef
 
 from anybatch.core.hooks import LeafHooks
@@ -409,3 +411,34 @@ def _sum(before: Tensor, total: Tensor) -> Tensor:
 
 def _is_one(factor: float | Tensor) -> bool:
     return isinstance(factor, int | float) and factor == 1.0
+
+
+TORCHS = torch.autograd.backward
+
+FORM = attrgetter("shape", "dtype")
+"""What torch compares of a root and the gradient that a backward begins with."""
+
+
+def run_backward(roots: list[Tensor], gradients: list[Tensor], inputs: list[Tensor] | None) -> None:
+    """Run a backward as ``torch.autograd.backward`` does.
+
+    Its checks of arguments take as long as the graph of a small layer. They are made where they
+    may find something, or where a mode, a transform or a tool gets the call
+    (test_a_backward_is_torchs_own_where_something_notices).
+    """
+    plain = inputs is None and torch.autograd.backward is TORCHS
+    plain = plain and not (_len_torch_function_stack() or _are_functorch_transforms_active())
+    plain = plain and {*map(type, roots), *map(type, gradients)} == {Tensor}
+    if plain and [*map(FORM, roots)] == [*map(FORM, gradients)]:
+        run = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+        run(
+            (*roots,), (*gradients,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    else:
+        torch.autograd.backward(roots, gradients, inputs=inputs)
+
+
+def outside_autocast(device_type: str, run: Callable[..., None]) -> Callable[..., None]:
+    """Return a backward without autocast, as torch advises; forward chose the dtypes."""
+    outside: Callable[..., None] = torch.autocast(device_type, enabled=False)(run)
+    return outside

@@ -41,6 +41,7 @@ from anybatch.distributed.global_batch import devices_of
 from anybatch.errors import LossError, NotExactError, NotYetError
 from anybatch.execution.attempts import Repeatable
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG
+from anybatch.execution.gradients import outside_autocast, run_backward
 from anybatch.execution.prefetch import DeviceLink, HostLink, feed
 from anybatch.execution.proof.inspected import Familiar
 from anybatch.execution.signature import ModulesInTiles
@@ -418,10 +419,11 @@ class Step(Repeatable):
             self.recognise(found=self.familiar.has_graph(roots, looked=self.just_inspected))
         self.phase = "backward"
         self.sample()
-        on, backward = roots[0].device.type, torch.autograd.backward
-        run = _outside_autocast(on, backward) if torch.is_autocast_enabled(on) else backward
+        on = roots[0].device.type
+        autocast = torch.is_autocast_enabled(on)
+        run = outside_autocast(on, run_backward) if autocast else run_backward
         try:
-            run(roots, gradients, inputs=into)
+            run(roots, gradients, into)
         except CheckpointError as error:
             if self.loss.takes_outputs:
                 raise
@@ -531,7 +533,7 @@ class Step(Repeatable):
         rng = RNGState.now() if several else None
         self.phase = "fired"
         on, fire = self.device.type, self.gradients.fire
-        run = _outside_autocast(on, fire) if torch.is_autocast_enabled(on) else fire
+        run = outside_autocast(on, fire) if torch.is_autocast_enabled(on) else fire
         run(in_order=not several)
         if rng is not None and not RNGState.now().same_as(rng):
             raise NotExactError(
@@ -573,9 +575,3 @@ def check_trains(roots_with_grad: int) -> None:
             "the loss must depend on a parameter that requires grad, and no micro-batch's does: "
             "unfreeze a parameter, or call engine.evaluate"
         )
-
-
-def _outside_autocast(device_type: str, run: Callable[..., None]) -> Callable[..., None]:
-    """Return a backward without autocast, as torch advises; forward chose the dtypes."""
-    outside: Callable[..., None] = torch.autocast(device_type, enabled=False)(run)
-    return outside

@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
 
-from anybatch.execution.gradients import Gradients, gradient_dtype
+from anybatch.execution.gradients import Gradients, gradient_dtype, run_backward
 
 
 def parameter(dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -286,3 +292,56 @@ def test_gradients_that_torch_lays_in_one_place_are_summed_each_by_itself(
     assert b.grad is not None
     assert torch.equal(a.grad.view(-1), want)
     assert torch.equal(b.grad.view(-1), want)
+
+
+class Subclass(Tensor):
+    pass
+
+
+class Noticed(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _roots() -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    weight = torch.tensor([2.0, 3.0], requires_grad=True)
+    roots = [weight.square().sum(), weight.sum()]
+    return weight, roots, [torch.tensor(0.5), torch.tensor(4.0)]
+
+
+@pytest.mark.parametrize("notices", ["nothing", "a mode", "a tool", "inputs", "a subclass"])
+def test_a_backward_is_torchs_own_where_something_notices(
+    notices: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight, roots, gradients = _roots()
+    called, torchs, mode = list[Any](), torch.autograd.backward, Noticed()
+
+    def tool(*args: Any, **kwargs: Any) -> None:
+        called.append(torchs)
+        torchs(*args, **kwargs)
+
+    if notices == "a tool":
+        monkeypatch.setattr(torch.autograd, "backward", tool)
+    if notices == "a subclass":
+        gradients[0] = gradients[0].as_subclass(Subclass)
+    with mode if notices == "a mode" else nullcontext():
+        run_backward(roots, gradients, [weight] if notices == "inputs" else None)
+    called += [one for one in mode.called if one is torchs]
+    assert called == ([torchs] if notices in ("a mode", "a tool") else [])
+    assert_close(weight.grad, torch.tensor([6.0, 7.0]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), torch.tensor(1j)])
+def test_a_gradient_that_does_not_fit_its_root_is_refused_as_torch_does(wrong: Tensor) -> None:
+    found = []
+    for run in (torch.autograd.backward, partial(run_backward, inputs=None)):
+        _, roots, gradients = _roots()
+        with pytest.raises(RuntimeError) as error:
+            run(roots, [wrong, gradients[1]])
+        found.append(str(error.value))
+    assert found[0] == found[1]
