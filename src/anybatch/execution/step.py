@@ -210,6 +210,7 @@ class Step(Repeatable):
                 return self.loss.totals(scope)
             if self.calls.again:
                 self.compare(outputs, micro)
+            scope.values = self.calls.values  # read when the loss is called
             return self.calls.watched(partial(self.loss.totals, scope))
         except OtherFormError as error:
             if self.just_inspected or self.familiar is None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +47,8 @@ class Scope:
         first: the first micro-batch.
         layout: for each output tensor the dimension of the samples, or None.
         global_size: samples of all processes; 0 (default) where there is one.
+        values: those that the function of the loss reads, where they have just been read; empty
+            (default) where not.
     """
 
     size: int
@@ -56,6 +58,7 @@ class Scope:
     first: MicroBatch
     layout: tuple[int | None, ...]
     global_size: int = 0
+    values: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)

@@ -151,8 +151,8 @@ class CallableLoss(Loss):
 
     def totals(self, scope: Scope) -> list[Total] | None:
         """Return the terms of the full batch's loss: those of an earlier step, or traced."""
-        batch, values = scope.batch, list[Any]()
-        if batch is None or SUSPENDED[0] or not read_values(self._fn, values):
+        batch, values = scope.batch, [*scope.values]
+        if batch is None or SUSPENDED[0] or not (values or read_values(self._fn, values)):
             return self._traced(scope)
         form = form_of(scope.outputs, scope.first.targets)
         key = scope.size, scope.first.size, scope.global_size, scope.layout, form

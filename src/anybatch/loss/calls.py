@@ -53,6 +53,8 @@ class LossCalls:
         divided: gradients of micro-batches are added up while the loss is called. Default False.
         idle: `called` would do nothing but the call.
         again: two calls of the loss are to be compared.
+        values: those that its function reads, as read before the first call; empty before, and
+            where a call may change state.
     """
 
     def __init__(
@@ -69,7 +71,8 @@ class LossCalls:
         self.again = first and state.written_by_person and not state.iterators
         self._rehearsed = rehearsed
         self._depth = Depth.THOROUGH if first else Depth.QUICK
-        self._still = not first and state.still
+        self._still = False if first else None
+        self.values: list[Any] = []
         self._state, self._start = state, state.snapshot(Depth.THOROUGH if first else Depth.UNDO)
         self._left: list[Change] | None = None
 
@@ -77,6 +80,13 @@ class LossCalls:
         """Restore the state that the step began with."""
         self._state.restore(self._start)
         self._left, self.idle = None, False
+        self._still = False if self._depth is Depth.THOROUGH else None
+
+    def _is_still(self) -> bool:
+        """Say whether no call changes state; read once, when forward has run."""
+        if self._still is None:
+            self._still = self._state.still(self.values)
+        return self._still
 
     def compare(
         self,
@@ -130,7 +140,7 @@ class LossCalls:
         Raises:
             LossError: it reads a place that forward has changed.
         """
-        if self._still:
+        if self._is_still():
             return self.called(call)
         if self._state.iterators:
             self.changed = self._state.iterators
@@ -160,7 +170,7 @@ class LossCalls:
         state = self._state
         if self._left is None:
             self._left = state.changes(self._start, drawn=False)
-        if self._still and not self._left:
+        if not self._left and self._is_still():
             self.idle = not (self.divided and self._state.names_grad)
             return call()
         before = state.snapshot(self._depth)

@@ -131,10 +131,21 @@ class LossState:
                 return LossState(self._functions, self._model)
         return self
 
-    @property
-    def still(self) -> bool:
-        """Whether no call of the functions changes state: they are torch's, or call these only."""
-        return all(read_values(fn, []) for fn in self._functions)
+    def still(self, values: list[Any]) -> bool:
+        """Say whether no call of the functions changes state: they are torch's, or call these only.
+
+        Args:
+            values: list for those that the function reads. It remains empty of several functions,
+                and where a call may change state.
+        """
+        values.clear()
+        for fn in self._functions:
+            if not read_values(fn, values):
+                values.clear()
+                return False
+        if len(self._functions) > 1:
+            values.clear()
+        return True
 
     def snapshot(self, depth: Depth = Depth.QUICK) -> Snapshot:
         """Return the content of every place."""
