@@ -487,4 +487,4 @@ def recognised() -> list[Accelerator]:
     """Return the accelerators that torch knows, present or not."""
     built = _built()
     others = [] if built is None or built in FACTS else [built]
-    return [_of(device_type) for device_type in (*FACTS, *others)]
+    return [*map(_of, (*FACTS, *others))]

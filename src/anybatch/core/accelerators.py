@@ -19,7 +19,11 @@ from anybatch.errors import NotYetError
 
 def in_use() -> list[Accelerator]:
     """Return the accelerators that this process has used."""
-    return [one for one in recognised() if one.in_use]
+    found = []
+    for one in recognised():  # a comprehension would enter a frame of its own in every step
+        if one.in_use:
+            found.append(one)
+    return found
 
 
 def random_states() -> States:

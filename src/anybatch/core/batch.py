@@ -89,7 +89,7 @@ class TensorBatch:
             least: samples that it must hold.
         """
         if type(inputs) is type(targets) is Tensor and pytree.in_rows(inputs, targets, least):
-            return cls(inputs, targets, len(inputs))
+            return cls(inputs, targets, inputs.shape[0])
         named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
         size = pytree.batch_size(least=least, **named)
         inputs = pytree.marked(inputs, size, "inputs", arguments=True)

@@ -330,8 +330,11 @@ Handler = Callable[[int, FrameType | None], Any]
 class HeldBack:
     """Context that defers Ctrl-C, with the signals that have arrived and were not handled yet.
 
+    Only the main thread gets KeyboardInterrupt, and only a Python handler can be deferred. A body
+    that has to wait may raise a pending one, at a point where its state is defined.
+
     Args:
-        once: a second one is let through at once. Default False.
+        once: a second one is let through at once: the body may wait for ever. Default False.
     """
 
     __slots__ = ("_handler", "_once", "came")
@@ -372,16 +375,8 @@ class HeldBack:
             self._handler(number, frame)
 
 
-def uninterrupted(*, once: bool = False) -> HeldBack:
-    """Hold back Ctrl-C while the body runs, and let it through afterwards.
-
-    Only the main thread gets KeyboardInterrupt, and only a Python handler can be deferred. A body
-    that has to wait may raise a pending one, at a point where its state is defined.
-
-    Args:
-        once: a second one is let through at once: the body may wait for ever. Default False.
-    """
-    return HeldBack(once=once)
+uninterrupted = HeldBack
+"""Holds back Ctrl-C while the body runs, and lets it through afterwards."""
 
 
 class NoOptimizerStep:

@@ -193,7 +193,7 @@ class Engine(Resumable):
         states = None if plan is None else plan.states
         self._states = None if states is None else start_offload(states, optimizer, model)
         self._steady: Plan | None = None
-        self._last: StepReport | None = None
+        self._last: Callable[[], StepReport] | StepReport | None = None
         self._outputs: Any = None
         self._facts: Any = None
         self._measurement = Measurement(self._inputs, self._runner)
@@ -219,6 +219,8 @@ class Engine(Resumable):
     @property
     def last(self) -> StepReport | None:
         """The report of the last step; None before the first one."""
+        if self._last is not None and not isinstance(self._last, StepReport):
+            self._last = self._last()
         return self._last
 
     @property
@@ -481,7 +483,8 @@ class Engine(Resumable):
                     "because memory holds less: print(engine.plan) tells more"
                 )
         self._outputs = None if step.full_outputs is None else step.full_outputs.of_step(loss)
-        self._last = StepReport(
+        self._last = partial(  # made when somebody reads it
+            StepReport,
             loss=loss,
             samples=step.global_batch.size,
             micro_batch=step.limit,

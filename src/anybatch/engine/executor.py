@@ -22,6 +22,7 @@ from anybatch.core.accelerator import finish
 from anybatch.core.batch import Batch, TensorBatch, refuse_missing
 from anybatch.core.modules import Modules, eager, once, renormalised, training_modes
 from anybatch.core.norm import (
+    BatchStatisticsError,
     NonReducingNorms,
     counters,
     names_of_norms,
@@ -37,7 +38,7 @@ from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import Before
 from anybatch.distributed.local_batch import LocalBatch
-from anybatch.engine.inputs import LOSS, Detecting, StepInputs
+from anybatch.engine.inputs import LOSS, Detecting, StepInputs, record
 from anybatch.errors import NotExactError
 from anybatch.execution.attempts import Attempts
 from anybatch.execution.buffers import ForwardBuffers
@@ -409,8 +410,12 @@ class Runner:
             step.discover = discoverer(step, before, self._inputs.closure)
         # Forward may call batch_norm where the inspection has not observed it
         # (test_only_some_micro_batches_is_refused).
-        with Detecting(self._inputs), self._listening(before):
-            loss = clocked(run, step)
+        try:
+            with self._listening(before):
+                loss = clocked(run, step)
+        except BatchStatisticsError as error:
+            record(error, self._inputs)
+            raise
         moving = step.buffers.moving
         if earlier is not None:
             moving |= earlier.moving or frozenset()

@@ -492,7 +492,13 @@ class Listening:
         # (test_the_error_that_goes_out_holds_no_tensor_of_the_step).
         del self._before
         with uninterrupted():  # or the lock would be left
-            self.begin()
+            _HERE.step = self
+            with _LOCK:
+                _LISTENING.add(self)
+                for name, at in TRAINING.items():
+                    if name not in _OWN:
+                        own = _OWN[name] = getattr(torch, name)
+                        setattr(torch, name, _listens(name, own, at))
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         with uninterrupted():
@@ -503,16 +509,6 @@ class Listening:
         # An error may be of a compiler that has tried to trace the call.
         if self.called or (isinstance(error, ValueError) and str(error).startswith(SINGLE)):
             _refuse(self.called or "batch_norm")
-
-    def begin(self) -> None:
-        """Put something in the place of torch's functions, unless that is done."""
-        _HERE.step = self
-        with _LOCK:
-            _LISTENING.add(self)
-            for name, at in TRAINING.items():
-                if name not in _OWN:
-                    own = _OWN[name] = getattr(torch, name)
-                    setattr(torch, name, _listens(name, own, at))
 
     def end(self) -> None:
         """Restore torch's functions where no other step listens."""
