@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anybatch.core import pytree
+from anybatch.core import accelerator, pytree
 from anybatch.core.accelerator import finish
 from anybatch.core.batch import Batch, LazyBatch, TensorBatch
 from anybatch.core.hooks import LeafHooks
@@ -136,7 +136,8 @@ class Arranger:
             joined=Joined(global_batch, signature, meeting),
         )
         if planner is not None and run_plan is not None:
-            step.spill = step.spill or planner.spill.where(step.device)
+            if step.lanes or step.offloader is not None:
+                step.spill = step.spill or planner.spill.where(step.device)
             if isinstance(batch, LazyBatch):
                 step.watch = self._inputs.reach.watch
         return Arranged(step, plan_signature, run_plan)
@@ -209,6 +210,8 @@ class Arranger:
         there = {id(p.grad): p.grad for p in found if p.grad is not None and not held.holds(p.grad)}
         before = sum(map(allocated, there.values()))
         signature = self._inputs.signature(batch, modules, trains=trains, before=before)
+        if self._last is not None and self._last[1] == signature:
+            signature = self._last[1]  # found in dicts without a comparison
         most = most or self._runner.most(batch, modules, trains=signature.trains)
         return replace(signature, most=most) if most and most < signature.size else signature
 
@@ -223,6 +226,9 @@ class Arranger:
     ) -> RunPlan:
         """Return how a batch is run within the budget, or as an earlier start to `follow` did."""
         self._last = planner, signature
+        known = planner.known(signature) if follow else None
+        if known is not None:
+            return known
         planning = STATUS.of("planning the step", "micro_batch= or plan= skips this")
         with planning, Detecting(self._inputs):
             return planner.allow(
@@ -401,7 +407,7 @@ def of_run(step: Step, failed: int, trying: str) -> Facts:
         separate_sums=step.accumulator and divided and gradients is not None,
         failed=failed,
         lanes=step.lanes and divided,
-        segments=segments_of(step.device).in_words(),
+        segments="" if accelerator.of(step.device).host else segments_of(step.device).in_words(),
         looked=max(
             step.traits.looked, step.traits.sizes.step if step.traits.sizes is not None else 0
         ),

@@ -78,8 +78,10 @@ class Gradients:
 
     def _choose(self, *, wide: bool, accumulator: bool) -> None:
         self._wide, self._accumulator = wide, accumulator
-        every = self.parameters if wide else ()  # `gradient_dtype`, without a call for each
-        self._half = [p for p in every if (getattr(p, "grad_dtype", None) or p.dtype) in HALF]
+        self._half = []
+        if wide:  # `gradient_dtype`, without a call for each
+            every = self.parameters
+            self._half = [p for p in every if (getattr(p, "grad_dtype", None) or p.dtype) in HALF]
 
     def divide(self, *, accumulator: bool) -> None:
         """Sum as the gradients of several micro-batches need it."""
@@ -247,6 +249,21 @@ class Gradients:
         return totals
 
     def _collect(self, parameters: list[Tensor]) -> None:
+        there = [p for p in parameters if p.grad is not None]
+        if all(map(self._sums.__contains__, map(id, there))):
+            totals = [*map(self._sums.__getitem__, map(id, there))]
+            gradients = [p.grad for p in there if p.grad is not None]
+            kinds = {*map(KIND, totals), *map(KIND, gradients)}
+            if len(kinds) == 1 and totals[0].layout is torch.strided:
+                for parameter in there:
+                    parameter.grad = None
+                with torch.no_grad():
+                    torch._foreach_add_(totals, gradients)
+                return
+        self._collect_each(there)
+
+    def _collect_each(self, parameters: list[Tensor]) -> None:
+        """Add gradients of several dtypes, devices or layouts, and the first ones."""
         dense: defaultdict[Any, tuple[list[Tensor], list[Tensor]]] = defaultdict(lambda: ([], []))
         with torch.no_grad():
             for parameter in parameters:
@@ -256,7 +273,10 @@ class Gradients:
                 parameter.grad = None
                 total = self._sums.get(id(parameter))
                 if total is None:
-                    self._sums[id(parameter)] = self._first(gradient)
+                    half = self._wide and gradient.dtype in HALF
+                    plain = gradient.layout is torch.strided and gradient.is_contiguous()
+                    one = gradient if plain and not half else self._first(gradient)
+                    self._sums[id(parameter)] = one
                 # _foreach_add_ adds dense tensors only
                 # (test_gradients_of_every_layout_are_summed_in_an_accumulator).
                 elif total.layout == gradient.layout == torch.strided:
@@ -300,9 +320,14 @@ class Gradients:
             totals = self._totals(self.parameters, factor)
             if shared is not None:
                 totals = shared(list(zip(self.parameters, totals, strict=True)))
+            alone = not (hooked or self._before)  # `_prepare`, without a call for each
             for at, parameter in enumerate(self.parameters):
                 total, totals[at] = totals[at], None
-                self._prepare(parameter, total)
+                if alone and total is not None:
+                    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+                    self._assigned[id(parameter)] = parameter, total.to(dtype)
+                else:
+                    self._prepare(parameter, total)
 
     def amend(self, sums: Iterable[tuple[Tensor, Tensor | None]]) -> None:
         """Replace the sums of some parameters after `finish`."""
@@ -414,6 +439,9 @@ def _is_one(factor: float | Tensor) -> bool:
 
 
 TORCHS = torch.autograd.backward
+
+KIND = attrgetter("dtype", "device", "layout")
+"""Gradients that agree in it are added to their sums in one call."""
 
 FORM = attrgetter("shape", "dtype")
 """What torch compares of a root and the gradient that a backward begins with."""

@@ -36,6 +36,10 @@ Shapes = tuple[tuple[int, ...], ...]
 """The shape of one row of each tensor of a batch."""
 
 
+HASH = "_hash"
+"""Attribute of a signature with its hash."""
+
+
 class ModulesInTiles(Protocol):
     """Interface that runs modules that act on each token by itself in tiles of tokens."""
 
@@ -75,6 +79,19 @@ class Signature:
     before: int
     global_samples: int = 0
     most: int = 0
+
+    def __hash__(self) -> int:
+        """Return the hash of all fields, computed once: a step looks itself up a dozen times."""
+        held = vars(self)
+        if HASH not in held:
+            every = self.tensors, self.modes, self.numbers, self.lanes, self.trains, self.shapes
+            held[HASH] = hash((*every, self.size, self.before, self.global_samples, self.most))
+        found: int = held[HASH]
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields alone: texts have other hashes in another process."""
+        return {name: value for name, value in vars(self).items() if name != HASH}
 
     @property
     def largest(self) -> int:
@@ -136,6 +153,8 @@ class RunPlan:
 
     def with_more(self, nbytes: int) -> RunPlan:
         """Return a plan that predicts so many bytes more."""
+        if not nbytes:
+            return self
         return replace(self, memory=replace(self.memory, predicted=self.memory.predicted + nbytes))
 
 
@@ -149,11 +168,15 @@ def tensor_signature(rows: TensorBatch | MicroBatch) -> tuple[Any, ...]:
 
 def shapes_of(rows: TensorBatch | MicroBatch) -> Shapes:
     """Return the shape of one row of every tensor."""
+    if isinstance(rows, TensorBatch) and rows.bare:
+        return tuple(rows.inputs.shape[1:]), tuple(rows.targets.shape[1:])
     return row_shapes((rows.inputs, rows.targets))
 
 
 def numbers_of(rows: TensorBatch | MicroBatch) -> tuple[tuple[str, Any], ...]:
     """Return path and value of every number, flag and text that is no row."""
+    if isinstance(rows, TensorBatch) and rows.bare:
+        return ()
     leaves = pytree.leaves((rows.inputs, rows.targets))
     return tuple((path, leaf) for path, leaf in leaves if isinstance(leaf, PLAIN))
 

@@ -147,9 +147,8 @@ class Foreseen:
 
     def plain(self, signature: Signature) -> Signature:
         """Return the signature without its numbers, where these have no effect on memory."""
-        return (
-            replace(signature, numbers=()) if _but_numbers(signature) in self._same else signature
-        )
+        same = self._same and _but_numbers(signature) in self._same
+        return replace(signature, numbers=()) if same else signature
 
     def knows(self, signature: Signature) -> bool:
         """Return whether exactly this signature has a forecast."""

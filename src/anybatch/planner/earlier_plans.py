@@ -136,11 +136,17 @@ class Followed:
     recorded: list[RunPlan] = field(default_factory=list)
     steps: int = 0
     closed: bool = False
+    _plan: Plan | None = field(default=None, init=False, repr=False)
+    _run_plan: RunPlan | None = field(default=None, init=False, repr=False)
 
     def next(self) -> RunPlan | None:
         """Return the plan that an earlier start had for the next step; None where it had none."""
         plan = self.earlier.get(self.steps, self.earlier.get(LAST))
-        return None if plan is None else run_plan_of(plan)
+        if plan is None:
+            return None
+        if plan is not self._plan:  # most steps follow the last one
+            self._plan, self._run_plan = plan, run_plan_of(plan)
+        return self._run_plan
 
     def most(self) -> int:
         """Return the most bytes of any plan of an earlier start; 0 where it had none."""

@@ -147,7 +147,7 @@ class Planner:
         signature = self._foreseen.plain(signature)
         if not follow:
             self._followed(signature).give_up()  # the plan that a person has asked for is followed
-        found = self._earlier(signature) or self._planned.get(signature)
+        found = self.known(signature)
         if found is None or not (follow or found.memory.floor):
             self._say_stopped(signature)
             request = self._request(signature, make_case, optimizer, refuse_division, follow)
@@ -161,6 +161,11 @@ class Planner:
             self._search.decided += signature.most > 0
             self._planned[self._foreseen.plain(signature)] = found
         return found
+
+    def known(self, signature: Signature) -> RunPlan | None:
+        """Return the plan of an earlier start or an earlier step; None where there is none."""
+        signature = self._foreseen.plain(signature)
+        return self._earlier(signature) or self._planned.get(signature)
 
     def _request(
         self,
