@@ -260,7 +260,7 @@ class Engine(Resumable):
         inputs = self._inputs
         found = (
             *settings,
-            inputs.batchnorm,
+            inputs.norms.now,
             inputs.outputs,
             self._spill,
             *surroundings(inputs.device.type),
@@ -350,10 +350,10 @@ class Engine(Resumable):
         batch, modules = self._arranger.batch(inputs, targets)
         leaves = self._inputs.leaves(modules, batch)
         before = Before(modules, leaves)
-        own = {
-            id(module.weight) for _, module in once(renormalised, modules)
-        } | self._inputs.state.moving()
-        still = [leaf for leaf in leaves if id(leaf) not in own]
+        written, own, still = once(renormalised, modules), self._inputs.state.moving(), leaves
+        if written or own:
+            own |= {id(module.weight) for _, module in written}
+            still = [leaf for leaf in leaves if id(leaf) not in own]
         gradients = Gradients(leaves, wide=False, hooks=before.hooks)
         refuse = partial(refuse_written, still, versions_of(still))
         write = partial(self._deliver, gradients, refuse)

@@ -140,7 +140,7 @@ class Runner:
             buffers=ForwardBuffers([], set()),
             gradients=gradients,
             signature=signature,
-            batchnorm=inputs.batchnorm,
+            batchnorm=inputs.norms.now,
             rng=start,
             start=start,
             accumulator=run_plan is not None and run_plan.accumulator,
@@ -214,7 +214,7 @@ class Runner:
     def signature(self, batch: Batch, modules: Modules, *, trains: bool) -> Any:
         """Return the signature of a step: dimensions, dtypes, modes and direction."""
         form = batch.form if isinstance(batch, TensorBatch) else ("lazy",)
-        return form, once(training_modes, modules), not trains, self._inputs.batchnorm
+        return form, once(training_modes, modules), not trains, self._inputs.norms.now
 
     def coupled(self, signature: Any) -> bool:
         """Return whether earlier steps have found a coupled loss."""
@@ -228,7 +228,7 @@ class Runner:
             NotExactError: naming the BatchNorm layers that cannot wait for each other, and why, or
                 an embedding to which forward writes.
         """
-        if self._inputs.batchnorm != "local":
+        if self._inputs.norms.now != "local":
             once(refuse_scripted_norms, modules)
         written = once(renormalised, modules)
         if written:
@@ -448,7 +448,7 @@ class Runner:
 
     def _listening(self, before: Before) -> AbstractContextManager[None]:
         """Return a context that detects batch normalisation outside of modules."""
-        if self._inputs.batchnorm != "exact":
+        if self._inputs.norms.now != "exact":
             return nullcontext()
         return Listening(before, self._singles)
 

@@ -77,7 +77,7 @@ class StepInputs:
         model: the user's.
         loss: the loss.
         optimizer: the optimizer, or None.
-        norms: chooses whether BatchNorm is "exact" or "local".
+        norms: chooses whether BatchNorm is "exact" or "local"; `now` is that of this step.
         closure: leaves that the loss closes over, found during steps.
         bare: batch normalisation kernels of forward that no module stands for, found on the way.
         gathers: calls of `anybatch.gather_batch` and `anybatch.coupled`, found on the way.
@@ -124,11 +124,6 @@ class StepInputs:
             return None
         rehearsed = bool(self._rehearsed)
         return LossCalls(state, self.changed, first=first, rehearsed=rehearsed)
-
-    @property
-    def batchnorm(self) -> str:
-        """How the present step normalises: "exact" or "local"."""
-        return self.norms.now
 
     @property
     def device(self) -> torch.device:
@@ -261,7 +256,7 @@ class StepInputs:
             modules=modules,
             leaves=[leaf for leaf in every if not (is_lazy(leaf) or is_spread(leaf))],
             device=self.device,
-            batchnorm=self.batchnorm,
+            batchnorm=self.norms.now,
             trains=trains,
             lanes=bool(self.meets(modules)),
             draws=self.rng == "batch",
@@ -300,7 +295,7 @@ def record(error: BatchStatisticsError, inputs: StepInputs) -> None:
         Retry: it is new, so the step begins again.
     """
     found = inputs.gathers if isinstance(error, GatherError) else inputs.bare
-    if found or inputs.batchnorm != "exact":
+    if found or inputs.norms.now != "exact":
         return
     found.append(
         error.call if isinstance(error, GatherError) else "a call of batch_norm in forward"

@@ -199,6 +199,7 @@ class Repeatable(ABC):
         micro_batch: N_mu, samples that are loaded at once.
         gradients: where gradients come together; None runs forward only.
         limit: samples that are computed at once; less than `micro_batch` once memory ran out.
+        divided: the batch is more than one micro-batch, here or over all ranks.
         done: micro-batches that are done.
         phase: of the micro-batch being computed.
         rng: the RNG state as it was recorded last in this step.
@@ -218,6 +219,7 @@ class Repeatable(ABC):
     gradients: Gradients | None
     observe: Observer | None = field(default=None, init=False)
     limit: int = field(init=False)
+    divided: bool = field(init=False)
     done: int = field(default=0, init=False)
     phase: Phase = field(default="forward", init=False)
     _rows: int = field(default=0, init=False)
@@ -231,6 +233,7 @@ class Repeatable(ABC):
 
     def __post_init__(self) -> None:
         self.limit = self.micro_batch
+        self.divided = self.batch.size > self.micro_batch or self.global_batch.several
 
     @property
     def retries(self) -> int:

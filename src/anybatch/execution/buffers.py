@@ -42,6 +42,7 @@ class ForwardBuffers:
 
     Attributes:
         none: a forward has shown that there is nothing to do before the next one or after it.
+        run_on: some buffers run on from micro-batch to micro-batch.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class ForwardBuffers:
         if exempt:
             self._states = [s for s in states if (id(s.module), s.name) not in exempt]
             self._exempt = [s for s in states if (id(s.module), s.name) in exempt]
-        self._recorded, self.none = recorded, False
+        self._recorded, self.none, self.run_on = recorded, False, bool(self._exempt)
         self._left: list[tuple[BufferState, Tensor | None]] | None = None
 
     @property
@@ -66,11 +67,6 @@ class ForwardBuffers:
     def compared(self) -> bool:
         """Whether a forward of this step has shown which buffers it moves."""
         return self._left is not None
-
-    @property
-    def run_on(self) -> bool:
-        """Whether some buffers run on from micro-batch to micro-batch."""
-        return bool(self._exempt)
 
     @property
     def still(self) -> bool:

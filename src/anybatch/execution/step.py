@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from itertools import compress
 from typing import Any, Protocol
 
@@ -268,11 +268,6 @@ class Step(Repeatable):
     def count(self) -> int:
         """N_S, the number of micro-batches."""
         return -(-self.batch.size // self.micro_batch)
-
-    @cached_property
-    def divided(self) -> bool:
-        """Whether the batch is more than one micro-batch, here or over all ranks."""
-        return self.batch.size > self.micro_batch or self.global_batch.several
 
     def feed(self, batch: Batch | None = None, *, ahead: bool = True) -> Iterator[MicroBatch]:
         """Yield the micro-batches on the device; of `batch`, if some leaves of it are enough.

@@ -312,6 +312,10 @@ def same_values(now: Sequence[Any], was: Sequence[Any]) -> bool:
     return len(now) == len(was) and (all(map(is_, now, was)) or all(map(same_value, now, was)))
 
 
+OF_TENSOR = attrgetter("shape", "dtype", "device", "layout", "requires_grad")
+"""Properties of a tensor on which the trace of a loss depends."""
+
+
 def form_of(
     outputs: Any, targets: Any, tensors: list[Tensor] | None = None
 ) -> tuple[Any, ...] | None:
@@ -325,7 +329,7 @@ def form_of(
         tree = ahead.pop()
         type_ = type(tree)
         if type_ is Tensor:
-            found += (tree.shape, tree.dtype, tree.device, tree.layout, tree.requires_grad)
+            found += OF_TENSOR(tree)
             tensors.append(tree)
             continue
         found.append(type_)

@@ -209,8 +209,10 @@ class LossState:
 
     def moving(self) -> set[int]:
         """Return the ids of the tensors that a call may move: a parameter that learns is none."""
+        if not self._tensors:
+            return set()
         every = [place.tensor for place in self._tensors]
-        return {id(tensor) for tensor in every if not tensor.requires_grad} if every else set()
+        return {id(tensor) for tensor in every if not tensor.requires_grad}
 
 
 def _leads_on(place: Any, was: Any) -> bool:
