@@ -89,7 +89,11 @@ class TensorBatch:
             least: samples that it must hold.
         """
         if type(inputs) is type(targets) is Tensor and pytree.in_rows(inputs, targets, least):
-            return cls(inputs, targets, inputs.shape[0])
+            batch = cls(inputs, targets, inputs.shape[0])
+            vars(batch)["bare"] = True
+            if not (inputs.requires_grad or targets.requires_grad):
+                vars(batch)["trained"] = ()
+            return batch
         named = {"inputs": inputs} if targets is None else {"inputs": inputs, "targets": targets}
         size = pytree.batch_size(least=least, **named)
         inputs = pytree.marked(inputs, size, "inputs", arguments=True)

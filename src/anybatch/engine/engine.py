@@ -444,7 +444,9 @@ class Engine(Resumable):
 
     def _deliver(self, gradients: Gradients, check: Callable[[], None]) -> None:
         check()
-        gradients.amend(self._rank_session.end())
+        amended = self._rank_session.end()
+        if amended:
+            gradients.amend(amended)
         gradients.deliver()
 
     def _note(

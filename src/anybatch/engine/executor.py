@@ -22,7 +22,6 @@ from anybatch.core.accelerator import finish
 from anybatch.core.batch import Batch, TensorBatch, refuse_missing
 from anybatch.core.modules import Modules, eager, once, renormalised, training_modes
 from anybatch.core.norm import (
-    BatchStatisticsError,
     NonReducingNorms,
     counters,
     names_of_norms,
@@ -33,12 +32,12 @@ from anybatch.core.norm import (
 )
 from anybatch.core.plan import OffloadPlan
 from anybatch.core.plan_sections import LockstepLimits
-from anybatch.core.python_state import Attributes
+from anybatch.core.python_state import NO_ATTRIBUTES, Attributes
 from anybatch.core.retry import Retry
 from anybatch.core.rng import RNGState
 from anybatch.core.transaction import Before
 from anybatch.distributed.local_batch import LocalBatch
-from anybatch.engine.inputs import LOSS, Detecting, StepInputs, record
+from anybatch.engine.inputs import LOSS, Detecting, StepInputs
 from anybatch.errors import NotExactError
 from anybatch.execution.attempts import Attempts
 from anybatch.execution.buffers import ForwardBuffers
@@ -277,8 +276,9 @@ class Runner:
         try:  # no closures: the frames of an error would hold what they close over
             with StandardStrides():
                 loss = self._computed(step, modules, before)
-            step.agree()
-            step.global_batch.moves(step.buffers)
+            if step.global_batch.several:
+                step.agree()
+                step.global_batch.moves(step.buffers)
             step.fire_hooks()
             step.deliver()  # until then the other ranks may have it run again
             if isinstance(step.offloader, Keeping):
@@ -410,12 +410,8 @@ class Runner:
             step.discover = discoverer(step, before, self._inputs.closure)
         # Forward may call batch_norm where the inspection has not observed it
         # (test_only_some_micro_batches_is_refused).
-        try:
-            with self._listening(before):
-                loss = clocked(run, step)
-        except BatchStatisticsError as error:
-            record(error, self._inputs)
-            raise
+        with Detecting(self._inputs), self._listening(before):
+            loss = clocked(run, step)
         moving = step.buffers.moving
         if earlier is not None:
             moving |= earlier.moving or frozenset()
@@ -479,7 +475,8 @@ class Runner:
         if step.gradients is not None:
             step.gradients.divide(accumulator=step.accumulator)
             step.familiar = self._familiar[step.signature]
-            step.attributes = Attributes(once(_of_persons, modules))
+            persons = once(_of_persons, modules)
+            step.attributes = Attributes(persons) if persons else NO_ATTRIBUTES
 
     def _current_traits(self, step: Step, of_model: Modules) -> Traits | None:
         """Return the findings of earlier steps, if the model is unchanged since its inspection."""

@@ -284,23 +284,15 @@ class Detecting:
     def __enter__(self) -> None: ...
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, BatchStatisticsError):
-            record(error, self._inputs)
-
-
-def record(error: BatchStatisticsError, inputs: StepInputs) -> None:
-    """Record batch normalisation that no module stands for.
-
-    Raises:
-        Retry: it is new, so the step begins again.
-    """
-    found = inputs.gathers if isinstance(error, GatherError) else inputs.bare
-    if found or inputs.norms.now != "exact":
-        return
-    found.append(
-        error.call if isinstance(error, GatherError) else "a call of batch_norm in forward"
-    )
-    raise Retry("meeting") from error
+        if not isinstance(error, BatchStatisticsError):
+            return
+        inputs = self._inputs
+        found = inputs.gathers if isinstance(error, GatherError) else inputs.bare
+        if found or inputs.norms.now != "exact":
+            return
+        call = error.call if isinstance(error, GatherError) else "a call of batch_norm in forward"
+        found.append(call)
+        raise Retry("meeting") from error
 
 
 # Refusals of invalid arguments and steps: each error names the rule, the value and the fix.

@@ -226,9 +226,9 @@ class Arranger:
     ) -> RunPlan:
         """Return how a batch is run within the budget, or as an earlier start to `follow` did."""
         self._last = planner, signature
-        known = planner.known(signature) if follow else None
-        if known is not None:
-            return known
+        planned = planner.planned(signature) if follow else None
+        if planned is not None:
+            return planned
         planning = STATUS.of("planning the step", "micro_batch= or plan= skips this")
         with planning, Detecting(self._inputs):
             return planner.allow(

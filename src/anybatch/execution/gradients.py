@@ -253,7 +253,7 @@ class Gradients:
         if all(map(self._sums.__contains__, map(id, there))):
             totals = [*map(self._sums.__getitem__, map(id, there))]
             gradients = [p.grad for p in there if p.grad is not None]
-            kinds = {*map(KIND, totals), *map(KIND, gradients)}
+            kinds = {*map(GROUP, totals), *map(GROUP, gradients)}
             if len(kinds) == 1 and totals[0].layout is torch.strided:
                 for parameter in there:
                     parameter.grad = None
@@ -320,10 +320,10 @@ class Gradients:
             totals = self._totals(self.parameters, factor)
             if shared is not None:
                 totals = shared(list(zip(self.parameters, totals, strict=True)))
-            alone = not (hooked or self._before)  # `_prepare`, without a call for each
+            simple = not (hooked or self._before)  # `_prepare`, without a call for each
             for at, parameter in enumerate(self.parameters):
                 total, totals[at] = totals[at], None
-                if alone and total is not None:
+                if simple and total is not None:
                     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
                     self._assigned[id(parameter)] = parameter, total.to(dtype)
                 else:
@@ -440,7 +440,7 @@ def _is_one(factor: float | Tensor) -> bool:
 
 TORCHS = torch.autograd.backward
 
-KIND = attrgetter("dtype", "device", "layout")
+GROUP = attrgetter("dtype", "device", "layout")
 """Gradients that agree in it are added to their sums in one call."""
 
 FORM = attrgetter("shape", "dtype")

@@ -36,10 +36,6 @@ Shapes = tuple[tuple[int, ...], ...]
 """The shape of one row of each tensor of a batch."""
 
 
-HASH = "_hash"
-"""Attribute of a signature with its hash."""
-
-
 class ModulesInTiles(Protocol):
     """Interface that runs modules that act on each token by itself in tiles of tokens."""
 
@@ -79,19 +75,6 @@ class Signature:
     before: int
     global_samples: int = 0
     most: int = 0
-
-    def __hash__(self) -> int:
-        """Return the hash of all fields, computed once: a step looks itself up a dozen times."""
-        held = vars(self)
-        if HASH not in held:
-            every = self.tensors, self.modes, self.numbers, self.lanes, self.trains, self.shapes
-            held[HASH] = hash((*every, self.size, self.before, self.global_samples, self.most))
-        found: int = held[HASH]
-        return found
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the fields alone: texts have other hashes in another process."""
-        return {name: value for name, value in vars(self).items() if name != HASH}
 
     @property
     def largest(self) -> int:

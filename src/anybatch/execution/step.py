@@ -450,6 +450,10 @@ class Step(Repeatable):
 
     def doubt_batch(self) -> None:
         """Add the doubts about its batch that loading has shown."""
+        if isinstance(self.batch, TensorBatch) and self.batch.bare and not self.hanging:
+            inputs, targets = self.batch.inputs, self.batch.targets
+            if not (inputs.__dict__ or targets.__dict__):
+                return  # `hung`, without a call for each
         found, sizes = doubts_of(self.hung), self.traits.sizes
         if isinstance(self.batch, LazyBatch):
             found = (*self.batch.doubts, *found)

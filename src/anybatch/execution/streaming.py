@@ -58,7 +58,8 @@ def stream(step: Step) -> Tensor:
     Source: MBS, Algorithm 1; its lines are numbered on the right.
     """
     streaming = Streaming(step)
-    step.offer()
+    if step.global_batch.several:
+        step.offer()
     if step.loss.couples and step.batch.size:
         of_parts(step, None)
     bare = step.chunked is None and step.discover is None

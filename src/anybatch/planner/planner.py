@@ -137,9 +137,8 @@ class Planner:
             make_case: returns the case of a dry run; called without a forecast.
             optimizer: its state counts, as it will be.
             refuse_division: raises where the batch must not be divided.
-            follow: a step follows: take the plan that an earlier start had, where one is kept, and
-                foresee no sizes that it does not need. Default False: the batch is planned, and no
-                earlier start is followed for it any more.
+            follow: a step follows: take the plan of an earlier start, if any, and foresee no sizes
+                that it does not need. Default False: earlier starts are followed no more for it.
 
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
@@ -147,7 +146,7 @@ class Planner:
         signature = self._foreseen.plain(signature)
         if not follow:
             self._followed(signature).give_up()  # the plan that a person has asked for is followed
-        found = self.known(signature)
+        found = self.planned(signature)
         if found is None or not (follow or found.memory.floor):
             self._say_stopped(signature)
             request = self._request(signature, make_case, optimizer, refuse_division, follow)
@@ -161,11 +160,6 @@ class Planner:
             self._search.decided += signature.most > 0
             self._planned[self._foreseen.plain(signature)] = found
         return found
-
-    def known(self, signature: Signature) -> RunPlan | None:
-        """Return the plan of an earlier start or an earlier step; None where there is none."""
-        signature = self._foreseen.plain(signature)
-        return self._earlier(signature) or self._planned.get(signature)
 
     def _request(
         self,
@@ -189,14 +183,15 @@ class Planner:
         )
         return request.in_chunks(chunked).in_tiles(tile)
 
-    def _earlier(self, signature: Signature) -> RunPlan | None:
-        """Return the plan that an earlier start had for this step; None where there is none."""
+    def planned(self, signature: Signature) -> RunPlan | None:
+        """Return the plan that an earlier start or step had; None where there is none."""
+        signature = self._foreseen.plain(signature)
         if signature.most or signature.global_samples:
-            return None
+            return self._planned.get(signature)
         followed, search = self._followed(signature), self._search
         found, last = followed.next(), followed.earlier.get(LAST)
         if found is None:
-            return None
+            return self._planned.get(signature)
         search.decided += followed.steps == 0  # metered, as every first step is
         if search.chosen is None:
             fastest = found if last is None else run_plan_of(last)

@@ -46,6 +46,7 @@ class Familiar:
         self._kernels: set[Kernel] = set()
         self._unfamiliar = self._kernels_added = 0
         self._models: set[Any] = set()
+        self._last: Any = None
         self._varying: set[Named] = set()
 
     @property
@@ -79,7 +80,8 @@ class Familiar:
                 self._outside = Outside((module for _, module in modules), functions)
             self._modules = modules
         self._now = self._model(modules, arguments)
-        if self._now in self._models or len(self._models) >= MOST:
+        # A comparison with that of the last step finds the same objects, where a hash reads all.
+        if self._now == self._last or self._now in self._models or len(self._models) >= MOST:
             return True
         if self._models:  # a function may have been replaced, and the new one names others
             self._outside = Outside((module for _, module in modules), functions)
@@ -111,9 +113,11 @@ class Familiar:
             self._now = now, tuple(one for one in numbers if one[0][0] != "a tensor")
         self._reads = reads
         self._left = outside.read_held(self._plain.held) if self._plain.held else {}
-        if len(self._models) < MOST:
+        if self._now != self._last and len(self._models) < MOST:
             self._models.add(self._now)
+            self._last = self._now
             if len(self._models) == MOST:
+                self._last = None
                 self._exclude()
 
     def _exclude(self) -> None:
