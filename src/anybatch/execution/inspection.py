@@ -488,6 +488,7 @@ class _Inspection:
             self.doubt(f"{OWN} cannot be compared, for forward takes no fewer rows")
             return
         drawn = False
+        self.restart()  # samples that are loaded draw the seed of their loader
 
         def run(micro: MicroBatch) -> Any:
             nonlocal drawn

@@ -207,15 +207,30 @@ class Step(Repeatable):
         scope = self.scope(outputs, micro)
         try:
             if self.calls is None:
-                return self.loss.totals(scope)
+                return self._in_time(self.loss.totals(scope))
             if self.calls.again:
                 self.compare(outputs, micro)
             scope.values = self.calls.values  # read when the loss is called
-            return self.calls.watched(partial(self.loss.totals, scope))
+            return self._in_time(self.calls.watched(partial(self.loss.totals, scope)))
         except OtherFormError as error:
             if self.just_inspected or self.familiar is None:
                 raise LossError(str(error)) from error
             raise Retry("inspection") from error
+
+    @property
+    def bends(self) -> bool:
+        """Whether backward may clamp or round what it gets: it begins from the true weights."""
+        sizes = self.traits.sizes
+        return sizes is not None and sizes.backward and self.gradients is not None
+
+    def _in_time(self, totals: list[Total] | None) -> list[Total] | None:
+        """Return the terms, or None where a backward that bends would begin from an estimate."""
+        if not (self.bends and totals and totals[0].denominator is None):
+            return totals
+        if self.loss.takes_outputs:
+            return None
+        self.traits.doubt("a backward that is not torch's own begins from an estimated denominator")
+        return totals
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return a micro-batch's part of each of `totals`."""

@@ -139,7 +139,7 @@ def normalization(step: Step, totals: list[Total] | None) -> Normalization | Non
     if found is None:
         return None
     step.found = step.loss.describe(found)
-    return Normalization(found, step.batch.size, step.global_batch, step.nothing)
+    return Normalization(found, step.batch.size, step.global_batch, step.nothing, rounds=step.bends)
 
 
 class Normalization:
@@ -154,6 +154,8 @@ class Normalization:
         size: N_B, samples in the mini-batch of this rank.
         global_batch: the batch over all ranks; None (default) is one process.
         nothing: returns 0, as the loss of no samples. Default a float32 on the CPU.
+        rounds: weights of half precision are rounded, as backward does more than multiply them.
+            Default False.
     """
 
     def __init__(
@@ -162,8 +164,11 @@ class Normalization:
         size: int,
         global_batch: LocalBatch | None = None,
         nothing: Callable[[], Tensor] | None = None,
+        *,
+        rounds: bool = False,
     ) -> None:
         self.totals = totals
+        self._rounds = rounds
         self._size = size
         self._global_batch = global_batch or LocalBatch(size)
         self._nothing = nothing or partial(torch.zeros, ())
@@ -244,7 +249,7 @@ class Normalization:
         # 1 / D, rounded to half precision, changes every gradient in the same way
         # (test_2048_micro_batches_are_summed_to_5e_4_where_bfloat16_loses_percents).
         halves = not {*map(DTYPE, map(NUMERATOR, parts))}.isdisjoint(HALF)
-        if halves and not any(map(is_fake, scales)):
+        if halves and not self._rounds and not any(map(is_fake, scales)):
             scales = self._powers_of_two([float(scale) for scale in scales])
         return scales
 
