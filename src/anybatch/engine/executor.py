@@ -42,11 +42,16 @@ from anybatch.errors import NotExactError
 from anybatch.execution.attempts import Attempts
 from anybatch.execution.buffers import ForwardBuffers
 from anybatch.execution.collated import Collates
-from anybatch.execution.few_rows import quietly
+from anybatch.execution.few_rows import ROW_ERRORS, quietly
 from anybatch.execution.full_batch_rng.draw_layout import attributes_of, learn
 from anybatch.execution.full_batch_rng.kernels import refuse_scripted
 from anybatch.execution.full_batch_rng.mode import FullBatchRNG, Laws, SharedDraws
-from anybatch.execution.full_size import compare_new_sizes, doubt_beyond, pair_of
+from anybatch.execution.full_size import (
+    compare_new_sizes,
+    doubt_beyond,
+    pair_of,
+    refuse_few_rows,
+)
 from anybatch.execution.gradients import Gradients
 from anybatch.execution.inspection import AGAIN, inspect_model
 from anybatch.execution.prefetch import DeviceLink, link_to
@@ -316,6 +321,9 @@ class Runner:
             return self._one_by_one(step, before)
         except AttributeError as error:
             refuse_missing(error, step.hung)
+            raise
+        except ROW_ERRORS as error:
+            refuse_few_rows(step, error)
             raise
         except Retry as retry:
             self._learn(step, retry)

@@ -12,8 +12,10 @@ from anybatch.core import pytree
 from anybatch.core.barrier import ForwardOf
 from anybatch.core.batch import LazyBatch, MicroBatch, TensorBatch, row_shapes
 from anybatch.core.modules import call_model, unheard
+from anybatch.core.oom import out_of_memory
 from anybatch.core.rng import RNGState
-from anybatch.execution.few_rows import turned
+from anybatch.errors import AnybatchError, NotExactError
+from anybatch.execution.few_rows import ENOUGH, ODD, turned
 from anybatch.execution.proof.congruent import Comparison, sizes_of
 from anybatch.execution.proof.declared import DECLARED, Declared, LossRows, refuse_declared_use
 from anybatch.execution.proof.inspected import Pair
@@ -42,12 +44,8 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
         return Verdict()
     sizes, shapes = sizes_of(samples, step.micro_batch), row_shapes(some.inputs)
 
-    def run(model: nn.Module, inputs: Any, size: int) -> Any:
-        with ForwardOf(size, standalone=False):
-            return call_model(model, inputs)
-
     compare = Comparison(
-        *(step.model, (some.inputs, some.size), run),
+        *(step.model, (some.inputs, some.size), _call),
         trains=step.gradients is not None,
         values=record.values,
         backward=record.backward,
@@ -64,6 +62,11 @@ def compare_sizes(step: Step, some: MicroBatch) -> Verdict:
     _, _, why = single.meets.partition(" split, and ")
     others = (f"one sample may be computed otherwise: {why.split('. ')[0]}",) if why else ()
     return Verdict("", tuple(dict.fromkeys((*found.doubts, *single.doubts, *others))))
+
+
+def _call(model: nn.Module, inputs: Any, size: int) -> Any:
+    with ForwardOf(size, standalone=False):
+        return call_model(model, inputs)
 
 
 def _with_followed(compare: Comparison, sizes: list[int], followed: int) -> Verdict:
@@ -101,6 +104,47 @@ def _compared(compare: Comparison, sizes: list[int], found: Verdict | None = Non
         return anew
     later = compare(sizes, earlier=0)
     return found if later.meets else Verdict("", (KEEPS, *later.doubts))
+
+
+def refuse_few_rows(step: Step, error: Exception) -> None:
+    """Refuse a model that takes the full batch and not so few samples, where `error` says so.
+
+    Raises:
+        NotExactError: forward ends in an error of the same class for fewer samples alone.
+    """
+    if isinstance(error, AnybatchError) or out_of_memory(error):
+        return
+    try:
+        some = next(iter(step.feed()))
+    except type(error):  # it is that of samples that are loaded
+        return
+    samples, trains = step.global_batch.size, step.gradients is not None
+    run = partial(Comparison, step.model, (some.inputs, some.size), _call, trains)
+    sizes, words = dict.fromkeys((*_parts(step), ENOUGH, ODD, 2)), f"{type(error).__name__}: "
+    failed = next((n for n in sizes if 0 < n < samples and run().error(n).startswith(words)), 0)
+    if failed and not run().error(samples):
+        raise NotExactError(
+            "forward must take any number of samples when the batch is split, and it takes "
+            f"{samples} and not {failed} ({words}{error}): give micro_batch >= the batch size"
+        ) from error
+    name = _indices(step, samples) if "out of bounds" in str(error) else ""
+    if name:
+        raise NotExactError(
+            f"a row must not name other rows when the batch is split, and {name} has places of "
+            f"samples in the batch ({error}): pass the rows that it names, or compute with it in "
+            "the loss, or give micro_batch >= the batch size"
+        ) from error
+
+
+def _indices(step: Step, samples: int) -> str:
+    """Return the input of whole numbers that may be places of samples in the full batch; or ""."""
+    if not isinstance(step.batch, TensorBatch):
+        return ""
+    for path, leaf in pytree.tensors(step.batch.inputs, "inputs"):
+        whole = leaf.dim() and not (leaf.is_floating_point() or leaf.is_complex())
+        if whole and int(leaf.min()) >= 0 and step.micro_batch <= int(leaf.max()) < samples:
+            return path
+    return ""
 
 
 def compare_new_sizes(step: Step) -> None:

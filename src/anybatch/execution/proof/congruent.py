@@ -361,6 +361,10 @@ class Comparison:
             stored |= {sizes[at]: replace(record[at], made=[], outside={}) for at in (0, -1)}
         return found
 
+    def error(self, size: int) -> str:
+        """Return the error of a forward of so many samples; "" where it has none."""
+        return self._recorded([size], None, {})[1]
+
     def _recorded(
         self, sizes: Sequence[int], earlier: int | None, there: Traces
     ) -> tuple[list[CallTrace], str]:
