@@ -243,23 +243,26 @@ class Ratio(Loss):
 
     def full_batch(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return num / den."""
-        return (self._numerator(outputs, micro) / self._den(micro.targets)).reshape(())
+        return (self._numerator(outputs, micro) / self._count(micro.targets)).reshape(())
 
     def totals(self, scope: Scope) -> list[Total] | None:
         """Count over all targets at once."""
         batch = scope.batch
-        return [Total(1.0, None if batch is None else self._den(batch.targets))]
+        return [Total(1.0, None if batch is None else self._count(batch.targets))]
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Return the micro-batch's sum and count."""
         del totals
         with ForwardOf(micro.size, standalone=True), _derivative_errors():
             numerator = self._numerator(outputs, micro)
-        return [Part(numerator, lambda: self._den(micro.targets))]
+        return [Part(numerator, lambda: self._count(micro.targets))]
 
     def own(self, outputs: Any, micro: MicroBatch) -> Tensor:
         """Return the sum."""
         return self._numerator(outputs, micro)
+
+    def _count(self, targets: Any) -> Number:
+        return count_of("den(targets)", self._den, targets)
 
     def functions(self) -> tuple[Any, ...]:
         """Return num and den."""
@@ -332,14 +335,14 @@ class InsideLoss(Loss):
         if self.count is None:
             return [Total(1.0, 1, sums=True)]
         batch = scope.batch
-        return [Total(1.0, None if batch is None else self.count(batch.inputs, batch.targets))]
+        return [Total(1.0, None if batch is None else self._counted(batch))]
 
     def parts(self, outputs: Any, micro: MicroBatch, totals: list[Total]) -> list[Part]:
         """Convert the micro-batch's mean to its sum; a mean over no targets adds nothing."""
         loss = loss_inside(outputs)
         if self.count is None:
             return [Part(loss, lambda: 1)]
-        count = self.count(micro.inputs, micro.targets)
+        count = self._counted(micro)
         total = totals[0].denominator
         # Multiplying NaN by 0 gives NaN: a micro-batch without any target adds 0, and this 0 has a
         # graph where other lanes wait for its backward
@@ -349,6 +352,10 @@ class InsideLoss(Loss):
             zero = nothing(loss) if in_a_meeting() else torch.zeros_like(loss)
             return [Part(zero, lambda: count)]
         return [Part(loss * count, lambda: count)]
+
+    def _counted(self, rows: MicroBatch | TensorBatch) -> Number:
+        assert self.count is not None
+        return count_of("count(inputs, targets)", self.count, rows.inputs, rows.targets)
 
 
 class Algorithm1(Loss):
@@ -418,6 +425,30 @@ def _required(fn: Callable[..., Any]) -> int:
         return 0
     by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}
     return sum(p.kind in by_position and p.default is p.empty for p in found.values())
+
+
+def count_of(call: str, fn: Callable[..., Number], *passed: Any) -> Number:
+    """Return the denominator that a declaration counts.
+
+    Args:
+        call: how the function is called, in words.
+        fn: the user's.
+        passed: its arguments.
+
+    Raises:
+        LossError: it is no function of these arguments, or returns several numbers.
+    """
+    try:
+        count = fn(*passed)
+    except TypeError as error:
+        try:
+            inspect.signature(fn).bind(*passed)
+        except TypeError:
+            raise LossError(f"the denominator of a loss is counted by {call}: {error}") from error
+        except ValueError:  # it has no signature
+            pass
+        raise
+    return scalar(count, call) if isinstance(count, Tensor) else count
 
 
 def scalar(value: Any, what: str) -> Tensor:
