@@ -883,3 +883,19 @@ def test_models_of_transformers_in_tiles(name: str, tried: dict[str, bool]) -> N
         net.zero_grad()
         assert_exact(state_of(net, engine.backward(batch)), truth, noise)
     assert {one for one, tiled in tried.items() if tiled} == expected
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2])
+def test_draws_beside_tiles_are_found_again(micro_batch: int, tried: dict[str, bool]) -> None:
+    torch.manual_seed(0)
+    layers = iter([SwiGLU(), MLP(dropout=0.2)])
+    net = Language(lambda: Layer(RMSNorm, Attention(), next(layers))).double()
+    engine = Engine(net, of_tokens, plan=plan_of(micro_batch), rng="batch")
+    for _ in range(2):
+        x, y = words(LONG)
+        net.zero_grad()
+        start = torch.get_rng_state()
+        want = undivided(net, of_tokens, x, y)
+        torch.set_rng_state(start)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+    assert tried == {**tried, "SwiGLU": True, "MLP": False}

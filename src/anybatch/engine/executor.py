@@ -355,7 +355,8 @@ class Runner:
         laws = self._laws.setdefault(step.signature, Laws())
         # An interrupted step has requested layouts and learnt none
         # (test_a_ctrl_c_while_draws_are_learnt_leaves_an_engine_that_can_go_on).
-        laws.requested.clear()
+        if "draws" not in step.attempts.times:
+            laws.requested.clear()
         modules = {id(module) for module in self._inputs.model.modules()}
         global_batch = step.global_batch
         return FullBatchRNG(

@@ -53,6 +53,7 @@ from anybatch.execution.full_batch_rng.kernels import (
 )
 from anybatch.execution.full_batch_rng.law import Law, Pattern, RowRange, candidates, fitted
 from anybatch.execution.full_batch_rng.mode import SharedDraws, Site, site
+from anybatch.execution.proof.rows import saving_nothing
 from anybatch.execution.step import NO_GRAPH, Step
 
 FEW = 8
@@ -181,15 +182,21 @@ class Lesson:
         reverse = micro is self._part
         begin = self._full.size - n if reverse else 0
         rows = self._shared.rows(begin, n, turned=reverse)
-        mode = Learning(self._shared, rows, among or RowRange(0, n, n), dict(self._fitted), mark)
-        self._start.put_back()
-        try:
-            with mode:
-                inputs = (copied(micro) if step.traits.copies else micro).inputs
-                outputs = step.loss.run(partial(call_model, step.model, inputs), inputs)
-            return DrawnForward(mode.draws, outputs, RNGState.now())
-        finally:
-            step.buffers.restart()
+
+        def call() -> DrawnForward:
+            among_all = among or RowRange(0, n, n)
+            mode = Learning(self._shared, rows, among_all, dict(self._fitted), mark)
+            self._start.put_back()
+            try:
+                with mode, torch.set_grad_enabled(self._shared.laws.graph):
+                    inputs = (copied(micro) if step.traits.copies else micro).inputs
+                    outputs = step.loss.run(partial(call_model, step.model, inputs), inputs)
+                outputs = pytree.map_tensors(Tensor.detach, outputs)
+                return DrawnForward(mode.draws, outputs, RNGState.now())
+            finally:
+                step.buffers.restart()
+
+        return saving_nothing(call)  # type: ignore[no-any-return]
 
     def _call_of_fewer(self, micro: MicroBatch, mark: Mark | None = None) -> DrawnForward | None:
         """Return None where the model cannot take these rows, or NaN."""

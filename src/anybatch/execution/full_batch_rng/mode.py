@@ -96,6 +96,7 @@ class FullBatchRNG(DispatchMode):
         if not self._on:
             return run()
         shared = self.shared
+        shared.laws.graph = torch.is_grad_enabled()
         self.rows = shared.rows(micro.begin, micro.size)
         if shared.start is None:
             shared.start = RNGState.now()
@@ -242,11 +243,12 @@ class Laws:
 
     Attributes:
         steady: draws of forward from Python and numpy do not depend on the number of rows.
+        graph: forward runs with gradients, or without: one that asks may draw at another place.
         requested: call sites without a layout when layouts were learnt last.
     """
 
     def __init__(self) -> None:
-        self.steady = False
+        self.steady = self.graph = False
         self.requested: set[Any] = set()
         self._laws: dict[tuple[int, ...], dict[int, Law]] = {}
         self._held: list[Site] = []
@@ -338,8 +340,9 @@ CALL: CodeType = nn.Module._call_impl.__code__
 OUTSIDE = ("anybatch.execution.step", "anybatch.core.modules")
 """The modules that call the model: frames before them are the same for all draws."""
 
-OURS = "anybatch.execution.full_batch_rng."
-"""The modules that stand between a draw and its kernel."""
+OURS = "anybatch."
+"""Modules whose frames are no part of a place: tiles of tokens call forwards in some calls alone
+(test_draws_beside_tiles_are_found_again)."""
 
 COMPILED = "compile_wrapper"
 """The function of torch in which compiled code is called."""
@@ -362,10 +365,11 @@ def site(modules: Collection[int]) -> Site:
     `modules` are ids of the modules of the model; others come and go.
     """
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(OURS):
-        frame = frame.f_back
     chain, codes, words = list[int](), list[CodeType](), ""
     while frame is not None and frame.f_globals.get("__name__") not in OUTSIDE:
+        if frame.f_globals.get("__name__", "").startswith(OURS):
+            frame = frame.f_back
+            continue
         code = frame.f_code
         if code.co_name == COMPILED:
             raise NotExactError(
