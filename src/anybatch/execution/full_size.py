@@ -258,7 +258,7 @@ def refuse_declared(step: Step, full: LossRows, count: int, *, lanes: bool) -> t
     with unheard():
         found = judge() if step.calls is None else step.calls.watched(judge)
     assert step.traits.sizes is not None
-    step.traits.sizes.reads = one.reads
+    step.traits.sizes.reads |= one.reads
     if found is None:
         return (CHANGES,)
     found.refuse()

@@ -517,7 +517,8 @@ class _Inspection:
         backward = self._strange and self._trains
         counts = any(run.notes.may_count for run in self._runs) or self._hidden(inputs) or backward
         values, rows = self._runs[0].notes.values, len(self._samples)
-        return ComparedSizes(counts, values, backward=backward, followed=rows)
+        lists = any(run.notes.lists for run in self._runs)
+        return ComparedSizes(counts, values, backward=backward, reads=lists, followed=rows)
 
     @property
     def local(self) -> bool:

@@ -93,6 +93,12 @@ a step milliseconds."""
 DEPTH = 3
 """Depth of nested lists, dicts and objects that are searched."""
 
+OF_NORMS = ("num_batches_tracked", "running_mean", "running_var")
+"""Names of the buffers of BatchNorm, which change in every step."""
+
+LATER = frozenset("getattr hasattr vars globals __dict__".split())
+"""Names by which code reads one that may be there later."""
+
 EVERYWHERE = ("_global_forward_pre_hooks", "_global_forward_hooks")
 """Hooks that torch calls for every module."""
 
@@ -197,20 +203,20 @@ def _plain_at(held: dict[str, Any], name: str) -> Any:
     return plain(held[name])
 
 
-def single_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, float]:
-    """Return the tensors of one number that modules hold, but for counters of BatchNorm.
+def few_numbers(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
+    """Return the tensors of few numbers that modules hold, but for those of BatchNorm.
 
     Returns:
-        (path, name) -> the number, which a device is waited for.
+        (path, name) -> the number or numbers, which a device is waited for.
     """
     every = (
         ((path, name), tensor)
         for path, module in modules
         for held in (module._parameters, module._buffers, module.__dict__)
         for name, tensor in held.items()
-        if name != "num_batches_tracked"
+        if name not in OF_NORMS
     )
-    return {named: float(tensor.item()) for named, tensor in every if _single(tensor)}
+    return {named: _numbers_of(tensor) for named, tensor in every if _few_of(tensor)}
 
 
 def every_number(modules: Iterable[tuple[str, nn.Module]]) -> dict[Named, Any]:
@@ -254,7 +260,7 @@ def batch_constants(trees: Any, *, singles: bool) -> dict[Named, Any]:
         return found  # all of them are rows
     for path, leaf in pytree.leaves(trees):
         if isinstance(leaf, Tensor):
-            if singles and not leaf.dim() and _single(leaf):
+            if singles and not leaf.dim() and _few_of(leaf):
                 found["a tensor", path] = leaf.item()
         elif type(leaf) is str and len(leaf) > FEW:
             found[path, "text"] = hash(leaf)  # not the text: it would be kept
@@ -321,10 +327,10 @@ class Outside:
         found = {named: read() for named, read in self._read.items()}
         return {named: value for named, value in found.items() if value is not None}
 
-    def singles(self) -> dict[Named, float]:
-        """Return the tensors of one number that the places hold, which a device is waited for."""
+    def few_numbers(self) -> dict[Named, Any]:
+        """Return the tensors of few numbers that the places hold, which a device is waited for."""
         held = {named: read() for named, read in self._tensors.items()}
-        return {named: float(one.item()) for named, one in held.items() if _single(one)}
+        return {named: _numbers_of(one) for named, one in held.items() if _few_of(one)}
 
     def _foreign(self, module: nn.Module) -> None:
         """Record attributes that a user has set on a module of torch's own."""
@@ -337,6 +343,7 @@ class Outside:
         for base in classes(cls):
             if not _of_library(base):
                 held = vars(base)
+                self._names(base, base.__name__, held)
                 if issubclass(base, nn.Module):
                     methods = (one for one in held.values() if isinstance(one, FunctionType))
                     self.reads_grad |= any(_reads_grad(one.__code__) for one in methods)
@@ -400,11 +407,19 @@ class Outside:
             self._place(holder, function.__module__, name, partial(holder.get, name), leads=False)
             if isinstance(value, ModuleType) and not _of_library(value):
                 self._attributes(value, names)
+            if isinstance(value, FunctionType | ModuleType) and names & LATER:
+                self._names(value, value.__name__, vars(value))
+        if "globals" in names:
+            self._names(function, function.__module__, function.__globals__)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         if any(type(one) not in ITSELF for one in defaults):
             self._place(function, path, "defaults", partial(_same, defaults))
         if vars(function):
             self._place(vars(function), function.__module__, path, partial(_same, vars(function)))
+
+    def _names(self, holder: Any, path: str, held: Any) -> None:
+        """Record how many names there are: code may read one that is not there yet."""
+        self._place(holder, path, "names", partial(len, held), leads=False)
 
     def _attributes(self, module: ModuleType, names: frozenset[str]) -> None:
         """Record attributes of a file that a function may read, and of the files in it."""
@@ -512,8 +527,15 @@ def _of_hook(hook: Any) -> Any:
     return None if own else plain(hook)
 
 
-def _single(value: Any) -> TypeGuard[Tensor]:
-    return isinstance(value, Tensor) and in_rows(value) and value.numel() == 1
+def _few_of(value: Any) -> TypeGuard[Tensor]:
+    """Say whether a value is a tensor of few numbers; several that are trained change anyway."""
+    if not (isinstance(value, Tensor) and in_rows(value)):
+        return False
+    return value.numel() == 1 or (value.numel() <= FEW and not value.requires_grad)
+
+
+def _numbers_of(tensor: Tensor) -> Any:
+    return float(tensor.item()) if tensor.numel() == 1 else str(tensor.tolist())
 
 
 def _plain_of(read: Callable[[], Any]) -> Any:

@@ -99,7 +99,7 @@ class Familiar:
         numbers |= self._outside.numbers()
         numbers |= outside.batch_constants(arguments, singles=self._reads)
         if self._reads:
-            singles = outside.single_numbers(modules) | self._outside.singles()
+            singles = outside.few_numbers(modules) | self._outside.few_numbers()
             numbers |= {("a tensor", ".".join(at)): one for at, one in singles.items()}
         if not self._varying:
             return self._parts, tuple(numbers.items())
@@ -185,7 +185,7 @@ class ComparedSizes:
         counts: forward may depend on the number of samples.
         values: numbers that Python reads in a forward, in order.
         backward: that is not torch's own, and is compared, too.
-        reads: a declared loss has Python read numbers of tensors.
+        reads: a declared loss, or forward by a list, has Python read numbers of tensors.
         followed: rows in which samples were followed, of the shapes that were compared first.
         pairs: (samples of the batch, of a micro-batch, shapes of one row) that were compared.
         before: those that were compared before the last inspection.

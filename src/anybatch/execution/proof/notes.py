@@ -83,6 +83,7 @@ class Notes:
         made_by_python: Python makes numbers that are as many as the samples.
         local: some rows were normalised by themselves, as was requested.
         sizes: Python may know how many samples there are.
+        lists: Python reads the memory of a tensor, of samples or not (``tolist``).
     """
 
     read: list[tuple[str, str]] = field(default_factory=list)
@@ -106,6 +107,7 @@ class Notes:
     made_by_python: bool = False
     local: bool = False
     sizes: bool = False
+    lists: bool = False
 
     @property
     def may_count(self) -> bool:
