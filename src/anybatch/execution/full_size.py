@@ -137,12 +137,12 @@ def refuse_few_rows(step: Step, error: Exception) -> None:
 
 
 def _indices(step: Step, samples: int) -> str:
-    """Return the input of whole numbers that may be places of samples in the full batch; or ""."""
+    """Return the integer input that may hold places of samples in the full batch, or ""."""
     if not isinstance(step.batch, TensorBatch):
         return ""
     for path, leaf in pytree.tensors(step.batch.inputs, "inputs"):
-        whole = leaf.dim() and not (leaf.is_floating_point() or leaf.is_complex())
-        if whole and int(leaf.min()) >= 0 and step.micro_batch <= int(leaf.max()) < samples:
+        integer = leaf.dim() and not (leaf.is_floating_point() or leaf.is_complex())
+        if integer and int(leaf.min()) >= 0 and step.micro_batch <= int(leaf.max()) < samples:
             return path
     return ""
 

@@ -219,7 +219,7 @@ class Step(Repeatable):
 
     @property
     def bends(self) -> bool:
-        """Whether backward may clamp or round what it gets: it begins from the true weights."""
+        """Whether backward may clamp or round gradients, so it begins from the true weights."""
         sizes = self.traits.sizes
         return sizes is not None and sizes.backward and self.gradients is not None
 
