@@ -91,6 +91,14 @@ def test_tiles_are_planned_where_no_sample_fits_otherwise(
             assert planned(engine.plan) == (tile, offloads)
 
 
+def test_a_plan_without_offloading_among_its_rungs_offloads_nothing() -> None:
+    net, x, y = made()
+    plan = engine_of(net, "9MiB", ("tiles",)).foresee(x, y, timed=False)
+    assert planned(plan) == (512, False)
+    with pytest.raises(BudgetError):
+        engine_of(net, "5MiB", ()).foresee(x, y, timed=False)
+
+
 def test_a_plan_in_tiles_says_so_and_is_obeyed_when_it_is_loaded() -> None:
     net, x, y = made()
     plan = anybatch.plan(net, F.cross_entropy, (x, y), memory="5MiB", timed=False)

@@ -199,7 +199,7 @@ class Engine(Resumable):
         self._measurement = Measurement(self._inputs, self._runner)
         self._samples = 0.0 if plan is None else inf
         self._left = False
-        self._spill = Spill()
+        self._spill = Spill("auto" if "offload" in rungs else "off")
 
     @property
     def model(self) -> nn.Module:
