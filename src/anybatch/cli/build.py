@@ -20,7 +20,7 @@ from anybatch import Adaptive, Loss, Plateau
 from anybatch.cli import allocator
 from anybatch.cli.data import Data, open_data
 from anybatch.cli.devices import find_device
-from anybatch.cli.faults import SettingsError
+from anybatch.cli.faults import SettingsError, as_setting
 from anybatch.cli.metrics import make_loss
 from anybatch.cli.models.find import find_model
 from anybatch.cli.saved_run import versions
@@ -71,10 +71,8 @@ def build(settings: Settings, team: Team = SINGLE_PROCESS) -> RunParts:
     """
     settings.checked()
     device = find_device(team.device(settings.device))
-    try:
+    with as_setting():
         require_states(settings.states, device)
-    except ValueError as error:
-        raise SettingsError(f"{error}.") from error
     if settings.workspace is not None and device.type not in kernel_devices():
         raise SettingsError(
             f"workspace is for convolutions on {' and '.join(kernel_devices())}; the device is "
@@ -249,9 +247,8 @@ def make_optimizer(recipe: TrainingRecipe, parameters: Iterable[nn.Parameter]) -
     lr, decay = recipe.lr, recipe.weight_decay
     if recipe.optimizer == "sgd":
         return optim.SGD(trained, lr=lr, momentum=recipe.momentum, weight_decay=decay)
-    if recipe.optimizer == "adam":
-        return optim.Adam(trained, lr=lr, weight_decay=decay)
-    return optim.AdamW(trained, lr=lr, weight_decay=decay)
+    make = optim.Adam if recipe.optimizer == "adam" else optim.AdamW
+    return make(trained, lr=lr, weight_decay=decay)
 
 
 def make_schedule(recipe: TrainingRecipe, optimizer: optim.Optimizer, steps: int) -> LambdaLR:

@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 
-import torch
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
@@ -45,7 +44,11 @@ def compare(settings: Settings, steps: int) -> Group:
         raise SettingsError(f"compare-steps must be at least 1; got {steps}.")
     with seeded(settings.seed, settings.threads):
         device = build(settings).device  # what does not fit together is said once, before both
-    _refuse_device(device)
+    if not MemoryLimit.possible(device):
+        raise SettingsError(
+            f"compare needs a device whose memory the system can limit: cuda, or cpu on Linux; got "
+            f"{device} on {sys.platform}. Leave --compare out."
+        )
     budget = parse_bytes(settings.memory)
     rows = {
         name: train_in_subprocess(settings, steps, plain=name == PLAIN) for name in (PLAIN, OURS)
@@ -107,12 +110,3 @@ def table(rows: Mapping[str, Ended], batch: int, budget: int) -> Table:
             "-" if ended.loss is None else f"{ended.loss:.4f}",
         )
     return found
-
-
-def _refuse_device(device: torch.device) -> None:
-    if MemoryLimit.possible(device):
-        return
-    raise SettingsError(
-        f"compare needs a device whose memory the system can limit: cuda, or cpu on Linux; got "
-        f"{device} on {sys.platform}. Leave --compare out."
-    )

@@ -13,7 +13,7 @@ import torch
 import typer
 
 from anybatch.cli import allocator
-from anybatch.cli.faults import SettingsError
+from anybatch.cli.faults import SettingsError, as_setting
 from anybatch.cli.process import ENTRY
 from anybatch.devices import (
     AbsentDevice,
@@ -57,10 +57,8 @@ def absent_device(name: str | None) -> AbsentDevice | None:
     Raises:
         SettingsError: the size means nothing, or is that of another type of device.
     """
-    try:
+    with as_setting():
         return None if name is None else parse_device(name)
-    except ValueError as error:
-        raise SettingsError(f"{error}.") from error
 
 
 def refuse_measured(device: AbsentDevice | None, *, measure: bool, workspace: bool) -> None:

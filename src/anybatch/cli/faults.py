@@ -38,6 +38,15 @@ class TrainingError(AnybatchError):
     """Training itself went wrong: its loss is no longer a number."""
 
 
+@contextlib.contextmanager
+def as_setting() -> Iterator[None]:
+    """Convert a ValueError of the library in a block into the error of a setting."""
+    try:
+        yield
+    except ValueError as error:
+        raise SettingsError(f"{error}.") from error
+
+
 def refuse_not_finite(loss: float, step: int, epoch: int) -> None:
     """Refuse a step with a loss that is not finite.
 
@@ -115,9 +124,6 @@ def unbroken() -> Iterator[None]:
 
     In a thread other than the main one, where Python delivers no signal, it does nothing.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     before = {number: signal.getsignal(number) for number in SIGNALS}
     with noted() as came:
         yield

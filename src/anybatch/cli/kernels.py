@@ -24,7 +24,7 @@ from torch import Tensor
 from anybatch import Plan
 from anybatch import convolutions as divided
 from anybatch.cli.build import RunParts
-from anybatch.cli.faults import SettingsError
+from anybatch.cli.faults import SettingsError, as_setting
 from anybatch.cli.settings import AUTO
 from anybatch.cli.views import LoadedBatch
 from anybatch.kernels import KernelBenchmark, MeasuredKernel, keys_of, record_kernels
@@ -132,14 +132,12 @@ class Explained:
                 "divides the budget itself and keeps what it measures in your cache folder. Leave "
                 "them out."
             )
-        try:
+        with as_setting():
             total_bytes = None if total is None else parse_bytes(total, "workspace-total")
             if convolutions and workspace is None:
                 workspace = total_bytes or _default(options.memory)
             if workspace not in (None, AUTO):
                 parse_bytes(workspace, "workspace", word=AUTO)
-        except ValueError as error:
-            raise SettingsError(f"{error}.") from error
         return cls(workspace, total_bytes, cache, convolutions)
 
     @property

@@ -29,7 +29,7 @@ import torch
 
 from anybatch import Engine, Plan, offload_states
 from anybatch.cli.build import BatchNormPolicy, RunParts
-from anybatch.cli.faults import RunFolderError, SettingsError
+from anybatch.cli.faults import RunFolderError, SettingsError, as_setting
 from anybatch.cli.settings import Settings
 from anybatch.cli.team import SINGLE_PROCESS, Team
 from anybatch.cli.views import LoadedBatch
@@ -232,12 +232,10 @@ def refuse_to_plan(settings: Settings, device: torch.device) -> None:
             have.
     """
     target = absent()
-    try:
+    with as_setting():
         spill_of(settings.offload, settings.spill).refuse_on(device)
         if target is not None:
             target.budget(settings.memory)
-    except ValueError as error:
-        raise SettingsError(f"{error}.") from error
     if settings.memory is not None or target is not None:
         return
     try:

@@ -14,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from anybatch import Engine
 from anybatch import profile as profile_loop
 from anybatch.cli.build import BatchNormPolicy, RunParts, build, make_optimizer, seeded
 from anybatch.cli.data import corrupt
@@ -22,7 +21,7 @@ from anybatch.cli.devices import allocate
 from anybatch.cli.faults import DataError, SettingsError
 from anybatch.cli.options import settings_of
 from anybatch.cli.outcome import ending
-from anybatch.cli.planned import refuse_to_plan
+from anybatch.cli.planned import maker_of, refuse_to_plan
 from anybatch.cli.settings import AUTO, Settings
 from anybatch.cli.team import Team
 from anybatch.cli.views import LoadedBatch
@@ -50,15 +49,9 @@ def profile(context: typer.Context, options: SimpleNamespace) -> None:
                 refuse_to_plan(settings, parts.device)
             parts.model.train()
             stepped = make_optimizer(parts.recipe, parts.model.parameters())
-            engine = Engine(
-                parts.model,
-                parts.loss,
-                memory=options.memory,
-                optimizer=stepped,
-                micro_batch=options.micro_batch,
-                batchnorm=BatchNormPolicy(settings, options.batch_size).batchnorm,
-                workspace=options.workspace,
-            )
+            make = maker_of(parts, stepped, BatchNormPolicy(settings, options.batch_size))
+            names = "memory", "micro_batch", "workspace"
+            engine = make(**{name: getattr(options, name) for name in names})
             with moving("profiling", options.steps) as move:
                 found = profile_loop(
                     *(loader_of(settings, parts), engine, stepped),

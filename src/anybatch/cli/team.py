@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from anybatch.cli.devices import find_device
-from anybatch.cli.faults import SettingsError, Terminated, TrainingError, noted
+from anybatch.cli.faults import SettingsError, Terminated, TrainingError, as_setting, noted
 from anybatch.cli.metrics import Metric
 from anybatch.devices import choose_device, group_of, rank_device
 from anybatch.errors import RankError
@@ -114,10 +114,8 @@ class Team:
         """
         if not self.several:
             return name
-        try:
+        with as_setting():
             return rank_device(name, int(os.environ.get("LOCAL_RANK", self.rank)))
-        except ValueError as error:
-            raise SettingsError(f"{error}.") from error
 
     def meet(self, device: str | None) -> None:
         """Make the process group, if there are others and there is none; `device` is for all."""

@@ -14,9 +14,8 @@ import torch
 import typer
 
 from anybatch import Plan
-from anybatch import profile as profile_loop
 from anybatch.cli.build import RunParts
-from anybatch.cli.faults import SettingsError
+from anybatch.cli.faults import SettingsError, as_setting
 from anybatch.cli.profiled import loader_of, moving, split_of
 from anybatch.cli.settings import AUTO, Settings
 from anybatch.planning import Question, goal_of
@@ -28,8 +27,8 @@ ONLY_HERE = {
 }
 """Options of `plan` that `train` does not have."""
 
-STEPS, ENOUGH = 20, 5.0
-"""Steps of a loop that are measured at most, and seconds after which no further one is begun."""
+STEPS = 20
+"""Steps of a loop that are measured at most."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +50,13 @@ class Wanted:
         """
         gpus, speedup, deadline = options.gpus, options.speedup, options.deadline
         network, servers = options.network, options.servers
-        try:
+        with as_setting():
             seconds = None if deadline is None else parse_seconds(deadline)
             if network is not None:
                 parse_bandwidth(network)
             count = int(servers) if servers is not None and servers.isdecimal() else servers
             found = cls(gpus, speedup, seconds, network, count)
             goal_of(gpus, speedup, seconds, loader=[None], network=network, servers=count)
-        except ValueError as error:
-            raise SettingsError(f"{error}.") from error
         return found
 
     @property
@@ -89,16 +86,10 @@ class Wanted:
         optimizer: torch.optim.Optimizer,
     ) -> Plan:
         """Return the plan with its pace and the forecast for more GPUs; the steps are undone."""
-        if found.states is not None:
-            return question.with_steps(found, None)
-        loader = loader_of(settings, parts)
+        loader, split = loader_of(settings, parts), split_of(skip=settings.skip_corrupt)
         with moving("profiling", STEPS) as move:
-            steps = profile_loop(
-                *(loader, question.make(plan=found), optimizer),
-                steps=STEPS,
-                enough=ENOUGH,
-                split=split_of(skip=settings.skip_corrupt),
-                progress=lambda done, _all: move(done),
+            steps = question.steps_of(
+                *(found, optimizer, loader), split=split, progress=lambda done, _all: move(done)
             )
         if not self.anything:
             return question.with_steps(found, steps, loader)
@@ -109,10 +100,8 @@ class Wanted:
             network=self.network,
             servers=self.servers,
         )
-        try:
+        with as_setting():
             return question.with_steps(found, steps, loader, goal, self.network)
-        except ValueError as error:
-            raise SettingsError(f"{error}.") from error
 
     def lines(self, found: Plan, parts: RunParts, context: typer.Context) -> list[str]:
         """Return the duration of all epochs, and the command that runs them on several GPUs."""

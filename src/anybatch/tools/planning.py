@@ -176,13 +176,8 @@ def plan(
     found = question.answer(workspace, states, timed=timed)
     if loader is None:
         return found
-    if found.states is not None:
-        return question.with_steps(found, None)
     assert optimizer is not None
-    enough = inf if several() else ENOUGH  # whose clocks differ
-    steps = profile(
-        loader, question.make(plan=found), optimizer, steps=STEPS, enough=enough, split=split
-    )
+    steps = question.steps_of(found, optimizer, loader, split=split)
     return question.with_steps(found, steps, loader, None if several() else wanted, network)
 
 
@@ -338,6 +333,25 @@ class Question:
             found = self._with_states(partial(self._foresee, None, timed=False), states)
         unknown = (*device.not_measured, *autocast.not_measured())
         return replace(found, device=replace(device, not_measured=unknown))
+
+    def steps_of(
+        self,
+        plan: Plan,
+        optimizer: torch.optim.Optimizer,
+        loader: Iterable[Any],
+        *,
+        split: Callable[[Any], tuple[Any, Any]] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Profile | None:
+        """Run a few steps of a loop by a plan, which are undone; None with offloaded states.
+
+        `split` and `progress` are as in `anybatch.profile`.
+        """
+        if plan.states is not None:
+            return None
+        enough = inf if several() else ENOUGH  # whose clocks differ
+        run = partial(profile, loader, self.make(plan=plan), optimizer, steps=STEPS, enough=enough)
+        return run(split=split, progress=progress)
 
     def with_steps(
         self,
