@@ -1,7 +1,8 @@
 """The parts of `anybatch.plan`, for programs that check its arguments or need its engine.
 
-Most code calls `anybatch.plan`. The command checks the options of a plan before it opens any data,
-makes the plan by a `Question`, and trains with the engine that has foreseen it.
+Most code calls `anybatch.plan`. `why` compares a plan with other ways to hold less. The command
+checks the options of a plan before it opens any data, makes the plan by a `Question`, and trains
+with the engine that has foreseen it.
 """
 
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from anybatch.tools.gpus import efficiency, speedup, speedup_limit
     from anybatch.tools.planning import Question
     from anybatch.tools.scaled import goal_of
+    from anybatch.tools.why import ways_of, why
 
 __getattr__, __dir__ = lazy(
     __name__,
@@ -23,6 +25,7 @@ __getattr__, __dir__ = lazy(
         "anybatch.tools.gpus": "efficiency speedup speedup_limit",
         "anybatch.tools.planning": "Question",
         "anybatch.tools.scaled": "goal_of",
+        "anybatch.tools.why": "ways_of why",
     },
 )
 
@@ -35,4 +38,6 @@ __all__ = [
     "speedup",
     "speedup_limit",
     "spill_of",
+    "ways_of",
+    "why",
 ]

@@ -14,7 +14,7 @@ from torch import nn
 from typer.main import get_command
 from typer.testing import Result
 
-from anybatch import Engine
+from anybatch import Engine, Plan
 from anybatch.cli import train
 from anybatch.cli.cli import app
 from anybatch.cli.progress import Gauge, Progress
@@ -23,6 +23,7 @@ from anybatch.cli.settings import Settings
 from anybatch.conv.convolutions import plan_file
 from anybatch.kernels import KernelBenchmark
 from anybatch.reports import StepTimeline
+from anybatch.units import show_bytes
 
 Command = Callable[..., Result]
 SMALL = ("--model", "cnn:4", "--epochs", "1", "--threads", "1")
@@ -223,6 +224,21 @@ def test_ctrl_c_exits_130_and_says_where_things_are(
         130,
         "interrupted before a step was taken; nothing was trained\n",
     )
+
+
+def test_why_prints_the_bytes_of_the_plan_in_its_row_and_the_way_that_it_has(
+    command: Command,
+) -> None:
+    options = "--model", "cnn:4", "--batch-size", 64, "--memory", "200KiB", "--threads", 1
+    found = command("why", *options)
+    assert found.exit_code == 0, found.output
+    memory = Plan.from_json(command("plan", "--json", *options).stdout).memory
+    assert memory is not None
+    assert memory.floor is not None
+    (row,) = [line for line in found.stdout.splitlines() if line.startswith("micro-batches <")]
+    assert f" {show_bytes(memory.floor)} " in row
+    assert f" {show_bytes(memory.undivided)} " in row
+    assert found.stdout.splitlines()[-1].startswith("The plan for 200 KiB is micro-batches, ")
 
 
 def test_check_prints_the_report_and_exits_with_its_verdict(

@@ -1,4 +1,4 @@
-"""The command `anybatch`: train, plan, check, profile, bench and report.
+"""The command `anybatch`: train, plan, why, check, profile, bench and report.
 
 typer reads the options. The code of a command is imported when it runs: torch takes a second, which
 help, the version and a wrong option need not wait for (test_help_needs_no_torch).
@@ -81,6 +81,21 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
     from anybatch.cli import explain
 
     explain.plan(context, options)
+
+
+@app.command()
+@takes(
+    "data task model batch_size memory micro_batch states recipe optimizer momentum loss norm "
+    "batchnorm max_batch image_size crop seed threads device skip_corrupt"
+)
+def why(context: typer.Context, options: SimpleNamespace) -> None:
+    """Compare ways to hold less: checkpointing, chunks, tiles, offloading; train nothing.
+
+    The bytes of each are by dry runs; the last line says which way the plan has, and why.
+    """
+    from anybatch.cli import explain
+
+    explain.why(context, options)
 
 
 @app.command()

@@ -1,6 +1,6 @@
-"""Commands `anybatch plan` and `anybatch check`: forecast of training, and test of exactness.
+"""Commands `anybatch plan`, `why` and `check`: forecasts of training, and test of exactness.
 
-Both use the first mini-batch of the training data, train nothing and write nothing but the page of
+All use the first mini-batch of the training data, train nothing and write nothing but the page of
 `--html FILE.html`.
 """
 
@@ -30,7 +30,7 @@ from anybatch.cli.timeline import NONE, colored
 from anybatch.cli.views import LoadedBatch, Reading
 from anybatch.cli.wanted import Wanted
 from anybatch.devices import planned_for
-from anybatch.planning import forget_plans
+from anybatch.planning import forget_plans, ways_of
 
 UNTIMED = "Nothing was trained, and no size was timed: --measure times those that fit."
 TIMED = "Nothing was trained: steps in a few sizes were timed, and all was put back."
@@ -60,9 +60,8 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
             parts, batch = first_batch(settings)
             refuse_to_plan(settings, parts.device)
             stepped = make_optimizer(parts.recipe, parts.model.parameters())
-            question = question_of(
-                settings, parts, stepped, BatchNormPolicy(settings, options.batch_size), batch
-            )
+            norms = BatchNormPolicy(settings, options.batch_size)
+            question = question_of(settings, parts, stepped, norms, batch)
             with explained.context():
                 found = question.answer(explained.share, options.states, timed=measure)
             step, config = question.engine_of(found).timeline(), describe(settings, parts)
@@ -87,6 +86,19 @@ def plan(context: typer.Context, options: SimpleNamespace) -> None:
             shown = None if step is None else Envelope.of(step)
             write_page(page_of(RunRecord("plan", config, plan=found, step=shown)), options.html)
             typer.echo(f"The plan is explained in {options.html}.", err=options.json)
+
+
+def why(_: typer.Context, options: SimpleNamespace) -> None:
+    """Print the ways to hold less than an undivided batch does, and the one of the plan."""
+    with ending(Team.here(), single="why"):
+        settings = settings_of(options)
+        with seeded(options.seed, options.threads):
+            parts, batch = first_batch(settings)
+            refuse_to_plan(settings, parts.device)
+            stepped = make_optimizer(parts.recipe, parts.model.parameters())
+            norms = BatchNormPolicy(settings, options.batch_size)
+            found = ways_of(question_of(settings, parts, stepped, norms, batch), options.states)
+        typer.echo(str(found))
 
 
 def check(_: typer.Context, options: SimpleNamespace) -> None:

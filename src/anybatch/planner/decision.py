@@ -278,7 +278,7 @@ class Decision:
         divided = max(n, 1) < signature.size or signature.global_samples
         if signature.lanes and divided and not request.undivided:
             return self._in_paged_lockstep(foreseen, failed)
-        if failed is not None and ((request.full_batch and n == 0) or not offloading.helps(n)):
+        if failed is not None and ((request.full_batch and n == 0) or not offloading.saved(n)):
             return None
         least = offloading.floor(offloading.smallest) if n == 0 else 0
         if isinstance(failed, BudgetError) and failed.needed <= least:

@@ -179,9 +179,9 @@ class OffloadedSizes(MemoryModel):
         """Return the fewest bytes in which micro-batches of `n` can be run."""
         return self._step(n).floor
 
-    def helps(self, n: int) -> bool:
-        """Return whether `n` samples have bytes to offload; 0 is the size with least memory."""
-        return self._step(n or self.smallest).saved > 0
+    def saved(self, n: int) -> int:
+        """Return the bytes of saved tensors of `n` samples; 0 is the size with least memory."""
+        return self._step(n or self.smallest).saved
 
     def _most_below(self, n: int) -> int:
         """Return the most samples below `n` that fit; 0 for none."""

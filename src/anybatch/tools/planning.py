@@ -343,9 +343,9 @@ class Question:
         split: Callable[[Any], tuple[Any, Any]] | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Profile | None:
-        """Run a few steps of a loop by a plan, which are undone; None with offloaded states.
+        """Return a few measured steps of a `plan`, which are undone; None with offloaded states.
 
-        `split` and `progress` are as in `anybatch.profile`.
+        `loader`, `optimizer`, `split` and `progress` are as in `anybatch.profile`.
         """
         if plan.states is not None:
             return None
