@@ -310,7 +310,7 @@ class Planner:
                 return
             followed.give_up()
             self._search.chosen, self._search.sends = None, False
-        self._ways.drop_whole()
+        self._ways.drop_unchunked()
         del self._planned[signature]
         if varies and planned.lanes and not self._renewed:
             self._renewed = True
@@ -335,7 +335,7 @@ class Planner:
         # Another start that follows the plans up to here goes on alike
         # (test_two_starts_of_a_model_that_grows_are_planned_alike).
         self._ways.search = self._search.ended()
-        self._ways.drop_whole()
+        self._ways.drop_unchunked()
         return True
 
     def writes(self, signature: Signature) -> bool:
@@ -428,7 +428,7 @@ class Planner:
         The signature is of the batch that it was chosen for, and that has been planned again.
         """
         self._ways.search = self._search.anew((n, signature.elements), sends=self._search.sends)
-        self._ways.drop_whole()
+        self._ways.drop_unchunked()
         self.earlier = None
         self._planned.pop(self._foreseen.plain(signature), None)
 

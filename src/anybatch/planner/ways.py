@@ -53,11 +53,11 @@ class Ways:
         self.search, self.workspaces = search, workspaces
         self.foreseen, self.parts = Foreseen(), dict[bool, tuple[int, int]]()
         self._compared = False
-        self._whole: tuple[Foreseen, MicroBatchSearch] | None = None
+        self._unchunked: tuple[Foreseen, MicroBatchSearch] | None = None
 
-    def drop_whole(self) -> None:
-        """Keep the present way: what was timed before it is not true any more."""
-        self._whole = None
+    def drop_unchunked(self) -> None:
+        """Keep the present way: the seconds of the one before are out of date."""
+        self._unchunked = None
 
     def decide(self, request: PlanningRequest, rungs: Collection[str]) -> RunPlan:
         """Return how a batch is run; in chunks or tiles where no sample, or fewer, fit so.
@@ -116,7 +116,7 @@ class Ways:
 
     def _may_compare(self, request: PlanningRequest, rungs: Collection[str]) -> bool:
         """Say whether a batch that fits in parts may be run in chunks instead."""
-        if self._whole is not None:
+        if self._unchunked is not None:
             return True
         trains = request.signature.trains and not request.signature.lanes
         done = self._compared or request.chunked or request.tile or self.search.fixed is not None
@@ -131,7 +131,7 @@ class Ways:
         """
         search, size = self.search, request.signature.size
         settled = search.is_of(request.signature) and search.trial is None
-        if self._whole is not None:
+        if self._unchunked is not None:
             return self._faster_of_both(request, found) if settled else found
         fits = self._most_that_fit(request)
         times = request.timed and request.follows and search.signature is not None
@@ -139,17 +139,17 @@ class Ways:
             return found
         seconds = search.of("resident")
         if not times or may_win(seconds, search.least_seconds, size, size):
-            whole = self.foreseen, search
+            unchunked = self.foreseen, search
             sizes = [n for n in self._chunks(request, rungs) if n in request.fast_chunks]
             found = self._best_of(request, map(request.in_chunks, sizes), fits, None) or found
-            self._whole = whole if times and self.search is not search else None
+            self._unchunked = unchunked if times and self.search is not search else None
         self._compared = True  # not before: after an interrupt the next step compares
         return found
 
     def _faster_of_both(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
         """Return how a batch is run that was timed in chunks, and before as the model is."""
-        assert self._whole is not None
-        (foreseen, search), self._whole = self._whole, None
+        assert self._unchunked is not None
+        (foreseen, search), self._unchunked = self._unchunked, None
         if self.search.least_seconds < CLEAR * search.least_seconds:
             return found
         search.decided = self.search.decided

@@ -60,7 +60,7 @@ ELSEWHERE = {
 """Way -> where else it is offered; in the order in which a plan tries them."""
 
 FLAGS = AGAIN, CHUNKS_AGAIN
-"""Ways that no plan has."""
+"""Alternatives that no plan has."""
 
 INEXACT = "gradient accumulation, with another BatchNorm"
 
@@ -76,7 +76,7 @@ class Way:
         name: of the way.
         elsewhere: who else offers it.
         least: of the size that holds least, which is one sample or all; None where that is unknown.
-        divided: in micro-batches of `Ways.micro_batch`; None where that was not forecast.
+        divided: in micro-batches of `Alternatives.micro_batch`; None where that was not forecast.
         undivided: with all samples at once; None where that was not forecast.
         again: the part that is computed again or moved; or the reason why it does not apply.
     """
@@ -95,7 +95,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Ways:
+class Alternatives:
     """The ways to run a batch, and the plan within a budget; it prints as a table.
 
     Attributes:
@@ -184,7 +184,7 @@ def why(
     optimizer: torch.optim.Optimizer | None = None,
     batchnorm: BatchNormMode = "exact",
     states: Literal["host", "file", "auto"] | None = None,
-) -> Ways:
+) -> Alternatives:
     """Compare the ways to hold less than an undivided batch does, and name that of the plan.
 
     Dry runs forecast all bytes. Checkpointing is of blocks that a list of modules has several of.
@@ -215,7 +215,7 @@ def why(
     return ways_of(Question(model, bare(optimizer), pair, make, **settings), states)  # type: ignore[arg-type]
 
 
-def ways_of(question: Question, states: str | None = None) -> Ways:
+def ways_of(question: Question, states: str | None = None) -> Alternatives:
     """Return the ways to run the batch of a `question`; with `states`, as in `why`, one more."""
     _refuse_ranks()
     make = question.make
@@ -236,7 +236,7 @@ def ways_of(question: Question, states: str | None = None) -> Ways:
         if count:
             ledger.again = f"forward of {count} blocks"
             ledger.foresee(question)
-    return Ways(tuple(ledger.rows()), size, n, budget, plan)
+    return Alternatives(tuple(ledger.rows()), size, n, budget, plan)
 
 
 def _refuse_ranks() -> None:

@@ -25,8 +25,8 @@ from anybatch.tools.why import (
     STATES,
     TILED,
     UNDIVIDED,
+    Alternatives,
     Way,
-    Ways,
     checkpointed,
     why,
 )
@@ -108,12 +108,12 @@ def resnet() -> tuple[nn.Module, Callable[..., Tensor], tuple[Tensor, Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def of_llama() -> Ways:
+def of_llama() -> Alternatives:
     return why(*llama(), memory="14MiB", micro_batch=2)
 
 
 @pytest.fixture(scope="module")
-def of_resnet() -> Ways:
+def of_resnet() -> Alternatives:
     return why(*resnet(), memory="1MiB")
 
 
@@ -149,7 +149,7 @@ def assert_edge(
 @pytest.mark.large(few=3)
 @pytest.mark.parametrize("name", RUNGS)
 def test_the_least_bytes_of_a_way_are_those_of_a_step_and_fewer_are_refused(
-    of_llama: Ways, name: str
+    of_llama: Alternatives, name: str
 ) -> None:
     model, loss, batch = llama(again=name in (AGAIN, CHUNKS_AGAIN))
     make = partial(engine_of, model, loss, name)
@@ -158,7 +158,7 @@ def test_the_least_bytes_of_a_way_are_those_of_a_step_and_fewer_are_refused(
 
 @pytest.mark.parametrize("name", [SPLIT, AGAIN])
 def test_the_other_columns_are_those_of_steps_in_such_micro_batches(
-    of_llama: Ways, name: str
+    of_llama: Alternatives, name: str
 ) -> None:
     model, loss, batch = llama(again=name == AGAIN)
     make, way = partial(engine_of, model, loss, name), of_llama.way(name)
@@ -175,7 +175,7 @@ def test_the_other_columns_are_those_of_steps_in_such_micro_batches(
 
 
 @pytest.mark.parametrize("name", [SPLIT, OFFLOAD])
-def test_the_bytes_with_batchnorm_are_those_of_lanes(of_resnet: Ways, name: str) -> None:
+def test_the_bytes_with_batchnorm_are_those_of_lanes(of_resnet: Alternatives, name: str) -> None:
     model, loss, batch = resnet()
     make, paged = partial(engine_of, model, loss, name), name == OFFLOAD
     assert_edge(make, batch, of_resnet.way(name).least, bound=paged)
@@ -183,7 +183,7 @@ def test_the_bytes_with_batchnorm_are_those_of_lanes(of_resnet: Ways, name: str)
 
 
 def test_a_sentence_names_the_way_of_the_plan_and_those_that_hold_more(
-    of_llama: Ways, of_resnet: Ways
+    of_llama: Alternatives, of_resnet: Alternatives
 ) -> None:
     assert (of_llama.chosen, of_resnet.chosen) == (CHUNKS, SPLIT)
     undivided, split = (of_llama.way(name) for name in (UNDIVIDED, SPLIT))
@@ -202,7 +202,7 @@ def test_a_sentence_names_the_way_of_the_plan_and_those_that_hold_more(
 
 def test_without_a_plan_the_least_way_is_named() -> None:
     rows = (Way(UNDIVIDED, "", None, None, 40), Way(SPLIT, "", 20, 30, 40), Way(AGAIN, "", 5, 5, 5))
-    found = Ways(rows, 4, 2, 10, None)
+    found = Alternatives(rows, 4, 2, 10, None)
     assert found.sentence == "No plan fits in 10 B: the least is 20 B, by micro-batches."
     assert [row.fits(30, 2) for row in rows] == ["no", "2", "all"]
     assert "2 at once" in str(found)
