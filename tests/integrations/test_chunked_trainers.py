@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,14 @@ def adapted() -> nn.Module:
 def person_s(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
     z = outputs["logits"][:, :-1].reshape(-1, V)
     return F.cross_entropy(z, labels[:, 1:].reshape(-1), reduction="sum") / num_items_in_batch
+
+
+@pytest.fixture(autouse=True)
+def _no_clock() -> Iterator[None]:
+    """Chunks are taken at once where no step is timed."""
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
 
 
 def trained(

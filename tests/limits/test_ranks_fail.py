@@ -227,10 +227,12 @@ def late(rank: int, size: int, where: str) -> Any:
     """Fail on the last rank once gradients are being summed, or have been."""
     model, (x, y) = model_of("lanes"), rows(rank)
     engine = Engine(model, F.cross_entropy, micro_batch=4)
-    owner: Any = Gradients if where == "_prepare" else buckets
+    owner: Any = Gradients if where == "finish" else buckets
     real = getattr(owner, where)
 
-    def fails(*_: Any) -> Any:
+    def fails(*arguments: Any) -> Any:
+        if where == "finish":
+            real(*arguments)
         raise ERRORS["memory"]
 
     before = snapshot(model)
@@ -243,7 +245,7 @@ def late(rank: int, size: int, where: str) -> Any:
         setattr(owner, where, real)
     assert same(snapshot(model)["gradients"], before["gradients"])
     assert same(snapshot(model)["buffers"], before["buffers"])
-    if where == "_prepare":
+    if where == "finish":
         engine.backward(x, y)
     return str(caught.value), [p.grad for p in model.parameters()]
 
@@ -253,7 +255,7 @@ def test_memory_that_runs_out_at_the_end_of_a_step_ends_it_on_all_ranks(
 ) -> None:
     size, workers = pool
     want = workers.run(well, "lanes", "parts", False)
-    for rank, (said, got) in enumerate(workers.run(late, "_prepare")):
+    for rank, (said, got) in enumerate(workers.run(late, "finish")):
         assert "after the gradients had been summed" in said
         assert rank == size - 1 or f"rank {size - 1}: RankError" in said
         assert all(map(torch.equal, got, want[rank]))
