@@ -34,7 +34,7 @@ from anybatch.execution.proof.law import CUTS, Called, Paths, breaks, called
 from anybatch.execution.proof.places import FreeTensors, scalars
 from anybatch.execution.proof.verdict import UNDIVIDED, Verdict, first_difference, other_rows
 from anybatch.memory.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
-from anybatch.memory.meter import DEVICE
+from anybatch.memory.meter import DEVICE, tensors_in
 
 QUERIES = frozenset(
     "__get__ size dim numel stride is_contiguous __len__ __bool__ __hash__ __repr__ contiguous "
@@ -153,7 +153,7 @@ class _Functions(TorchFunctionMode):
 
     def knows(self, tensors: Any) -> None:
         """Take in tensors that were made for this forward."""
-        for one in _tensors(tensors):
+        for one in tensors_in(tensors):
             self._made[id(one)] = weakref.ref(one)
 
     def _outside(self, one: Tensor) -> str:
@@ -169,12 +169,6 @@ class _Functions(TorchFunctionMode):
         """Take these for tensors that samples have a part in."""
         for one in tensors:
             self._free.forget(one)
-
-
-def _tensors(tree: Any) -> Sequence[Tensor]:
-    if isinstance(tree, Tensor):
-        return (tree,)
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 OUTSIDE = "tensor "
@@ -201,7 +195,7 @@ INDEXING = frozenset(("__getitem__", "__setitem__"))
 def _lists(index: Any) -> list[Any]:
     """Return the lists of an index that hold no tensors: fake tensors have no values to compare."""
     lists = [one for one in (index if isinstance(index, tuple) else (index,)) if type(one) is list]
-    return [one for one in lists if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(one))]
+    return [one for one in lists if not any(True for _ in tensors_in(one))]
 
 
 class _Numbers(DispatchMode):
@@ -222,7 +216,7 @@ class _Numbers(DispatchMode):
             if value is not None:
                 return value
         result = func(*args, **(kwargs or {}))
-        self._trace.made += map(weakref.ref, _tensors(result))
+        self._trace.made += map(weakref.ref, tensors_in(result))
         name = "" if schema is None else schema.name.split("::")[1]
         if name in CUTS and (self.backward or not _of_all()):
             self._trace.cuts.append(called(self._path(), name, (args, kwargs or {}), result, {}))
@@ -415,7 +409,7 @@ class Comparison:
         names = {id(tensor): name for name, tensor in named}
         functions = _Functions(record, paths.now, names, size)
         numbers = _Numbers(record, paths.now, iter(self.values), singles=self.singles)
-        functions.knows(inputs)
+        functions.knows(tree_leaves(inputs))
         model.zero_grad(set_to_none=True)  # of the size before: to be added to is another call
         graph = torch.set_grad_enabled(self.trains)
         with graph, unreported(), fakes.mode, norms, functions, numbers:

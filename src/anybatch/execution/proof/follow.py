@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from anybatch.core.modules import DispatchMode
 from anybatch.core.norm import counters
@@ -32,7 +32,7 @@ from anybatch.execution.proof.notes import COUNTING, Notes, norm_call, ours, sma
 from anybatch.execution.proof.places import FreeCall, Lengths, Made
 from anybatch.execution.proof.rules import REDUCTIONS, has_rule, masks_after, reduced
 from anybatch.execution.proof.rules_products import not_linear, sliced
-from anybatch.memory.meter import written_by
+from anybatch.memory.meter import tensors_in, written_by
 
 
 class Follow(DispatchMode):
@@ -127,7 +127,7 @@ class Follow(DispatchMode):
         self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
         name = schema.name.split("::")[1]
         self._calls += name != "detach"  # autograd calls it for what it saves
-        operands = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        operands = [*tensors_in((args, kwargs))]
         masks: dict[int, Tensor] = {}
         for one in operands:
             if (mask := self.masks.of(one)) is not None:
@@ -216,7 +216,7 @@ class Follow(DispatchMode):
             result = func(*args, **kwargs)
         if draws:
             self._rng = torch_state()
-            made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+            made = [*tensors_in(result)]
             name = func._schema.name.split("::")[1]
             self.notes.draws.append((self.path, name, places.shapes(made)))
         return result
@@ -457,7 +457,7 @@ class Follow(DispatchMode):
         return f"{self.path}, in {call.name}"
 
     def _viewed(self, call: Call) -> None:
-        x = next((a for a in tree_leaves(call.args) if isinstance(a, Tensor)), None)
+        x = next(tensors_in(call.args), None)
         mask = call.mask(x)
         if x is None or mask is None:
             return

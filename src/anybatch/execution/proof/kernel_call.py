@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.masks import ALL, CUT, INTEGERS, PLACE, SAMPLES, fold, union
+from anybatch.memory.meter import tensors_in
 
 NORMS = dict.fromkeys(
     "native_batch_norm _native_batch_norm_legit cudnn_batch_norm miopen_batch_norm".split(), 5
@@ -171,7 +171,7 @@ def varies_somewhere(mask: Tensor | None) -> bool:
 
 def take_in(call: Call, result: Any) -> None:
     """Record the tensors that a call has returned, and those that it has only written to."""
-    call.results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    call.results = [*tensors_in(result)]
     returned = {id(one) for one in call.results}
     call.written = [one for one in call.writes if id(one) not in returned]
 
@@ -219,7 +219,7 @@ def _same(call: Call, full: Tensor) -> list[Tensor] | None:
         found = call.func(full, *call.args[1:], **call.kwargs)
     except (RuntimeError, TypeError, NotImplementedError):
         return None
-    return [view for view in tree_leaves(found) if isinstance(view, Tensor)]
+    return [*tensors_in(found)]
 
 
 def trains(schema: Any, args: tuple[Any, ...]) -> bool:

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from anybatch.memory.meter import tensors_in
+
 VALUES = frozenset(
     "add sub mul div true_divide floor_divide remainder fmod pow rsub clamp clamp_min clamp_max "
     "where maximum minimum lerp addcmul addcdiv full full_like fill_ masked_fill eq ne lt le gt ge "
@@ -102,7 +104,7 @@ def called(
             words.append(repr(one))
         elif isinstance(one, int | float):
             numbers.append(one)
-    results = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+    results = [*tensors_in(result)]
     made = [tuple(one.shape) for one in results]
     trains = [one.requires_grad for one in results]
     return Called(path, name, numbers, words, made + shapes, len(made), trains, free, places)

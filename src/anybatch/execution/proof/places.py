@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from anybatch.core.accelerator import home
 from anybatch.execution.proof.kernel_call import CUTS, Call
 from anybatch.execution.proof.masks import ALL, INTEGERS, PLACE, line_along
+from anybatch.memory.meter import tensors_in
 
 CONSTANT = frozenset(
     "empty zeros ones full new_empty new_zeros new_ones new_full empty_like zeros_like ones_like "
@@ -279,10 +280,9 @@ class FreeCall:
 
         args, kwargs = tree_map(instead, (self._call.args, self._call.kwargs))
         try:
-            made = tree_leaves(self._call.func(*args, **kwargs))
+            found = [*tensors_in(self._call.func(*args, **kwargs))]
         except (RuntimeError, ValueError, NotImplementedError):
             return []
-        found = [one for one in made if isinstance(one, Tensor)]
         finite = all(bool(one.isfinite().all()) for one in found if one.is_floating_point())
         return found if finite else []
 
@@ -388,20 +388,16 @@ class FreeTensors:
         if name.startswith("new_") or name.endswith("_like"):
             return True
         return all(
-            id(one) in self._names or self._record(one).free
-            for one in tree_leaves(arguments)
-            if isinstance(one, Tensor)
+            id(one) in self._names or self._record(one).free for one in tensors_in(arguments)
         )
 
     def numbers(self, arguments: Any) -> bool:
         """Say whether some tensor among arguments may number the rows."""
-        return any(
-            self._may_number(one) for one in tree_leaves(arguments) if isinstance(one, Tensor)
-        )
+        return any(map(self._may_number, tensors_in(arguments)))
 
     def gave(self, name: str, arguments: Any, result: Any, *, free: bool) -> None:
         """Record the results of a function, or the tensor that it writes to."""
-        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        made = [*tensors_in(result)]
         if name == "__setitem__":
             made = [arguments[0][0]]
         name = name.split(".", maxsplit=1)[0]
@@ -426,7 +422,7 @@ class FreeTensors:
     def _is_filled(self, name: str, arguments: Any) -> bool:
         if name in FILLS:
             return True
-        operands = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
+        operands = [*tensors_in(arguments)]
         if name == "__getitem__":  # places that lead there tell nothing
             operands = operands[:1]
         bare = name.strip("_")
@@ -437,7 +433,7 @@ class FreeTensors:
         if name in MAKERS or not self._has_rows(made):
             return True
         bare = name.strip("_")
-        operands = [one for one in tree_leaves(arguments) if isinstance(one, Tensor)]
+        operands = [*tensors_in(arguments)]
         if name == "__getitem__" and operands and self._leads_to_rows(*arguments[0]):
             operands = operands[:1]
         if not operands or any(self._may_number(one) for one in operands):

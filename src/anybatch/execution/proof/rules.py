@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from anybatch.execution.proof import (
     kernel_call,
@@ -27,6 +27,7 @@ from anybatch.execution.proof import (
 from anybatch.execution.proof.kernel_call import Call, Found, leads_back, rule, valued
 from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
 from anybatch.execution.proof.rules_places import AT_PLACES
+from anybatch.memory.meter import tensors_in
 
 
 def masks_after(call: Call) -> Found | None:
@@ -276,7 +277,7 @@ def _moved(call: Call) -> Found | None:
         found = call.func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
-    return [one for one in tree_leaves(found) if isinstance(one, Tensor)]
+    return [*tensors_in(found)]
 
 
 def _by_bits(call: Call) -> Tensor:

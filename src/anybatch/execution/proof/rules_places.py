@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.kernel_call import (
@@ -19,6 +18,7 @@ from anybatch.execution.proof.kernel_call import (
     varies_somewhere,
 )
 from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
+from anybatch.memory.meter import tensors_in
 
 
 def _placed(call: Call, places: Tensor, table: Tensor, dim: int | None = None) -> Tensor:
@@ -275,15 +275,15 @@ def by_position(call: Call, rows: int) -> bool:
     """
     if call.name not in (WRITES | PUTS | CHOICES):
         return False
-    integers = [t for t in tree_leaves(call.args[1:]) if isinstance(t, Tensor)]
-    masks = [(t.numel(), call.mask(t)) for t in integers if t.dtype in INTEGERS]
+    integers = (t for t in tensors_in(call.args[1:]) if t.dtype in INTEGERS)
+    masks = [(t.numel(), call.mask(t)) for t in integers]
     places = [n for n, mask in masks if mask is not None and total(mask) == PLACE]
     return any(n % rows for n in places)
 
 
 def takes_no_place(call: Call) -> bool:
     """Say whether a kernel that takes places gets none."""
-    operands = [one for one in tree_leaves(call.args[1:]) if isinstance(one, Tensor)]
+    operands = [*tensors_in(call.args[1:])]
     places = sum(one.numel() for one in operands if one.dtype in INTEGERS)
     return call.name in CHOICES | WRITES | PUTS and not places
 
