@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.faults import unwalked
@@ -28,9 +30,11 @@ class Aliased(nn.Module):
         return self.last(parts.reshape(parts.shape).flatten(1))
 
 
-def forwards_of(model: nn.Module, steps: int) -> tuple[list[int], Engine]:
+def forwards_of(
+    model: nn.Module, steps: int, loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+) -> tuple[list[int], Engine]:
     """Return the calls of forward in each step under a budget for a part of the batch."""
-    engine = Engine(model, F.cross_entropy, memory="16KiB", tune="off", rungs=())
+    engine = Engine(model, loss, memory="16KiB", tune="off", rungs=())
     x, y = torch.randn(128, 8), torch.randint(3, (128,))
     counts = []
     for _ in range(steps):
@@ -40,8 +44,18 @@ def forwards_of(model: nn.Module, steps: int) -> tuple[list[int], Engine]:
     return counts, engine
 
 
-def test_a_metered_step_and_the_next_one_have_one_outline() -> None:
-    counts, engine = forwards_of(Aliased(), 9)
+def speech(out: Tensor, y: Tensor) -> Tensor:
+    """Return a loss of four steps of time, which under a meter gets its lengths as tensors."""
+    steps = out[:, None].expand(-1, 4, -1).log_softmax(-1).transpose(0, 1)
+    lengths = torch.full((len(out),), 4), torch.full((len(out),), 1)
+    return F.ctc_loss(steps, 1 + y[:, None] % 2, *lengths)
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, speech])
+def test_a_metered_step_and_the_next_one_have_one_outline(
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    counts, engine = forwards_of(Aliased(), 9, loss)
     assert engine.plan is not None
     assert set(counts[1:]) == {-(-128 // engine.plan.micro_batch)}
 

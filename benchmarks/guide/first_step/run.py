@@ -7,9 +7,8 @@ powers of two, planned before and counted without its planning, or the one that 
 faster still. The second start is one of the same program in the same process, with what the first
 start has kept. A process that has not ended after ten minutes is ended, and the table says so.
 
-The cells of CLIP, the diffusion U-Net, Mixtral, the 3D U-Net and the BiLSTM are of a second run,
-which `--only` keeps: beside the first one tests ran at low priority, and so they did beside the
-cells of 1,000 steps of time.
+The cells of 1,000 steps of time are of an earlier version and of another machine, beside which
+tests ran at low priority.
 
 before.json has the cells that were measured before every trial was a step that trains, in part
 beside other work.

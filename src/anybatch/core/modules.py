@@ -362,15 +362,19 @@ def outline(roots: Iterable[Tensor]) -> int:
     return hash(tuple(found))
 
 
-VIEWS = "ReshapeAliasBackward0", "UnsafeViewBackward0", "ViewBackward0"
-"""Nodes of ``reshape``: under a meter it may be another one than without
+SAME_NODES = {
+    "ReshapeAliasBackward0": "ViewBackward0",
+    "UnsafeViewBackward0": "ViewBackward0",
+    "CtcLossBackward1": "CtcLossBackward0",
+}
+"""Nodes of functions that have another one under a meter than without
 (test_a_metered_step_and_the_next_one_have_one_outline)."""
 
 
 @lru_cache(maxsize=1000)
 def _described(cls: type) -> tuple[str, tuple[str, ...]]:
     """Return the name of a class of nodes, and the attributes that number dimensions."""
-    name = VIEWS[-1] if cls.__name__ in VIEWS else cls.__name__
+    name = SAME_NODES.get(cls.__name__, cls.__name__)
     return name, tuple(one for one in dir(cls) if one.startswith("_saved_dim"))
 
 
