@@ -109,7 +109,7 @@ class Decision:
         if search.fixed is None and cap == signature.size and one_size:
             return resident.planned(cap, checked=True)
         divides = cap < signature.size or resident.worth_dividing or self._request.thorough
-        divides |= search.most < MOST
+        divides |= search.most < MOST  # these steps are compared with those of an earlier search
         if self._tunes and divides:
             return self._next(resident, may=may)
         n = search.pick(signature, cap)
@@ -212,7 +212,7 @@ class Decision:
                 continue
             try:
                 if offloading.fits(n):
-                    return (self._cold(steps) if steps else None) or trial
+                    return self._cold(steps) or trial
                 misfits = True
             except NotExactError:  # what it saves must not leave
                 return None

@@ -342,12 +342,12 @@ def may_win(
     size: int,
     moving: Callable[[int], float] = lambda _: 0.0,
 ) -> bool:
-    """Say whether a step in micro-batches of `n` with offloading could be clearly faster.
+    """Say whether larger micro-batches could be clearly faster, offloaded or in chunks.
 
-    A micro-batch costs more for every sample the more samples it has, once the device is busy; and
-    bytes that do not fit are moved out and back, in `moving(n)` seconds. `best` are the seconds of
-    the fastest step so far, `seconds` are those of steps with all tensors resident, by samples;
-    empty where these tell nothing, because micro-batches wait for each other.
+    A micro-batch of `n` costs more for every sample the more samples it has, once the device is
+    busy; and bytes that do not fit are moved out and back, in `moving(n)` seconds (default: none).
+    `best` are the seconds of the fastest step so far, `seconds` are those of steps with all tensors
+    resident, by samples; empty where these tell nothing, because micro-batches wait for each other.
     """
     worth = CLEAR * best
     return least_seconds(seconds, n, size) < worth and moving(n) < worth

@@ -172,8 +172,8 @@ class Ways:
         """
         size, trains, found = request.signature.size, request.signature.trains, None
         bound = self.foreseen.bound(request.signature)
-        missing = None
-        if bound is not None and bound.case is not None:
+        missing, host = None, accelerator.of(request.case().device).host
+        if host and bound is not None and bound.case is not None:
             missing = max(SCALAR, bound.constant.get("activations", 0))
         search, best = self.search, (self.foreseen, self.search, self.parts.get(trains, (0, 0)))
         try:

@@ -60,7 +60,7 @@ ELSEWHERE = {
 """Way -> where else it is offered; in the order in which a plan tries them."""
 
 FLAGS = AGAIN, CHUNKS_AGAIN
-"""Alternatives that no plan has."""
+"""Ways that no plan has."""
 
 INEXACT = "gradient accumulation, with another BatchNorm"
 
