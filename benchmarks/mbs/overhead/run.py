@@ -35,7 +35,10 @@ LOOPS: dict[str, Loop] = {"by_hand": by_hand, "anybatch": anybatch}
 
 @contextmanager
 def timed(model: nn.Module, spent: dict[str, float]) -> Iterator[None]:
-    """Add the thread's seconds in forward and in backward to `spent`."""
+    """Add the thread's seconds in forward and in backward to `spent`.
+
+    The same functions are there for all steps: an engine inspects a model with another forward.
+    """
     forward, backward = type(model).forward, getattr(torch.autograd, ENGINE)
 
     def clocked(name: str, function: Any) -> Any:
@@ -57,26 +60,29 @@ def timed(model: nn.Module, spent: dict[str, float]) -> Iterator[None]:
         setattr(torch.autograd, ENGINE, backward)
 
 
-def one(loop: Loop, problem: Problem, micro_batch: int) -> dict[str, float]:
+def one(
+    loop: Loop, problem: Problem, micro_batch: int, spent: dict[str, float]
+) -> dict[str, float]:
     """Thread seconds of one step from empty gradients: forward, backward, rest."""
     problem.model.zero_grad(set_to_none=True)
-    spent = {"forward": 0.0, "backward": 0.0}
-    with timed(problem.model, spent):
-        start = thread_time()
-        loop(problem, micro_batch)
-        total = thread_time() - start
+    spent.update(forward=0.0, backward=0.0)
+    start = thread_time()
+    loop(problem, micro_batch)
+    total = thread_time() - start
     return {**spent, "rest": total - spent["forward"] - spent["backward"]}
 
 
 def parted(problem: Problem, micro_batch: int, count: int) -> dict[str, dict[str, float]]:
     """Median milliseconds of each part for both loops, run in turn."""
-    for loop in LOOPS.values():
-        for _ in range(3):
-            one(loop, problem, micro_batch)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in LOOPS}
-    for index in range(count):
-        for name in sorted(LOOPS, reverse=bool(index % 2)):
-            found[name].append(one(LOOPS[name], problem, micro_batch))
+    spent: dict[str, float] = {}
+    with timed(problem.model, spent):
+        for loop in LOOPS.values():
+            for _ in range(3):
+                one(loop, problem, micro_batch, spent)
+        for index in range(count):
+            for name in sorted(LOOPS, reverse=bool(index % 2)):
+                found[name].append(one(LOOPS[name], problem, micro_batch, spent))
     return {
         name: {
             part: round(1000 * statistics.median(run[part] for run in runs), 4) for part in runs[0]
