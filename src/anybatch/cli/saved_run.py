@@ -68,7 +68,8 @@ class SavedRun:
 
         Raises:
             RunFolderError: when config.json is of another version of the command.
-            SettingsError: when another one differs; all that do are named.
+            SettingsError: when another one differs; all that do are named. When `replan` has
+                nothing to plan.
         """
         try:
             found = dict(self.config["settings"])
@@ -91,7 +92,14 @@ class SavedRun:
         changed = {name: value for name, value in requested.items() if name in free}
         if "memory" in changed:
             changed.setdefault("micro_batch", None)
-        return dataclasses.replace(settings, **changed).checked()
+        settings = dataclasses.replace(settings, **changed).checked()
+        if replan and not settings.planned:
+            raise SettingsError(
+                "replan needs something to plan; the run keeps to micro-batches of "
+                f"{settings.micro_batch} and has no budget. Name one with --memory, or leave "
+                "--replan out."
+            )
+        return settings
 
     def finished(self) -> Summary | None:
         """Return the run's summary if it came to its end, else None.

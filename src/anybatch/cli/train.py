@@ -111,12 +111,6 @@ def resume(
     shown = progress if progress is not None and team.leads else Progress()
     saved = team.from_first(lambda: SavedRun.read(path))
     settings = saved.settings(requested, replan=replan)
-    if replan and not settings.planned:
-        raise SettingsError(
-            "replan needs something to plan; the run keeps to micro-batches of "
-            f"{settings.micro_batch} and has no budget. Name one with --memory, or leave --replan "
-            "out."
-        )
     folder = team.together(lambda: RunFolder(path if team.leads else None, resumed=True))
     started = clock()
     try:

@@ -391,6 +391,24 @@ def profile(
 
     Source: Zou et al. (the guide), section 2.1, Figure 1; section 3.2.
     """
+    optimizer = _profiled_optimizer(engine, optimizer, steps, enough)
+    modules = engine._inputs.modules()
+    leaves = trained(modules, optimizer)
+    if any(is_lazy(leaf) for leaf in leaves):
+        raise NotYetError(
+            "parameters must have data before a loop is profiled, since all state is restored, "
+            "and some are still lazy: run the model on one sample first"
+        )
+    with _sampled_as_before(loader), as_it_was(modules, leaves, optimizer):
+        watched = WatchedLoop(loader, engine, optimizer, split or pair, clock)
+        passed = watched.pass_through(steps, progress or (lambda _done, _all: None), enough)
+    return profiled(passed, _conditions(loader, engine, optimizer, watched.exchanged))
+
+
+def _profiled_optimizer(
+    engine: Engine, optimizer: torch.optim.Optimizer, steps: int, enough: float
+) -> torch.optim.Optimizer:
+    """Return the optimizer without wrappers; raise where the loop cannot be profiled with it."""
     if type(steps) is not int or steps < 1:
         raise ValueError(f"steps must be an integer of at least 1, and it is {steps!r}")
     if enough != inf and several():
@@ -410,18 +428,7 @@ def profile(
             f"a loop is profiled that calls optimizer.step() today, and {type(optimizer).__name__} "
             "needs a closure: profile with another optimizer"
         )
-    setup = engine._inputs
-    modules = setup.modules()
-    leaves = trained(modules, optimizer)
-    if any(is_lazy(leaf) for leaf in leaves):
-        raise NotYetError(
-            "parameters must have data before a loop is profiled, since all state is restored, "
-            "and some are still lazy: run the model on one sample first"
-        )
-    with _sampled_as_before(loader), as_it_was(modules, leaves, optimizer):
-        watched = WatchedLoop(loader, engine, optimizer, split or pair, clock)
-        passed = watched.pass_through(steps, progress or (lambda _done, _all: None), enough)
-    return profiled(passed, _conditions(loader, engine, optimizer, watched.exchanged))
+    return optimizer
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
