@@ -345,7 +345,7 @@ def as_fakes(case: Case) -> Case:
     Raises:
         Exception: the model or the loss cannot be copied, or holds tensors that cannot be faked.
     """
-    fakes = Fakes(masks_full=case.masks_full)
+    fakes = Fakes(masks_full=case.masks_full, values=True)
     model, loss = fakes.copy((case.model, case.loss), [module for _, module in case.modules])
     # Chunks are foreseen by micro-batches of nearly all samples.
     rows = max(case.size * (MICRO_BATCHES if case.chunked else 1), 4 * MICRO_BATCHES)

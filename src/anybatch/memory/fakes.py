@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, cache
+from functools import _lru_cache_wrapper, cache, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,6 +40,7 @@ from anybatch.core import optimizers, pytree
 from anybatch.core.hooks import service
 from anybatch.core.modules import keywords, local, storage_of
 from anybatch.core.transaction import HeldBack, uninterrupted
+from anybatch.memory import fake_values
 from anybatch.memory.lane_pager import key_of
 from anybatch.memory.meter import Meter, tensors_in
 
@@ -59,14 +60,17 @@ class Fakes:
     Args:
         masks_full: count a selection by a mask as if all of the mask were true. Default False: it
             raises torch's error, because its size depends on values.
+        values: integers derive from those of the batch, whose tensors are held, where a package
+            reads them (`anybatch.memory.fake_values`). Default False: a read raises torch's error.
 
     Attributes:
         mode: the mode under which fakes are computed with. Real tensors that a closure holds may
             meet them, and become fakes in the result.
     """
 
-    def __init__(self, *, masks_full: bool = False) -> None:
-        self.mode = CachedFakeMode(masks_full=masks_full)
+    def __init__(self, *, masks_full: bool = False, values: bool = False) -> None:
+        values = values and fake_values.is_read()
+        self.mode = CachedFakeMode(masks_full=masks_full, values=values)
         self._memo: dict[int, Any] = {}
         self._caches: list[weakref.ref[Any]] | None = None
         self._missed: list[int] = []
@@ -80,7 +84,7 @@ class Fakes:
             self._caches = list(map(weakref.ref, caches()))
             self._missed = [_misses(cached()) for cached in self._caches]
         try:
-            with interrupted_between_functions(), unreported(), self.mode:
+            with interrupted_between_functions(), unreported(), fake_values.read(), self.mode:
                 yield self.mode
         finally:
             for place, reference in enumerate(self._caches):
@@ -170,6 +174,8 @@ class Fakes:
             else:
                 strides = _strides(leaf, count)
                 rows = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+        if self.mode.values:
+            fake_values.begin(rows, partial(fake_values.rows, leaf, count))
         return rows.requires_grad_(leaf.requires_grad)
 
 
@@ -312,14 +318,26 @@ CachedResult = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device] | i
 class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     """Fake mode that keeps the results of kernels."""
 
-    def __init__(self, *, masks_full: bool = False) -> None:
+    def __init__(self, *, masks_full: bool = False, values: bool = False) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.masks_full = masks_full
+        self.masks_full, self.values = masks_full, values
         self._cached: dict[Any, tuple[type | None, list[CachedResult]] | None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the results of one kernel."""
         kwargs = kwargs or {}
+        if not self.values:
+            return self._made(func, types, args, kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            number = fake_values.number(args[0])
+            if number is not None:
+                return number
+        result = self._made(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():
+            fake_values.record(func, args, kwargs, result)
+        return result
+
+    def _made(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         way = _way(func)
         if way == "torch's":
             if self.masks_full and func in SELECTIONS:

@@ -1,0 +1,165 @@
+"""Values of integers and masks in a dry run, for a package that reads them.
+
+transformers omits a causal mask where no token is masked, and reads positions and masks to see it.
+For a tensor without data it makes the mask, of tokens squared, which no step holds. So a fake of
+integers remembers the kernel that made it, down to the batch, and these kernels are run where the
+package reads a number (test_a_mask_that_no_step_makes_is_not_foreseen).
+
+    batch ──> cumsum ──> diff ──> ne 1 ──> all ──read──> True, as in the step
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from anybatch.memory.meter import tensors_in, written_by
+
+PACKAGE = "transformers.utils.import_utils"
+"""Module whose `is_fake_tensor` says where values are not to be read."""
+
+READERS = ("transformers.masking_utils", PACKAGE)
+"""Modules whose reads have an answer; others read the rows of a real step."""
+
+MOST = 1 << 22
+"""Numbers of the largest tensor that is computed: a mask of 2,048 tokens squared."""
+
+SOURCE, WRITTEN = "_anybatch_source", "_anybatch_written"
+"""Attributes of a fake: the source of its values; of its storage: it has others now."""
+
+Source = Callable[[], Tensor]
+"""Returns values on the host; raises LookupError where there are too many."""
+
+
+class _Kernel:
+    """Source that runs a kernel once, on the values of its arguments."""
+
+    def __init__(self, func: Any, arguments: Any, numel: int) -> None:
+        self._func, self._arguments, self._numel = func, arguments, numel
+        self._values: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._values is None:
+            if self._numel > MOST:
+                raise LookupError
+            args, kwargs = _map(self._arguments, _value)
+            self._values = self._func(*args, **kwargs)
+        return self._values
+
+
+def _map(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return arguments of a kernel with each leaf changed."""
+    if isinstance(value, list | tuple):
+        return [_map(one, change) for one in value]
+    if isinstance(value, dict):
+        return {name: _map(one, change) for name, one in value.items()}
+    return change(value)
+
+
+def _value(leaf: Any) -> Any:
+    if isinstance(leaf, torch.device):
+        return torch.device("cpu")
+    if isinstance(leaf, Tensor):
+        return leaf.cpu()
+    return leaf() if callable(leaf) else leaf
+
+
+def source_of(tensor: Tensor) -> Source | None:
+    """Return the source of a fake's values; None where it has none."""
+    with torch._C.DisableTorchFunction():
+        written = getattr(tensor.untyped_storage(), WRITTEN, False)
+    return None if written else getattr(tensor, SOURCE, None)
+
+
+def rows(leaf: Tensor, count: int) -> Tensor:
+    """Return `count` rows of the batch on the host, those with the smallest sums first.
+
+    These are padded or packed, for which a mask is made, and the first micro-batch counts for all
+    (test_one_padded_row_has_its_mask_foreseen).
+    """
+    values = leaf.detach().cpu()
+    order = values.reshape(len(values), -1).sum(1).argsort()
+    return values[order[torch.arange(count) % max(1, len(order))]]
+
+
+def begin(fake: Tensor, values: Source) -> None:
+    """Set the source of a fake of the batch; of floating point it needs none."""
+    if not (fake.is_floating_point() or fake.is_complex()):
+        setattr(fake, SOURCE, values)
+
+
+def record(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Set the source of a kernel's result, if it is of integers whose arguments have sources."""
+    for one in written_by(func, args, kwargs):
+        setattr(one.untyped_storage(), WRITTEN, True)
+    single = type(result) is FakeTensor and not func._schema.is_mutable
+    if not single or result.is_floating_point() or result.is_complex():
+        return
+    drawn = torch.Tag.nondeterministic_seeded in func.tags
+    if drawn or "empty" in func._schema.name or not _has_sources((args, kwargs)):
+        return
+    arguments = _map((args, kwargs), _source)  # a fake that is held would count
+    setattr(result, SOURCE, _Kernel(func, arguments, result.numel()))
+
+
+def _has_sources(arguments: Any) -> bool:
+    """Say whether each tensor has values: a real one is a constant that forward names."""
+    return all(type(one) is not FakeTensor or source_of(one) for one in tensors_in(arguments))
+
+
+def _source(leaf: Any) -> Any:
+    return source_of(leaf) if type(leaf) is FakeTensor else leaf
+
+
+def number(tensor: Tensor) -> Any:
+    """Return the number of a fake, or None where nobody of `READERS` reads it, or it has none."""
+    source = source_of(tensor)
+    if source is None or not _reader().startswith(READERS):
+        return None
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            return source().item()
+        except LookupError:
+            return None
+
+
+def _reader() -> str:
+    """Return the name of the module that reads: the first that is neither torch's nor ours."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__", ""))
+        if not name.startswith(("torch.", "anybatch.")):
+            return name
+        frame = frame.f_back
+    return ""
+
+
+def is_read() -> bool:
+    """Say whether there is a package that reads values."""
+    return PACKAGE in sys.modules
+
+
+@contextmanager
+def read() -> Iterator[None]:
+    """Let the package read fakes that have values in the body, as it reads real tensors."""
+    package = sys.modules.get(PACKAGE)
+    before = getattr(package, "is_fake_tensor", None)
+    if before is None:
+        yield
+        return
+
+    def is_fake_tensor(x: Any) -> bool:
+        return bool(before(x)) and source_of(x) is None
+
+    package.is_fake_tensor = is_fake_tensor  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        package.is_fake_tensor = before  # type: ignore[union-attr]
