@@ -251,14 +251,14 @@ def test_where_nothing_smaller_fits_it_says_that_the_batch_was_thought_to() -> N
     net, inputs = network(), batch()
     engine = Engine(net, F.cross_entropy, memory=undivided(net))
     engine.foresee(*inputs, timed=False)
-    allow = engine._arranger.allow
+    plan_for = engine._arranger.plan_for
 
     def refuse(planner: Any, signature: Any, *others: Any, **options: Any) -> Any:
         if signature.most:
             raise BudgetError("a step must fit in memory", needed=2, budget=1)
-        return allow(planner, signature, *others, **options)
+        return plan_for(planner, signature, *others, **options)
 
-    engine._arranger.allow = refuse  # type: ignore[method-assign]
+    engine._arranger.plan_for = refuse  # type: ignore[method-assign]
     before = snapshot(net)
     net.limited.most = SIZE // 2
     with pytest.raises(BudgetError, match="must fit in memory") as raised:

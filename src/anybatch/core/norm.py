@@ -26,7 +26,7 @@ from anybatch.core.moments import accumulated
 from anybatch.errors import NotExactError
 
 OWN = torch.batch_norm
-"""Torch's own: while another thread listens, something else may stand in its place."""
+"""Torch's own: another thread that detects calls may have replaced it."""
 
 
 class Norms(TorchFunctionMode):

@@ -583,13 +583,13 @@ class Engine(Resumable):
             before.suspend_hooks()
             with planner.timing(timed):
                 signature = self._arranger.signature(batch, modules, gradients)
-                run_plan = self._arranger.allow(planner, signature, batch, modules)
+                run_plan = self._arranger.plan_for(planner, signature, batch, modules)
                 while (
                     timed
                     and planner.trial(signature)
                     and self._arranger.tried(planner, run_plan, batch, modules)
                 ):
-                    run_plan = self._arranger.allow(planner, signature, batch, modules)
+                    run_plan = self._arranger.plan_for(planner, signature, batch, modules)
             step = self._runner.step(batch, modules, before, gradients, run_plan.micro_batch)
         found = decide(of_foreseen(step, run_plan, leaves), run_plan.memory, run_plan.offload)
         return replace(found, convolutions=self._convolutions.record(planner.workspaces.kernels))

@@ -63,7 +63,7 @@ from anybatch.execution.strides import StandardStrides
 from anybatch.execution.tiles import Tiles
 from anybatch.execution.traits import LaneTraits, Traits
 from anybatch.execution.two_pass import gather
-from anybatch.lockstep.batchnorm import Listening, Singles, Tracked, values_of_a_part
+from anybatch.lockstep.batchnorm import BatchNormDetector, Singles, Tracked, values_of_a_part
 from anybatch.lockstep.coupled import refuse_looks
 from anybatch.lockstep.lockstep import lockstep
 from anybatch.lockstep.scheduler import LaneInspection
@@ -408,7 +408,7 @@ class Runner:
             return run(step)
         traits, inspected = self._findings(step)
         if traits is None or (step.traits.steps in AGAIN and not inspected):
-            with Detecting(self._inputs), self._listening(before), attributes_of(step):
+            with Detecting(self._inputs), self._batchnorm_detector(before), attributes_of(step):
                 inspect_model(step)
             step.attempts.traits = replace(step.traits, moving=None)
         else:
@@ -419,7 +419,7 @@ class Runner:
             step.discover = discoverer(step, before, self._inputs.closure)
         # Forward may call batch_norm where the inspection has not observed it
         # (test_only_some_micro_batches_is_refused).
-        with Detecting(self._inputs), self._listening(before):
+        with Detecting(self._inputs), self._batchnorm_detector(before):
             loss = clocked(run, step)
         moving = step.buffers.moving
         if earlier is not None:
@@ -451,11 +451,11 @@ class Runner:
         with Detecting(self._inputs), attributes_of(step), quietly():
             compare_new_sizes(step)
 
-    def _listening(self, before: Before) -> AbstractContextManager[None]:
+    def _batchnorm_detector(self, before: Before) -> AbstractContextManager[None]:
         """Return a context that detects batch normalisation outside of modules."""
         if self._inputs.norms.now != "exact":
             return nullcontext()
-        return Listening(before, self._singles)
+        return BatchNormDetector(before, self._singles)
 
     def _divide(self, step: Step, modules: Modules, before: Before, meeting: list[str]) -> None:
         """Prepare the parts of a step that only a divided one needs."""

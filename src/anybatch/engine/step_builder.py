@@ -156,7 +156,7 @@ class Arranger:
         if global_samples:
             signature = replace(signature, global_samples=global_samples)
         try:
-            return signature, self.allow(planner, signature, batch, modules, follow=True)
+            return signature, self.plan_for(planner, signature, batch, modules, follow=True)
         except BudgetError as error:
             if signature.most:
                 error.add_note(
@@ -215,7 +215,7 @@ class Arranger:
         most = most or self._runner.most(batch, modules, trains=signature.trains)
         return replace(signature, most=most) if most and most < signature.size else signature
 
-    def allow(
+    def plan_for(
         self,
         planner: Planner,
         signature: Signature,
@@ -231,7 +231,7 @@ class Arranger:
             return planned
         planning = STATUS.of("planning the step", "micro_batch= or plan= skips this")
         with planning, Detecting(self._inputs):
-            return planner.allow(
+            return planner.plan_for(
                 signature,
                 lambda: replace(
                     self._inputs.case(batch, modules, trains=signature.trains),

@@ -436,17 +436,17 @@ SINGLE = "Expected more than 1 value per channel when training"
 
 
 class _ThreadStep(threading.local):
-    step: Listening | None = None
+    step: BatchNormDetector | None = None
 
 
 _HERE = _ThreadStep()
 _LOCK = threading.Lock()
-_LISTENING: set[Listening] = set()
+_DETECTORS: set[BatchNormDetector] = set()
 _OWN: dict[str, Any] = {}
 
 
 class Singles:
-    """How often a forward has normalised each of several samples by itself, at most.
+    """Count of the calls in which a forward has normalised each sample by itself, at most.
 
     That is one row of n * C channels (AdaIN); for a single sample it equals a batch of one.
     """
@@ -466,10 +466,10 @@ class Singles:
         return self._calls <= self._most
 
 
-class Listening:
-    """Context that notices training-mode batch normalisation of a part of a batch in its body.
+class BatchNormDetector:
+    """Context that refuses training-mode batch normalisation of a part of a batch in its body.
 
-    Several steps may listen, in threads of their own.
+    Several steps may be in one at a time, each in a thread of its own.
 
     Args:
         before: the step; it undoes a replacement that an interrupt has left.
@@ -494,11 +494,11 @@ class Listening:
         with uninterrupted():  # or the lock would be left
             _HERE.step = self
             with _LOCK:
-                _LISTENING.add(self)
+                _DETECTORS.add(self)
                 for name, at in TRAINING.items():
                     if name not in _OWN:
                         own = _OWN[name] = getattr(torch, name)
-                        setattr(torch, name, _listens(name, own, at))
+                        setattr(torch, name, _with_detection(name, own, at))
 
     def __exit__(self, _type: object, error: BaseException | None, _trace: object) -> None:
         with uninterrupted():
@@ -511,26 +511,26 @@ class Listening:
             _refuse(self.called or "batch_norm")
 
     def end(self) -> None:
-        """Restore torch's functions where no other step listens."""
+        """Restore torch's functions where no other step needs the detection."""
         _HERE.step = self._outer
         with _LOCK:
-            _LISTENING.discard(self)
-            while _OWN and not _LISTENING:
+            _DETECTORS.discard(self)
+            while _OWN and not _DETECTORS:
                 name, own = _OWN.popitem()
                 setattr(torch, name, own)
 
 
 @lru_cache(maxsize=len(TRAINING))
-def _listens(name: str, own: Callable[..., Any], at: int) -> Callable[..., Any]:
+def _with_detection(name: str, own: Callable[..., Any], at: int) -> Callable[..., Any]:
     def stands_in(*args: Any, **kwargs: Any) -> Any:
         if args[at] if len(args) > at else kwargs.get("training"):
-            _hear(name, args[0] if args else kwargs["input"])
+            _detect(name, args[0] if args else kwargs["input"])
         return own(*args, **kwargs)
 
     return stands_in
 
 
-def _hear(name: str, x: Tensor) -> None:
+def _detect(name: str, x: Tensor) -> None:
     """Refuse to normalise samples of a part of the batch.
 
     Raises:

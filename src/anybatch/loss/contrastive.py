@@ -268,7 +268,7 @@ def _weighted(
         every: embeddings of all ranks; None where they are `own`.
         scale: of the similarities.
         own: embeddings that are here.
-        found: t, m and r of all rows, [N, 1 + 2 who].
+        found: t, m and r of all rows, [N, 1 + 2 k], for k embeddings that search.
     """
     sums = [torch.zeros_like(e, dtype=found.dtype) for e in own]
     here = slice(task.begin, task.begin + len(own[0]))

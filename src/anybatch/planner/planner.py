@@ -121,7 +121,7 @@ class Planner:
         """Samples in the fastest micro-batch so far, for batches like the first one; or None."""
         return self._search.chosen and self._search.chosen[0]
 
-    def allow(
+    def plan_for(
         self,
         signature: Signature,
         make_case: Callable[[], Case],

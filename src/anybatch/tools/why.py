@@ -336,7 +336,7 @@ class _Ledger(Planner):
         engine._planner = self
         engine.foresee(*question.batch, timed=False)
 
-    def allow(
+    def plan_for(
         self,
         signature: Signature,
         make_case: Callable[[], Case],
