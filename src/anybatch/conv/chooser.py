@@ -1,10 +1,10 @@
-"""Which configuration every kernel has, and when that is found out.
+"""Choice of a configuration for every kernel: at its first call, or later on request.
 
     at once     a kernel is measured when it is called for the first time
-    waiting     it is torch's own then, and noted; what was noted is measured when somebody says so
+    waiting     it is torch's own until then, and recorded; `choose` measures all recorded ones
 
-Measuring needs memory of its own and takes its time. In a step that has to keep within a budget
-there is neither, so there kernels wait.
+Measuring needs memory of its own, and time. A step within a budget has neither, so there kernels
+wait.
 
 Source: u-cuDNN, section III-A.
 """

@@ -1,7 +1,7 @@
 """Types of devices, which no other file names but `absent`: CUDA, ROCm, XPU, MPS, the host, others.
 
-A part of this library that asks ``device.type == "cuda"`` treats an XPU as if it were the host. So
-each asks here instead, by a verb, and the verb works, is made of others, or refuses by name.
+Code that asks ``device.type == "cuda"`` treats an XPU as if it were the host. So all of this
+library calls a verb here instead; the verb works, is made of others, or refuses by name.
 
     verb                works by                          without it
     stream, event       torch.<type>.Stream, .Event       copies in the one queue of the device

@@ -1,10 +1,10 @@
-"""Which errors say that memory ran out, and how to hold one without holding the memory.
+"""Recognition of out-of-memory errors, and release of the memory that such an error holds.
 
 ``torch.OutOfMemoryError`` is raised by the caching allocators only. The CPU allocator, oneDNN,
 cuBLAS and cuDNN raise a plain RuntimeError that differs from a fault in the user's code only by its
 message, and a library in between may wrap either. So messages are compared, along the chain of
-causes. And an exception holds its traceback, that the frames, and those all tensors of the failed
-attempt: freeing them means clearing the frames, which leaves the traceback readable.
+causes. An exception holds its traceback, the traceback its frames, and the frames all tensors of
+the failed attempt. So frames are cleared, which leaves the traceback readable.
 
     error ──> traceback ──> frame of forward ──> tensors         cleared: frames without locals
       └── __cause__, __context__ ──> the same again

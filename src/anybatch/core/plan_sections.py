@@ -64,9 +64,10 @@ class Memory:
         how: how it was predicted.
         candidates: the micro-batches that were considered, by size.
         waiting_capacity: bytes for waiting micro-batches on the device, in lockstep.
-        chunked: of the chunks of wide linear maps and their losses; 0 is none.
-        tile: tokens of the tiles of modules of single tokens; 0 is none.
-        inspection: of one with all its forwards; 0 (default) where it was not forecast.
+        chunked: bytes of one chunk of a wide linear map; 0 (default) without chunks.
+        inspection: bytes of a full inspection of the model; 0 (default) where it was not forecast.
+        tile: tokens of one tile, in modules that act on each token by itself; 0 (default) without
+            tiles.
     """
 
     budget: int
@@ -218,7 +219,7 @@ class KernelPart:
     Attributes:
         size: samples.
         algorithm: its name.
-        seconds: it takes.
+        seconds: that it takes.
         workspace: bytes that it allocates beside its operands and its result.
         setup: seconds that its algorithm takes once for all its parts in a configuration; the same
             for every part of an algorithm. Default 0.

@@ -5,8 +5,8 @@ moved running statistics and drawn random numbers behind. Here the state is reco
 step, and restored when the step fails, by Ctrl-C too. No existing tensor is written to before the
 end: existing gradients are set aside, buffers are copied.
 
-    noted ──> body ──> delivered          (the last part cannot be interrupted)
-        └──── failed ──> put back         (nor can this)
+    recorded ──> body ──> delivered       (the last part cannot be interrupted)
+           └──── failed ──> restored      (nor can this)
 """
 
 from __future__ import annotations

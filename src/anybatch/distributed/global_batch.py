@@ -7,7 +7,7 @@ Every rank runs its own samples, in micro-batches of its own number; few values 
     meetings    moments of BatchNorm forward, two sums backward: from the last lane of each rank
     gradients   one sum over all ranks, in float32 or better, with no division by their number; of
                 a streamed step, from the second on, while its last backward still runs
-    end         nobody keeps what not all can keep
+    end         a result counts only if all ranks have theirs; else no rank keeps its own
 
 Source: AGBN, Algorithms 2 and 5 (means weighted by m_i).
 """

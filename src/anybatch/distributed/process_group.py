@@ -4,7 +4,7 @@ A collective waits for all ranks. If one process has died, its direct neighbours
 connection; the other ranks wait on, for half an hour by default. So every wait reads the group's
 store once a second, and a rank whose collective broke reports it there.
 
-    rank 0 ── all-reduce ──> rank 1 (killed)     connection closed: says so in the store
+    rank 0 ── all-reduce ──> rank 1 (killed)     connection closed: reports it in the store
     rank 2 ── all-reduce ──> rank 0              waits; a second later reads the store; ends too
 
 Ring all-reduce and all-gather are those of gloo and NCCL (AGBN, Algorithm 6).

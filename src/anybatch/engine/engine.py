@@ -90,8 +90,9 @@ class Engine(Resumable):
             parameters, buffers, gradients, optimizer state and all allocations of the step; on
             CUDA also all other allocations of the process. On the CPU it is bytes of live tensors,
             without your own mini-batch. "80%": that share of the memory that is free at the first
-            step, plus the tensors that it has already. None (default): the same, less a margin
-            that the plan names; but if `micro_batch` is passed, nothing is planned.
+            step, plus the tensors that it has already. None (default): the same of all free
+            memory less a margin, which the plan names; but if `micro_batch` is passed, nothing is
+            planned.
         micro_batch: samples in a micro-batch, at least 1. None (default): the first step forecasts
             the memory of every size and runs in one that fits; up to nine more find the fastest.
         batchnorm: "exact" (default) normalises by the full batch: micro-batches wait for each
@@ -307,6 +308,8 @@ class Engine(Resumable):
                 `loss_fn`, or it returns a loss that cannot be traced.
             BudgetError: one sample, or the given `micro_batch`, does not fit in `memory`; nothing
                 was run.
+            StoreError: the store of offloaded tensors is full, or a write or a read has failed.
+            RankError: another rank has failed or is gone, or the ranks make different steps.
 
         If memory runs out all the same, a micro-batch or the step is retried with a smaller size.
         If a single sample does not fit, the error is raised. After an exception, KeyboardInterrupt
@@ -387,8 +390,7 @@ class Engine(Resumable):
             The loss of the full batch, a detached 0-dim tensor.
 
         Raises:
-            BatchError: as in `backward`.
-            NotExactError: as in `backward`.
+            AnybatchError: as in `backward`.
         """
         try:
             self._refuse_place()
@@ -521,6 +523,7 @@ class Engine(Resumable):
 
         Raises:
             ValueError: `offload` or `spill` is not valid.
+            AnybatchError: as in `backward`.
         """
         if offload is not None or spill is not None:
             self._spill = spill_of(offload or "auto", spill)

@@ -2,11 +2,12 @@
 
 The first step after a decision runs under the meter, or under the allocator's own statistic where a
 device has one. Later ones do not: the meter costs up to three times the time of small kernels. The
-next few and some later ones are watched, by that statistic, or by what the C library has allocated
-where backward begins; all are if their bytes may depend on the values of a batch. After one with
-more bytes than a metered step had, and where the model is not the one that was inspected, the next
-steps are metered again, and stopped at the budget while they can be tried smaller; so are later
-ones that compute more at once than these did.
+next few and some later ones are watched: by that statistic, or by the bytes of the C library's
+allocator at the start of backward. All are watched if their bytes may depend on values of a batch.
+
+The next steps are metered again after a watched one with more bytes than a metered step had, where
+the model has changed since its inspection, and where a step computes more at once. While they can
+be retried smaller, they are stopped at the budget.
 
     step 1 metered ──> 2, 3, ... 17, 33 watched ──more──> metered again ──> planned again
                                └── another model ───────────┘
@@ -303,7 +304,7 @@ class StepReport:
             an earlier step's; on the CPU live bytes of tensors, measured in the first step
             after each forecast, else None.
         predicted_bytes: the forecast of the plan; None where there is no budget to plan with.
-        moved_bytes: bytes of waiting micro-batches that were copied out of the device and back.
+        moved_bytes: bytes of offloaded tensors that were copied out of the device and back.
         remade_bytes: bytes that were recomputed from other saved tensors instead.
         retries: times that memory ran out, and a micro-batch or the step was retried, smaller.
         batchnorm: "exact" or "local".

@@ -9,9 +9,9 @@ gradients.
     in tiles   x[0:t] ──> [t, 4 C] ──> [t, C] │ x[t:2t] ──> ...      t x 4 C numbers, computed twice
 
 No class of modules is named. A module is tried when it is first called with one tensor: the proof
-that samples do not meet (`anybatch.execution.inspection`) is turned to its tokens. All that does
-not pass is left whole: modules in which tokens meet, know their place or how many they are, that
-draw, write to a buffer or keep something, that have hooks inside or a backward of their own.
+that samples do not meet (`anybatch.execution.inspection`) is applied to its tokens. A module that
+does not pass is computed at once: tokens meet in it, or it computes with their place or number; it
+draws, writes to a buffer or stores a value; it has hooks inside, or a backward of its own.
 
 Source: u-cuDNN's conclusion, which asks for other layers than convolutions; AGBN's "memory monger".
 """

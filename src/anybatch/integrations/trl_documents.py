@@ -6,9 +6,9 @@ restarts their positions. A row cannot be divided, so here each packed sequence 
     TRL      0 1 2 0 1 | 0 1 2 3                positions of one row
     here     0 1 2 0 1 / 0 1 2 3 0              of two rows; padding is a document of one token
 
-A model that tells documents apart by their positions computes the same for both; of any other, the
-documents would see each other. So one is run by itself, and behind other tokens, and
-compared, before the first step.
+A model that separates documents by their positions computes the same for both; in any other model
+documents would see each other. So before the first step one document is run with other tokens
+before it and without, and both results are compared.
 
 Source: TRL 1.16, ``DataCollatorForLanguageModeling``; transformers 5.23,
 ``find_packed_sequence_indices``.

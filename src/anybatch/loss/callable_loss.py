@@ -5,8 +5,8 @@ At the first micro-batch of a step the function is called on outputs that have s
 every term as the undivided batch has them. It is called once more at the size of a micro-batch, to
 see that nothing but the weights depends on the size. Then each micro-batch takes its numerators.
 
-In a rehearsal it is watched outside of it: the constants that it makes have their data then, and
-can be compared.
+In a rehearsal the function runs outside of the mode of fake tensors, so the constants that it makes
+have data, and can be compared.
 """
 
 from __future__ import annotations

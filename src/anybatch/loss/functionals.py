@@ -8,8 +8,10 @@ numerator (it adds up over micro-batches) and the denominator (it can be counted
     CrossEntropy mean = sum_i w[y_i] nll_i / sum_i w[y_i],     i over targets != ignore_index
 
 Only losses in which a row meets no other row are here. A form that is not listed, such as
-``reduction="none"``, is not recognised, and never guessed. Source: the formulas in the
-documentation of torch's loss modules.
+``reduction="none"``, is not recognised, and never guessed. A loss that torch adds is one entry of
+`TABLE`. Behind the table: functions through which samples stay separate, on their way to a loss.
+
+Source: the formulas in the documentation of torch's loss modules.
 """
 
 from __future__ import annotations
@@ -258,8 +260,8 @@ TABLE[own_weighted_values] = Functional(
 #
 # ``F.cross_entropy(logits.view(-1, V), tokens.view(-1))`` is a sum over samples;
 # ``F.cross_entropy(z @ z.T, labels)`` is not, though it calls the same functional. The difference
-# is whether one dimension still holds the samples separately. This module follows that dimension
-# (here: the *axis*) through the functions that only move or map single samples. For any other
+# is whether one dimension still holds the samples separately. Code from here on follows that
+# dimension (the *axis*) through the functions that only move or map single samples. For any other
 # function it returns None, and the loss that uses the result is treated as coupled.
 #
 # An axis of 0 may have several rows a sample, in the samples' order: ``[n * T, V]``.

@@ -1,9 +1,9 @@
 """Terms of a loss inside a model: numerator, denominator, their sum, and their labels.
 
-F.cross_entropy(a, t)          TracedTerm     sum of the rows, and what these are divided by
-1 in 1 - cosine.mean()         Constant       the same in all parts of the batch
-anybatch.coupled(fn)(z)        TermOfAll      a value that all parts share
-nll.sum() / len(x)             SumBySamples   a sum that is divided by the samples
+F.cross_entropy(a, t)       TracedTerm     sum of the rows, and its denominator
+1 in 1 - cosine.mean()      Constant       the same in all parts of the batch
+anybatch.coupled(fn)(z)     TermOfAll      a value that all parts share
+nll.sum() / len(x)          SumBySamples   a sum that is divided by the samples
 """
 
 from __future__ import annotations

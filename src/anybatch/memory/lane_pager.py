@@ -4,8 +4,7 @@
 barrier (inputs, the branch of a residual, the normalised tensor) would stay resident, a fifth of
 the full batch's peak for micro-batches of any size. Here a tensor retains its storage, and the
 storage frees its memory: its bytes are copied out, and it is resized to nothing. Every kernel is
-intercepted before it runs, in forward and in backward, and its storages
-are resident when it does.
+intercepted before it runs, in forward and in backward, and its storages are resident when it does.
 
     lane 0 runs ── barrier ── its storages leave, the furthest next use first ── ... ── it is next:
     what it will use comes ahead of it; what was not written to need not be copied out again

@@ -1,7 +1,9 @@
 """Choice of the store for offloaded tensors: host, file, or a file in a named folder.
 
-auto    what is nearest, where a step needs it or is faster for it
-host    page-locked memory, from a GPU      file    one without a name      off
+auto    the nearest store, where a step needs one or is faster with it
+host    page-locked memory, from a GPU
+file    a file without a name
+off     none
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ torch.OutOfMemoryError; None (default) is any number of them.
 
 Read `rehearsal` (a dry run) and `probe` (a real micro-batch, and an optimizer's update), `forecast`
 (bytes for every size), `full_batch` (those of an undivided step only), `ladder` (how both are
-made), `budget` (the bytes that a step may hold), `memory_model` (the refusal, too) and its three:
-`resident_memory`, `offload_memory` and `paged_lockstep` with `working_set` (all tensors resident,
-saved tensors offloaded, lanes paged between kernels), `workspaces` (of convolutions), `search` (the
-fastest of these, by steps that train), `earlier_plans` (those of the starts before), `decision`,
-`ways` (chunks of wide maps and tiles of tokens), `planner`.
+made), `budget` (the bytes that a step may hold), `memory_model` and its three, which choose a size
+or refuse a budget: `resident_memory`, `offload_memory` and `paged_lockstep` with `working_set` (all
+tensors resident, saved tensors offloaded, lanes paged between kernels), `workspaces` (of
+convolutions), `search` (the fastest of these, by steps that train), `earlier_plans` (those of the
+starts before), `decision`, `ways` (chunks of wide maps and tiles of tokens), `planner`.
 """

@@ -1,6 +1,7 @@
 """Budget of a step: the default, the forecasts by signature, and errors of dry runs in it.
 
-A budget includes the existing tensors of the step, and all that the step allocates.
+A budget includes the existing tensors of the step, and all that the step allocates. A budget that
+is too small is refused by the memory models: `ResidentSizes.require`, or the one for offloading.
 """
 
 from __future__ import annotations

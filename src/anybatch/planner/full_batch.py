@@ -1,9 +1,8 @@
 """Forecast of a full batch only, without one of its micro-batches.
 
-A batch that fits undivided runs so, and no smaller size has to be foreseen. On a host it is run
-once on fakes. Where fakes cannot run it, a real step of one row tells about how much all of them
-hold, or one of four. Its first step is stopped at the budget, so a forecast that was too low costs
-a part of a step.
+A batch that fits undivided runs so, and needs no forecast of smaller sizes. On a host it is run
+once on fakes; where fakes cannot run it, a real step of one row, or of four, gives an estimate. The
+first step is stopped at the budget, so an estimate that was too low costs a part of a step.
 
     fits by a tenth ──> undivided, with no other forecast      else: `anybatch.planner.ladder`
 """

@@ -5,7 +5,8 @@
     paged        all of a lane, but what its kernel needs       `anybatch.planner.paged_lockstep`
 
 Each answers the same questions for one signature: whether a size fits, which is the largest that
-does, and how a batch is run in it. `anybatch.planner.decision` chooses between them.
+does, and how a batch is run in it. If none does, it raises `BudgetError`, with the words from here.
+`anybatch.planner.decision` chooses between them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Choice of a micro-batch size with all saved tensors resident, for one signature.
+"""Choice of a micro-batch size with all saved tensors resident; refusal where no size fits.
 
-forecast <= budget ──> cap, rehearsed once more ──> a first size ──> the fastest, found by steps
+forecast <= budget ──> cap, rehearsed once more ──> first size ──> the fastest, by steps
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many GPUs are worth it: Lemma 3.1, and a model of a step's seconds on G GPUs.
+"""Number of GPUs worth using: Lemma 3.1, and a model of a step's seconds on G GPUs.
 
 A step is computing, T_C, and overhead that nothing hides, T_O; R_O = T_O / T_C. On G GPUs computing
 takes T_C / G and the overhead does not change:
@@ -78,6 +78,9 @@ def speedup(overhead: float, gpus: int) -> float:
 
 def speedup_limit(overhead: float) -> float:
     """Return 1 + 1 / R_O, the bound of every speedup; infinite without overhead.
+
+    Args:
+        overhead: R_O, at least 0.
 
     Raises:
         ValueError: `overhead` is below 0 or not finite.

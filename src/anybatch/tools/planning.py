@@ -79,7 +79,7 @@ def plan(
             `batchnorm` and `rng`.
         loss_fn: the loss.
         batch: ``(inputs, targets)`` as for `Engine.backward`, or a `LazyBatch`.
-        memory: bytes, or a text such as "6GiB"; None (default) is the free memory of the device.
+        memory: bytes, or a text such as "6GiB" or "80%"; None (default): as for `Engine`.
         optimizer: its state counts with its size after the first step.
         micro_batch: samples; None (default) chooses.
         batchnorm: as in `Engine`.
@@ -109,9 +109,9 @@ def plan(
             has the seconds of candidates only.
         split: splits its mini-batches, as in `anybatch.profile`. Default: pairs.
         gpus: a goal: the number of GPUs. Default None: only the table.
-        speedup: a goal: how many times as fast as one GPU.
-        deadline: a goal: seconds for all `epochs`; the loader must know its length.
-        epochs: Default 1.
+        speedup: a goal: how many times as fast as one GPU. Default None.
+        deadline: a goal: seconds for all `epochs`; the loader must know its length. Default None.
+        epochs: passes over the `loader` in the training. Default 1.
         network: bandwidth for gradients between GPUs, in bits a second: "10Gbit". Default None:
             the sum of gradients is assumed to cost nothing, and the plan says so.
         servers: parameter servers for `gpus` workers that do not wait for each other: the plan says

@@ -193,7 +193,7 @@ def why(
         model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer` and `batchnorm`.
         loss_fn: the loss.
         batch: ``(inputs, targets)`` as for `Engine.backward`.
-        memory: the budget of the plan. Default None: the free memory of the device.
+        memory: the budget of the plan. Default None: as for `Engine`.
         micro_batch: samples in those of one column, and of the plan. Default None chooses.
         optimizer: its state counts with its size after the first step.
         batchnorm: as in `Engine`.

@@ -1,4 +1,4 @@
-"""Which entries of a draw belong to which sample, and where a micro-batch finds its own.
+"""Layout of a draw: the entries of each sample, and those of a micro-batch among all.
 
 The undivided batch draws once for all samples. A micro-batch that draws as many numbers and keeps
 its rows has the same ones, if it knows three things of the tensor that it would draw: the dimension

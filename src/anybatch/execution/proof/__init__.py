@@ -1,4 +1,4 @@
-"""Whether samples meet: shown without tolerance, on a few rows, before a batch is split.
+"""Proof that samples do not meet, without tolerance, on a few rows, before a batch is split.
 
 Equal outputs at two sizes are no proof: a gate of 0 hides everything behind it, float32 needs a
 tolerance, and draws cannot be compared at all. Here every number of a few rows carries the set of
