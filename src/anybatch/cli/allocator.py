@@ -11,8 +11,7 @@ torch cannot choose: glibc reads them from the environment before the first line
 the command starts itself again, once, with the environment of the mode. Only the command does, and
 not if the user has set glibc's variables; a library must not change a process silently.
 
-Source: glibc manual, "Malloc Tunable Parameters" and "Memory Allocation
-Tunables".
+Source: glibc manual, "Malloc Tunable Parameters" and "Memory Allocation Tunables".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`anybatch bench --convolutions`: measure a model's convolutions before anybody waits.
+"""`anybatch bench --convolutions`: measure a model's convolutions before a training.
 
 Measurements are stored in a file that every later process reads, and that may be copied to other
 machines like this one.

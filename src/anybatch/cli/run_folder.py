@@ -9,7 +9,7 @@
     events.out.*    metrics.jsonl for TensorBoard, where it is installed
     report.html     all of this as a page
 
-Each is complete or missing (`files`).
+Each is complete or missing.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 argparse and typer check one option at a time. Here all faults are gathered and said together, and
 the same value serves the command and a program that calls `train` directly.
 
-A field that is None is filled by the recipe, else by the task's default (`recipes.choose`).
+A field that is None is filled by the recipe, else by the task's default (`choose`).
 """
 
 from __future__ import annotations

@@ -66,8 +66,7 @@ class Memory:
         waiting_capacity: bytes for waiting micro-batches on the device, in lockstep.
         chunked: bytes of one chunk of a wide linear map; 0 (default) without chunks.
         inspection: bytes of a full inspection of the model; 0 (default) where it was not forecast.
-        tile: tokens of one tile, in modules that act on each token by itself; 0 (default) without
-            tiles.
+        tile: tokens of a tile, in modules of single tokens; 0 (default) without tiles.
     """
 
     budget: int

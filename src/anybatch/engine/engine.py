@@ -90,9 +90,8 @@ class Engine(Resumable):
             parameters, buffers, gradients, optimizer state and all allocations of the step; on
             CUDA also all other allocations of the process. On the CPU it is bytes of live tensors,
             without your own mini-batch. "80%": that share of the memory that is free at the first
-            step, plus the tensors that it has already. None (default): the same of all free
-            memory less a margin, which the plan names; but if `micro_batch` is passed, nothing is
-            planned.
+            step, plus the tensors that it has already. None (default): the same, less a margin
+            that the plan names; but if `micro_batch` is passed, nothing is planned.
         micro_batch: samples in a micro-batch, at least 1. None (default): the first step forecasts
             the memory of every size and runs in one that fits; up to nine more find the fastest.
         batchnorm: "exact" (default) normalises by the full batch: micro-batches wait for each
@@ -306,8 +305,7 @@ class Engine(Resumable):
             NotExactError: the gradient of the full batch cannot be computed this way.
             LossError: the loss breaks a rule; or the model returns no loss and there is no
                 `loss_fn`, or it returns a loss that cannot be traced.
-            BudgetError: one sample, or the given `micro_batch`, does not fit in `memory`; nothing
-                was run.
+            BudgetError: one sample, or `micro_batch`, does not fit in `memory`; nothing was run.
             StoreError: the store of offloaded tensors is full, or a write or a read has failed.
             RankError: another rank has failed or is gone, or the ranks make different steps.
 

@@ -4,7 +4,6 @@ The first step after a decision runs under the meter, or under the allocator's o
 device has one. Later ones do not: the meter costs up to three times the time of small kernels. The
 next few and some later ones are watched: by that statistic, or by the bytes of the C library's
 allocator at the start of backward. All are watched if their bytes may depend on values of a batch.
-
 The next steps are metered again after a watched one with more bytes than a metered step had, where
 the model has changed since its inspection, and where a step computes more at once. While they can
 be retried smaller, they are stopped at the budget.

@@ -9,9 +9,8 @@ numerator (it adds up over micro-batches) and the denominator (it can be counted
 
 Only losses in which a row meets no other row are here. A form that is not listed, such as
 ``reduction="none"``, is not recognised, and never guessed. A loss that torch adds is one entry of
-`TABLE`. Behind the table: functions through which samples stay separate, on their way to a loss.
-
-Source: the formulas in the documentation of torch's loss modules.
+`TABLE`. Behind it are functions through which samples stay separate. Source: the formulas in the
+documentation of torch's loss modules.
 """
 
 from __future__ import annotations

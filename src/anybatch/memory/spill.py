@@ -1,9 +1,7 @@
 """Choice of the store for offloaded tensors: host, file, or a file in a named folder.
 
 auto    the nearest store, where a step needs one or is faster with it
-host    page-locked memory, from a GPU
-file    a file without a name
-off     none
+host    page-locked memory, from a GPU      file    one without a name      off     none
 """
 
 from __future__ import annotations

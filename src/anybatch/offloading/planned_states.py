@@ -6,8 +6,6 @@ share saves them transfers to the file and back.
 
     more resident bytes     fewer bytes are offloaded in a micro-batch
     a larger micro-batch    fewer micro-batches
-
-Source: Hayakawa and Narihira, Out-of-core training, section 3: all variables are scheduled.
 """
 
 from __future__ import annotations

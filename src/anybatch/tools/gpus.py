@@ -77,10 +77,7 @@ def speedup(overhead: float, gpus: int) -> float:
 
 
 def speedup_limit(overhead: float) -> float:
-    """Return 1 + 1 / R_O, the bound of every speedup; infinite without overhead.
-
-    Args:
-        overhead: R_O, at least 0.
+    """Return 1 + 1 / R_O, the bound of every speedup; infinite where R_O, `overhead`, is 0.
 
     Raises:
         ValueError: `overhead` is below 0 or not finite.

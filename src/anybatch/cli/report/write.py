@@ -1,6 +1,6 @@
 """Where a page goes: `anybatch report RUN_FOLDER`, and the file that `plan --html` names.
 
-A plan takes seconds to minutes, and a run is read for its report; a wrong file name is said before.
+A plan takes seconds to minutes, so a wrong file name is refused before.
 The file takes its name in one step, as the others of a run folder do, so a reader never sees half a
 page.
 """
