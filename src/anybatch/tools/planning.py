@@ -70,8 +70,8 @@ def plan(
 ) -> Plan:
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
-    Dry runs (steps on fake tensors, which have no data) forecast the memory, and one real step of
-    two samples checks the forecast. Steps in a few of the sizes that fit are timed on the device,
+    Dry runs (steps on fake tensors, which have no data, and on a few real rows) forecast the
+    memory. Steps in a few of the sizes that fit are timed on the device,
     and all is restored. A model sharded by FSDP is gathered for this, so all ranks must call it.
 
     Args:
