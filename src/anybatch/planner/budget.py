@@ -78,7 +78,7 @@ def on_cuda(found: Forecast, *, case: Case, others: int, budget: int, size: int)
             return found.with_more(CUBLAS, ASSUMED)
         measured[n] = took
         most = max(measured.values())
-        found = found.with_constant({"workspace": most}) if most else found
+        found = replace(found, constant={**found.constant, "workspace": most}) if most else found
     return found if measured else found.with_more(CUBLAS, ASSUMED)
 
 

@@ -93,8 +93,8 @@ class Forecast:
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         micro_batches: of a rehearsal of a divided step, at least.
-        measured: the lines are those of few real rows, and fakes tell whether they hold.
-        few: undivided steps of two real rows, of three, ..., where the lines are those of such.
+        few: undivided steps of two real rows, of three, ..., where the lines are those of such, and
+            fakes tell whether they hold; else none.
         on_line: sizes that were compared with the lines, and whether they are on these.
         recorded: sizes whose convolutions were recorded, and these.
         lanes: samples of a lane, and of the batch where a loss couples them, else 0 -> the dry run
@@ -124,7 +124,6 @@ class Forecast:
         default_factory=dict, repr=False, compare=False
     )
     micro_batches: int = MICRO_BATCHES
-    measured: bool = False
     few: tuple[Timeline, ...] = field(default=(), repr=False, compare=False)
     on_line: dict[int, bool] = field(default_factory=dict, repr=False, compare=False)
     recorded: dict[int, KernelRecorder] = field(default_factory=dict, repr=False, compare=False)
@@ -134,11 +133,11 @@ class Forecast:
 
     def owners(self, n: int, size: int) -> dict[str, int]:
         """Return owner -> bytes at the peak of a step of `size` samples in micro-batches of `n`."""
-        return max(self._peaks(n, size), key=lambda found: sum(found.values()))
+        return self._at_peak(self._line(n, size), n, size)
 
     def peak(self, n: int, size: int) -> int:
         """Return the bytes of that peak."""
-        return sum(self.owners(n, size).values())
+        return total(self.owners(n, size))
 
     def least(self, size: int, most: int) -> tuple[int, int]:
         """Return the size of micro-batches, up to `most`, that needs the fewest bytes, and these.
@@ -157,8 +156,7 @@ class Forecast:
         """
         if self.peak(size, size) <= budget:
             return size
-        fixed = sum(self.held(size, divided=True).values())
-        n = min(self.divided.largest(budget - fixed), size - 1)
+        n = min(self.divided.largest(budget - total(self.held(size, divided=True))), size - 1)
         while n > 0 and self.peak(n, size) > budget:  # the inspection, or the update
             n -= 1 if n <= 8 else n // 8
         if n > 0:
@@ -181,7 +179,7 @@ class Forecast:
 
         With `confirmed` it is rehearsed, where that costs no memory; else a bound will do.
         """
-        if self.accumulated is not None and not (confirmed and self.measured):
+        if self.accumulated is not None and not (confirmed and self.few):
             return total(self.accumulator_owners(n, size))
         if self.case is None or not confirmed:
             # A sparse sum is a new tensor beside the old one and the micro-batch's
@@ -191,19 +189,13 @@ class Forecast:
 
     def accumulator_owners(self, n: int, size: int) -> dict[str, int]:
         """Return owner -> bytes at that peak, by a line; nothing where there is none."""
-        if self.accumulated is None:
-            return {}
-        held = merged(self.summed(self.accumulated.at(n)), self.held(size, divided=True))
-        held = merged(held, {"gradients": self.grown(n, size)})
-        return max([held, *self.other_peaks(n, size)], key=total)
+        return {} if self.accumulated is None else self._at_peak(self.accumulated.at(n), n, size)
 
     def confirm(self, n: int, size: int, *, accumulator: bool = False) -> int:
         """Return the bytes of the peak at just this size: rehearsed, where that costs nothing."""
         if self.case is None:
             return self.peak(n, size)
-        found = self.rehearsed(n, size, accumulator=accumulator)
-        held = self.held(size, divided=self.divides(n, size))
-        return max(total(self.summed(found)) + total(held), *map(total, self.other_peaks(n, size)))
+        return total(self._at_peak(self.rehearsed(n, size, accumulator=accumulator), n, size))
 
     def rehearsed(self, n: int, size: int, *, accumulator: bool) -> Timeline:
         """Return one more rehearsal of a step, which is made once."""
@@ -214,7 +206,7 @@ class Forecast:
         line = self.accumulated if accumulator else self.divided
         if not self.divides(n, size):
             found, _ = rehearsal.full_batch(self.case, size, self.inspection)
-        elif line is not None and self.measured and self._fakes_agree(n):
+        elif line is not None and self.few and self._fakes_agree(n):
             found = line.at(n)
         else:
             case = replace(first_rows(self.case, size), global_samples=self.global_samples)
@@ -234,10 +226,9 @@ class Forecast:
         if any(agrees and m >= n for m, agrees in self.on_line.items()):
             return True
         if n not in self.on_line:
-            found = rehearsal.full_batch(self.case, n)[0]
             # The bytes of a loss of all pairs are below the line, and on the parabola.
-            line = rehearsal.extrapolated(self.few, 2, n) if self.few else self.undivided.at(n)
-            self.on_line[n] = rehearsal.holds_all_of(line, found)
+            line = rehearsal.extrapolated(self.few, 2, n)
+            self.on_line[n] = rehearsal.holds_all_of(line, rehearsal.full_batch(self.case, n)[0])
         return self.on_line[n]
 
     def convolutions(self, n: int) -> KernelRecorder | None:
@@ -251,13 +242,9 @@ class Forecast:
             self.recorded[n] = rehearsal.kernels(self.case, n, self.inspection)
         return self.recorded[n]
 
-    def with_constant(self, more: Mapping[str, int]) -> Forecast:
-        """Return the forecast with more bytes that are there all the time, by owner."""
-        return replace(self, constant={**self.constant, **more})
-
     def with_more(self, owner: str, count: int) -> Forecast:
-        """Return the forecast with `count` more bytes of one owner."""
-        return self.with_constant({owner: self.constant.get(owner, 0) + count})
+        """Return the forecast with `count` more bytes of one owner that are there all the time."""
+        return replace(self, constant=merged(self.constant, {owner: count}))
 
     def completed(self, signature: Signature, workspace: int) -> Forecast:
         """Return the forecast plus samples of all ranks, gradients of before, and workspace."""
@@ -287,9 +274,9 @@ class Forecast:
         step = self._line(n, size) if sums is None else sums.at(n)
         if self.global_samples:
             step = step.ended("sum over ranks", {"gradients": self.pieces})
-        more = {**self.held(size, divided=divided), "gradients": self.grown(n, size)}
+        step = step.plus(self.throughout(n, size))
         found = {name: others.pop(name) for name in [INSPECTION] if name in others}
-        return {**found, DIVIDED if divided else UNDIVIDED: step.plus(more), **others}
+        return {**found, DIVIDED if divided else UNDIVIDED: step, **others}
 
     def divides(self, n: int, size: int) -> bool:
         """Say whether a step goes the way of several micro-batches; over ranks it always does."""
@@ -303,13 +290,10 @@ class Forecast:
         ended = merged(line.final(), {"gradients": self.pieces})
         return max(held, ended, key=total)
 
-    def _peaks(self, n: int, size: int) -> list[dict[str, int]]:
-        """Return owner -> bytes at each peak: the step, the first inspection, the update."""
-        divided = self.divides(n, size)
-        held = merged(self.summed(self._line(n, size)), self.held(size, divided=divided))
-        if grown := self.grown(n, size):
-            held = merged(held, {"gradients": grown})
-        return [held, *self.other_peaks(n, size)]
+    def _at_peak(self, line: Timeline, n: int, size: int) -> dict[str, int]:
+        """Return owner -> bytes at the peak of a step with this line, or before or after it."""
+        step = merged(self.summed(line), self.throughout(n, size))
+        return max(step, self.other_peak(n, size), key=total)
 
     def _line(self, n: int, size: int) -> Timeline:
         """Return a step of `size` samples in micro-batches of `n`, or the first of them."""
@@ -322,15 +306,19 @@ class Forecast:
         """Return the most bytes that `size` samples hold at once: no states, and no gradients."""
         return own_bytes(self._line(size, size)) + self.constant.get("activations", 0)
 
-    def grown(self, n: int, size: int) -> int:
-        """Return the bytes that sparse sums gain after a dry run, counted for old and new sum."""
-        if n >= size:
-            return 0
-        return 2 * self._rounded(self.entries * max(0, size - self.micro_batches * n))
+    def throughout(self, n: int, size: int) -> dict[str, int]:
+        """Return owner -> bytes that are live throughout a step in micro-batches of `n`.
 
-    def other_peaks(self, n: int, size: int) -> list[dict[str, int]]:
-        """Return owner -> bytes at the peaks of the first inspection, if any, and the update."""
-        return [{}, *(one.at_peak() for one in self._other_phases(n, size).values())]
+        Of sparse sums these are what they gain after a dry run, for the old and the new sum.
+        """
+        held, after = self.held(size, divided=self.divides(n, size)), size - self.micro_batches * n
+        grown = 2 * self._rounded(self.entries * max(0, after))
+        return merged(held, {"gradients": grown}) if grown else held
+
+    def other_peak(self, n: int, size: int) -> dict[str, int]:
+        """Return owner -> bytes at the peak of the first inspection, if any, or the update."""
+        others = self._other_phases(n, size).values()
+        return max(({}, *(one.at_peak() for one in others)), key=total)
 
     def _other_phases(self, n: int, size: int) -> dict[str, Timeline]:
         """Return the first inspection, if any, and the update, with all other live bytes."""

@@ -141,7 +141,7 @@ def forecast(
         found = _masks_full(case, state, available, others, may)
         if found is None and may is not None:
             found = guess(case, state, available, may)
-    if found is not None and (found.measured or found.full_batch):
+    if found is not None and (found.few or found.full_batch):
         return found
     if found is not None:
         found = on_device(found)
@@ -221,7 +221,7 @@ def _dry_run(
         single = fakes if suffices is None else None
         found, inspected = _on_few_rows(case, state, step, spare, most, single)
         if found is not None:
-            return replace(found, how=ROWS_AND_FAKES, case=fakes, measured=True)
+            return replace(found, how=ROWS_AND_FAKES, case=fakes)
     line = _line([rehearsal.full_batch(fakes, n)[0] for n in sizes], sizes, FAKE)
     inspected = inspected or _inspected(fakes, SIZES, FAKE)
     return _rehearsed(fakes, state, FAKE, sizes, inspected=inspected, undivided=line)

@@ -361,11 +361,9 @@ def rehearse_offloaded(
     """
     recorders: list[Recorder] = []
     divided, inspection = foreseen.divides(n, size), foreseen.inspection
-    held = foreseen.held(size, divided=divided)
+    held = foreseen.throughout(n, size)
     if not divided and foreseen.copied:  # seen on real rows inside a step, which has its own copy
         held = merged(held, {"buffers": foreseen.copied})
-    if grown := foreseen.grown(n, size):
-        held = merged(held, {"gradients": grown})
     inside = tries - total(held) if make is not None else 0
 
     def sends(meter: Meter) -> Recorder:
@@ -393,7 +391,7 @@ def rehearse_offloaded(
         parts=parts,
         link=LINK if make is None else recorders[0].link,
         held=held,
-        other_peak=max(foreseen.other_peaks(n, size), key=total),
+        other_peak=foreseen.other_peak(n, size),
         clocked=make is not None,
     )
 

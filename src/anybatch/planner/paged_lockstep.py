@@ -311,7 +311,7 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     brought = _brought(foreseen, case, n, size) if foreseen.inspection.coupled else 0
     return Widths(
         there={owner: count for owner, count in merged(there, held).items() if count},
-        other_peak=max(foreseen.other_peaks(n, size), key=total),
+        other_peak=foreseen.other_peak(n, size),
         # Pieces are of gradients, when lanes hold nothing.
         needs=max(recorder.needs, recorder.joins.needs + brought, foreseen.pieces),
         makes=max(recorder.makes, recorder.joins.makes),

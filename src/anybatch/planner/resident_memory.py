@@ -184,7 +184,7 @@ class ResidentSizes(MemoryModel):
         if lane is not None:
             step, waiting = step_of(lane, foreseen, n, size, budget)
             if least(waiting) >= 0:
-                owners = max([step.at_peak(), *foreseen.other_peaks(n, size)], key=total)
+                owners = max(step.at_peak(), foreseen.other_peak(n, size), key=total)
                 return total(owners), owners, waiting
         each = sum(count for owner, count in owners.items() if owner not in SHARED)
         left = budget - peak
