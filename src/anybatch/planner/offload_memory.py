@@ -11,8 +11,10 @@ may have workspace that no fake shows; that also measures the speed of the store
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +30,7 @@ from anybatch.memory.ledger import Timeline
 from anybatch.memory.meter import STEP, Meter
 from anybatch.memory.spill import clocked, maker, require_space
 from anybatch.memory.stores import BLOCK, BOUNCE, Store
-from anybatch.offloading.course import Course, Recording, set_course
+from anybatch.offloading.course import Recording, set_course
 from anybatch.offloading.mover import SMALL, Mover
 from anybatch.offloading.recorder import FAST, StepRecorder, link_of
 from anybatch.offloading.saved_tensors import StepHooks, without_outside
@@ -36,6 +38,7 @@ from anybatch.offloading.unroll import Stretch, chained
 from anybatch.planner import rehearsal
 from anybatch.planner.forecast import Forecast, merged, total
 from anybatch.planner.memory_model import MemoryModel, finite
+from anybatch.planner.search import doubling
 
 MOVED = 0.5
 """Share of the excess that has to move at least: the rest may be recomputed instead."""
@@ -62,12 +65,8 @@ class OffloadedSizes(MemoryModel):
         """Return the most samples that fit fully offloaded, of 1, 2, 4 ... and most; or 0."""
         if self._request.full_batch:
             return self._size if self._most >= self._size and self.fits(self._size) else 0
-        found, n = 0, 1
-        while n < self._most and self.fits(n):
-            found, n = n, 2 * n
-        if (n >= self._most or found == 0) and self.fits(self._most):
-            return self._most
-        return found
+        *fitting, last = [0, *takewhile(self.fits, doubling(self._most))]
+        return last if fitting or not self.fits(self._most) else self._most
 
     def fits(self, n: int) -> bool:
         """Return whether micro-batches of `n` fit with all saved tensors offloaded."""
@@ -160,7 +159,7 @@ class OffloadedSizes(MemoryModel):
         )
         passes = partial(
             chained,
-            found.stretches(fitted),
+            fitted.stretches,
             budget=self._budget,
             most=fitted.predicted,
             clocked=found.clocked,
@@ -299,25 +298,21 @@ class OffloadedStep:
         if self.floor > budget:
             raise BudgetError("below the floor", needed=self.floor, budget=budget)
         held = total(self.held)
-        courses = [
-            set_course(part.recording, budget - held - part.there, self.link) for part in self.parts
-        ]
+        there = [held + part.there for part in self.parts]
+        stretches = tuple(
+            Stretch(nbytes, set_course(part.recording, budget - nbytes, self.link))
+            for nbytes, part in zip(there, self.parts, strict=True)
+        )
         predicted = max(
             total(self.other_peak),
             held + self.between,
-            *(held + p.there + c.predicted for p, c in zip(self.parts, courses, strict=True)),
+            *(nbytes + course.predicted for nbytes, course in stretches),
         )
         first = [part.there for part in self.parts if part.first]
         others = [part.there for part in self.parts if not part.first] or first
         most = predicted - held
         capacity = most - max(first or others), most - max(others)
-        return Fitted(predicted, capacity, tuple(courses))
-
-    def stretches(self, fitted: Fitted) -> tuple[Stretch, ...]:
-        """Return the micro-batches in order, with the bytes that are live next to each."""
-        held = total(self.held)
-        pairs = zip(self.parts, fitted.courses, strict=True)
-        return tuple(Stretch(held + part.there, course) for part, course in pairs)
+        return Fitted(predicted, capacity, stretches)
 
 
 @dataclass(frozen=True)
@@ -327,12 +322,12 @@ class Fitted:
     Attributes:
         predicted: bytes that it holds at most.
         capacity: bytes that its first micro-batch may make, and any other.
-        courses: of each of its first micro-batches.
+        stretches: its first micro-batches in order, with the bytes that are live next to each.
     """
 
     predicted: int
     capacity: tuple[int, int]
-    courses: tuple[Course, ...]
+    stretches: tuple[Stretch, ...]
 
     def copies(self, count: int) -> tuple[int, int, float]:
         """Return the bytes offloaded and recomputed in a step of `count` micro-batches, and a wait.
@@ -340,8 +335,8 @@ class Fitted:
         It is the seconds for which the step waits. Micro-batches that were not rehearsed are like
         the last one.
         """
-        last = self.courses[-1]
-        every = [*self.courses[:count], *[last] * (count - len(self.courses))]
+        courses = [course for _, course in self.stretches]
+        every = [*courses[:count], *courses[-1:] * (count - len(courses))]
         sent, remade = sum(one.sent for one in every), sum(one.remade for one in every)
         return sent, remade, sum(one.stall for one in every)
 
@@ -359,37 +354,29 @@ def rehearse_offloaded(
     `make` returns the store of a real one, which may hold `tries` bytes during trials of
     recomputation; fakes have no store, and no values to compare.
     """
-    recorders: list[Recorder] = []
     divided, inspection = foreseen.divides(n, size), foreseen.inspection
     held = foreseen.throughout(n, size)
     if not divided and foreseen.copied:  # seen on real rows inside a step, which has its own copy
         held = merged(held, {"buffers": foreseen.copied})
     inside = tries - total(held) if make is not None else 0
 
-    def sends(meter: Meter) -> Recorder:
-        recorders.append(Recorder(case, meter, make, inside))
-        return recorders[0]
-
-    try:
+    case = _rows(case, n if divided else size, size)
+    recorder = Recorder(case.device, make, inside)
+    with closing(recorder.mover):
         if divided:
-            case = replace(
-                first_rows(_rows(case, n, size), size), global_samples=foreseen.global_samples
-            )
-            line = rehearsal.divided(case, n, inspection, accumulator=False, sends=sends)
+            case = replace(first_rows(case, size), global_samples=foreseen.global_samples)
+            line = rehearsal.divided(case, n, inspection, accumulator=False, sends=recorder)
         else:
-            line = rehearsal.full_batch(_rows(case, size, size), size, inspection, sends=sends)[0]
-    finally:
-        for recorder in recorders:
-            recorder.close()
-    parts = tuple(recorders[0].parts)
-    live, tried = line.live.sum(1), recorders[0].tried
+            line = rehearsal.full_batch(case, size, inspection, sends=recorder)[0]
+    parts = tuple(recorder.parts)
+    live, tried = line.live.sum(1), recorder.tried
     spans = [range(part.begin, part.end) for part in parts]
     outside = [int(b) for t, b in enumerate(live) if not any(t in span for span in spans)]
     return OffloadedStep(
         owners=foreseen.summed(_without(line, tried)),
         between=max([*outside, total(line.final())]),
         parts=parts,
-        link=LINK if make is None else recorders[0].link,
+        link=LINK if make is None else link_of(recorder.mover),
         held=held,
         other_peak=foreseen.other_peak(n, size),
         clocked=make is not None,
@@ -415,31 +402,26 @@ class Recorder:
     recomputation.
 
     Attributes:
+        mover: of saved tensors; it knows how fast they went and returned.
         parts: the micro-batches so far.
         tried: the events in which it was tried to compute something again.
     """
 
-    def __init__(
-        self, case: Case, meter: Meter, make: Callable[[], Store] | None, tries: int
-    ) -> None:
-        self._device, self._meter, self._tries = case.device, meter, tries
-        self._mover = Mover(make or Nowhere, case.device)
-        self.parts: list[RehearsedMicroBatch] = []
-        self.tried: set[int] = set()
+    meter: Meter
 
-    @property
-    def link(self) -> Link:
-        """Return how fast saved tensors went and returned."""
-        return link_of(self._mover)
+    def __init__(self, device: torch.device, make: Callable[[], Store] | None, tries: int) -> None:
+        self._device, self._tries = device, tries
+        self.mover = Mover(make or Nowhere, device)
+        self.parts, self.tried = list[RehearsedMicroBatch](), set[int]()
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples."""
         del size
-        there, begin = self._meter.live, self._meter.events
+        there, begin = self.meter.live, self.meter.events
         watch = StepRecorder(self._device, max(0, self._tries - there), None)
-        with StepHooks(self._mover, self._device, watch, {}):
+        with StepHooks(self.mover, self._device, watch, {}):
             work()
-        if self._meter.events - begin != watch.events:
+        if self.meter.events - begin != watch.events:
             raise NotYetError(
                 "to offload saved tensors, each kernel of a step must run in two dry runs, and "
                 "some run in one only (sparse tensors make others): give more memory, so that none "
@@ -447,12 +429,8 @@ class Recorder:
             )
         self.tried.update(begin + t for aside in watch.asides for t in aside)
         self.parts.append(
-            RehearsedMicroBatch(first, there, begin, self._meter.events, without_outside(watch))
+            RehearsedMicroBatch(first, there, begin, self.meter.events, without_outside(watch))
         )
-
-    def close(self) -> None:
-        """Release the stored tensors."""
-        self._mover.close()
 
 
 class Nowhere:

@@ -37,6 +37,7 @@ from anybatch.offloading.unroll import OUTSIDE
 from anybatch.planner import rehearsal
 from anybatch.planner.forecast import Forecast, merged, total
 from anybatch.planner.memory_model import MemoryModel, finite
+from anybatch.planner.search import doubling
 from anybatch.planner.working_set import GRADIENTS, lane_of
 
 OF_LANES = "all micro-batches, kernel by kernel"
@@ -90,9 +91,9 @@ class PagedLockstep(MemoryModel):
         ranks all samples may be in one lane. More samples hold no less, so a few of these sizes run
         dry, and not all.
         """
-        undivided = self._most >= self._size and not self.foreseen.global_samples
-        sizes = [1 << k for k in range(self._most.bit_length()) if 1 << k < self._most]
-        sizes += [] if undivided else [self._most]
+        sizes = doubling(self._most)
+        if self._most >= self._size and not self.foreseen.global_samples:
+            sizes.pop()  # undivided
         first = bisect_left(sizes, True, key=lambda n: not self.fits(n))
         return sizes[first - 1] if first else 0
 
@@ -270,22 +271,16 @@ class Widths:
 
 def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     """Rehearse a lane; `n` are all samples only where other ranks have more."""
-    watched: list[WidthRecorder] = []
-
-    def sends(meter: Meter) -> WidthRecorder:
-        watched.append(WidthRecorder(meter))
-        return watched[0]
-
+    recorder = WidthRecorder()
     case = replace(first_rows(fakes, size), global_samples=foreseen.global_samples)
     line = rehearsal.divided(
         case,
         n,
         foreseen.inspection,
         accumulator=False,
-        sends=sends,
-        around=lambda: watched[0].joins,
+        sends=recorder,
+        around=lambda: recorder.joins,
     )
-    (recorder,) = watched
     last = len(recorder.spans) - 1
     full = max(range(last + 1), key=lambda i: (recorder.sizes[i], i))  # the last may be smaller
     begin, end = recorder.spans[full]
@@ -337,23 +332,27 @@ class WidthRecorder:
         makes: the most bytes that a kernel has made.
         spans: where each micro-batch begins and ends, in kernels.
         sizes: samples of each.
-        joins: records the kernels of a loss of all outputs.
     """
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter, self.joins = meter, KernelBytes(meter)
+    meter: Meter
+
+    def __init__(self) -> None:
         self.needs = self.makes = 0
-        self.spans: list[tuple[int, int]] = []
-        self.sizes: list[int] = []
+        self.spans, self.sizes = list[tuple[int, int]](), list[int]()
+
+    @cached_property
+    def joins(self) -> KernelBytes:
+        """The recorder of the kernels of a loss of all outputs."""
+        return KernelBytes(self.meter)
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples."""
         del first
-        begin = self._meter.events
-        with KernelBytes(self._meter) as kernels:
+        begin = self.meter.events
+        with KernelBytes(self.meter) as kernels:
             work()
         self.needs, self.makes = max(self.needs, kernels.needs), max(self.makes, kernels.makes)
-        self.spans.append((begin, self._meter.events))
+        self.spans.append((begin, self.meter.events))
         self.sizes.append(size)
 
 

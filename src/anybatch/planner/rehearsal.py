@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, chain
 from math import factorial, prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -177,10 +177,13 @@ def _inspected(case: Case, step: Step, micro: MicroBatch) -> Any:
 
 DRY, REAL = "dry run", "step on few rows"
 
-Sends = Callable[[Meter], MicroBatchOffloader]
-"""Returns where the saved tensors of a rehearsal go."""
-
 Around = Callable[[], AbstractContextManager[Any]]
+
+
+class LaneRecorder(MicroBatchOffloader, Protocol):
+    """Offloader of a rehearsal, which is told its meter."""
+
+    meter: Meter
 
 
 def divided(
@@ -189,14 +192,14 @@ def divided(
     inspection: Inspection,
     *,
     accumulator: bool,
-    sends: Sends | None = None,
+    sends: LaneRecorder | None = None,
     around: Around = nullcontext,
     limit: int | None = None,
     most: int | None = None,
 ) -> Timeline:
     """Rehearse the first micro-batches of a divided step.
 
-    `sends` returns the offloader of saved tensors, `around` the context of a loss of all outputs.
+    `sends` offloads saved tensors, `around` returns the context of a loss of all outputs.
     There are `most` micro-batches; None: those of the case, or three where something of them
     remains.
     """
@@ -208,7 +211,7 @@ def divided(
         step = make_step(case, Claiming(case.device, meter), n, gradients, count)
         step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
-        step.offloader = None if sends is None else sends(meter)
+        step.offloader = told(sends, meter)
         with torch.set_grad_enabled(case.trains):
             if inspection.coupled or not streams(step):  # as these rows tell, and fewer did not
                 _gathered(step, case, around)
@@ -220,6 +223,13 @@ def divided(
         again = partial(divided, case, n, inspection, accumulator=accumulator, around=around)
         return again(limit=limit, most=MICRO_BATCHES)
     return meter.timeline()
+
+
+def told(sends: LaneRecorder | None, meter: Meter) -> LaneRecorder | None:
+    """Return the offloader of a rehearsal, if any, with its meter."""
+    if sends is not None:
+        sends.meter = meter
+    return sends
 
 
 def streams(step: Step) -> bool:
@@ -282,7 +292,7 @@ def full_batch(
     size: int,
     inspection: Inspection | None = None,
     *,
-    sends: Sends | None = None,
+    sends: LaneRecorder | None = None,
     limit: int | None = None,
 ) -> tuple[Timeline, int]:
     """Run an undivided step under the meter; return its bytes, and those of sparse gradients.
@@ -299,7 +309,7 @@ def full_batch(
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)
-        step.offloader = None if sends is None else sends(meter)
+        step.offloader = told(sends, meter)
         with torch.set_grad_enabled(case.trains):
             undivided(step)
         claim_gradients(meter, gradients)

@@ -20,7 +20,7 @@ from anybatch.memory.ledger import Phase, StepTimeline, joined
 from anybatch.memory.lockstep_budget import WAITING, least
 from anybatch.planner.forecast import DIVIDED, Forecast, total
 from anybatch.planner.memory_model import MemoryModel, finite
-from anybatch.planner.search import even
+from anybatch.planner.search import doubling, even
 from anybatch.planner.working_set import lane_of, step_of
 
 CACHED = 32 << 20
@@ -200,9 +200,8 @@ class ResidentSizes(MemoryModel):
         foreseen, size = self.foreseen, self._size
         if foreseen.full_batch:
             return (Candidate(size, foreseen.peak(size, size), None),)
-        doubling = [1 << k for k in range(size.bit_length()) if 1 << k < size] + [size]
-        fits = [k for k in doubling if self.fits(k)]
-        too_large = [k for k in doubling if k not in fits][:1]
+        fits = [k for k in doubling(size) if self.fits(k)]
+        too_large = [k for k in doubling(size) if k not in fits][:1]
         return tuple(
             Candidate(k, foreseen.peak(k, size), finite(self._seconds.get(k)))
             for k in sorted({n, size, *too_large, *(self._seconds or fits)})

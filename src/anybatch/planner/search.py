@@ -327,6 +327,11 @@ def halves(cap: int, size: int) -> list[int]:
     return list(dict.fromkeys(even(size, max(1, cap >> k)) for k in range(LADDER)))
 
 
+def doubling(most: int) -> list[int]:
+    """Return the sizes 1, 2, 4 ... and most."""
+    return [*(1 << k for k in range(most.bit_length()) if 1 << k < most), most]
+
+
 def larger(cap: int, size: int) -> list[int]:
     """Return the sizes above `cap` of micro-batches that are half as many, again and again."""
     counts = [-(-size // cap)]

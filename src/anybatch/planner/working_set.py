@@ -85,14 +85,8 @@ def _rehearsed(foreseen: Forecast, case: Case, n: int, size: int) -> Lane | None
     case = first_rows(case, n * MICRO_BATCHES)
     coupled = foreseen.inspection.coupled
     case = replace(case, size=size) if coupled else case
-    watched: list[LaneRehearsal] = []
-
-    def sends(meter: Meter) -> LaneRehearsal:
-        watched.append(LaneRehearsal(meter, case, coupled=coupled))
-        return watched[0]
-
-    line = rehearsal.divided(case, n, foreseen.inspection, accumulator=False, sends=sends)
-    (lanes,) = watched
+    lanes = LaneRehearsal(case, coupled=coupled)
+    line = rehearsal.divided(case, n, foreseen.inspection, accumulator=False, sends=lanes)
     lane = lanes.lane(line)
     return lane if lane is None or not coupled else lanes.with_loss(lane, line)
 
@@ -141,30 +135,24 @@ class LaneRehearsal:
     Where it is `coupled`, lanes wait once more in some phase, for the loss of all outputs.
     """
 
-    def __init__(self, meter: Meter, case: Case, *, coupled: bool) -> None:
-        self._meter, self._case, self._coupled = meter, case, coupled
-        self._notes = StorageRecorder(case.device)
-        self._touching = Touching(self._notes, meter)
-        self._ends: list[tuple[int, int, int]] = []
-        self._first_ends: list[int] = []
-        self._begin = self._there = self._stays = 0
+    meter: Meter
+
+    def __init__(self, case: Case, *, coupled: bool) -> None:
+        self._case, self._coupled = case, coupled
+        self._first_ends = list[int]()
         self._first: int | None = None
-        self._makes: list[int] = []
-        self._shared: list[int] = []
-        self._storages: list[tuple[Sizes, Sizes]] = []
-        self._began: Sizes = Counter()
 
     def run(self, work: Callable[[], None], size: int, *, first: bool) -> None:
         """Do `work`, forward and backward of a micro-batch of `size` samples, as a lane."""
         del size
         self._notes = notes = StorageRecorder(self._case.device)
-        self._begin, self._there = self._meter.events, self._meter.live
+        self._begin, self._there, self._stays = self.meter.events, self.meter.live, 0
         self._first = self._begin if self._first is None else self._first
-        self._stays, self._ends = 0, []
-        self._makes, self._shared, self._storages, self._began = [], [], [], Counter()
+        self._ends, self._storages = list[tuple[int, int, int]](), list[tuple[Sizes, Sizes]]()
+        self._makes, self._shared, self._began = list[int](), list[int](), Sizes()
         tracked = Tracked(counters(self._case.modules))
         norms = MeetingNorms(tracked, partial(keep, notes), moments=rehearsal.shapes_of_moments)
-        self._touching = Touching(notes, self._meter)
+        self._touching = Touching(notes, self.meter)
         with self._touching, meeting_in(SingleLaneBarrier(notes, self._end)), norms:
             work()
         self._end()
@@ -180,8 +168,8 @@ class LaneRehearsal:
         self._storages.append((self._began | ended, self._notes.ever))
         self._began, self._notes.ever = ended, ended.copy()
         self._touching.most = self._touching.makes = self._touching.outside = 0
-        self._ends.append((self._meter.events, self._notes.holds, most))
-        self._stays = max(self._stays, self._meter.live - self._there - self._notes.accounted)
+        self._ends.append((self.meter.events, self._notes.holds, most))
+        self._stays = max(self._stays, self.meter.live - self._there - self._notes.accounted)
         self._notes.phase += 1
 
     def lane(self, line: Timeline) -> Lane | None:
