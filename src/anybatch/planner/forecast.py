@@ -76,7 +76,6 @@ class Forecast:
         looked: the first inspection of the model, at units of two samples.
         divided: the first micro-batches.
         undivided: a step that is not divided.
-        accumulated: the divided step with an accumulator, where it was rehearsed; else None.
         update: ``optimizer.step()``; None where there is none, or it cannot be rehearsed.
         constant: owner -> bytes that are there during all of a step.
         copied: bytes of the buffers, which a step copies.
@@ -91,6 +90,7 @@ class Forecast:
         full_batch: only a step of the full batch was forecast.
         shown: bytes of the outputs of a sample, where the engine stores those of all; else 0.
         grain: bytes to whose multiples the device rounds an allocation up; 1 (default) is none.
+        accumulated: the divided step with an accumulator, where it was rehearsed; else None.
         confirmed: sizes that were rehearsed just as they are, and the timelines of these.
         micro_batches: of a rehearsal of a divided step, at least.
         few: undivided steps of two real rows, of three, ..., where the lines are those of such, and
@@ -105,7 +105,6 @@ class Forecast:
     looked: Line
     divided: Line
     undivided: Line
-    accumulated: Line | None
     update: Timeline | None
     constant: Mapping[str, int]
     copied: int
@@ -120,6 +119,7 @@ class Forecast:
     full_batch: bool = False
     shown: int = 0
     grain: int = 1
+    accumulated: Line | None = None
     confirmed: dict[tuple[int, int, int, bool], Timeline] = field(
         default_factory=dict, repr=False, compare=False
     )

@@ -74,8 +74,8 @@ def undivided(case: Case, state: State) -> Forecast | None:
     return replace(found, indivisible=True, full_batch=False)
 
 
-def may_suffice(case: Case) -> bool:
-    """Say whether a step may be foreseen by its full batch only: on a host, in one process."""
+def of_one_host(case: Case) -> bool:
+    """Say whether the full batch only, or few real rows, may tell of a step: in one process."""
     grows = case.lazy or case.draws or case.global_samples or case.paged or case.sharded
     return not grows and accelerator.of(case.device).host
 
@@ -135,11 +135,10 @@ def _constant(
         looked=line,
         divided=line,
         undivided=line,
-        accumulated=None,
         update=state[0],
         constant=state[1],
         copied=buffer_bytes(case),
-        gradients=gradient_bytes(case) if case.trains else 0,
+        gradients=gradient_bytes(case),
         inspection=Inspection((), copies=False),
         case=None,
         full_batch=True,
@@ -192,11 +191,10 @@ def buffer_bytes(case: Case) -> int:
 
 
 def gradient_bytes(case: Case) -> int:
-    """Return the bytes of a set of gradients, without those that are paged; frozen ones have none.
-
-    (test_a_plan_for_adapters_holds_and_a_run_with_them_goes_on)
-    """
-    return sum(allocated(p) for p in case.leaves if p.requires_grad and id(p) not in case.paged)
+    """Return the bytes of a set of gradients, if any, without those that are paged."""
+    # Frozen parameters have none (test_a_plan_for_adapters_holds_and_a_run_with_them_goes_on).
+    leaves = case.leaves if case.trains else ()
+    return sum(allocated(p) for p in leaves if p.requires_grad and id(p) not in case.paged)
 
 
 def bound_of(steps: list[Timeline], sizes: tuple[int, ...], growing: int = 0) -> AffineTimeline:

@@ -22,7 +22,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from anybatch.core import accelerator, pytree
+from anybatch.core import pytree
 from anybatch.core.modules import tensors_of
 from anybatch.core.norm import BatchStatisticsError
 from anybatch.core.oom import out_of_memory
@@ -43,9 +43,9 @@ from anybatch.planner.full_batch import (
     buffer_bytes,
     gradient_bytes,
     guess,
-    may_suffice,
     of_all,
     of_full_batch,
+    of_one_host,
     state_of,
     undivided,
 )
@@ -129,7 +129,7 @@ def forecast(
         Exception: that of the step on real rows; without `verify`, on fakes.
     """
     state = state_of(case, optimizer)
-    may = suffices if suffices is not None and may_suffice(case) else None
+    may = suffices if suffices is not None and of_one_host(case) else None
     found: Forecast | None
     try:
         found = _dry_run(case, state, available, others=others, verify=verify, suffices=may)
@@ -206,7 +206,7 @@ def _dry_run(
     inspected, step = None, None
     # Else chunks are not full (test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen).
     sizes = (case.size - 2, case.size - 1) if case.chunked and case.size > SMALL + 1 else SIZES
-    on_rows = verify and not (case.chunked or case.tiles) and _may_be_few(case)
+    on_rows = verify and not (case.chunked or case.tiles) and of_one_host(case)
     if on_rows or suffices is not None:
         step = _of_all(fakes, case.size)
     if step is not None and suffices is not None:
@@ -284,12 +284,6 @@ def _with_scalar(line: Line) -> AffineTimeline:
     return replace(line, base=line.base + more)
 
 
-def _may_be_few(case: Case) -> bool:
-    """Say whether few real rows may be run for a forecast."""
-    grows = case.lazy or case.draws or case.global_samples or case.paged
-    return not grows and accelerator.of(case.device).host
-
-
 def _pays(case: Case, step: Timeline, size: int, spare: int) -> bool:
     """Say whether few real rows fit and are faster than fakes, by a step of `size` samples."""
     fast = size >= ROWS or own_bytes(step) * COMPUTED <= QUICK * size
@@ -308,8 +302,7 @@ def _of_one_kernel(step: Timeline) -> int:
 def _fit_few_rows(case: Case, undivided: Timeline, size: int, spare: int) -> bool:
     """Say whether real rows fit, by an undivided step of `size` samples."""
     held = -(-own_bytes(undivided) * SMALL // size) + SMALL * _row(case)
-    sums = 2 * gradient_bytes(case) if case.trains else 0
-    return max(sums + OF_STEP * held, OF_INSPECTION * held) <= spare
+    return max(2 * gradient_bytes(case) + OF_STEP * held, OF_INSPECTION * held) <= spare
 
 
 def _on_rows(case: Case, state: State, available: int) -> Forecast:
@@ -445,11 +438,10 @@ def _rehearsed(
         looked=looked,
         divided=_line(divided, sizes, how, entries * case.micro_batches),
         undivided=undivided,
-        accumulated=None,
         update=state[0],
         constant=state[1],
         copied=buffer_bytes(case),
-        gradients=gradient_bytes(case) if case.trains else 0,
+        gradients=gradient_bytes(case),
         inspection=inspection,
         case=case if case.fake else None,
         entries=entries,

@@ -211,7 +211,7 @@ def divided(
         step = make_step(case, Claiming(case.device, meter), n, gradients, count)
         step.traits.layout, step.traits.copies = inspection.layout, inspection.copies
         step.discover = discoverer(step, before)
-        step.offloader = told(sends, meter)
+        step.offloader = with_meter(sends, meter)
         with torch.set_grad_enabled(case.trains):
             if inspection.coupled or not streams(step):  # as these rows tell, and fewer did not
                 _gathered(step, case, around)
@@ -225,7 +225,7 @@ def divided(
     return meter.timeline()
 
 
-def told(sends: LaneRecorder | None, meter: Meter) -> LaneRecorder | None:
+def with_meter(sends: LaneRecorder | None, meter: Meter) -> LaneRecorder | None:
     """Return the offloader of a rehearsal, if any, with its meter."""
     if sends is not None:
         sends.meter = meter
@@ -309,7 +309,7 @@ def full_batch(
         gradients = Gradients(case.leaves, wide=False) if case.trains else None
         step = make_step(replace(case, size=size), Claiming(case.device, meter), size, gradients, 1)
         step.discover = discoverer(step, before)
-        step.offloader = told(sends, meter)
+        step.offloader = with_meter(sends, meter)
         with torch.set_grad_enabled(case.trains):
             undivided(step)
         claim_gradients(meter, gradients)
