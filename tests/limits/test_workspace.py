@@ -106,6 +106,18 @@ def test_what_is_held_is_measured_with_what_kernels_allocate_inside() -> None:
 
 
 @pytest.mark.usefixtures("measured")
+def test_a_resumed_run_counts_workspace_for_batches_that_are_planned_later() -> None:
+    options = {"memory": "1MiB", "workspace": "200KiB"}
+    first, resumed = (anybatch.Engine(net(), LOSS, **options) for _ in range(2))
+    first.backward(*batch(4))
+    resumed.load_state_dict(first.state_dict())
+    resumed.backward(*batch(4))
+    x, y = batch(16)
+    resumed.backward(torch.cat([x, x], 2), y)  # longer than those of the plan that is followed
+    assert owners(resumed.plan)["workspace"] > 0
+
+
+@pytest.mark.usefixtures("measured")
 def test_a_plan_is_obeyed_to_the_bit_and_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch()
     model = net()

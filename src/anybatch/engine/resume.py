@@ -81,8 +81,14 @@ class Resumable:
         if old is None or memory is None or old.budget not in (None, memory.budget):
             return
         settled = run_plan_of(plan)
-        planner = Planner(memory.budget, timed=old.timed, settled=settled, rungs=old.rungs)
-        planner.spill, planner.workspaces = old.spill, old.workspaces
+        planner = Planner(
+            memory.budget,
+            timed=old.timed,
+            settled=settled,
+            rungs=old.rungs,
+            workspaces=old.workspaces,
+        )
+        planner.spill = old.spill
         self._planner, self._plan, self._steady = planner, plan, plan
 
 

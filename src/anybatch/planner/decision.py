@@ -370,5 +370,4 @@ class Decision:
         return self._foreseen.foresee(self._request, rounded=rounded, suffices=suffices)
 
     def _completed(self, foreseen: Forecast) -> Forecast:
-        """Return the forecast plus the bytes that it does not contain."""
-        return foreseen.completed(self._signature, self._workspaces.most(foreseen))
+        return self._workspaces.counted(foreseen, self._signature)

@@ -63,10 +63,10 @@ class Planner:
         settled: decisions of an earlier plan; no forecast for the first batch.
         rungs: those of `RUNGS` that may be planned; an attribute, too. Default: all.
         share: of the free memory. Default None: the default share.
+        workspaces: of convolutions; an attribute, too. Default None: new ones.
 
     Attributes:
         spill: store of offloaded tensors.
-        workspaces: of convolutions.
         earlier: plans of earlier starts, and of this one; None (default) where none are stored.
         two_pass: an earlier plan has found that the loss needs all outputs at once.
     """
@@ -80,9 +80,10 @@ class Planner:
         settled: RunPlan | None = None,
         rungs: Collection[str] = RUNGS,
         share: float | None = None,
+        workspaces: Workspaces | None = None,
     ) -> None:
         self.spill, self.rungs = Spill("auto" if "offload" in rungs else "off"), rungs
-        self.workspaces, self._missing = Workspaces(), 0
+        self.workspaces, self._missing = workspaces or Workspaces(), 0
         self.budget, self.source, self._part = budget, "as given", share
         self.timed, self.thorough = timed, False
         self._settled, self._passed_in = settled, settled is not None

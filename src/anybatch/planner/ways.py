@@ -207,7 +207,7 @@ class Ways:
 
     def _completed(self, request: PlanningRequest) -> Forecast | None:
         bound = self.foreseen.bound(request.signature)
-        return bound and bound.completed(request.signature, self.workspaces.most(bound))
+        return bound and self.workspaces.counted(bound, request.signature)
 
     def _decided(self, request: PlanningRequest) -> RunPlan:
         decision = Decision(request, self.search, self.foreseen, self.workspaces)

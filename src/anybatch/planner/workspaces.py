@@ -56,6 +56,10 @@ class Workspaces:
         recorded = foreseen.convolutions(1)
         return 0 if recorded is not None and not recorded.keys else chooser.most
 
+    def counted(self, foreseen: Forecast, signature: Signature) -> Forecast:
+        """Return the forecast plus the bytes that it does not contain."""
+        return foreseen.completed(signature, self.most(foreseen))
+
     def within(self, budget: int, decide: Callable[[], RunPlan]) -> RunPlan:
         """Decide, with a smaller workspace where nothing fits next to the requested one.
 
