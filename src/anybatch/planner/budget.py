@@ -240,7 +240,7 @@ class Foreseen:
             found = _forecast(
                 case, optimizer, available, signature.size, suffices, agreed=self._agreed
             )
-        elif not accelerator.of(case.device).host:
+        elif not request.on_host:
             others = other_tensors(case, optimizer)
             found = on_cuda(found, case=case, others=others, budget=available, size=signature.size)
         found = found.with_more("activations", self._more) if self._more else found

@@ -21,23 +21,13 @@ from anybatch.memory.lockstep_budget import Lane
 from anybatch.planner import rehearsal
 from anybatch.planner.rehearsal import Inspection
 
-ASIDE = "gradients set aside"
-"""The owner of gradients that were there before a step; at the update the sums are in them."""
+ASIDE, DRAW, GATHERED = "gradients set aside", "a draw of the full batch", "gathered of all samples"
+"""Owners: gradients that were there before a step, into which the update takes the sums; bytes of a
+draw that every micro-batch makes; rows that a model gathers, and that none may offload."""
 
-DRAW = "a draw of the full batch"
-"""The owner of bytes that exist while every micro-batch makes a full-batch draw."""
-
-GATHERED = "gathered of all samples"
-"""The owner of rows that a model gathers, and that no micro-batch may offload."""
-
-SHARDS = "shards"
-"""The owner of remains of gathered parameters, and of this rank's gradients."""
-
-OUTPUTS = "outputs"
-"""The owner of the outputs of all samples, where the engine stores them."""
-
-WORKSPACE = "workspace"
-"""The owner of allocations of convolutions in addition to their operands and results."""
+SHARDS, OUTPUTS, WORKSPACE = "shards", "outputs", "workspace"
+"""Owners: remains of gathered parameters, and gradients of this rank; outputs of all samples, where
+the engine stores them; what convolutions allocate beside their operands and results."""
 
 OF_UPDATE = ("optimizer", ASIDE, SHARDS, WORKSPACE)
 """Owners that a dry run of an update has itself, or has not at all."""
@@ -45,11 +35,8 @@ OF_UPDATE = ("optimizer", ASIDE, SHARDS, WORKSPACE)
 STATES = ("parameters", "buffers", "gradients")
 """Owners of a rehearsal's bytes that are there once, however many micro-batches wait."""
 
-DIVIDED, UNDIVIDED = "the first micro-batches", "the full batch"
-"""Phases of a step, as `Forecast.phases` names them."""
-
-INSPECTION = "first inspection"
-"""The phase before them, the first inspection of a model."""
+INSPECTION, DIVIDED, UNDIVIDED = "first inspection", "the first micro-batches", "the full batch"
+"""Phases of a step, as `Forecast.phases` names them: that of the model, and then one of two."""
 
 SHARE = 24
 """Masks hold this part of an inspection's bytes or less: a byte a row of a tensor, or few."""
@@ -175,10 +162,7 @@ class Forecast:
             return False
 
     def accumulator_peak(self, n: int, size: int, *, confirmed: bool) -> int:
-        """Return the bytes of the peak where gradients are summed in an accumulator.
-
-        With `confirmed` it is rehearsed, where that costs no memory; else a bound will do.
-        """
+        """Return the bytes of the peak with an accumulator: rehearsed if `confirmed`, else bound."""
         if self.accumulated is not None and not (confirmed and self.few):
             return total(self.accumulator_owners(n, size))
         if self.case is None or not confirmed:
@@ -217,8 +201,8 @@ class Forecast:
     def _fakes_agree(self, n: int) -> bool:
         """Say whether fakes of `n` samples, undivided, have the bytes of their line at every event.
 
-        Two micro-batches of them run the same kernels twice, and take twice as long. What
-        agrees at one size is believed for smaller ones, between it and those of the line.
+        Two micro-batches of them would take twice as long. What agrees at one size is believed for
+        smaller ones, between it and those of the line.
         """
         assert self.case is not None
         if self.global_samples:
@@ -254,14 +238,9 @@ class Forecast:
 
     def steeper(self, each: int) -> Forecast:
         """Return the forecast with `each` bytes more for each sample of a micro-batch."""
-        sums = self.accumulated
-        return replace(
-            self,
-            divided=steeper(self.divided, each),
-            undivided=steeper(self.undivided, each),
-            accumulated=None if sums is None else steeper(sums, each),
-            confirmed={},
-        )
+        divided, undivided = steeper(self.divided, each), steeper(self.undivided, each)
+        sums = self.accumulated and steeper(self.accumulated, each)
+        return replace(self, divided=divided, undivided=undivided, accumulated=sums, confirmed={})
 
     def phases(self, n: int, size: int, *, accumulator: bool = False) -> dict[str, Timeline]:
         """Return a step of `size` samples in micro-batches of `n`: name -> timeline of its phases.
@@ -331,8 +310,7 @@ class Forecast:
         if self.update is not None:
             outside = {k: b for k, b in self.constant.items() if k not in OF_UPDATE}
             outputs = self.held(size, divided=False).get(OUTPUTS, 0)
-            more = {"activations": self._rounded(LOSS), OUTPUTS: outputs}
-            more = {owner: count for owner, count in more.items() if count}
+            more = {"activations": self._rounded(LOSS)} | ({OUTPUTS: outputs} if outputs else {})
             found["update"] = self.update.plus(merged(outside, more))
         return found
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from anybatch.core import accelerator
 from anybatch.core.absent import enough
 from anybatch.core.plan_sections import Candidate, Memory
 from anybatch.core.units import show_bytes
@@ -106,6 +107,11 @@ class PlanningRequest:
             return rehearsal.watch_loss(as_fakes(self.in_chunks(1).case()), inspection).wide
         except Exception:  # it reads values, or the model's own
             return True
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the model is on a host."""
+        return accelerator.of(self.case().device).host
 
     @property
     def parts(self) -> tuple[int, int]:

@@ -10,7 +10,6 @@ from functools import cached_property
 
 import torch
 
-from anybatch.core import accelerator
 from anybatch.core.plan_sections import Candidate, Capacity
 from anybatch.core.retry import Retry
 from anybatch.core.units import show_bytes
@@ -103,17 +102,13 @@ class ResidentSizes(MemoryModel):
         return self.foreseen.peak(n, self._size) <= self._budget
 
     @property
-    def _on_host(self) -> bool:
-        return accelerator.of(self._request.case().device).host
-
-    @property
     def start(self) -> int:
         """The size of the first step: the largest, on a host no more than its caches hold.
 
         Micro-batches are as equal as can be. In lockstep each costs waits, so it is the largest.
         """
         size, cap = self._size, self.largest
-        if cap < size and not self._request.signature.lanes and self._on_host:
+        if cap < size and not self._request.signature.lanes and self._request.on_host:
             per_sample = self.foreseen.of_samples(size) / size
             cap = min(cap, max(START, int(CACHED / per_sample) if per_sample else cap))
         n = even(size, cap)
@@ -122,7 +117,7 @@ class ResidentSizes(MemoryModel):
     @property
     def worth_dividing(self) -> bool:
         """Whether smaller micro-batches may be clearly faster than the undivided batch."""
-        return self._on_host and in_no_cache(self.foreseen, self._size)
+        return self._request.on_host and in_no_cache(self.foreseen, self._size)
 
     def planned(self, n: int, *, checked: bool = False) -> RunPlan:
         """Return how a batch is run in micro-batches of `n`, which are `checked` by a rehearsal.
@@ -163,13 +158,12 @@ class ResidentSizes(MemoryModel):
         foreseen, exact = self.foreseen, 0
         if foreseen.full_batch:
             return None
-        if confirmed:
-            try:
-                exact = foreseen.confirm(1, self._size)
-            except (Retry, MemoryError, torch.OutOfMemoryError):
-                raise
-            except Exception:  # of a model that takes no such micro-batch, by any error of its own
-                exact = 0
+        try:
+            exact = foreseen.confirm(1, self._size) if confirmed else 0
+        except (Retry, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception:  # of a model that takes no such micro-batch, by any error of its own
+            pass
         return max(exact, foreseen.peak(1, self._size))  # on no line once it was rehearsed
 
     def _in_lanes(
@@ -248,12 +242,7 @@ def depict(foreseen: Forecast, planned: RunPlan, size: int) -> StepTimeline:
     for name, part in parts.items():
         phases.append(Phase(name, first))
         first += len(part.events)
-    return StepTimeline(
-        title=title,
-        ledger=joined(list(parts.values())),
-        budget=memory.budget,
-        phases=tuple(phases),
-    )
+    return StepTimeline(title, joined(list(parts.values())), memory.budget, tuple(phases))
 
 
 def _title(n: int, size: int, *, lanes: bool, shown: int) -> str:

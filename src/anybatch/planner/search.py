@@ -125,9 +125,8 @@ class MicroBatchSearch:
         best = self.best()
         if self.signature is None or best is None:
             return self.anew(self.chosen, sends=self.sends)
-        return self.anew(
-            (best.micro_batch, self.signature.elements), sends=best.place != "resident"
-        )
+        chosen = best.micro_batch, self.signature.elements
+        return self.anew(chosen, sends=best.place != "resident")
 
     def follow(self, trial: TrialStep, signature: Signature, *, settled: bool) -> None:
         """Record how a batch is run; `settled`: the search has ended, or there was none."""
@@ -220,8 +219,7 @@ class MicroBatchSearch:
 
     def counts(self, place: Place) -> dict[int, int]:
         """Return samples -> steps, of the trials in a place."""
-        every = self.seconds.items()
-        return {trial.micro_batch: len(found) for trial, found in every if trial.place == place}
+        return {n: len(self.seconds[TrialStep(n, place)]) for n in self.of(place)}
 
     def best(self) -> TrialStep | None:
         """Return the fastest trial: resident and large, unless another is clearly faster."""

@@ -17,7 +17,6 @@ from dataclasses import replace
 
 import torch
 
-from anybatch.core import accelerator
 from anybatch.core.oom import release
 from anybatch.errors import BudgetError
 from anybatch.execution.signature import RunPlan
@@ -172,8 +171,8 @@ class Ways:
         """
         size, trains, found = request.signature.size, request.signature.trains, None
         bound = self.foreseen.bound(request.signature)
-        missing, host = None, accelerator.of(request.case().device).host
-        if host and bound is not None and bound.case is not None:
+        missing = None
+        if request.on_host and bound is not None and bound.case is not None:
             missing = max(SCALAR, bound.constant.get("activations", 0))
         search, best = self.search, (self.foreseen, self.search, self.parts.get(trains, (0, 0)))
         try:
@@ -220,7 +219,7 @@ class Ways:
             memory = replace(found.memory, chunked=chunked, tile=tile, inspection=looked)
             return replace(found, memory=memory)
         except torch.OutOfMemoryError as error:
-            if accelerator.of(request.case().device).host:
+            if request.on_host:
                 raise
             release(error, outside=outside)
         raise ran_out(request.case().device, request.budget, request.source)
