@@ -161,10 +161,7 @@ class Foreseen:
                 most=signature.most,
             )
             == signature
-            and (
-                saved.global_samples == signature.global_samples
-                or _same_ranks(saved, forecast, signature)
-            )
+            and _same_ranks(saved, forecast, signature)
             for saved, forecast in self._stored
         )
 
@@ -220,11 +217,7 @@ class Foreseen:
         ]
 
     def foresee(
-        self,
-        request: PlanningRequest,
-        *,
-        rounded: bool,
-        suffices: Suffices | None = None,
+        self, request: PlanningRequest, *, rounded: bool, suffices: Suffices | None = None
     ) -> Forecast:
         """Make and store the forecast of a batch, or of one that bounds it: sizes `rounded` up."""
         signature, case, optimizer = request.signature, request.case(), request.optimizer
@@ -275,14 +268,10 @@ class Foreseen:
         sizes = {1, signature.size}
         peaks = [found.peak(n, signature.size) for n in sizes]
         for saved, other in self._stored:
-            alike = (
-                _but_numbers(saved) == _but_numbers(signature) and saved.shapes == signature.shapes
-            )
-            if saved.numbers == signature.numbers or not alike:
-                continue
-            if saved.size == signature.size and peaks == [
-                other.peak(n, signature.size) for n in sizes
-            ]:
+            alike = _but_numbers(saved) == _but_numbers(signature)
+            alike &= (saved.shapes, saved.size) == (signature.shapes, signature.size)
+            others = alike and saved.numbers != signature.numbers
+            if others and peaks == [other.peak(n, signature.size) for n in sizes]:
                 self._same.add(_but_numbers(signature))
         self._stored = [(self.plain(saved), forecast) for saved, forecast in self._stored]
 
@@ -353,10 +342,10 @@ def _at(
 
 
 def _same_ranks(saved: Signature, forecast: Forecast, signature: Signature) -> bool:
-    """Say whether samples of other ranks make no difference: there are none, or they hold none."""
-    if saved.global_samples == 0 or signature.global_samples == 0:
-        return saved.global_samples == signature.global_samples
-    return not (forecast.inspection.coupled or forecast.inspection.lanes)
+    """Say whether samples of other ranks make no difference: as many are there, or hold nothing."""
+    counts = saved.global_samples, signature.global_samples
+    coupled = forecast.inspection.coupled or forecast.inspection.lanes
+    return counts[0] == counts[1] or (all(counts) and not coupled)
 
 
 def _of_rows(signature: Signature) -> Any:

@@ -61,26 +61,25 @@ class PlanFile:
         self._path = path
         self._ignored = False
 
-    def plans(self, program: str, batch: str) -> dict[int, Plan]:
+    def plans(self, program: str, batch: str) -> dict[int, RunPlan]:
         """Return step -> plan of a program and a signature; empty where there are none."""
         if self._ignored or not self._path.exists() or not self._path.stat().st_size:
             return {}
         try:
             with closing(self._open()) as file:
                 rows = file.execute(
-                    "select step, plan from plans where program = ? and batch = ?",
-                    (program, batch),
+                    "select step, plan from plans where program = ? and batch = ?", (program, batch)
                 ).fetchall()
-            return {step: Plan.from_json(text) for step, text in rows}
+            return {step: run_plan_of(Plan.from_json(text)) for step, text in rows}
         except ERRORS as error:
             self._ignore(error)
             return {}
 
-    def keep(self, program: str, batch: str, plans: Mapping[int, Plan]) -> None:
+    def keep(self, program: str, batch: str, plans: Mapping[int, RunPlan]) -> None:
         """Keep step -> plan, for all that were there from these steps on."""
         if self._ignored:
             return
-        rows = [(program, batch, step, plan.to_json()) for step, plan in plans.items()]
+        rows = [(program, batch, step, plan_of(one).to_json()) for step, one in plans.items()]
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with closing(self._open()) as file, file:
@@ -132,26 +131,18 @@ class Followed:
         closed: the plans of this start are in the file.
     """
 
-    earlier: dict[int, Plan]
+    earlier: dict[int, RunPlan]
     recorded: list[RunPlan] = field(default_factory=list)
     steps: int = 0
     closed: bool = False
-    _plan: Plan | None = field(default=None, init=False, repr=False)
-    _run_plan: RunPlan | None = field(default=None, init=False, repr=False)
 
     def next(self) -> RunPlan | None:
         """Return the plan that an earlier start had for the next step; None where it had none."""
-        plan = self.earlier.get(self.steps, self.earlier.get(LAST))
-        if plan is None:
-            return None
-        if plan is not self._plan:  # most steps follow the last one
-            self._plan, self._run_plan = plan, run_plan_of(plan)
-        return self._run_plan
+        return self.earlier.get(self.steps, self.earlier.get(LAST))
 
     def most(self) -> int:
         """Return the most bytes of any plan of an earlier start; 0 where it had none."""
-        every = self.earlier.values()
-        return max((plan.memory.predicted for plan in every if plan.memory is not None), default=0)
+        return max((plan.memory.predicted for plan in self.earlier.values()), default=0)
 
     def give_up(self) -> None:
         """Follow the earlier start no more: this one decides, and its plans replace those."""
@@ -184,9 +175,9 @@ class EarlierPlans:
 
     def _keep(self, signature: Signature, followed: Followed, *, ended: bool) -> None:
         begin = followed.steps - len(followed.recorded)
-        plans = {begin + k: plan_of(one) for k, one in enumerate(followed.recorded)}
+        plans = dict(enumerate(followed.recorded, begin))
         if ended:
-            plans[LAST] = plan_of(followed.recorded[-1])
+            plans[LAST] = followed.recorded[-1]
             followed.closed = True
         followed.recorded.clear()
         self._file.keep(self._program, _batch(signature), plans)

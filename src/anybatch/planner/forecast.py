@@ -162,7 +162,7 @@ class Forecast:
             return False
 
     def accumulator_peak(self, n: int, size: int, *, confirmed: bool) -> int:
-        """Return the bytes of the peak with an accumulator: rehearsed if `confirmed`, else bound."""
+        """Return the bytes of a peak with an accumulator, rehearsed if `confirmed`, or bounded."""
         if self.accumulated is not None and not (confirmed and self.few):
             return total(self.accumulator_owners(n, size))
         if self.case is None or not confirmed:

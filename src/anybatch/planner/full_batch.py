@@ -16,13 +16,7 @@ import numpy as np
 import torch
 
 from anybatch.core import accelerator
-from anybatch.core.optimizers import (
-    allocated,
-    resident_state_bytes,
-    rounded,
-    rounding,
-    state_bytes,
-)
+from anybatch.core.optimizers import allocated, resident_state_bytes, rounded, rounding, state_bytes
 from anybatch.core.pytree import tensors
 from anybatch.distributed.buckets import copied_bytes
 from anybatch.execution.signature import Case, Claiming, as_fakes, bytes_of, few

@@ -15,6 +15,7 @@ after an out-of-memory error corrects it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -208,7 +209,8 @@ def _dry_run(
     sizes = (case.size - 2, case.size - 1) if case.chunked and case.size > SMALL + 1 else SIZES
     on_rows = verify and not (case.chunked or case.tiles) and of_one_host(case)
     if on_rows or suffices is not None:
-        step = _of_all(fakes, case.size)
+        with suppress(torch.OutOfMemoryError):  # the model refuses so many rows
+            step = of_all(fakes, case.size)
     if step is not None and suffices is not None:
         found = of_full_batch(case, state, available, suffices, step)
         if found is not None:
@@ -225,14 +227,6 @@ def _dry_run(
     line = _line([rehearsal.full_batch(fakes, n)[0] for n in sizes], sizes, FAKE)
     inspected = inspected or _inspected(fakes, SIZES, FAKE)
     return _rehearsed(fakes, state, FAKE, sizes, inspected=inspected, undivided=line)
-
-
-def _of_all(fakes: Case, size: int) -> Timeline | None:
-    """Return an undivided step on fakes; None of a model that refuses so many rows."""
-    try:
-        return of_all(fakes, size)
-    except torch.OutOfMemoryError:
-        return None
 
 
 def _on_few_rows(

@@ -103,16 +103,15 @@ class OffloadedSizes(MemoryModel):
     def least(self, cap: int) -> int:
         """Return the size up to `cap` with the fewest bytes offloaded; the larger on a tie."""
         rehearsed = [n for n in self._steps if n <= cap and self.fits(n)]
-        return min(rehearsed, key=lambda n: (self._sent(n), -n))
+        count = partial(count_micro_batches, self._size)
+        sent = {n: self._steps[n].within(self._budget).copies(count(n))[0] for n in rehearsed}
+        return min(sent, key=lambda n: (sent[n], -n))
 
     def rows(self, n: int = 0) -> tuple[Candidate, ...]:
         """Return the sizes that fit with all offloaded, of those recorded so far, and `n`."""
         return tuple(
             Candidate(
-                k,
-                one.within(self._budget).predicted,
-                finite(self._seconds.get(k)),
-                offloaded=True,
+                k, one.within(self._budget).predicted, finite(self._seconds.get(k)), offloaded=True
             )
             for k, one in sorted(self._steps.items())
             if k == n or one.floor <= self._budget
@@ -213,9 +212,6 @@ class OffloadedSizes(MemoryModel):
     @property
     def _where(self) -> str:
         return self._request.spill.where(self._device)
-
-    def _sent(self, n: int) -> int:
-        return self._step(n).within(self._budget).copies(count_micro_batches(self._size, n))[0]
 
 
 # Dry run of a step with all saved tensors offloaded: its floor, and its plan for a budget.

@@ -171,16 +171,13 @@ class PagedLockstep(MemoryModel):
         found = self._of(n)
         limit = found.limit(self._budget)
         every = found.every(count_micro_batches(self._size, n))
-        rows = [merged(found.there, {LANES: min(limit, every) + found.makes})] if not phases else []
-        for phase in phases:
-            available = limit + phase.more
-            held = (
-                min(available, every)
-                if phase.storages is None
-                else filled(phase.storages, available)
-            )
-            rows.append(merged(found.there, {LANES: held + phase.makes - phase.absent}))
-        return {owner: count for owner, count in max(rows, key=total).items() if count}
+        lanes = list[int]()
+        for phase in phases or [LockstepPhase(0, found.makes, None, 0)]:
+            held, sizes = limit + phase.more, phase.storages
+            held = min(held, every) if sizes is None else filled(sizes, held)
+            lanes.append(held + phase.makes - phase.absent)
+        owners = merged(found.there, {LANES: max(lanes)})
+        return {owner: count for owner, count in owners.items() if count}
 
     def _of(self, n: int) -> Widths:
         if n not in self._steps:

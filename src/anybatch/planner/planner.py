@@ -29,7 +29,7 @@ from anybatch.execution.single_sample import SINGLE_SAMPLE
 from anybatch.memory.ledger import StepTimeline
 from anybatch.memory.spill import Spill
 from anybatch.planner.budget import Foreseen, default_budget
-from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed, run_plan_of
+from anybatch.planner.earlier_plans import LAST, EarlierPlans, Followed
 from anybatch.planner.forecast import WORKSPACE
 from anybatch.planner.full_batch import PEAKS
 from anybatch.planner.ladder import REAL
@@ -195,7 +195,7 @@ class Planner:
             return self._planned.get(signature)
         search.decided += followed.steps == 0  # metered, as every first step is
         if search.chosen is None:
-            fastest = found if last is None else run_plan_of(last)
+            fastest = last or found
             search.chosen = fastest.micro_batch, signature.elements
             search.sends = fastest.offload is not None
         found = found.with_more(self._missing)

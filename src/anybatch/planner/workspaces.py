@@ -114,11 +114,7 @@ class Workspaces:
         )
         floor = None if memory.floor is None else min(memory.floor, predicted)
         memory = replace(
-            memory,
-            predicted=predicted,
-            owners=ranked(owners),
-            candidates=candidates,
-            floor=floor,
+            memory, predicted=predicted, owners=ranked(owners), candidates=candidates, floor=floor
         )
         return replace(found, memory=memory)
 
