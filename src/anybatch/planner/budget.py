@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from anybatch.core import accelerator, accelerators
 from anybatch.core.absent import ASSUMED, absent
+from anybatch.core.modules import tensors_of
 from anybatch.core.optimizers import rounded, state_bytes
 from anybatch.core.pytree import tensors
 from anybatch.core.units import show_bytes
@@ -96,12 +96,9 @@ def default_budget(
 def _bytes_of_states(case: Case) -> int:
     """Return the bytes of parameters, buffers and gradients that are here."""
     pages = paged()
-    held: dict[int, Tensor] = {id(leaf): leaf for leaf in case.leaves}
-    for _, module in case.modules:
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and not is_lazy(tensor):
-                held[id(tensor)] = tensor
-    states = list(held.values())
+    modules = [module for _, module in case.modules]
+    states = [*tensors_of(modules, "_parameters"), *tensors_of(modules, "_buffers")]
+    states = [*case.leaves, *(t for t in states if not is_lazy(t))]
     states += [leaf.grad for leaf in case.leaves if leaf.grad is not None]
     # Weights of a recurrent layer are views of one storage, which is rounded up once
     # (test_a_storage_that_weights_share_counts_once).

@@ -108,8 +108,10 @@ class Decision:
         one_size = one_size or signature in search.undivided
         if search.fixed is None and cap == signature.size and one_size:
             return resident.planned(cap, checked=True)
-        divides = cap < signature.size or resident.worth_dividing or self._request.thorough
+        divides = cap < signature.size or self._request.thorough
         divides |= search.most < MOST  # these steps are compared with those of an earlier search
+        if not divides and self._request.on_host:
+            divides = in_no_cache(resident.foreseen, signature.size)
         if self._tunes and divides:
             return self._next(resident, may=may)
         n = search.pick(signature, cap)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from anybatch.core import accelerator
+from anybatch.core.modules import tensors_of
 from anybatch.core.optimizers import allocated, resident_state_bytes, rounded, rounding, state_bytes
 from anybatch.core.pytree import tensors
 from anybatch.distributed.buckets import copied_bytes
@@ -179,9 +180,8 @@ def _of_optimizer(case: Case, optimizer: torch.optim.Optimizer | None) -> State:
 
 def buffer_bytes(case: Case) -> int:
     """Return the bytes of the buffers, which a step copies."""
-    buffers = {id(b): b for _, m in case.modules for b in m._buffers.values() if b is not None}
-    every = ((part, b.device) for b in buffers.values() for part in storages(b))
-    return sum(rounded(part.nbytes(), device) for part, device in every)
+    buffers = {id(b): b for b in tensors_of((m for _, m in case.modules), "_buffers")}.values()
+    return sum(rounded(part.nbytes(), b.device) for b in buffers for part in storages(b))
 
 
 def gradient_bytes(case: Case) -> int:

@@ -52,11 +52,8 @@ from anybatch.planner.full_batch import (
 )
 from anybatch.planner.rehearsal import Inspection, unharmed
 
-SMALL = 2
-"""Samples of the smaller of two rehearsals; one is often a special case."""
-
-SIZES = SMALL, SMALL + 1
-"""Samples of both."""
+SMALL, SIZES = 2, (2, 3)
+"""Samples of the smaller of two rehearsals, and of both; one is often a special case."""
 
 NEAR = 4
 """Samples of the smaller of two more rehearsals on real rows: kernels round what they allocate."""
@@ -77,21 +74,14 @@ SCALAR = 8
 """Bytes of a number that a divided step may hold more than one of few rows
 (test_a_smaller_size_after_a_failure_is_the_runs)."""
 
-COMPUTED = 31
-"""Rows that are computed in rehearsals on few real rows."""
+ROWS, COMPUTED, QUICK = 32, 31, 512 << 20
+"""Samples of a batch from which rehearsals on few real rows are run where fakes could be: they
+compute 31 rows, about a step of it. And bytes that all their rows hold, of a smaller batch for
+which they are run as well: a host computes them in about a second, as fakes of 1,000 kernels."""
 
-ROWS = 32
-"""Samples of a batch from which these are run where fakes could be: that is about a step of it."""
-
-QUICK = 512 << 20
-"""Bytes that all rows of such rehearsals hold, of a smaller batch for which they are run as well:
-a host computes them in about a second, and fakes of a thousand kernels take as long."""
-
-OF_INSPECTION = 3
-"""Times the bytes of `SMALL` samples for the six of an inspection, which needs no gradients."""
-
-OF_STEP = 2
-"""The same for a micro-batch of three, and the rows of the next."""
+OF_INSPECTION, OF_STEP = 3, 2
+"""Times the bytes of `SMALL` samples for the six of an inspection, which needs no gradients; and
+for a micro-batch of three, and the rows of the next."""
 
 OnDevice = Callable[[Forecast], Forecast]
 """Returns a forecast plus workspace and other tensors of its device."""
@@ -215,7 +205,7 @@ def _dry_run(
         found = of_full_batch(case, state, available, suffices, step)
         if found is not None:
             return found
-    if step is not None and on_rows and _pays(case, step, case.size, spare):
+    if on_rows and step is not None and _fit_few_rows(case, step, case.size, spare, fast=True):
         # A meter stops a step behind the kernel that has passed a limit.
         most = available - others - sum(state[1].values()) - _of_one_kernel(step)
         # Fakes hold a little more in one sample than real rows, and a plan at its floor is theirs
@@ -278,12 +268,6 @@ def _with_scalar(line: Line) -> AffineTimeline:
     return replace(line, base=line.base + more)
 
 
-def _pays(case: Case, step: Timeline, size: int, spare: int) -> bool:
-    """Say whether few real rows fit and are faster than fakes, by a step of `size` samples."""
-    fast = size >= ROWS or own_bytes(step) * COMPUTED <= QUICK * size
-    return fast and _fit_few_rows(case, step, size, spare)
-
-
 def _of_one_kernel(step: Timeline) -> int:
     """Return the most bytes that one kernel of a step returns."""
     made = dict[int, int]()
@@ -293,9 +277,14 @@ def _of_one_kernel(step: Timeline) -> int:
     return max(made.values(), default=0)
 
 
-def _fit_few_rows(case: Case, undivided: Timeline, size: int, spare: int) -> bool:
-    """Say whether real rows fit, by an undivided step of `size` samples."""
-    held = -(-own_bytes(undivided) * SMALL // size) + SMALL * _row(case)
+def _fit_few_rows(
+    case: Case, undivided: Timeline, size: int, spare: int, *, fast: bool = False
+) -> bool:
+    """Say whether few real rows fit, by an undivided step of `size`; `fast`: as fast as fakes."""
+    own = own_bytes(undivided)
+    if fast and size < ROWS and own * COMPUTED > QUICK * size:
+        return False
+    held = -(-own * SMALL // size) + SMALL * _row(case)
     return max(2 * gradient_bytes(case) + OF_STEP * held, OF_INSPECTION * held) <= spare
 
 

@@ -114,11 +114,6 @@ class PlanningRequest:
         return accelerator.of(self.case().device).host
 
     @property
-    def parts(self) -> tuple[int, int]:
-        """Bytes of chunks, and tokens of tiles."""
-        return self.chunked, self.tile
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest call of a module in tiles, in forecasts so far; 0 where none is."""
         tiles = self.case().tiles

@@ -311,7 +311,7 @@ class Planner:
                 return
             followed.give_up()
             self._search.chosen, self._search.sends = None, False
-        self._ways.drop_unchunked()
+        self._ways.unchunked = None
         del self._planned[signature]
         if varies and planned.lanes and not self._renewed:
             self._renewed = True
@@ -336,7 +336,7 @@ class Planner:
         # Another start that follows the plans up to here goes on alike
         # (test_two_starts_of_a_model_that_grows_are_planned_alike).
         self._ways.search = self._search.ended()
-        self._ways.drop_unchunked()
+        self._ways.unchunked = None
         return True
 
     def writes(self, signature: Signature) -> bool:
@@ -429,7 +429,7 @@ class Planner:
         The signature is of the batch that it was chosen for, and that has been planned again.
         """
         self._ways.search = self._search.anew((n, signature.elements), sends=self._search.sends)
-        self._ways.drop_unchunked()
+        self._ways.unchunked = None
         self.earlier = None
         self._planned.pop(self._foreseen.plain(signature), None)
 
@@ -445,25 +445,18 @@ class Planner:
             )
 
     def _decide(self, request: PlanningRequest) -> RunPlan:
-        """Return how a batch is run."""
-        found = self._of_plan(request)
-        if found is not None:
-            return found
-        # A forecast that is made anew would lack the bytes that a step has shown
-        # (test_more_than_was_foreseen_makes_another_plan_at_once).
-        return self._ways.decide(request, () if self._corrected else self.rungs)
+        """Return how a batch is run: the first one by a plan that was passed in.
 
-    def _of_plan(self, request: PlanningRequest) -> RunPlan | None:
-        """Return the decision of a plan passed in for its first batch; None for other batches.
-
-        One without lanes is none for a batch that is divided where its samples meet.
+        A plan without lanes is none for a batch that is divided where its samples meet.
         """
         settled, signature = self._settled, request.signature
-        if settled is None:
-            return None
-        self._search.chosen = settled.micro_batch, signature.elements
-        if settled.lanes != signature.lanes and settled.micro_batch < signature.size:
-            return None
+        if settled is not None:
+            self._search.chosen = settled.micro_batch, signature.elements
+        meet = settled and settled.lanes != signature.lanes
+        if settled is None or (meet and settled.micro_batch < signature.size):
+            # A forecast that is made anew would lack the bytes that a step has shown
+            # (test_more_than_was_foreseen_makes_another_plan_at_once).
+            return self._ways.decide(request, () if self._corrected else self.rungs)
         if settled.offload is not None:
             request.refuse_spread()
         self._ways.parts |= {signature.trains: (settled.memory.chunked, settled.memory.tile)}

@@ -114,11 +114,6 @@ class ResidentSizes(MemoryModel):
         n = even(size, cap)
         return n if self.fits(n) else self.largest
 
-    @property
-    def worth_dividing(self) -> bool:
-        """Whether smaller micro-batches may be clearly faster than the undivided batch."""
-        return self._request.on_host and in_no_cache(self.foreseen, self._size)
-
     def planned(self, n: int, *, checked: bool = False) -> RunPlan:
         """Return how a batch is run in micro-batches of `n`, which are `checked` by a rehearsal.
 

@@ -45,6 +45,8 @@ class Ways:
         search: of the fastest micro-batch.
         foreseen: forecasts so far.
         workspaces: of convolutions.
+        unchunked: forecasts and search of the model as it is, while chunks are compared with it;
+            None where its seconds are out of date, too.
         parts: by whether a step trains, bytes of chunks and tokens of tiles; 0 is none.
     """
 
@@ -52,11 +54,7 @@ class Ways:
         self.search, self.workspaces = search, workspaces
         self.foreseen, self.parts = Foreseen(), dict[bool, tuple[int, int]]()
         self._compared = False
-        self._unchunked: tuple[Foreseen, MicroBatchSearch] | None = None
-
-    def drop_unchunked(self) -> None:
-        """Keep the present way: the seconds of the one before are out of date."""
-        self._unchunked = None
+        self.unchunked: tuple[Foreseen, MicroBatchSearch] | None = None
 
     def decide(self, request: PlanningRequest, rungs: Collection[str]) -> RunPlan:
         """Return how a batch is run; in chunks or tiles where no sample, or fewer, fit so.
@@ -115,7 +113,7 @@ class Ways:
 
     def _may_compare(self, request: PlanningRequest, rungs: Collection[str]) -> bool:
         """Say whether a batch that fits in parts may be run in chunks instead."""
-        if self._unchunked is not None:
+        if self.unchunked is not None:
             return True
         trains = request.signature.trains and not request.signature.lanes
         done = self._compared or request.chunked or request.tile or self.search.fixed is not None
@@ -130,7 +128,7 @@ class Ways:
         """
         search, size = self.search, request.signature.size
         settled = search.is_of(request.signature) and search.trial is None
-        if self._unchunked is not None:
+        if self.unchunked is not None:
             return self._faster_of_both(request, found) if settled else found
         fits = self._most_that_fit(request)
         times = request.timed and request.follows and search.signature is not None
@@ -141,14 +139,14 @@ class Ways:
             unchunked = self.foreseen, search
             sizes = [n for n in self._chunks(request, rungs) if n in request.fast_chunks]
             found = self._best_of(request, map(request.in_chunks, sizes), fits, None) or found
-            self._unchunked = unchunked if times and self.search is not search else None
+            self.unchunked = unchunked if times and self.search is not search else None
         self._compared = True  # not before: after an interrupt the next step compares
         return found
 
     def _faster_of_both(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
         """Return how a batch is run that was timed in chunks, and before as the model is."""
-        assert self._unchunked is not None
-        (foreseen, search), self._unchunked = self._unchunked, None
+        assert self.unchunked is not None
+        (foreseen, search), self.unchunked = self.unchunked, None
         if self.search.least_seconds < CLEAR * search.least_seconds:
             return found
         search.decided = self.search.decided
@@ -190,7 +188,7 @@ class Ways:
                 most = self._most_that_fit(request)
                 if (failed and found is None) or most >= min(size, max(1, MANY * fits)):
                     found, fits = run_plan, most
-                    best = self.foreseen, self.search, way.parts
+                    best = self.foreseen, self.search, (way.chunked, way.tile)
                 if fits == size:
                     break
         finally:
@@ -215,8 +213,9 @@ class Ways:
             found = decision.made()
             every, n = self._completed(request), found.micro_batch
             looked = 0 if every is None else every.inspection_bytes(n, request.signature.size)
-            chunked, tile = request.parts
-            memory = replace(found.memory, chunked=chunked, tile=tile, inspection=looked)
+            memory = replace(
+                found.memory, chunked=request.chunked, tile=request.tile, inspection=looked
+            )
             return replace(found, memory=memory)
         except torch.OutOfMemoryError as error:
             if request.on_host:
