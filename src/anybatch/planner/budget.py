@@ -341,7 +341,7 @@ def _at(
 def _same_ranks(saved: Signature, forecast: Forecast, signature: Signature) -> bool:
     """Say whether samples of other ranks make no difference: as many are there, or hold nothing."""
     counts = saved.global_samples, signature.global_samples
-    coupled = forecast.inspection.coupled or forecast.inspection.lanes
+    coupled = forecast.inspection.coupled or saved.lanes
     return counts[0] == counts[1] or (all(counts) and not coupled)
 
 

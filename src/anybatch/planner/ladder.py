@@ -119,19 +119,19 @@ def forecast(
     Raises:
         Exception: that of the step on real rows; without `verify`, on fakes.
     """
-    state = state_of(case, optimizer)
+    state, own = state_of(case, optimizer), available - others
     may = suffices if suffices is not None and of_one_host(case) else None
     found: Forecast | None
     try:
-        found = _dry_run(case, state, available, others=others, verify=verify, suffices=may)
+        found = _dry_run(case, state, own, verify=verify, suffices=may)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
         if not verify:
             raise
-        found = _masks_full(case, state, available, others, may)
+        found = _masks_full(case, state, own, may)
         if found is None and may is not None:
-            found = guess(case, state, available, may)
+            found = guess(case, state, own, may)
     if found is not None and (found.few or found.full_batch):
         return found
     if found is not None:
@@ -139,11 +139,11 @@ def forecast(
         missing = _missing(found, case, available) if verify and not agreed else 0
         if missing <= SLACK:
             return found.with_more("activations", missing) if missing > 0 else found
-    return _on_few(case, state, available - others, on_device)
+    return _on_few(case, state, own, on_device)
 
 
 def _masks_full(
-    case: Case, state: State, available: int, others: int, suffices: Suffices | None
+    case: Case, state: State, available: int, suffices: Suffices | None
 ) -> Forecast | None:
     """Return the forecast of a loss that selects pairs of samples by masks, as if all were true.
 
@@ -156,7 +156,7 @@ def _masks_full(
         _, inspection = rehearsal.inspect_model(as_fakes(case), SMALL)
         if not rehearsal.watch_loss(as_fakes(full), inspection).coupled:
             return None
-        found = _dry_run(full, state, available, others=others, verify=False, suffices=suffices)
+        found = _dry_run(full, state, available, verify=False, suffices=suffices)
         fits = found.full_batch or found.least(case.size, case.size)[1] <= available
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -180,19 +180,13 @@ def _on_few(case: Case, state: State, available: int, on_device: OnDevice) -> Fo
 
 
 def _dry_run(
-    case: Case,
-    state: State,
-    available: int,
-    *,
-    others: int,
-    verify: bool,
-    suffices: Suffices | None,
+    case: Case, state: State, available: int, *, verify: bool, suffices: Suffices | None
 ) -> Forecast:
     """Return the forecast of the full batch on fakes if that suffices; else of two dry runs.
 
     These are of a few real rows where such may be run, and else of fakes.
     """
-    spare = _spare(case, sum(state[1].values()), available - others)
+    spare = _spare(case, sum(state[1].values()), available)
     fakes = replace(as_fakes(case), spare=spare)
     inspected, step = None, None
     # Else chunks are not full (test_chunks_of_more_rows_than_a_few_samples_have_are_foreseen).
@@ -207,7 +201,7 @@ def _dry_run(
             return found
     if on_rows and step is not None and _fit_few_rows(case, step, case.size, spare, fast=True):
         # A meter stops a step behind the kernel that has passed a limit.
-        most = available - others - sum(state[1].values()) - _of_one_kernel(step)
+        most = available - sum(state[1].values()) - _of_one_kernel(step)
         # Fakes hold a little more in one sample than real rows, and a plan at its floor is theirs
         # (test_it_is_exact_with_a_budget_and_without_gradients).
         single = fakes if suffices is None else None

@@ -119,7 +119,6 @@ class Inspection:
         copies: forward writes to its inputs, or the loss to its targets, so it gets copies.
         coupled: the loss needs all outputs at once.
         loss: the loss in words.
-        lanes: micro-batches wait for each other.
         shows: bytes of the outputs of a sample.
         gathers: bytes that forward gathers of all samples, for each of them.
         wide: in chunks, a linear map or its loss is computed so.
@@ -129,7 +128,6 @@ class Inspection:
     copies: bool
     coupled: bool = False
     loss: str = ""
-    lanes: bool = False
     shows: int = 0
     gathers: int = 0
     wide: bool = False
@@ -163,7 +161,7 @@ def inspect_model(case: Case, n: int, *, limit: int | None = None) -> tuple[Time
     copies = written(full) or written(part)
     shows = -(-sum(bytes_of(t) for _, t in pytree.tensors(outputs)) // full.size)
     gathers = -(-gathered // case.together)
-    found = Inspection(layout, copies, lanes=case.lanes, shows=shows, gathers=gathers)
+    found = Inspection(layout, copies, shows=shows, gathers=gathers)
     return meter.timeline(), found
 
 

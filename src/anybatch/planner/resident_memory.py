@@ -58,7 +58,8 @@ class ResidentSizes(MemoryModel):
         First with an accumulator, where that may fit: its plan takes one, and asks for that.
         """
         size, foreseen, budget = self._size, self.foreseen, self._budget
-        sums = n < size and self._request.signature.trains and not foreseen.inspection.lanes
+        signature = self._request.signature
+        sums = n < size and signature.trains and not signature.lanes
         may = sums and foreseen.peak(n, size) + foreseen.gradients <= budget
         if may and foreseen.accumulator_peak(n, size, confirmed=True) <= budget:
             return True
@@ -123,7 +124,7 @@ class ResidentSizes(MemoryModel):
         inspection, signature = foreseen.inspection, self._request.signature
         confirmed = self.confirmed and (checked or signature.lanes)
         owners, peak = foreseen.owners(n, size), 0
-        accumulator, lanes = False, inspection.lanes and n < size
+        accumulator, lanes = False, signature.lanes and n < size
         if signature.trains and n < size and not lanes:
             peak = foreseen.accumulator_peak(n, size, confirmed=confirmed)
             accumulator = peak <= budget
