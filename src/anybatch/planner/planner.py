@@ -150,7 +150,18 @@ class Planner:
         found = self.planned(signature)
         if found is None or not (follow or found.memory.floor):
             self._say_stopped(signature)
-            request = self._request(signature, make_case, optimizer, refuse_division, follow)
+            case = cache(make_case)
+            if self._settled is not None:
+                self.budget, self.source = self._settled.memory.budget, self._settled.memory.source
+            elif self.budget is None:
+                self.budget, self.source = default_budget(case(), optimizer, self._part)
+            timed = self.timed and not torch.are_deterministic_algorithms_enabled()
+            request = PlanningRequest(
+                *(signature, case, optimizer, refuse_division, self.budget, self.source),
+                *(self.spill, timed, self.thorough, follow),
+            )
+            chunked, tile = self._ways.parts.get(signature.trains, (0, 0))
+            request = request.in_chunks(chunked).in_tiles(tile)
             with of_one_decision():
                 found = self.workspaces.within(request.budget, partial(self._decide, request))
             knows = self._foreseen.knows(signature)
@@ -161,28 +172,6 @@ class Planner:
             self._search.decided += signature.most > 0
             self._planned[self._foreseen.plain(signature)] = found
         return found
-
-    def _request(
-        self,
-        signature: Signature,
-        make_case: Callable[[], Case],
-        optimizer: torch.optim.Optimizer | None,
-        refuse_division: Callable[[], object],
-        follows: bool,  # noqa: FBT001
-    ) -> PlanningRequest:
-        """Return the request for a decision, within the budget of a plan that was passed in."""
-        chunked, tile = self._ways.parts.get(signature.trains, (0, 0))
-        case = cache(make_case)
-        if self._settled is not None:
-            self.budget, self.source = self._settled.memory.budget, self._settled.memory.source
-        elif self.budget is None:
-            self.budget, self.source = default_budget(case(), optimizer, self._part)
-        timed = self.timed and not torch.are_deterministic_algorithms_enabled()
-        request = PlanningRequest(
-            *(signature, case, optimizer, refuse_division, self.budget, self.source, self.spill),
-            *(timed, self.thorough, follows),
-        )
-        return request.in_chunks(chunked).in_tiles(tile)
 
     def planned(self, signature: Signature) -> RunPlan | None:
         """Return the plan that an earlier start or step had; None where there is none."""

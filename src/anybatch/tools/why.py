@@ -28,7 +28,7 @@ from anybatch.core.units import show_bytes, show_samples
 from anybatch.engine.engine import BatchNormMode, Engine
 from anybatch.engine.rank_session import several
 from anybatch.errors import BudgetError, NotYetError
-from anybatch.execution.signature import Case, RunPlan, Signature, first_rows
+from anybatch.execution.signature import RunPlan, first_rows
 from anybatch.loss.base import Loss
 from anybatch.planner import rehearsal
 from anybatch.planner.budget import Foreseen
@@ -334,25 +334,16 @@ class _Ledger(Planner):
         """Forecast the ways of a batch, or those with gradient checkpointing."""
         engine = question.make(memory=1)
         engine._planner = self
+        self._planned.clear()
         engine.foresee(*question.batch, timed=False)
 
-    def plan_for(
-        self,
-        signature: Signature,
-        make_case: Callable[[], Case],
-        optimizer: torch.optim.Optimizer | None,
-        refuse_division: Callable[[], object],
-        *,
-        follow: bool = False,
-    ) -> RunPlan:
+    def _decide(self, request: PlanningRequest) -> RunPlan:
         """Return any plan, and forecast the ways."""
-        request = self._request(signature, make_case, optimizer, refuse_division, follow)
-        with rehearsal.of_one_decision():
-            found = self._forecast(request)
-            if self.again:
-                self._checkpointing(request, found)
-            else:
-                self._rungs(request, found)
+        found = self._forecast(request)
+        if self.again:
+            self._checkpointing(request, found)
+        else:
+            self._rungs(request, found)
         return ResidentSizes(found, request, MicroBatchSearch()).planned(request.signature.size)
 
     def _forecast(self, request: PlanningRequest) -> Forecast:
