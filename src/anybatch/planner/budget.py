@@ -60,13 +60,14 @@ def ran_out(device: torch.device, budget: int, source: str) -> BudgetError:
     )
 
 
-def on_cuda(found: Forecast, *, case: Case, others: int, budget: int, size: int) -> Forecast:
+def on_cuda(found: Forecast, request: PlanningRequest, others: int) -> Forecast:
     """Return the forecast plus the workspace and the other tensors of CUDA's allocator.
 
     Workspace is measured at one sample, at few, and at the most that fit: kernels use other
     workspaces for few samples than for more. Only sizes that fit are run. If none does, or memory
     runs out, it is that of cuBLAS as assumed for a device that is not there.
     """
+    case, budget, size = request.case(), request.budget, request.signature.size
     found = found.with_more("other tensors", others)
     measured = dict[int, int]()
     few = [] if found.indivisible else sorted({1, min(SMALL, size)}, reverse=True)
@@ -217,22 +218,16 @@ class Foreseen:
         self, request: PlanningRequest, *, rounded: bool, suffices: Suffices | None = None
     ) -> Forecast:
         """Make and store the forecast of a batch, or of one that bounds it: sizes `rounded` up."""
-        signature, case, optimizer = request.signature, request.case(), request.optimizer
-        available = request.budget
+        signature, found = request.signature, None
         self.rehearsed += 1
         bound = self._rounded(signature) if rounded else signature
-        agreed = any(one.case is not None for _, one in self._stored)
-        found = None
         if bound != signature:
-            found = _at(case, bound, optimizer, available, agreed=agreed, suffices=suffices)
+            agreed = any(one.case is not None for _, one in self._stored)
+            found = _at(request, bound, suffices, agreed=agreed)
         if found is None:
-            bound = signature
-            found = _forecast(
-                case, optimizer, available, signature.size, suffices, agreed=self._agreed
-            )
+            bound, found = signature, _forecast(request, suffices, agreed=self._agreed)
         elif not request.on_host:
-            others = other_tensors(case, optimizer)
-            found = on_cuda(found, case=case, others=others, budget=available, size=signature.size)
+            found = on_cuda(found, request, other_tensors(request.case(), request.optimizer))
         found = found.with_more("activations", self._more) if self._more else found
         less = self._held.get(_of_rows(bound), 0) - found.peak(bound.size, bound.size)
         found = found.steeper(-(-less // bound.size)) if less > 0 else found
@@ -273,26 +268,18 @@ class Foreseen:
         self._stored = [(self.plain(saved), forecast) for saved, forecast in self._stored]
 
 
-def _forecast(
-    case: Case,
-    optimizer: torch.optim.Optimizer | None,
-    available: int,
-    size: int,
-    suffices: Suffices | None,
-    *,
-    agreed: bool,
-) -> Forecast:
+def _forecast(request: PlanningRequest, suffices: Suffices | None, *, agreed: bool) -> Forecast:
     """Return the forecast, compared with a small real step where its device is there to run it.
 
     Not where fakes have `agreed` with such steps before.
     """
-    device = absent()
-    foresee = partial(forecast, case, optimizer, available=available)
-    if device is None and accelerator.of(case.device).host:
+    case, optimizer, device = request.case(), request.optimizer, absent()
+    foresee = partial(forecast, case, optimizer, available=request.budget)
+    if device is None and request.on_host:
         return foresee(verify=True, suffices=suffices, agreed=agreed)
     if device is None:
         others = other_tensors(case, optimizer)
-        there = partial(on_cuda, case=case, others=others, budget=available, size=size)
+        there = partial(on_cuda, request=request, others=others)
         return foresee(verify=True, others=others, on_device=there)
     try:
         found = foresee(verify=False)
@@ -305,25 +292,18 @@ def _forecast(
 
 
 def _at(
-    case: Case,
-    signature: Signature,
-    optimizer: torch.optim.Optimizer | None,
-    available: int,
-    *,
-    agreed: bool,
-    suffices: Suffices | None,
+    request: PlanningRequest, signature: Signature, suffices: Suffices | None, *, agreed: bool
 ) -> Forecast | None:
     """Return the forecast of the case with other shapes; None where the model cannot take them.
 
     On CUDA nothing is run: an index beyond a table ends all work on the device.
     """
-    count = MICRO_BATCHES * max(FARTHER)
-    rows = stretched(case.rows, signature.shapes, count)
+    case, host = request.case(), request.on_host
+    rows = stretched(case.rows, signature.shapes, MICRO_BATCHES * max(FARTHER))
     larger = replace(case, size=signature.size, rows=rows, global_samples=signature.global_samples)
     try:
-        host = accelerator.of(case.device).host
-        foresee = partial(forecast, larger, optimizer, available=available, verify=host)
-        found = foresee(agreed=agreed, suffices=suffices if host else None)
+        foresee = partial(forecast, larger, request.optimizer, available=request.budget)
+        found = foresee(verify=host, agreed=agreed, suffices=suffices if host else None)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception:  # longer than its table of positions, or whatever else
