@@ -122,7 +122,7 @@ class OffloadedSizes(MemoryModel):
         if self.fits(n):
             require_space(self._step(n).most, self._where)
             if checked and self.foreseen.case is not None and absent() is None:
-                self._steps[n] = self._really(n)
+                self._step(n, real=True)
         if not self.fits(n):
             fits = 0 if self._request.full_batch else self._most_below(n)
             cut = "undivided" if n >= self._size else f"with micro-batches of {show_samples(n)}"
@@ -189,21 +189,15 @@ class OffloadedSizes(MemoryModel):
             low, high = (middle, high) if self.fits(middle) else (low, middle)
         return low
 
-    def _step(self, n: int) -> OffloadedStep:
-        if n not in self._steps:
-            fakes = self.foreseen.case
-            self._steps[n] = (
-                self._really(n)
-                if fakes is None
-                else rehearse_offloaded(self.foreseen, fakes, n, self._size)
-            )
+    def _step(self, n: int, *, real: bool = False) -> OffloadedStep:
+        """Return a dry run, which is made once; a `real` one on rows, in place of any."""
+        if real or n not in self._steps:
+            fakes = None if real else self.foreseen.case
+            case = fakes or self._request.case()
+            make = maker(self._where, self._device) if fakes is None else None
+            found = rehearse_offloaded(self.foreseen, case, n, self._size, make, self._budget)
+            self._steps[n] = found
         return self._steps[n]
-
-    def _really(self, n: int) -> OffloadedStep:
-        store = maker(self._where, self._device)
-        return rehearse_offloaded(
-            self.foreseen, self._request.case(), n, self._size, store, self._budget
-        )
 
     @property
     def _device(self) -> torch.device:

@@ -144,7 +144,7 @@ class ResidentSizes(MemoryModel):
             predicted,
             waiting_capacity=capacity,
             floor=self._floor(confirmed=confirmed),
-            candidates=self._candidates(n),
+            candidates=self.rows(n),
         )
         coupled = inspection.coupled and not lanes
         return RunPlan(n, accumulator, memory, coupled, inspection.loss, lanes)
@@ -181,12 +181,11 @@ class ResidentSizes(MemoryModel):
         capacity = None if left >= (-(-size // n) - 1) * each else max(0, left)
         return min(budget, peak + foreseen.of_samples(size)), owners, capacity
 
-    def rows(self) -> tuple[Candidate, ...]:
-        """Return the sizes worth a line in a plan: those of which a step was run."""
-        return self._candidates(self.largest)
+    def rows(self, n: int = 0) -> tuple[Candidate, ...]:
+        """Return the sizes worth a line in a plan: those run, the first that does not fit, and `n`.
 
-    def _candidates(self, n: int) -> tuple[Candidate, ...]:
-        """Return the candidates worth a row: the sizes run, and the first that does not fit."""
+        0 (default) is the largest.
+        """
         foreseen, size = self.foreseen, self._size
         if foreseen.full_batch:
             return (Candidate(size, foreseen.peak(size, size), None),)
@@ -194,7 +193,7 @@ class ResidentSizes(MemoryModel):
         too_large = [k for k in doubling(size) if k not in fits][:1]
         return tuple(
             Candidate(k, foreseen.peak(k, size), finite(self._seconds.get(k)))
-            for k in sorted({n, size, *too_large, *(self._seconds or fits)})
+            for k in sorted({n or self.largest, size, *too_large, *(self._seconds or fits)})
         )
 
 
