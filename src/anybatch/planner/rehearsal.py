@@ -178,8 +178,8 @@ DRY, REAL = "dry run", "step on few rows"
 Around = Callable[[], AbstractContextManager[Any]]
 
 
-class LaneRecorder(MicroBatchOffloader, Protocol):
-    """Offloader of a rehearsal, which is told its meter."""
+class MeteredOffloader(MicroBatchOffloader, Protocol):
+    """Offloader of saved tensors in a rehearsal, which sets its meter."""
 
     meter: Meter
 
@@ -190,7 +190,7 @@ def divided(
     inspection: Inspection,
     *,
     accumulator: bool,
-    sends: LaneRecorder | None = None,
+    sends: MeteredOffloader | None = None,
     around: Around = nullcontext,
     limit: int | None = None,
     most: int | None = None,
@@ -223,7 +223,7 @@ def divided(
     return meter.timeline()
 
 
-def with_meter(sends: LaneRecorder | None, meter: Meter) -> LaneRecorder | None:
+def with_meter(sends: MeteredOffloader | None, meter: Meter) -> MeteredOffloader | None:
     """Return the offloader of a rehearsal, if any, with its meter."""
     if sends is not None:
         sends.meter = meter
@@ -290,7 +290,7 @@ def full_batch(
     size: int,
     inspection: Inspection | None = None,
     *,
-    sends: LaneRecorder | None = None,
+    sends: MeteredOffloader | None = None,
     limit: int | None = None,
 ) -> tuple[Timeline, int]:
     """Run an undivided step under the meter; return its bytes, and those of sparse gradients.
