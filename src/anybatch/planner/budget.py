@@ -151,16 +151,10 @@ class Foreseen:
 
     def knows(self, signature: Signature) -> bool:
         """Return whether exactly this signature has a forecast."""
+        plain = partial(replace, before=0, global_samples=0, most=0)
         return any(
-            replace(
-                saved,
-                before=signature.before,
-                global_samples=signature.global_samples,
-                most=signature.most,
-            )
-            == signature
-            and _same_ranks(saved, forecast, signature)
-            for saved, forecast in self._stored
+            plain(saved) == plain(signature) and _same_ranks(saved, found, signature)
+            for saved, found in self._stored
         )
 
     def hold_more(self, count: int, samples: int = 0) -> None:
@@ -248,12 +242,9 @@ class Foreseen:
         )
         size = signature.size if signature.size <= first.size else _power(signature.size)
         most = max(saved.global_samples for saved, _ in self._stored)
-        global_samples = (
-            _power(signature.global_samples)
-            if signature.global_samples > most > 0
-            else signature.global_samples
-        )
-        return replace(signature, shapes=shapes, size=size, global_samples=global_samples)
+        ranks = signature.global_samples
+        ranks = _power(ranks) if ranks > most > 0 else ranks
+        return replace(signature, shapes=shapes, size=size, global_samples=ranks)
 
     def _compare(self, signature: Signature, found: Forecast) -> None:
         """Remember where another number has held the same."""

@@ -438,12 +438,8 @@ def _roughly(line: Line) -> AffineTimeline:
     slope = steeper.astype(np.int64)
     base = line.base + SMALL * (line.slope - slope)
     column = np.full((len(base), 1), ROUNDING)
-    return AffineTimeline(
-        (*line.owners, "rounding"),
-        line.events,
-        np.hstack([base, column]),
-        np.hstack([slope, 0 * column]),
-    )
+    rows = np.hstack([base, column]), np.hstack([slope, 0 * column])
+    return AffineTimeline((*line.owners, "rounding"), line.events, *rows)
 
 
 def _held_at(found: Forecast, case: Case, n: int) -> int:
@@ -537,11 +533,8 @@ def _missing_at(n: int, found: Forecast, case: Case, *, fewer: bool) -> int:
             divided, undivided = found.divided.at(n).peak, found.undivided.at(n).peak
         else:
             again = found.divides(n, fakes.size)  # a plan names the bytes of one sample, too
-            divided = (
-                found.rehearsed(n, fakes.size, accumulator=False).peak
-                if again
-                else _divided(fakes, found, n)
-            )
+            step = found.rehearsed(n, fakes.size, accumulator=False) if again else None
+            divided = step.peak if step else _divided(fakes, found, n)
             undivided = rehearsal.full_batch(fakes, n, found.inspection)[0].peak
         all_at_once = rehearsal.full_batch(real, n, found.inspection)[0].peak
         return max(_divided(real, found, n) - divided, all_at_once - undivided)

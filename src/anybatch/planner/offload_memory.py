@@ -156,13 +156,8 @@ class OffloadedSizes(MemoryModel):
             stall=stall if found.clocked else None,
             remade=remade,
         )
-        passes = partial(
-            chained,
-            fitted.stretches,
-            budget=self._budget,
-            most=fitted.predicted,
-            clocked=found.clocked,
-        )
+        within = {"budget": self._budget, "most": fitted.predicted}
+        passes = partial(chained, fitted.stretches, clocked=found.clocked, **within)
         coupled, loss = foreseen.inspection.coupled, foreseen.inspection.loss
         return RunPlan(n, False, memory, coupled, loss, offload=offload, passes=passes)
 

@@ -103,10 +103,8 @@ class PagedLockstep(MemoryModel):
         found, count = self._of(n), count_micro_batches(self._size, n)
         if not self.fits(n):
             smaller = f"micro_batch={self.largest} or less, or " if n > 1 and self.largest else ""
-            step = (
-                f"in lanes of {show_samples(n)}, with all tensors that a kernel does not need "
-                "offloaded,"
-            )
+            rest = "with all tensors that a kernel does not need offloaded,"
+            step = f"in lanes of {show_samples(n)}, {rest}"
             raise self._too_small(found.floor, step, {}, size=smaller)
         spill, device = self._request.spill, self._request.case().device
         every, limit = found.every(count), found.limit(self._budget)
@@ -270,14 +268,8 @@ def widths(foreseen: Forecast, fakes: Case, n: int, size: int) -> Widths:
     """Rehearse a lane; `n` are all samples only where other ranks have more."""
     recorder = WidthRecorder()
     case = replace(first_rows(fakes, size), global_samples=foreseen.global_samples)
-    line = rehearsal.divided(
-        case,
-        n,
-        foreseen.inspection,
-        accumulator=False,
-        sends=recorder,
-        around=lambda: recorder.joins,
-    )
+    run = partial(rehearsal.divided, sends=recorder, around=lambda: recorder.joins)
+    line = run(case, n, foreseen.inspection, accumulator=False)
     last = len(recorder.spans) - 1
     full = max(range(last + 1), key=lambda i: (recorder.sizes[i], i))  # the last may be smaller
     begin, end = recorder.spans[full]

@@ -380,10 +380,9 @@ def _gathered(step: Step, case: Case, around: Around) -> None:
             del here
         del outputs
         full = Rows(every, targets, size, 0, leads=True, here=own)
-        local, step.global_batch = (
-            step.global_batch,
-            AbsentRanks(size) if case.global_samples else step.global_batch,
-        )
+        local = step.global_batch
+        if case.global_samples:
+            step.global_batch = AbsentRanks(size)
         if step.gradients is None:
             value_of_all(step, full)
             return

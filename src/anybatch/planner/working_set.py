@@ -202,9 +202,8 @@ class LaneRehearsal:
         if len(self._first_ends) != len(self._ends):
             return np.zeros(len(there), np.int64)
         made = rehearsed[self._first_ends[-1] - 1]
-        return np.clip(
-            self._by_phase([made - rehearsed[t - 1] for t in self._first_ends]), 0, there
-        )
+        later = (made - rehearsed[t - 1] for t in self._first_ends)
+        return np.clip(self._by_phase(later), 0, there)
 
     def with_loss(self, lane: Lane, line: Timeline) -> Lane:
         """Return the lane with the loss of all outputs, which the last of them computes.
@@ -215,11 +214,8 @@ class LaneRehearsal:
         before, resident = line.live[: self._first], lane.resident
         if not self._first:
             return lane
-        row, own, there = (
-            before[int(before.sum(1).argmax())].copy(),
-            resident.live.sum(1),
-            self._there,
-        )
+        row = before[int(before.sum(1).argmax())].copy()
+        own, there = resident.live.sum(1), self._there
         if GRADIENTS in resident.owners:  # none of them is there before backward
             column = resident.owners.index(GRADIENTS)
             own, there = own - resident.live[:, column], there - int(line.live[self._begin, column])
