@@ -60,6 +60,7 @@ from benchmarks.mbs.tables import rows as paper
 from benchmarks.mbs.training_rows import HEAD, summary_row
 from benchmarks.outofcore.blocks import rows as blocks_rows
 from benchmarks.outofcore.cheap import rows as cheap
+from benchmarks.outofcore.floors import rows as floors_rows
 from benchmarks.outofcore.frontier import rows as frontier_rows
 from benchmarks.outofcore.limits import rows as limits_rows
 from benchmarks.outofcore.monger import rows as monger_rows
@@ -149,6 +150,10 @@ WRITERS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "blocks": ("outofcore/blocks", blocks_rows.blocks),
     "blocks_cuda": ("outofcore/blocks/cuda", blocks_rows.blocks_cuda),
     "tiles": ("outofcore/tiles", tiles_rows.tiles),
+    "floors": ("outofcore/floors", floors_rows.floors),
+    "floors_live": ("outofcore/floors", floors_rows.floors_live),
+    "floors_equal": ("outofcore/floors", floors_rows.floors_equal),
+    "floors_claims": ("outofcore/floors", floors_rows.floors_claims),
     "recompute": ("outofcore/recompute", recompute_rows.recompute),
     "recompute_pixels": ("outofcore/recompute", recompute_rows.recompute_pixels),
     "limits": ("outofcore/limits", limits_rows.limits),
@@ -261,6 +266,7 @@ TITLES = {
     "narrow": "Out of core: lanes of which not even one fits",
     "blocks": "Out of core: blocks computed again, beside checkpoints by hand",
     "tiles": "Out of core: modules of single tokens in tiles of tokens",
+    "floors": "Out of core: the least memory of one sample, beside flags of other libraries",
     "recompute": "Out of core: cheap results computed again in real steps",
     "limits": "Out of core: a step that does not fit, under a limit that the system keeps",
     "table1": "Out of core: Table 1 on a device",
@@ -316,6 +322,7 @@ MORE = {
     "lanes_parts": ("lanes_parts_shares", "lanes_parts_scans"),
     "real_limit": ("real_limit_compared",),
     "blocks": ("blocks_cuda",),
+    "floors": ("floors_live", "floors_equal", "floors_claims"),
     "recompute": ("recompute_pixels",),
     "limits": ("limits_cgroup",),
     "narrow": ("narrow_floors",),

@@ -1,0 +1,1 @@
+"""The least memory of one sample, beside what other libraries offer."""
