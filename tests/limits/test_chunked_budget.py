@@ -109,6 +109,21 @@ def test_the_floor_is_a_part_of_that_of_all_logits_at_once(*, inside: bool) -> N
     assert refused.value.needed < 3600 * KIB
 
 
+def test_two_more_calls_of_a_loss_do_not_raise_the_floor() -> None:
+    """They come when all gradients are there: a chunk and a gradient of the head were the peak."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V)).double()
+    x, y = torch.randint(V, (1, L)), torch.randint(V, (1, L))
+    with pytest.raises(BudgetError, match="needs") as refused:
+        Engine(net, loss_fn, memory="1KiB", cache=None, rungs=["chunks"]).backward(x, y)
+    engine = Engine(net, loss_fn, memory=refused.value.needed + 4 * KIB, cache=None)
+    engine.backward(x, y)
+    net.zero_grad()
+    with metered({"parameters": [*net.parameters()]}) as meter:
+        engine.backward(x, y)
+    assert refused.value.needed < meter.peak * 1.05
+
+
 def test_a_step_in_chunks_offloads_nothing() -> None:
     net, batch = made(inside=True)
     engine = engine_of(net, inside=True, memory="3000KiB")

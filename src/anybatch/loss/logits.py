@@ -127,8 +127,13 @@ class Logits(Tensor):
         return f"Logits({list(self.shape)}, {self.dtype}, computed in chunks)"
 
     def of_leaves(self) -> tuple[Logits, list[Tensor]]:
-        """Return the same logits of copies of the rows, and these copies."""
-        source = self._source.of_rows(lambda h: h.detach().clone().requires_grad_())
+        """Return the same logits of copies of the rows, and these copies, in smaller chunks.
+
+        All gradients may be there: weights get none, which would take as much as they do
+        (test_two_more_calls_of_a_loss_do_not_raise_the_floor).
+        """
+        source = replace(self._source.detached(), rows=-(-self._source.rows // PARTS))
+        source = source.of_rows(lambda h: h.clone().requires_grad_())
         return logits_of(source), [one.h for one in source.maps]
 
     @property
@@ -330,6 +335,9 @@ def in_checkpoint() -> bool:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return bool(hooks) and getattr(hooks[0], "__module__", "") == checkpoint.__name__
 
+
+PARTS = 4
+"""Parts of a chunk of a step, each of which is a chunk where two calls of a loss are compared."""
 
 QUERIES = frozenset(
     "size dim ndimension numel nelement __len__ is_floating_point is_complex get_device "
