@@ -23,8 +23,9 @@ as anybatch, but less than a plain step: the one that is fastest, and the one th
 are seconds over those of the peer, of the processor, because others may use the machine, and of the
 clock: the median over pairs of processes that alternate, of the median of three steps each. The
 plan's first step, which tries modules and records, is not among them. Gradients are compared with
-those of the undivided sample: in float64 up to 2,304 tokens, above in float32, at 32,768 tokens not
-at all, because that does not fit on the machine. *worst error* is the largest of all ways.
+those of the undivided sample: in float64 up to 2,304 tokens and for the U-Net, in float32 up to
+10,000, and beyond not at all. Rows that are missing here have not been run. *worst
+error* is the largest of all ways.
 """
 
 import os
