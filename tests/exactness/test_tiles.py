@@ -7,12 +7,14 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.oracle import assert_exact, error_of, same, snapshot, state_of, undivided
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -36,10 +38,10 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
     found: dict[str, bool] = {}
     own = Tiles._verdict
 
-    def verdict(self: Tiles, module: nn.Module, x: Tensor, rows: int) -> bool:
-        tiled, name = own(self, module, x, rows), type(module).__name__
-        found[name] = tiled or found.get(name, False)
-        return tiled
+    def verdict(self: Tiles, module: nn.Module, x: Tensor, rows: int) -> Any:
+        one, name = own(self, module, x, rows), type(module).__name__
+        found[name] = one.tokenwise or found.get(name, False)
+        return one
 
     monkeypatch.setattr(Tiles, "_verdict", verdict)
     return found
@@ -577,6 +579,76 @@ def test_a_module_that_changes_between_steps_is_tried_again(
     loss.backward()
     assert_exact(got, state_of(net, loss))
     assert not tried.get("MLP")
+
+
+class Scaled(MLP):
+    """Computes with what its parent sets before each call, by the name of the change."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.table, self.held = 1.0, {"scale": 1.0}, SimpleNamespace(scale=1.0)
+        self.condition: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = super().forward(x) * self.scale * self.table["scale"] * self.held.scale
+        z = z * OUTSIDE["scale"] * Scaled.factor
+        return z if self.condition is None else z * self.condition
+
+
+OUTSIDE = {"scale": 1.0}
+ANOTHER: dict[str, Callable[[Scaled, float], object]] = {
+    "a number": lambda module, a: setattr(module, "scale", a),
+    "an entry": lambda module, a: module.table.update(scale=a),
+    "a number in an object": lambda module, a: setattr(module.held, "scale", a),
+    "a number of the class": lambda _, a: setattr(Scaled, "factor", a),
+    "a global number": lambda _, a: OUTSIDE.update(scale=a),
+    "a tensor": lambda module, a: setattr(module, "condition", torch.full((1, D), a).double()),
+    "data": lambda module, a: setattr(module.up.weight, "data", module.up.weight.data * a),
+}
+
+
+class Twice(nn.Module):
+    """Calls one module twice, changes it before each call, and undoes the changes at the end."""
+
+    def __init__(self, change: Callable[[Scaled, float], object]) -> None:
+        super().__init__()
+        self.block, self.head, self.change = Scaled(), nn.Linear(D, 2), change
+
+    def forward(self, x: Tensor) -> Tensor:
+        for factor in (0.5, 4.0):
+            self.change(self.block, factor)
+            x = x + self.block(x)
+        self.change(self.block, 0.5)
+        return self.head(x.mean(1))  # type: ignore[no-any-return]
+
+
+class Frozen(nn.Module):
+    """Calls one module with its own parameters, and with a copy that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = MLP(), nn.Linear(D, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        copied = {name: one.detach() / 2 for name, one in self.block.named_parameters()}
+        x = self.block(x)
+        return self.head((x + functional_call(self.block, copied, (x,))).mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("change", [*ANOTHER, "parameters"])
+def test_backward_computes_a_module_as_it_was_called(change: str) -> None:
+    torch.manual_seed(0)
+    net = (Frozen() if change == "parameters" else Twice(ANOTHER[change])).double()
+    x, y = torch.randn(3, LONG, D, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    engine = Engine(net, F.mse_loss, plan=plan_of(2))
+    for _ in range(2):
+        net.zero_grad()
+        want = undivided(net, F.mse_loss, x, y)
+        assert_exact(state_of(net, engine.backward(x, y)), want)
+    ANOTHER["a number of the class"](Scaled(), 1.0)
+    ANOTHER["a global number"](Scaled(), 1.0)
 
 
 def test_a_draw_that_was_not_there_when_a_module_was_tried_is_no_other_draw() -> None:

@@ -322,15 +322,16 @@ class Outside:
 
     def numbers(self) -> dict[Named, Any]:
         """Return the present numbers in the places; places without any are omitted."""
-        if not self._read:
-            return {}
         found = {named: read() for named, read in self._read.items()}
         return {named: value for named, value in found.items() if value is not None}
 
+    def tensors(self) -> dict[Named, Any]:
+        """Return what the places of tensors hold at present."""
+        return {named: read() for named, read in self._tensors.items()}
+
     def few_numbers(self) -> dict[Named, Any]:
         """Return the tensors of few numbers that the places hold, which a device is waited for."""
-        held = {named: read() for named, read in self._tensors.items()}
-        return {named: _numbers_of(one) for named, one in held.items() if _few_of(one)}
+        return {at: _numbers_of(one) for at, one in self.tensors().items() if _few_of(one)}
 
     def _foreign(self, module: nn.Module) -> None:
         """Record attributes that a user has set on a module of torch's own."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import prod
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling as compiling
 from torch.jit import ScriptModule
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from anybatch.core import modules as graph
 from anybatch.core.barrier import PLAIN, looks_here
@@ -86,11 +87,14 @@ class Tiles:
         self._inside = False
         self._originals: dict[int, nn.Module] = {}
         self._verdicts: WeakKeyDictionary[nn.Module, dict[Any, _Verdict]] = WeakKeyDictionary()
+        self._moving: WeakSet[nn.Module] = WeakSet()
+        self._called: WeakSet[_Tile] = WeakSet()
 
     def of_copy(self, model: nn.Module, copied: nn.Module) -> Tiles:
         """Return the tiles of a copy without data; its modules are tried in the model itself."""
         found = Tiles(self.size)
         found._lengths, found._verdicts = self._lengths, self._verdicts
+        found._moving = self._moving
         pairs = zip(walk(copied), walk(model), strict=True)
         found._originals = {id(twin): original for (_, twin), (_, original) in pairs}
         return found
@@ -103,6 +107,7 @@ class Tiles:
     def run(self, model: nn.Module, forward: Callable[[], Any]) -> Any:
         """Return ``forward()``, which calls the model, with its modules in tiles where they may."""
         placed: list[nn.Module] = []
+        self._called.clear()
         self._inside = False  # an interrupt may have skipped the end of an earlier call
         try:
             for module in _candidates(model):
@@ -131,19 +136,23 @@ class Tiles:
             return own(*args, **kwargs)
         rows = max(FEW, self.size // prod(x.shape[2:-1]))
         original = self._originals.get(id(module), module)
+        if original in self._moving or x.shape[1] <= rows:
+            return own(*args, **kwargs)
         with self.within(), _as_written(original):
-            tried = x.shape[1] > rows and self._verdict(original, x, rows)
-        if not tried:
+            verdict = self._verdict(original, x, rows)
+        if not verdict.tokenwise:
             return own(*args, **kwargs)
         self._lengths.add(prod(x.shape[1:-1]))
-        tile = _Tile(self, module, own, rows)
+        tile = _Tile(self, module, original, own, rows, verdict.outside)
         if looks_here():
             return tile.joined(x)
         tile.leaves, rest = _tensors(module)
+        tile.was = tile.now()
+        self._called.add(tile)
         return _InTiles.apply(tile, x, *tile.leaves, *rest)  # type: ignore[no-untyped-call]
 
-    def _verdict(self, module: nn.Module, x: Tensor, rows: int) -> bool:
-        """Say whether a module acts on each token by itself, as in `x`; try it where unknown."""
+    def _verdict(self, module: nn.Module, x: Tensor, rows: int) -> _Verdict:
+        """Find whether a module acts on each token by itself, as in `x`; try it where unknown."""
         every = walk(module)
         now = _as_it_is(every)
         samples, length, *others = x.shape
@@ -153,7 +162,7 @@ class Tiles:
         for of in (0, length):
             found = tried.get((form, of))
             if found is not None and found.holds(now):
-                return found.tokenwise
+                return found
         outside = Outside(one for _, one in every)
         numbers, state = outside.numbers(), PythonState()
         if numbers:
@@ -161,12 +170,22 @@ class Tiles:
         tokenwise, of = _trial(module, x, rows)
         tokenwise &= outside.numbers() == numbers  # or a call counts somewhere else
         state.put_back()
-        tried[form, of] = _Verdict(tokenwise, (now, numbers), outside)
-        return tokenwise
+        tried[form, of] = found = _Verdict(tokenwise, (now, numbers), outside)
+        return found
 
     def forget(self, module: nn.Module) -> None:
         """Try a module again when it is called the next time."""
         self._verdicts.pop(module, None)
+
+    def compare(self, tile: _Tile) -> None:
+        """Leave modules whole that are not as they were called: backward would compute others.
+
+        Raises:
+            Retry: the module of this tile is one of them.
+        """
+        if tile.moved():
+            self._moving.update(one.original for one in self._called if one.moved())
+            raise Retry("inspection")
 
     @staticmethod
     def _may_be(x: Tensor) -> bool:
@@ -229,22 +248,42 @@ def _as_written(module: nn.Module) -> Iterator[None]:
 # Tiles of one call: forward without a graph, and backward.
 
 
-@dataclass
+@dataclass(eq=False)
 class _Tile:
     """Computation of a module in tiles, of `rows` entries along the second dimension.
 
     Attributes:
+        original: the module that was tried; `module` may be its copy.
         own: the module's forward.
+        outside: numbers that its code reads elsewhere.
         leaves: parameters that get a gradient.
         autocast: enters the modes of autocast of the call again.
+        was: what the module computed with when it was called, for comparison; and its tensors,
+            or others would have their ids.
     """
 
     tiles: Tiles
     module: nn.Module
+    original: nn.Module
     own: Callable[[Tensor], Tensor]
     rows: int
+    outside: Outside
     leaves: list[Tensor] = field(default_factory=list)
     autocast: list[dict[str, Any]] = field(default_factory=list)
+    was: tuple[Any, list[Tensor]] = (None, [])
+
+    def now(self) -> tuple[Any, list[Tensor]]:
+        """Return what the module computes with at present, and its tensors."""
+        every, elsewhere = walk(self.module), self.outside.tensors()
+        with _as_written(self.module):
+            held = tree_leaves([elsewhere, *(dict(vars(one)) for _, one in every)])
+            tensors = [one for one in held if isinstance(one, Tensor)]
+            places = [*map(_place, tensors)]
+            return (_as_it_is(every), self.outside.numbers(), places), tensors
+
+    def moved(self) -> bool:
+        """Say whether the module would compute something else than when it was called."""
+        return bool(self.was[0] != self.now()[0])
 
     def spans(self, x: Tensor) -> list[tuple[int, int]]:
         """Return where each tile begins, and its length; of fakes, two stand for all."""
@@ -279,6 +318,12 @@ def _leads_out(found: Tensor, inside: list[Tensor], first: int) -> bool:
         if id(leaf) not in leaves if leaf is not None else node._sequence_nr() < first:
             return True
     return False
+
+
+def _place(value: Tensor) -> Any:
+    """Return what tells a tensor and its values from others."""
+    version = None if value.is_inference() else value._version
+    return id(value), None if is_fake(value) else graph.storage_of(value), version
 
 
 def _tensors(module: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -330,6 +375,7 @@ class _InTiles(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotYetError(NO_DERIVATIVE)
         tile: _Tile = ctx.tile
+        tile.tiles.compare(tile)
         x, trains = ctx.saved_tensors[0], ctx.needs_input_grad[1]
         below = torch.empty_like(x) if trains else None
         sums: list[Tensor | None] = [None] * len(tile.leaves)
