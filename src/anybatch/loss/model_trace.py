@@ -225,6 +225,8 @@ class TracingMode(TermTrace[TracedTerm]):
         sums = functionals.numerator(func, arguments)
         count = entry.count(arguments) if divides else 1
         value = sums / count if divides else sums.clone()
+        if not divides:  # it may be divided by a count: its rows stand for its values
+            self._values[len(self.terms)] = arguments[next(iter(entry.rows))]
         self._note(value, func, arguments, sums, count)
         return value
 

@@ -95,6 +95,11 @@ def ctc(m: Own, x: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
     return F.ctc_loss(steps, labels, *lengths, reduction=reduction)
 
 
+def known_sum(m: Own, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+    labels = torch.where(w > 0, y, -100)
+    return F.cross_entropy(m.head(x).transpose(1, 2), labels, reduction="sum")
+
+
 def doubled(value: Tensor) -> Tensor:
     value.mul_(2.0)
     return value
@@ -136,6 +141,13 @@ EXACT: dict[str, Lose] = {
         (each(m, x, y) * (k := (m.gate(x) > -0.5)[..., 0])).sum() / k.sum()
     ),
     "by another": lambda m, x, y, w: 2 * (each(m, x, y) * w).sum() / (x[..., 0] > 0).sum(),
+    "a known sum by a count": lambda m, x, y, w: known_sum(m, x, y, w) / (w > 0).sum(),
+    "a known sum by a bounded count": lambda m, x, y, w: (
+        0.5 * known_sum(m, x, y, w) / (w > 0).sum().clamp(min=1) + m.gate(x).square().mean()
+    ),
+    "a known sum by weights": lambda m, x, y, w: (
+        m.gate.bias[0].exp() * F.mse_loss(m.head(x), x[..., :3], reduction="sum") / w.sum()
+    ),
     "two by weights": lambda m, x, y, w: (
         (each(m, x, y) * w).sum() / w.sum() + (m.gate(x)[..., 0] * w).sum() / w.sum()
     ),
@@ -211,6 +223,14 @@ REFUSED: dict[str, tuple[Lose, str]] = {
     "by a tensor of the samples": (
         lambda m, x, y, w: each(m, x, y).sum() / x.new_full((), len(x)),
         "the same for any",
+    ),
+    "a known sum by a part": (
+        lambda m, x, y, w: known_sum(m, x, y, w) / w[: (len(x) + 1) // 2].sum(),
+        OF_ITS_OWN,
+    ),
+    "a known mean by a count": (
+        lambda m, x, y, w: F.mse_loss(m.head(x), x[..., :3]) / w.sum(),
+        UNKNOWN,
     ),
     "trained weights": (
         lambda m, x, y, w: (each(m, x, y) * m.gate(x)[..., 0]).sum() / m.gate(x).sum(),
