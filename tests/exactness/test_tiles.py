@@ -589,11 +589,12 @@ class Scaled(MLP):
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.table, self.held = 1.0, {"scale": 1.0}, SimpleNamespace(scale=1.0)
+        self.held.tensor, self.function = torch.ones(1).double(), torch.tanh
         self.condition: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         z = super().forward(x) * self.scale * self.table["scale"] * self.held.scale
-        z = z * OUTSIDE["scale"] * Scaled.factor
+        z = self.function(z * OUTSIDE["scale"] * Scaled.factor) * self.held.tensor
         return z if self.condition is None else z * self.condition
 
 
@@ -605,6 +606,10 @@ ANOTHER: dict[str, Callable[[Scaled, float], object]] = {
     "a number of the class": lambda _, a: setattr(Scaled, "factor", a),
     "a global number": lambda _, a: OUTSIDE.update(scale=a),
     "a tensor": lambda module, a: setattr(module, "condition", torch.full((1, D), a).double()),
+    "a tensor in an object": lambda module, a: setattr(
+        module.held, "tensor", torch.full((1,), a).double()
+    ),
+    "a function": lambda module, a: setattr(module, "function", torch.sin if a > 1 else torch.tanh),
     "data": lambda module, a: setattr(module.up.weight, "data", module.up.weight.data * a),
 }
 

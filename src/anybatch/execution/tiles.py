@@ -18,12 +18,12 @@ Source: u-cuDNN's conclusion, which asks for other layers than convolutions; AGB
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -72,6 +72,9 @@ NO_DERIVATIVE = (
 )
 
 FORWARD = "forward"
+
+ROUNDING = 8
+"""Units of rounding by which a tile that is computed again may differ in its mean and its size."""
 
 
 class Tiles:
@@ -184,8 +187,13 @@ class Tiles:
             Retry: the module of this tile is one of them.
         """
         if tile.moved():
-            self._moving.update(one.original for one in self._called if one.moved())
-            raise Retry("inspection")
+            self.leave_whole([one for one in self._called if one.moved()])
+
+    def leave_whole(self, called: Iterable[_Tile] | None = None) -> NoReturn:
+        """Run the step again with modules as they are; by default all that are called in tiles."""
+        called = self._called if called is None else called
+        self._moving.update(one.original for one in called)
+        raise Retry("inspection")
 
     @staticmethod
     def _may_be(x: Tensor) -> bool:
@@ -260,6 +268,7 @@ class _Tile:
         autocast: enters the modes of autocast of the call again.
         was: what the module computed with when it was called, for comparison; and its tensors,
             or others would have their ids.
+        results: mean and size of the result of each tile, as `_measured`.
     """
 
     tiles: Tiles
@@ -271,6 +280,7 @@ class _Tile:
     leaves: list[Tensor] = field(default_factory=list)
     autocast: list[dict[str, Any]] = field(default_factory=list)
     was: tuple[Any, list[Tensor]] = (None, [])
+    results: Tensor | None = None
 
     def now(self) -> tuple[Any, list[Tensor]]:
         """Return what the module computes with at present, and its tensors."""
@@ -354,7 +364,7 @@ class _InTiles(torch.autograd.Function):
         ctx.save_for_backward(x, *tensors)  # parameters for their versions, as torch checks them
         tile.autocast = _autocast(x)
         drawn, out, first = _draws(), None, torch._C._autograd._get_sequence_nr()
-        outside = False
+        outside, results = False, []
         for begin, length in tile.spans(x):
             run = partial(tile.compute, x, (begin, length), trains=x.requires_grad)
             part, found = saving_nothing(run)
@@ -362,7 +372,9 @@ class _InTiles(torch.autograd.Function):
                 outside = _leads_out(found, [part, *tile.leaves], first)
                 out = found.new_empty((*x.shape[:-1], found.shape[-1]))
             out.narrow(1, begin, length).copy_(found.detach())
+            results.append(_measured(found))
             del part, found
+        tile.results = torch.stack(results)
         assert isinstance(out, Tensor)
         # Where it was tried it did neither.
         if outside or not (is_fake(x) or _draws().same_as(drawn)):
@@ -379,6 +391,7 @@ class _InTiles(torch.autograd.Function):
         x, trains = ctx.saved_tensors[0], ctx.needs_input_grad[1]
         below = torch.empty_like(x) if trains else None
         sums: list[Tensor | None] = [None] * len(tile.leaves)
+        results = []
         for begin, length in tile.spans(x):
             part, found = tile.compute(x, (begin, length), trains=trains)
             wanted = [*([part] if trains else []), *tile.leaves]
@@ -386,6 +399,7 @@ class _InTiles(torch.autograd.Function):
             gradients: list[Tensor | None] = [
                 *torch.autograd.grad(found, wanted, above_part, allow_unused=True)
             ]
+            results.append(_measured(found))
             del part, found
             if below is not None:
                 gradient = gradients.pop(0)
@@ -394,11 +408,27 @@ class _InTiles(torch.autograd.Function):
             for at, leaf in enumerate(tile.leaves):
                 sums[at] = _added(sums[at], gradients[at], leaf)
                 gradients[at] = None
+        if not (is_fake(x) or _same(tile.results, torch.stack(results))):
+            tile.tiles.leave_whole()  # something else has changed, and nobody knows where
         every = [
             None if s is None else s.to(p.dtype) for s, p in zip(sums, tile.leaves, strict=True)
         ]
         rest = len(ctx.needs_input_grad) - len(every) - 2
         return None, below, *every, *[None] * rest
+
+
+def _measured(found: Tensor) -> Tensor:
+    """Return the mean of a result, and the root of its mean square."""
+    found = found.detach()
+    size = torch.linalg.vector_norm(found) / found.numel() ** 0.5
+    return torch.stack([found.mean(), size])
+
+
+def _same(ones: Tensor | None, others: Tensor) -> bool:
+    """Say whether results are the same, but for rounding in another order and for NaN."""
+    assert ones is not None
+    bound = ROUNDING * torch.finfo(others.dtype).eps * others[:, 1:]
+    return not bool(((ones - others).abs() > bound).any())
 
 
 def _draws() -> RNGState:
