@@ -326,12 +326,13 @@ class Outside:
         return {named: value for named, value in found.items() if value is not None}
 
     def tensors(self) -> dict[Named, Any]:
-        """Return what the places of tensors hold at present."""
+        """Return the tensors that the places hold at present."""
         return {named: read() for named, read in self._tensors.items()}
 
     def few_numbers(self) -> dict[Named, Any]:
         """Return the tensors of few numbers that the places hold, which a device is waited for."""
-        return {at: _numbers_of(one) for at, one in self.tensors().items() if _few_of(one)}
+        held = {named: read() for named, read in self._tensors.items()}
+        return {named: _numbers_of(one) for named, one in held.items() if _few_of(one)}
 
     def _foreign(self, module: nn.Module) -> None:
         """Record attributes that a user has set on a module of torch's own."""

@@ -181,16 +181,16 @@ class Tiles:
         self._verdicts.pop(module, None)
 
     def compare(self, tile: _Tile) -> None:
-        """Leave modules whole that are not as they were called: backward would compute others.
+        """Run modules untiled that have changed since they were called: backward would differ.
 
         Raises:
             Retry: the module of this tile is one of them.
         """
         if tile.moved():
-            self.leave_whole([one for one in self._called if one.moved()])
+            self.untile([one for one in self._called if one.moved()])
 
-    def leave_whole(self, called: Iterable[_Tile] | None = None) -> NoReturn:
-        """Run the step again with modules as they are; by default all that are called in tiles."""
+    def untile(self, called: Iterable[_Tile] | None = None) -> NoReturn:
+        """Run the step again with modules untiled; by default all that were called in tiles."""
         called = self._called if called is None else called
         self._moving.update(one.original for one in called)
         raise Retry("inspection")
@@ -266,8 +266,8 @@ class _Tile:
         outside: numbers that its code reads elsewhere.
         leaves: parameters that get a gradient.
         autocast: enters the modes of autocast of the call again.
-        was: what the module computed with when it was called, for comparison; and its tensors,
-            or others would have their ids.
+        was: the state of the module when it was called; and its tensors, or others would have
+            their ids.
         results: mean and size of the result of each tile, as `_measured`.
     """
 
@@ -283,7 +283,7 @@ class _Tile:
     results: Tensor | None = None
 
     def now(self) -> tuple[Any, list[Tensor]]:
-        """Return what the module computes with at present, and its tensors."""
+        """Return the present state of the module, and its tensors."""
         every, elsewhere = walk(self.module), self.outside.tensors()
         with _as_written(self.module):
             held = tree_leaves([elsewhere, *(dict(vars(one)) for _, one in every)])
@@ -292,7 +292,7 @@ class _Tile:
             return (_as_it_is(every), self.outside.numbers(), places), tensors
 
     def moved(self) -> bool:
-        """Say whether the module would compute something else than when it was called."""
+        """Say whether the module has changed since it was called."""
         return bool(self.was[0] != self.now()[0])
 
     def spans(self, x: Tensor) -> list[tuple[int, int]]:
@@ -331,7 +331,7 @@ def _leads_out(found: Tensor, inside: list[Tensor], first: int) -> bool:
 
 
 def _place(value: Tensor) -> Any:
-    """Return what tells a tensor and its values from others."""
+    """Return the identity, the storage and the version of a tensor."""
     version = None if value.is_inference() else value._version
     return id(value), None if is_fake(value) else graph.storage_of(value), version
 
@@ -409,7 +409,7 @@ class _InTiles(torch.autograd.Function):
                 sums[at] = _added(sums[at], gradients[at], leaf)
                 gradients[at] = None
         if not (is_fake(x) or _same(tile.results, torch.stack(results))):
-            tile.tiles.leave_whole()  # something else has changed, and nobody knows where
+            tile.tiles.untile()  # something else has changed, and nobody knows where
         every = [
             None if s is None else s.to(p.dtype) for s, p in zip(sums, tile.leaves, strict=True)
         ]

@@ -96,7 +96,7 @@ def begin(fake: Tensor, values: Source) -> None:
 
 
 def record(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Set the source of a kernel's result, if it is of integers whose arguments have sources."""
+    """Set the source of a result of integers, if all arguments of its kernel have sources."""
     for one in written_by(func, args, kwargs):
         setattr(one.untyped_storage(), WRITTEN, True)
     single = type(result) is FakeTensor and not func._schema.is_mutable
@@ -119,7 +119,7 @@ def _source(leaf: Any) -> Any:
 
 
 def number(tensor: Tensor) -> Any:
-    """Return the number of a fake, or None where nobody of `READERS` reads it, or it has none."""
+    """Return the number of a fake; None without a source, or if no module of `READERS` reads it."""
     source = source_of(tensor)
     if source is None or not _reader().startswith(READERS):
         return None
