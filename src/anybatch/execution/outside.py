@@ -322,6 +322,8 @@ class Outside:
 
     def numbers(self) -> dict[Named, Any]:
         """Return the present numbers in the places; places without any are omitted."""
+        if not self._read:
+            return {}
         found = {named: read() for named, read in self._read.items()}
         return {named: value for named, value in found.items() if value is not None}
 
