@@ -2,9 +2,9 @@
 
 Each is as Llama: two layers of causal attention and SwiGLU behind RMSNorm, and a head. A batch has
 two samples, and a step computes one at a time. First with enough memory; then with the least budget
-of what an engine may do: chunks of the head and its loss alone, offloading (chunks are not
-offloaded), and tiles of the tokens beside chunks. Peaks are the meter's, seconds the median of a
-few steps: those of the processor, because others may use the machine, and those of the clock.
+of what an engine may do: chunks of the head and its loss, offloading of saved tensors, both, chunks
+beside tiles of the tokens, and all three. Peaks are the meter's, seconds the median of a few steps:
+those of the processor, because others may use the machine, and those of the clock.
 """
 
 import statistics
@@ -29,7 +29,13 @@ Shape = tuple[int, int, int, int]
 SHAPES: list[Shape] = [(2048, 256, 1024, 8000), (4096, 128, 1024, 1000)]
 """Tokens of a sample, features, width of an MLP, vocabulary."""
 QUICK: list[Shape] = [(128, 16, 64, 200)]
-WAYS = {"chunks": ["chunks"], "offload": ["chunks", "offload"], "tiles": ["chunks", "tiles"]}
+WAYS = {
+    "chunks": ["chunks"],
+    "offload": ["offload"],
+    "chunks, offload": ["chunks", "offload"],
+    "chunks, tiles": ["chunks", "tiles"],
+    "all": ["chunks", "tiles", "offload"],
+}
 HEADS, ENOUGH = 4, "64GiB"
 
 
