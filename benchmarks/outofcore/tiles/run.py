@@ -1,8 +1,7 @@
 """Language models of which one sample is too long: the least budget of a step, and its seconds.
 
 Each is as Llama: two layers of causal attention and SwiGLU behind RMSNorm, and a head. A batch has
-two samples, and a step computes one at a time. First with enough memory; then with the least budget
-of what an engine may do: chunks of the head and its loss, offloading of saved tensors, both, chunks
+one sample. First with enough memory; then with the least budget of what an engine may do: chunks of the head and its loss, offloading of saved tensors, both, chunks
 beside tiles of the tokens, and all three. Peaks are the meter's, seconds the median of a few steps:
 those of the processor, because others may use the machine, and those of the clock.
 """
@@ -91,11 +90,8 @@ def steps(shape: Shape, memory: str | int, rungs: list[str], count: int) -> dict
     Raises:
         BudgetError: it is too small.
     """
-    model, rows = model_of(shape), [torch.randint(shape[3], (2, shape[0])) for _ in range(2)]
-    fixed = 1 if memory == ENOUGH else None
-    engine = Engine(
-        *(model, loss), memory=memory, micro_batch=fixed, cache=None, tune="off", rungs=rungs
-    )
+    model, rows = model_of(shape), [torch.randint(shape[3], (1, shape[0])) for _ in range(2)]
+    engine = Engine(model, loss, memory=memory, cache=None, tune="off", rungs=rungs)
     start = time.perf_counter()
     engine.backward(*rows)
     first, taken, busy = time.perf_counter() - start, [], []
