@@ -120,13 +120,10 @@ def parts(modules: Iterable[tuple[str, nn.Module]]) -> tuple[Any, ...]:
         found += path, cls, getattr(cls, "forward", None), len(held)
         if "forward" in held:
             found.append(plain(held["forward"]))
-        try:
-            hooked = held[FIRST] or held[SECOND] or held[THIRD] or held[LAST]
-        except KeyError:
-            hooked = True
-        if hooked:
-            for hooks in HOOKS:
-                found += hooks, *map(_of_hook, held.get(hooks, {}).values())
+        if held.get(FIRST) or held.get(SECOND) or held.get(THIRD) or held.get(LAST):
+            every = [(at, _of_hook(one)) for at in HOOKS for one in held.get(at, {}).values()]
+            # Ours are there in an inspection (test_hooks_of_an_inspection_are_no_change).
+            found += [one for one in every if one[1] is not None]
     for hooks in EVERYWHERE:
         found += map(_of_hook, getattr(of_all, hooks).values())
     return tuple(found)
@@ -333,8 +330,8 @@ class Outside:
 
     def few_numbers(self) -> dict[Named, Any]:
         """Return the tensors of few numbers that the places hold, which a device is waited for."""
-        held = {named: read() for named, read in self._tensors.items()}
-        return {named: _numbers_of(one) for named, one in held.items() if _few_of(one)}
+        held = self._tensors.items()
+        return {named: _numbers_of(one) for named, read in held if _few_of(one := read())}
 
     def _foreign(self, module: nn.Module) -> None:
         """Record attributes that a user has set on a module of torch's own."""

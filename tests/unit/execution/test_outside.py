@@ -202,3 +202,17 @@ def test_nested_data_is_followed_behind_functions_and_only_so_far() -> None:
     assert len(before) < 5_000
     switch[0] = 2.0
     assert found.numbers() != before
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_hooks_of_an_inspection_are_no_change(*, ours: bool) -> None:
+    def hook(*_: Any) -> None:
+        """Do nothing."""
+
+    hook.__module__ = "anybatch.core.modules" if ours else "mine"
+    model = nn.Sequential(nn.Linear(2, 2))
+    before = parts(list(model.named_modules()))
+    handle = model[0].register_forward_pre_hook(hook)
+    assert (parts(list(model.named_modules())) == before) == ours
+    handle.remove()
+    assert parts(list(model.named_modules())) == before
