@@ -268,7 +268,7 @@ class _Tile:
         autocast: enters the modes of autocast of the call again.
         was: the state of the module when it was called; and its tensors, or others would have
             their ids.
-        results: mean and size of the result of each tile, as `_measured`.
+        results: mean and root mean square of the result of each tile [n, 2].
     """
 
     tiles: Tiles
@@ -300,6 +300,17 @@ class _Tile:
         length = x.shape[1]
         found = [(at, min(self.rows, length - at)) for at in range(0, length, self.rows)]
         return found[:2] if is_fake(x) else found
+
+    def measured(self, found: Tensor, begin: int, length: int, others: Tensor | None) -> Tensor:
+        """Return those of all tiles [n, 2], with mean and root mean square of one that begins so.
+
+        Those of fakes are as large (test_tiles_are_planned_where_no_sample_fits_otherwise).
+        """
+        found = found.detach()
+        others = found.new_empty((-(-length // self.rows), 2)) if others is None else others
+        size = torch.linalg.vector_norm(found) / found.numel() ** 0.5
+        others[begin // self.rows] = torch.stack([found.mean(), size])
+        return others
 
     def joined(self, x: Tensor) -> Tensor:
         """Return the result, with a graph of all tiles where there is one."""
@@ -364,7 +375,7 @@ class _InTiles(torch.autograd.Function):
         ctx.save_for_backward(x, *tensors)  # parameters for their versions, as torch checks them
         tile.autocast = _autocast(x)
         drawn, out, first = _draws(), None, torch._C._autograd._get_sequence_nr()
-        outside, results = False, []
+        outside, tile.results = False, None
         for begin, length in tile.spans(x):
             run = partial(tile.compute, x, (begin, length), trains=x.requires_grad)
             part, found = saving_nothing(run)
@@ -372,9 +383,8 @@ class _InTiles(torch.autograd.Function):
                 outside = _leads_out(found, [part, *tile.leaves], first)
                 out = found.new_empty((*x.shape[:-1], found.shape[-1]))
             out.narrow(1, begin, length).copy_(found.detach())
-            results.append(_measured(found))
+            tile.results = tile.measured(found, begin, x.shape[1], tile.results)
             del part, found
-        tile.results = torch.stack(results)
         assert isinstance(out, Tensor)
         # Where it was tried it did neither.
         if outside or not (is_fake(x) or _draws().same_as(drawn)):
@@ -391,7 +401,7 @@ class _InTiles(torch.autograd.Function):
         x, trains = ctx.saved_tensors[0], ctx.needs_input_grad[1]
         below = torch.empty_like(x) if trains else None
         sums: list[Tensor | None] = [None] * len(tile.leaves)
-        results = []
+        results = None
         for begin, length in tile.spans(x):
             part, found = tile.compute(x, (begin, length), trains=trains)
             wanted = [*([part] if trains else []), *tile.leaves]
@@ -399,7 +409,7 @@ class _InTiles(torch.autograd.Function):
             gradients: list[Tensor | None] = [
                 *torch.autograd.grad(found, wanted, above_part, allow_unused=True)
             ]
-            results.append(_measured(found))
+            results = tile.measured(found, begin, x.shape[1], results)
             del part, found
             if below is not None:
                 gradient = gradients.pop(0)
@@ -408,7 +418,7 @@ class _InTiles(torch.autograd.Function):
             for at, leaf in enumerate(tile.leaves):
                 sums[at] = _added(sums[at], gradients[at], leaf)
                 gradients[at] = None
-        if not (is_fake(x) or _same(tile.results, torch.stack(results))):
+        if not (is_fake(x) or _same(tile.results, results)):
             tile.tiles.untile()  # something else has changed, and nobody knows where
         every = [
             None if s is None else s.to(p.dtype) for s, p in zip(sums, tile.leaves, strict=True)
@@ -417,16 +427,10 @@ class _InTiles(torch.autograd.Function):
         return None, below, *every, *[None] * rest
 
 
-def _measured(found: Tensor) -> Tensor:
-    """Return the mean of a result, and the root of its mean square."""
-    found = found.detach()
-    size = torch.linalg.vector_norm(found) / found.numel() ** 0.5
-    return torch.stack([found.mean(), size])
-
-
-def _same(ones: Tensor | None, others: Tensor) -> bool:
+def _same(ones: Tensor | None, others: Tensor | None) -> bool:
     """Say whether results are the same, but for rounding in another order and for NaN."""
     assert ones is not None
+    assert others is not None
     bound = ROUNDING * torch.finfo(others.dtype).eps * others[:, 1:]
     return not bool(((ones - others).abs() > bound).any())
 
