@@ -70,9 +70,10 @@ class Decision:
         may = way != "off" and signature.trains and not (divides and request.undivided)
         if may and way in ("host", "file"):
             request.refuse_spread()
-        # A kernel that computes chunks is one event of a step, so what leaves beside it is not
-        # foreseen (test_a_step_in_chunks_offloads_nothing).
-        may = may and not (request.spread or request.chunked or request.tile)
+        # Chunks and tiles that suffice alone take less time than offloading beside them
+        # (test_a_step_in_chunks_offloads_nothing).
+        resident = (request.chunked or request.tile) and not request.offloads
+        may = may and not (request.spread or resident)
         found = self._offloaded() if may and way != "auto" else None
         if found is None and may and search.keeps_offloading(signature):
             found = self._still_offloaded()

@@ -60,6 +60,7 @@ class PlanningRequest:
         chunked: bytes of the chunks of its wide linear maps and losses; 0 is none.
         tile: tokens of the tiles of modules that act on each token by itself; 0 is none.
         compares: chunks may be tried, too, where larger micro-batches may be clearly faster.
+        offloads: in chunks or tiles, saved tensors may be offloaded, too.
     """
 
     signature: Signature
@@ -75,6 +76,7 @@ class PlanningRequest:
     chunked: int = 0
     tile: int = 0
     compares: bool = False
+    offloads: bool = False
 
     def in_chunks(self, nbytes: int) -> PlanningRequest:
         """Return the request with wide linear maps and losses in chunks of so many bytes."""

@@ -160,8 +160,7 @@ class Planner:
                 *(signature, case, optimizer, refuse_division, self.budget, self.source),
                 *(self.spill, timed, self.thorough, follow),
             )
-            chunked, tile = self._ways.parts.get(signature.trains, (0, 0))
-            request = request.in_chunks(chunked).in_tiles(tile)
+            request = self._ways.present(request)
             with of_one_decision():
                 found = self.workspaces.within(request.budget, partial(self._decide, request))
             knows = self._foreseen.knows(signature)
@@ -189,7 +188,7 @@ class Planner:
             search.sends = fastest.offload is not None
         found = found.with_more(self._missing)
         self._planned[signature] = found
-        self._ways.parts |= {signature.trains: (found.memory.chunked, found.memory.tile)}
+        self._ways.take(found, trains=signature.trains)
         return found
 
     def timeline(self, signature: Signature) -> StepTimeline | None:
@@ -448,7 +447,7 @@ class Planner:
             return self._ways.decide(request, () if self._corrected else self.rungs)
         if settled.offload is not None:
             request.refuse_spread()
-        self._ways.parts |= {signature.trains: (settled.memory.chunked, settled.memory.tile)}
+        self._ways.take(settled, trains=signature.trains)
         self._settled = None
         self._search.decided += 1
         return settled

@@ -2,7 +2,8 @@
 
 Each has forecasts and a search of its own, and one of them is the present one.
 
-    no sample fits                 the largest chunks in which one does, else the largest tiles
+    no sample fits                 the largest chunks in which one does, else the largest tiles,
+                                   else, of a batch of one, the same and saved tensors offloaded
     fewer samples than all fit     chunks in which many more do, once steps have shown that larger
                                    micro-batches may be clearly faster; the clearly faster one stays
 
@@ -38,6 +39,13 @@ MANY = 2
 """Times as many samples that must fit in chunks, for a batch that would fit in parts without."""
 
 
+NO_PARTS = 0, 0, False
+
+
+def _parts(found: RunPlan) -> tuple[int, int, bool]:
+    return found.memory.chunked, found.memory.tile, found.offload is not None
+
+
 class Ways:
     """Forecasts and search of the present way, and the choice of another one.
 
@@ -47,14 +55,24 @@ class Ways:
         workspaces: of convolutions.
         unchunked: forecasts and search of the model as it is, while chunks are compared with it;
             None where its seconds are out of date, too.
-        parts: by whether a step trains, bytes of chunks and tokens of tiles; 0 is none.
+        parts: by whether a step trains, bytes of chunks and tokens of tiles, 0 for none; and
+            whether saved tensors are offloaded, too.
     """
 
     def __init__(self, search: MicroBatchSearch, workspaces: Workspaces) -> None:
         self.search, self.workspaces = search, workspaces
-        self.foreseen, self.parts = Foreseen(), dict[bool, tuple[int, int]]()
-        self._compared = False
+        self.foreseen, self.parts = Foreseen(), dict[bool, tuple[int, int, bool]]()
+        self._compared, self._tried = False, dict[tuple[int, int], Foreseen]()
         self.unchunked: tuple[Foreseen, MicroBatchSearch] | None = None
+
+    def present(self, request: PlanningRequest) -> PlanningRequest:
+        """Return a request in the present way."""
+        chunked, tile, offloads = self.parts.get(request.signature.trains, NO_PARTS)
+        return replace(request.in_chunks(chunked).in_tiles(tile), offloads=offloads)
+
+    def take(self, found: RunPlan, *, trains: bool) -> None:
+        """Make the way of a plan the present one."""
+        self.parts[trains] = _parts(found)
 
     def decide(self, request: PlanningRequest, rungs: Collection[str]) -> RunPlan:
         """Return how a batch is run; in chunks or tiles where no sample, or fewer, fit so.
@@ -66,6 +84,12 @@ class Ways:
         Raises:
             BudgetError: not even a micro-batch of one sample fits.
         """
+        try:
+            return self._first_that_fits(request, rungs)
+        finally:
+            self._tried.clear()  # they hold fakes
+
+    def _first_that_fits(self, request: PlanningRequest, rungs: Collection[str]) -> RunPlan:
         outside = sys.exception()
         rungs = rungs if request.spill.way in FREE else ()
         compares = self._may_compare(request, rungs)
@@ -81,18 +105,43 @@ class Ways:
             failed = error
         else:
             return self._compared_with_chunks(request, found, rungs) if compares else found
+        chunked = min((way.chunked for way in ways if way.chunked), default=request.chunked)
+        tiled = request.in_chunks(chunked) if may else None
         try:
-            in_chunks = self._best_of(request, ways, 0, failed)
+            return self._in_parts(request, ways, tiled, failed)
         except BudgetError as error:
-            if not may:
+            # Of more samples the least micro-batch beside offloading is not found again in later
+            # steps: 4 of 8 drawn trainings were refused there, and a step of one was 192 KiB over.
+            one = request.signature.size == 1 and request.signature.trains
+            if request.spill.way == "off" or not one:
+                raise
+            release(error, outside=outside)
+            failed = error
+        own = [request] if request.chunked or request.tile else []
+        ways = [replace(way, offloads=True) for way in (*own, *ways)]
+        tiled = tiled and replace(tiled, offloads=True)
+        return self._in_parts(request, ways, tiled, failed)
+
+    def _in_parts(
+        self,
+        request: PlanningRequest,
+        ways: list[PlanningRequest],
+        tiled: PlanningRequest | None,
+        failed: BudgetError,
+    ) -> RunPlan:
+        """Return how a batch is run in the first of `ways`, or in tiles, in which a sample fits."""
+        outside = sys.exception()
+        try:
+            found = self._best_of(request, ways, 0, failed)
+        except BudgetError as error:
+            if tiled is None:
                 raise
             release(error, outside=outside)
             failed = error
         else:
-            assert in_chunks is not None
-            return in_chunks
-        chunked = min((way.chunked for way in ways if way.chunked), default=request.chunked)
-        return self._in_tiles(request.in_chunks(chunked), failed)
+            assert found is not None
+            return found
+        return self._in_tiles(tiled, failed)
 
     def _in_tiles(self, request: PlanningRequest, failed: BudgetError) -> RunPlan:
         """Return how a batch is run in the largest tiles in which a sample fits."""
@@ -151,7 +200,7 @@ class Ways:
             return found
         search.decided = self.search.decided
         self.foreseen, self.search = foreseen, search
-        self.parts[request.signature.trains] = (0, 0)
+        self.parts[request.signature.trains] = NO_PARTS
         return self._decided(request.in_chunks(0))
 
     def _best_of(
@@ -172,10 +221,13 @@ class Ways:
         missing = None
         if request.on_host and bound is not None and bound.case is not None:
             missing = max(SCALAR, bound.constant.get("activations", 0))
-        search, best = self.search, (self.foreseen, self.search, self.parts.get(trains, (0, 0)))
+        search, best = self.search, (self.foreseen, self.search, self.parts.get(trains, NO_PARTS))
         try:
             for way in ways:
-                self.foreseen = Foreseen(missing)  # chunks have forecasts of their own
+                # Chunks have forecasts of their own, whether tensors are offloaded beside or not.
+                key = way.chunked, way.tile
+                self.foreseen = self._tried.setdefault(key, Foreseen(missing))
+                self.search.dry_runs.clear()
                 if failed is None:
                     self.search = search.anew()
                     self.search.most = MOST if search.signature is None else IN_CHUNKS
@@ -188,11 +240,12 @@ class Ways:
                 most = self._most_that_fit(request)
                 if (failed and found is None) or most >= min(size, max(1, MANY * fits)):
                     found, fits = run_plan, most
-                    best = self.foreseen, self.search, (way.chunked, way.tile)
+                    best = self.foreseen, self.search, _parts(run_plan)
                 if fits == size:
                     break
         finally:
             self.foreseen, self.search, self.parts[trains] = best
+            self.search.dry_runs.clear()  # they may be of the last way
         if found is None and failed is not None:
             raise failed from None
         return found
