@@ -1,9 +1,10 @@
 """Language models of which one sample is too long: the least budget of a step, and its seconds.
 
 Each is as Llama: two layers of causal attention and SwiGLU behind RMSNorm, and a head. A batch has
-one sample. First with enough memory; then with the least budget of what an engine may do: chunks of the head and its loss, offloading of saved tensors, both, chunks
-beside tiles of the tokens, and all three. Peaks are the meter's, seconds the median of a few steps:
-those of the processor, because others may use the machine, and those of the clock.
+one sample. First with enough memory; then with the least budget of what an engine may do: chunks of
+the head and its loss, offloading of saved tensors, both, chunks beside tiles of the tokens, and all
+three. Peaks are the meter's, seconds the median of a few steps: those of the processor, because
+others may use the machine, and those of the clock.
 """
 
 import statistics
