@@ -13,6 +13,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,24 +36,20 @@ MOST = 1 << 22
 SOURCE, WRITTEN = "_anybatch_source", "_anybatch_written"
 """Attributes of a fake: the source of its values; of its storage: it has others now."""
 
-Source = Callable[[], Tensor]
-"""Returns values on the host; raises LookupError where there are too many."""
 
+@dataclass(eq=False)
+class _Source:
+    """Values of a fake: a function and its arguments, among which are sources of other fakes."""
 
-class _Kernel:
-    """Source that runs a kernel once, on the values of its arguments."""
+    func: Callable[..., Tensor]
+    arguments: Any
 
-    def __init__(self, func: Any, arguments: Any, numel: int) -> None:
-        self._func, self._arguments, self._numel = func, arguments, numel
-        self._values: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        if self._values is None:
-            if self._numel > MOST:
-                raise LookupError
-            args, kwargs = _map(self._arguments, _value)
-            self._values = self._func(*args, **kwargs)
-        return self._values
+    def values(self, made: dict[_Source, Tensor]) -> Tensor:
+        """Return the values on the host, and add them to those that are `made` for a read."""
+        if self not in made:
+            args, kwargs = _map(self.arguments, partial(_value, made))
+            made[self] = self.func(*args, **kwargs)
+        return made[self]
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -63,50 +61,51 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def _value(leaf: Any) -> Any:
+def _value(made: dict[_Source, Tensor], leaf: Any) -> Any:
     if isinstance(leaf, torch.device):
         return torch.device("cpu")
     if isinstance(leaf, Tensor):
         return leaf.cpu()
-    return leaf() if callable(leaf) else leaf
+    return leaf.values(made) if isinstance(leaf, _Source) else leaf
 
 
-def source_of(tensor: Tensor) -> Source | None:
+def source_of(tensor: Tensor) -> _Source | None:
     """Return the source of a fake's values; None where it has none."""
     with torch._C.DisableTorchFunction():
         written = getattr(tensor.untyped_storage(), WRITTEN, False)
     return None if written else getattr(tensor, SOURCE, None)
 
 
-def rows(leaf: Tensor, count: int) -> Tensor:
-    """Return `count` rows of the batch on the host, those with the smallest sums first.
+def begin(fake: Tensor, leaf: Tensor) -> None:
+    """Take the rows of a tensor of the batch for the values of a fake."""
+    _set(fake, _rows, ((leaf, len(fake)), {}))
+
+
+def _rows(leaf: Tensor, count: int) -> Tensor:
+    """Return `count` rows of the batch, those with the smallest sums first.
 
     These are padded or packed, for which a mask is made, and the first micro-batch counts for all
     (test_one_padded_row_has_its_mask_foreseen).
     """
-    values = leaf.detach().cpu()
-    order = values.reshape(len(values), -1).sum(1).argsort()
-    return values[order[torch.arange(count) % max(1, len(order))]]
+    order = (leaf.flatten(1).sum(1) if leaf.dim() > 1 else leaf).argsort()
+    return leaf[order[torch.arange(count) % max(1, len(order))]]
 
 
-def begin(fake: Tensor, values: Source) -> None:
-    """Set the source of a fake of the batch; of floating point it needs none."""
-    if not (fake.is_floating_point() or fake.is_complex()):
-        setattr(fake, SOURCE, values)
+def _set(fake: Tensor, func: Callable[..., Tensor], arguments: Any) -> None:
+    """Set the source of a fake, if it is of integers and of no more numbers than `MOST`."""
+    if not (fake.is_floating_point() or fake.is_complex() or fake.numel() > MOST):
+        setattr(fake, SOURCE, _Source(func, arguments))
 
 
 def record(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    """Set the source of a result of integers, if all arguments of its kernel have sources."""
+    """Set the source of a kernel's result, if all of its arguments have sources."""
     for one in written_by(func, args, kwargs):
         setattr(one.untyped_storage(), WRITTEN, True)
-    single = type(result) is FakeTensor and not func._schema.is_mutable
-    if not single or result.is_floating_point() or result.is_complex():
+    if type(result) is not FakeTensor or func._schema.is_mutable:
         return
     drawn = torch.Tag.nondeterministic_seeded in func.tags
-    if drawn or "empty" in func._schema.name or not _has_sources((args, kwargs)):
-        return
-    arguments = _map((args, kwargs), _source)  # a fake that is held would count
-    setattr(result, SOURCE, _Kernel(func, arguments, result.numel()))
+    if not drawn and "empty" not in func._schema.name and _has_sources((args, kwargs)):
+        _set(result, func, _map((args, kwargs), _source))  # a fake that is held would count
 
 
 def _has_sources(arguments: Any) -> bool:
@@ -124,10 +123,7 @@ def number(tensor: Tensor) -> Any:
     if source is None or not _reader().startswith(READERS):
         return None
     with _disable_current_modes(), torch.no_grad():
-        try:
-            return source().item()
-        except LookupError:
-            return None
+        return source.values({}).item()
 
 
 def _reader() -> str:

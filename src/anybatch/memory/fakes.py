@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, cache, partial
+from functools import _lru_cache_wrapper, cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -175,7 +175,7 @@ class Fakes:
                 strides = _strides(leaf, count)
                 rows = torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
         if self.mode.values:
-            fake_values.begin(rows, partial(fake_values.rows, leaf, count))
+            fake_values.begin(rows, leaf)
         return rows.requires_grad_(leaf.requires_grad)
 
 
