@@ -275,6 +275,10 @@ class Decision:
         """
         request, signature, search = self._request, self._signature, self._search
         foreseen, fresh = self._bound(), search.chosen is None
+        if request.offloads and not self._foreseen.knows(signature):
+            # A longer sample's is no bound: halves of saved tensors that left may be too small to
+            # (test_shorter_samples_whose_tensors_are_too_small_to_leave_are_refused).
+            foreseen = self._foresee(rounded=False)
         foreseen = self._completed(foreseen or self._foresee(rounded=True))
         offloading = OffloadedSizes(foreseen, request, search)
         n = self._offloaded_size(offloading)

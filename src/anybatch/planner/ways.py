@@ -40,6 +40,7 @@ MANY = 2
 
 
 NO_PARTS = 0, 0, False
+"""No chunks, no tiles, and nothing offloaded beside them."""
 
 
 def _parts(found: RunPlan) -> tuple[int, int, bool]:
@@ -110,8 +111,8 @@ class Ways:
         try:
             return self._in_parts(request, ways, tiled, failed)
         except BudgetError as error:
-            # Of more samples the least micro-batch beside offloading is not found again in later
-            # steps: 4 of 8 drawn trainings were refused there, and a step of one was 192 KiB over.
+            # Of more samples later steps did not find the least micro-batch again
+            # (test_of_several_samples_parts_are_resident).
             one = request.signature.size == 1 and request.signature.trains
             if request.spill.way == "off" or not one:
                 raise

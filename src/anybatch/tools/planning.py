@@ -71,8 +71,8 @@ def plan(
     """Return the plan that an `Engine` would make for a batch, without training on it.
 
     Dry runs (steps on fake tensors, which have no data, and on a few real rows) forecast the
-    memory. Steps in a few of the sizes that fit are timed on the device,
-    and all is restored. A model sharded by FSDP is gathered for this, so all ranks must call it.
+    memory. Steps in a few of the sizes that fit are timed on the device, and all is restored. A
+    model sharded by FSDP is gathered for this, so all ranks must call it.
 
     Args:
         model: as for `Engine`, and so are `loss_fn`, `memory`, `optimizer`, `micro_batch`,

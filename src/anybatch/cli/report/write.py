@@ -1,8 +1,7 @@
 """Where a page goes: `anybatch report RUN_FOLDER`, and the file that `plan --html` names.
 
-A plan takes seconds to minutes, so a wrong file name is refused before.
-The file takes its name in one step, as the others of a run folder do, so a reader never sees half a
-page.
+A plan takes seconds to minutes, so a wrong file name is refused before it is made. The file takes
+its name in one step, as the others of a run folder do, so a reader never sees half a page.
 """
 
 from __future__ import annotations
