@@ -16,4 +16,4 @@ def busy() -> int:
 
 def no_idle(patch: pytest.MonkeyPatch) -> None:
     """Have no thread of the pool wait for work: whatever is to run starts one."""
-    patch.setattr(threads, "_IDLE", [])
+    patch.setattr(threads, "_IDLE", ([], []))

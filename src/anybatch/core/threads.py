@@ -16,7 +16,8 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from queue import SimpleQueue
 
 if sys.platform != "win32":
@@ -27,6 +28,9 @@ FRAMES = 4 << 20
 
 USUAL = 8 << 20
 """Bytes of a stack where the system sets no limit."""
+
+SMALL = 1 << 20
+"""Bytes of the stack of a thread that runs no model: a limit of the system counts it in full."""
 
 
 def start(thread: threading.Thread) -> None:
@@ -93,43 +97,68 @@ class Task:
             pass
 
 
-_IDLE: list[SimpleQueue[Task]] = []
-"""One queue for each thread that waits; lists are changed by one thread at a time in Python."""
+Idle = list[SimpleQueue[Task]]
+
+_IDLE: tuple[Idle, Idle] = [], []
+"""One queue for each thread that waits: of usual stacks, and of small ones.
+
+Lists are changed by one thread at a time in Python.
+"""
+
+
+def _forget() -> None:
+    for idle in _IDLE:
+        idle.clear()
+
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_IDLE.clear)  # the threads are not there
+    os.register_at_fork(after_in_child=_forget)  # the threads are not there
 
 
-def start_task(work: Callable[[], None]) -> Task:
+def start_task(work: Callable[[], None], *, small: bool = False) -> Task:
     """Give work to a thread that waits, or to a new one.
 
     Args:
         work: as `Task` takes it.
+        small: it runs no model, so that a stack of `SMALL` bytes is enough.
 
     Raises:
         MemoryError: there is no memory for a new thread to begin.
         RuntimeError: the system starts no more threads.
     """
-    task = Task(work)
+    task, idle = Task(work), _IDLE[small]
     try:
-        tasks = _IDLE.pop()
+        tasks = idle.pop()
     except IndexError:
         tasks = SimpleQueue()
-        start(threading.Thread(target=_serve, args=(tasks,), daemon=True))
+        thread = threading.Thread(target=_serve, args=(tasks, idle), daemon=True)
+        with _small_stack() if small else nullcontext():
+            start(thread)
     tasks.put(task)
     return task
 
 
+@contextmanager
+def _small_stack() -> Iterator[None]:
+    """Have threads that are started inside stacks of at most `SMALL` bytes."""
+    size = stack_size()
+    threading.stack_size(min(size or SMALL, SMALL))
+    try:
+        yield
+    finally:
+        threading.stack_size(size)
+
+
 def idle() -> int:
     """Return how many threads wait for work."""
-    return len(_IDLE)
+    return sum(map(len, _IDLE))
 
 
-def _serve(tasks: SimpleQueue[Task]) -> None:
+def _serve(tasks: SimpleQueue[Task], idle: Idle) -> None:
     while True:
         task = tasks.get()
         done = task.done
         contextvars.Context().run(task.work)
         del task  # or the tensors of a step would live until the next one
-        _IDLE.append(tasks)
+        idle.append(tasks)
         done.release()

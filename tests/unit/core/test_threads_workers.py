@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from tests.busy import no_idle
 from torch import nn
 
 from anybatch import Engine
@@ -37,6 +38,22 @@ def test_tasks_at_the_same_time_have_a_thread_each() -> None:
         task.wait()
     assert len(set(ran)) == 5
     assert threads.idle() >= 5
+
+
+def test_a_task_that_runs_no_model_has_a_small_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, sizes = threads.stack_size(), []
+    start = threads.start
+
+    def noted(thread: threading.Thread) -> None:
+        sizes.append(threads.stack_size())
+        start(thread)
+
+    no_idle(monkeypatch)
+    monkeypatch.setattr(threads, "start", noted)
+    for small in (False, True, True, False):
+        threads.start_task(lambda: None, small=small).wait()
+    assert sizes == [before, threads.SMALL]
+    assert threads.stack_size() == before
 
 
 class Held:
