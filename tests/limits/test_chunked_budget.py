@@ -303,7 +303,7 @@ def test_longer_rows_get_smaller_chunks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(memory_model, "CHUNKS", (1 << 20, 400 * KIB))
     torch.manual_seed(0)
     net = Net(inside=True).double()
-    engine, used = engine_of(net, inside=True, memory="6200KiB", tune="off"), []
+    engine, used = engine_of(net, inside=True, memory="5200KiB", tune="off"), []
     for length in (100, 320):
         batch = torch.randint(V, (8, length)), torch.randint(V, (8, length))
         want = truth(net, batch, inside=True)

@@ -35,9 +35,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Three blocks and a head with a wide vocabulary."""
 
-    def __init__(self, features: int) -> None:
+    def __init__(self, features: int, columns: int = V) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(V, features), nn.Linear(features, V)
+        self.embedding, self.head = nn.Embedding(V, features), nn.Linear(features, columns)
         self.blocks = nn.Sequential(*(Block(features) for _ in range(3)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,6 +103,21 @@ def test_saved_tensors_are_offloaded_where_parts_do_not_suffice(
             found = other.backward(x, y)
         assert_exact(state_of(net, found), want)
         assert meter.peak <= budget
+
+
+def test_parts_offload_nothing_inside() -> None:
+    """What one chunk saves is needed at once: all of them would move as much as all logits."""
+    columns, (_, x, y) = 8 * V, made()
+    net = Decoder(32, columns).double()
+    options: dict[str, Any] = {"rungs": ("chunks", "offload"), "cache": None}
+    with pytest.raises(BudgetError) as refused:
+        Engine(net, loss, memory=1, **options).foresee(x, y, timed=False)
+    engine = Engine(net, loss, memory=refused.value.needed + 1024, **options)
+    for _ in range(3):
+        net.zero_grad()
+        engine.backward(x, y)
+        assert engine.last is not None
+        assert 0 < engine.last.moved_bytes < 8 * LONG * columns
 
 
 def test_of_several_samples_parts_are_resident() -> None:

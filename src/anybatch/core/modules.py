@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache
@@ -476,3 +477,24 @@ def unheard() -> Iterator[None]:
         for _ in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
             stack.enter_context(_pop_mode_temporarily())
         yield
+
+
+class _Parts(threading.local):
+    depth = 0
+
+
+PARTS = _Parts()
+"""Whether this thread computes a part of a layer that backward computes again: above 0."""
+
+
+@contextmanager
+def in_part() -> Iterator[None]:
+    """Have tensors that autograd saves in the body stay: its graph ends with it.
+
+    To offload them is only work (`test_parts_offload_nothing_inside`).
+    """
+    PARTS.depth += 1
+    try:
+        yield
+    finally:
+        PARTS.depth -= 1

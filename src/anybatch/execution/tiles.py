@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from anybatch.core import modules as graph
 from anybatch.core.barrier import PLAIN, looks_here
-from anybatch.core.modules import is_spread, tensors_of, unheard, walk
+from anybatch.core.modules import in_part, is_spread, tensors_of, unheard, walk
 from anybatch.core.oom import out_of_memory
 from anybatch.core.python_state import Attributes, PythonState
 from anybatch.core.retry import Retry
@@ -403,7 +403,8 @@ class _InTiles(torch.autograd.Function):
         sums: list[Tensor | None] = [None] * len(tile.leaves)
         results = None
         for begin, length in tile.spans(x):
-            part, found = tile.compute(x, (begin, length), trains=trains)
+            with in_part():
+                part, found = tile.compute(x, (begin, length), trains=trains)
             wanted = [*([part] if trains else []), *tile.leaves]
             above_part = above.narrow(1, begin, length)
             gradients: list[Tensor | None] = [

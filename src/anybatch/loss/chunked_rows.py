@@ -24,10 +24,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 from anybatch.core import accelerator
+from anybatch.core.modules import in_part
 from anybatch.core.moments import HALF
 from anybatch.errors import LossError
 from anybatch.memory.fakes import is_fake
@@ -78,7 +80,7 @@ class WideMap:
 
     def as_called(self) -> WideMap:
         """Return the map with the graph of this moment, for any `requires_grad` later."""
-        return self.each(lambda one: one.view_as(one) if one.requires_grad else one.detach())
+        return self.each(lambda one: one.expand_as(one) if one.requires_grad else one.detach())
 
 
 Recorded = Callable[[Tensor], Tensor]
@@ -244,21 +246,45 @@ def _differentiated(
     found, dtype = None, torch.float32
     with plain(tensors[0]):  # type: ignore[arg-type] # no mode around backward is to hear of it
         for rows, maps, others in _chunks(function, tensors):
-            with torch.enable_grad():
-                leaf = function.logits(maps).detach().requires_grad_()
-                result = function.result(leaf, others)
-                result = result.sum() if function.total else result
+            edge, result = _result(function, maps, others)
             some = torch.ones_like(result) if gradient is None else gradient
             some = some if function.total else some[rows]
             # Divided before backward rounds (test_losses_in_chunks_are_those_of_whole_logits).
             some = some if function.count is None else some / function.count.to(some)
-            (dz,) = torch.autograd.grad(result, leaf, some)
+            (dz,) = torch.autograd.grad(result, edge, some)
             if gradient is None:
                 found, dtype = _added(found, result.detach()), result.dtype
-            del leaf, result
+            del edge, result
             _add(sums, function, maps, dz, rows)
             del dz  # before the next chunk (test_no_step_holds_more_than_its_forecast)
     return None if found is None else _over(found, function).to(dtype)
+
+
+class _Begin(torch.autograd.Function):
+    """Begin a graph at a tensor that lives as long as the graph needs it: a leaf would stay."""
+
+    @staticmethod
+    def forward(_ctx: Any, _leaf: Tensor, tensor: Tensor) -> Tensor:
+        """Return the tensor as a result, of which gradients can be taken."""
+        return tensor
+
+
+def _result(
+    function: RowsFunction,
+    maps: list[tuple[Tensor, Tensor, Tensor | None]],
+    others: list[Tensor],
+) -> tuple[GradientEdge, Tensor]:
+    """Return the edge of the logits of some rows, and their results; logits are kept nowhere else.
+
+    Of cross-entropy four tensors of the logits' size would live in backward, so three do
+    (test_logits_of_a_chunk_are_let_go_before_backward).
+    """
+    held = [function.logits(maps)]
+    with torch.enable_grad():
+        begin = maps[0][0].new_empty(0).requires_grad_()
+        held.append(_Begin.apply(begin, held.pop()))  # type: ignore[no-untyped-call]
+        edge, result = get_gradient_edge(held[0]), function.result(held.pop(), others)
+        return edge, result.sum() if function.total else result
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:
@@ -342,8 +368,12 @@ def autocast_as(device: str, enabled: bool, dtype: torch.dtype) -> AbstractConte
 
 
 def plain(one: Tensor) -> AbstractContextManager[Any]:
-    """Return a context without autocast, and without any mode or function of a subclass."""
+    """Return a context without autocast, and without any mode or function of a subclass.
+
+    Nothing that autograd saves in it is offloaded.
+    """
     stack = ExitStack()
+    stack.enter_context(in_part())
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(autocast_as(one.device.type, False, one.dtype))
     return stack

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from anybatch.core.accelerator import of
-from anybatch.core.modules import eager, name_of
+from anybatch.core.modules import PARTS, eager, name_of
 from anybatch.core.retry import Retry
 from anybatch.core.transaction import uninterrupted
 from anybatch.errors import NotReproducibleError
@@ -103,6 +103,7 @@ class StepHooks:
         try:
             with uninterrupted():
                 hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+                PARTS.depth = 0  # an interrupt may have skipped the end of a part
                 for mode in (hooks, *(() if self.watch is None else (eager(), self.watch))):
                     mode.__enter__()
                     self._entered.append(mode)
@@ -131,7 +132,7 @@ class StepHooks:
 
     def pack(self, tensor: Tensor) -> Handle | Stays:
         """Take a tensor that autograd saves."""
-        if not may_move(tensor, self._device, SMALL) or is_weight(tensor):
+        if PARTS.depth or not may_move(tensor, self._device, SMALL) or is_weight(tensor):
             return Stays(tensor)
         with self._lock:
             self._mover.settle()
