@@ -26,8 +26,8 @@ from benchmarks.outofcore.floors.networks import SMALL, Task, made
 from benchmarks.outofcore.floors.peers import Flags, step_of, together, ways
 from benchmarks.outofcore.limits.child import resident
 
-LITTLE, ENOUGH = 1 << 20, 1 << 34
-"""Bytes of a budget that no step of these fits in, and of one that all do."""
+LITTLE = 1 << 20
+"""Bytes of a budget that no step of these fits in."""
 
 Way = Flags | str
 """Flags of a peer, or the plan of an engine as JSON."""

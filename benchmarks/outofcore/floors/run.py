@@ -10,8 +10,9 @@ plain torch; *all flags*, checkpoint, a head and perhaps tiles at once. Of sever
 of chunks and shards, the head of all flags) the one with the least live bytes is taken. anybatch
 has a plan of the least budget that it does not refuse (`memory=`), which was made before.
 
-Each cell is a process of its own: it makes the network and the sample, RLIMIT_DATA is set, and two
-steps must end, of which the second is clocked. The least limit is found in steps of 4 %. It counts
+Each cell is a process of its own: it takes a step of a short sample in the same way (anybatch in a
+plan of its least budget), makes the network and the sample, RLIMIT_DATA is set, and two steps must
+end, of which the second is clocked. The least limit is found in steps of 4 %. It counts
 every private page beyond those before the step: gradients and all else, but not parameters, for all
 ways alike. Blocks of malloc from 1 MiB on are mapped, so that free ones are no part of it. *live*
 is the most bytes of tensors in a step, again without parameters, by the meter; *of `memory=`* is
@@ -97,7 +98,7 @@ def row(name: str, length: int, rounds: int) -> dict[str, Any]:
             cells[way] = Cell(name, length, flags, flags, truth=path)
             found[way] = {"live": live, "flags": asdict(flags)}
         plan, budget, text = apart(cell.planned, name, length)
-        short, _, _ = apart(cell.planned, name, SMALL[name], cell.ENOUGH)
+        short, _, _ = apart(cell.planned, name, SMALL[name])
         cells[OURS] = ours = Cell(name, length, plan, short, truth=path)
         found[OURS] = {"budget": budget, "plan": text, "live": apart(cell.live, ours)}
         for way, one in cells.items():
