@@ -8,6 +8,6 @@ Read `base` (`Loss` and its forms), `functionals` (the denominators of torch's l
 from outside), `replay` (the same in later steps), `model_trace` and `traced_model` (the same inside
 a model), `model_loss` with `model_terms` (a model that returns its loss), `contrastive` (each
 sample against all others), `chunked` (wide linear maps that a loss computes in chunks) with
-`logits`, `row_functions` and `chunked_rows`, then `calls`, `state` and `holders` (Python state that
-a loss has).
+`logits`, `row_functions`, `chunked_rows` and `row_gradients`, then `calls`, `state` and `holders`
+(Python state that a loss has).
 """

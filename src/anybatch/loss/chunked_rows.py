@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -32,6 +31,7 @@ from anybatch.core import accelerator
 from anybatch.core.modules import in_part
 from anybatch.core.moments import HALF
 from anybatch.errors import LossError
+from anybatch.loss.row_gradients import CrossEntropy, Differentiated, differentiated
 from anybatch.memory.fakes import is_fake
 
 BYTES = 16 * 2**20
@@ -99,6 +99,7 @@ class RowsFunction:
         total: the result is the sum of all rows.
         count: the sum is divided by it; None divides it by nothing.
         trains: backward follows, so of a sum the gradients are computed in forward.
+        classes: `last` is this of logits as they are; None is another function.
     """
 
     scales: tuple[float, ...]
@@ -108,6 +109,7 @@ class RowsFunction:
     total: bool = False
     count: Tensor | None = None
     trains: bool = False
+    classes: CrossEntropy | None = None
 
     def logits(self, maps: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Return the sum of some rows of linear maps."""
@@ -125,6 +127,21 @@ class RowsFunction:
         for compute in self.recorded:
             logits = compute(logits)
         return self.last(logits, *others)
+
+    def differentiated(
+        self, maps: list[tuple[Tensor, Tensor, Tensor | None]], others: list[Tensor]
+    ) -> Differentiated:
+        """Return the results of some rows or their sum, and the function to gradients of logits."""
+        held = [self.logits(maps)]
+        if self.classes is not None and held[0].dtype not in HALF:
+            result, backward = self.classes.differentiated(held.pop(), *others)
+            return (result.sum() if self.total else result), backward
+
+        def results(logits: Tensor) -> Tensor:
+            result = self.result(logits, others)
+            return result.sum() if self.total else result
+
+        return differentiated(held, results)
 
 
 def rows_of(
@@ -153,6 +170,7 @@ def rows_of(
     Returns:
         The results, the rows first, in one dimension.
     """
+    classes = last if isinstance(last, CrossEntropy) and not recorded else None
     last = as_now(maps[0].h, last)
     tensors: list[Tensor | None] = []
     for one in maps:
@@ -160,7 +178,9 @@ def rows_of(
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     graph &= not twice
     scales = tuple(one.scale for one in maps)
-    function = RowsFunction(scales, recorded, last, rows, total, count, trains=total and graph)
+    function = RowsFunction(
+        scales, recorded, last, rows, total, count, trains=total and graph, classes=classes
+    )
     found: Tensor = ChunkedRows.apply(function, *tensors, *others)  # type: ignore[no-untyped-call]
     return found
 
@@ -246,45 +266,18 @@ def _differentiated(
     found, dtype = None, torch.float32
     with plain(tensors[0]):  # type: ignore[arg-type] # no mode around backward is to hear of it
         for rows, maps, others in _chunks(function, tensors):
-            edge, result = _result(function, maps, others)
+            result, backward = function.differentiated(maps, others)
             some = torch.ones_like(result) if gradient is None else gradient
             some = some if function.total else some[rows]
             # Divided before backward rounds (test_losses_in_chunks_are_those_of_whole_logits).
             some = some if function.count is None else some / function.count.to(some)
-            (dz,) = torch.autograd.grad(result, edge, some)
+            dz = backward(some)
             if gradient is None:
                 found, dtype = _added(found, result.detach()), result.dtype
-            del edge, result
+            del backward, result
             _add(sums, function, maps, dz, rows)
             del dz  # before the next chunk (test_no_step_holds_more_than_its_forecast)
     return None if found is None else _over(found, function).to(dtype)
-
-
-class _Begin(torch.autograd.Function):
-    """Begin a graph at a tensor that lives as long as the graph needs it: a leaf would stay."""
-
-    @staticmethod
-    def forward(_ctx: Any, _leaf: Tensor, tensor: Tensor) -> Tensor:
-        """Return the tensor as a result, of which gradients can be taken."""
-        return tensor
-
-
-def _result(
-    function: RowsFunction,
-    maps: list[tuple[Tensor, Tensor, Tensor | None]],
-    others: list[Tensor],
-) -> tuple[GradientEdge, Tensor]:
-    """Return the edge of the logits of some rows, and their results; logits are kept nowhere else.
-
-    Of cross-entropy four tensors of the logits' size would live in backward, so three do
-    (test_logits_of_a_chunk_are_let_go_before_backward).
-    """
-    held = [function.logits(maps)]
-    with torch.enable_grad():
-        begin = maps[0][0].new_empty(0).requires_grad_()
-        held.append(_Begin.apply(begin, held.pop()))  # type: ignore[no-untyped-call]
-        edge, result = get_gradient_edge(held[0]), function.result(held.pop(), others)
-        return edge, result.sum() if function.total else result
 
 
 def _added(total: Tensor | None, part: Tensor) -> Tensor:

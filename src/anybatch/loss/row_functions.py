@@ -7,7 +7,7 @@ chunks; None where it needs all logits at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from anybatch.loss import functionals
 from anybatch.loss.chunked_rows import FEW, LogitsSource, few_of
+from anybatch.loss.row_gradients import CrossEntropy
 from anybatch.loss.terms import tensors_of
 
 PLAIN = (Tensor, Parameter, FakeTensor)
@@ -286,9 +287,18 @@ def loss(func: Any, name: str, source: LogitsSource, args: Any, kwargs: Any) -> 
         count = torch.as_tensor(counted, device=source.maps[0].h.device).detach()
     if source.few:
         few = rows_of_few, (_few_classes(others, a["ignore_index"]),)
-    found = source.reduced(rows, others, few=few, total=total, count=count)
+    found = source.reduced(
+        _with_gradient(rows, a, weight), others, few=few, total=total, count=count
+    )
     source.report.chunked[name] += 1
     return found if total else found.reshape(lead)
+
+
+def _with_gradient(rows: Callable[..., Tensor], a: Any, weight: Tensor | None) -> Any:
+    """Return a loss with its gradient where the logits are, if it is cross-entropy of classes."""
+    if a.get("label_smoothing") != 0.0 or a["target"].is_floating_point():
+        return rows
+    return CrossEntropy(rows, a["ignore_index"], weight)
 
 
 def _few_classes(targets: Tensor, ignored: int) -> Tensor:
