@@ -78,7 +78,8 @@ FIGURES = {
     "readme_lines": Figure("lines of the README", 150),
 }
 
-# Which functions are entered must not follow how busy the machine is: the clock counts readings.
+# What an import loads, and what steps enter. Which functions are entered must not follow how busy
+# the machine is: the clock counts readings.
 TRACE = """
 import itertools
 import sys
@@ -89,6 +90,11 @@ from torch.nn import functional as F
 
 time.perf_counter = time.monotonic = itertools.count(0.0, 0.001).__next__
 import anybatch
+
+anybatch.Engine
+print(sum(name.partition(".")[0] == "anybatch" for name in sys.modules))
+print(sum(name in sys.modules for name in ("rich", "typer", "PIL", "jinja2", "platformdirs")))
+print(len(anybatch.__all__))
 
 entered, ours = set(), anybatch.__file__.removesuffix("__init__.py")
 
@@ -115,15 +121,6 @@ model = nn.Sequential(norm, nn.Linear(8 * 36, 3))
 trace(anybatch.Engine(model, F.cross_entropy, memory="80KiB", micro_batch=4, cache=None), images)
 """
 
-IMPORTED = """
-import sys
-import anybatch
-anybatch.Engine
-print(sum(name.partition(".")[0] == "anybatch" for name in sys.modules))
-print(sum(name in sys.modules for name in ("rich", "typer", "PIL", "jinja2", "platformdirs")))
-print(len(anybatch.__all__))
-"""
-
 
 class House:
     """The source below a folder, parsed.
@@ -136,6 +133,7 @@ class House:
         self.source = source
         self.texts = {path: path.read_text() for path in sorted(source.rglob("*.py"))}
         self.trees = {path: ast.parse(text) for path, text in self.texts.items()}
+        self.nodes = {path: list(ast.walk(tree)) for path, tree in self.trees.items()}
 
     def command(self, path: Path) -> bool:
         """Say whether a file is of the command."""
@@ -146,12 +144,7 @@ class House:
     def definitions(self) -> list[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
         """All classes and functions."""
         kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        return [
-            node
-            for tree in self.trees.values()
-            for node in ast.walk(tree)
-            if isinstance(node, kinds)
-        ]
+        return [node for nodes in self.nodes.values() for node in nodes if isinstance(node, kinds)]
 
     def summaries(self) -> Iterator[str]:
         """Yield the first line of each docstring."""
@@ -162,9 +155,9 @@ class House:
 
     def names(self) -> Iterator[str]:
         """Yield the name of each module, class, function, argument, variable and attribute."""
-        for path, tree in self.trees.items():
+        for path, nodes in self.nodes.items():
             yield path.stem
-            for node in ast.walk(tree):
+            for node in nodes:
                 if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                     yield node.name
                 elif isinstance(node, ast.arg):
@@ -184,9 +177,9 @@ class House:
         public = {node.name for node in errors.body if isinstance(node, ast.ClassDef)}
         commands = {
             node.name
-            for path, tree in self.trees.items()
+            for path, nodes in self.nodes.items()
             if self.command(path)
-            for node in ast.walk(tree)
+            for node in nodes
             if isinstance(node, ast.ClassDef)
         }
         return (found & set(bases)) - public - commands
@@ -201,19 +194,19 @@ class House:
         internal = self.internal()
         return sum(
             bool(internal & set(re.findall(r"\w+", ast.unparse(node.type))))
-            for tree in self.trees.values()
-            for node in ast.walk(tree)
+            for nodes in self.nodes.values()
+            for node in nodes
             if isinstance(node, ast.ExceptHandler) and node.type is not None
         )
 
     def upward(self) -> int:
         """Return how many imports go from a folder to one that comes later in `FOLDERS`."""
         found, order = 0, FOLDERS
-        for path, tree in self.trees.items():
+        for path, nodes in self.nodes.items():
             here = path.relative_to(self.source).parts
             if len(here) < 2 or here[0] not in order:
                 continue
-            for node in ast.walk(tree):
+            for node in nodes:
                 if isinstance(node, ast.ImportFrom) and node.module:
                     parts = node.module.split(".")
                     if parts[0] == "anybatch" and len(parts) > 1 and parts[1] in order:
@@ -238,8 +231,7 @@ def figures(house: House) -> dict[str, int]:
     lengths = {path: text.count("\n") for path, text in house.texts.items()}
     functions = [node for node in house.definitions if not isinstance(node, ast.ClassDef)]
     named = Counter(node.name for node in house.classes)
-    second_files, second, first_files, first = printed(TRACE)
-    imported, libraries, public = printed(IMPORTED)
+    imported, libraries, public, second_files, second, first_files, first = printed(TRACE)
     return {
         "files": len(lengths) - len(command),
         "lines": sum(lines for path, lines in lengths.items() if path not in command),
