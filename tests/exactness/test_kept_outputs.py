@@ -295,7 +295,7 @@ def keeping(it: Draw, memory: int | str) -> Engine:
 
 
 def test_a_budget_holds_with_them(counted: Callable[..., int]) -> None:
-    for seed in range(counted(60, 12)):
+    for seed in range(counted(60, 20)):
         it = draw(seed)
         memory = keeping(it, "1GiB").foresee(it.x, it.y, timed=False).memory
         assert memory is not None

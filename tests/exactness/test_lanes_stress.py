@@ -56,7 +56,7 @@ def wrong(step: Step) -> dict[str, float]:
 
 def test_of_many_random_steps_none_is_wrong(counted: Callable[..., int]) -> None:
     """Five steps of an engine, each of another batch size; then another model, loss and split."""
-    count, divided = counted(2000, 40), 0
+    count, divided = counted(2000, 80), 0
     for step in steps(count):
         found = wrong(step)
         assert not found, f"step {step.number}, {step.said}: {found}"
@@ -67,7 +67,7 @@ def test_of_many_random_steps_none_is_wrong(counted: Callable[..., int]) -> None
 
 def test_the_same_steps_again_give_the_same_bits(counted: Callable[..., int]) -> None:
     """Models with dropout too: every lane has its own dice."""
-    count = counted(1000, 40)
+    count = counted(1000, 100)
     once = [(made(step), torch.get_rng_state()) for step in steps(count, drops=True)]
     for step, (state, rng) in zip(steps(count, drops=True), once, strict=True):
         assert same(made(step), state), f"step {step.number}, {step.said}"

@@ -254,6 +254,6 @@ def test_two_models_that_take_turns_are_planned_by_the_larger_one() -> None:
     net = Rows().double()
     net.checkpointed, net.depth = False, 1
     engine = Engine(net, F.cross_entropy, memory=4 << 20, cache=None)
-    turns = {number: 1 + 3 * (number % 2) for number in range(24)}
-    held = held_by(net, engine, [32] * 24, turns)
-    assert max(held[12:]) <= 4 << 20
+    turns = {number: 1 + 3 * (number % 2) for number in range(12)}
+    held = held_by(net, engine, [32] * 12, turns)
+    assert max(held[6:]) <= 4 << 20

@@ -207,7 +207,7 @@ def test_ctrl_c_at_every_line(variant: str, counted: Callable[..., int]) -> None
     assert not interrupted
     after = snapshot(model)
     places = list(range(1, lines + 1))
-    chosen = sorted(random.Random(0).sample(places, counted(lines, 450)))  # each runs a step
+    chosen = sorted(random.Random(0).sample(places, counted(lines, 900)))  # each runs a step
     outcomes = {"before": 0, "after": 0}
     for place in chosen:
         fresh, step = setting(variant)
