@@ -235,12 +235,12 @@ def test_a_training_offloads_parameters_and_gradients(
 
 def test_a_new_plan_begins_with_all_in_memory(tmp_path: Path) -> None:
     """BatchNorm becomes exact on the way, so the plan is made anew, and more leaves, or less."""
-    settings = Settings(model=DEEP, optimizer="adamw", batch_size=300, threads=1, states="file")
+    settings = Settings(model=DEEP, optimizer="adamw", batch_size=40, threads=1, states="file")
     settings = dataclasses.replace(settings, memory="180KiB", batchnorm="adaptive")
     with seeded(0, 1):
         parts, batch = first_batch(settings)
         optimizer = make_optimizer(parts.recipe, parts.model.parameters())
-        with PlannedEngine(settings, parts, optimizer, BatchNormPolicy(settings, 300)) as planned:
+        with PlannedEngine(settings, parts, optimizer, BatchNormPolicy(settings, 40)) as planned:
             for _ in range(2):
                 planned.make(batch)
                 assert planned.pages

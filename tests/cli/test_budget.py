@@ -159,7 +159,7 @@ def test_without_a_word_the_plan_is_for_what_the_machine_has_left(
 
 
 def test_a_share_of_the_free_memory_is_a_budget(command: Command, tmp_path: Path) -> None:
-    run, digits = tmp_path / "run", ("--data", "digits", "--model", "cnn", "--batch-size", "600")
+    run, digits = tmp_path / "run", ("--model", "cnn:4", "--batch-size", "600", "--threads", "1")
     ended = command("train", *digits, "--epochs", "1", "--out", run, "--memory", "80%")
     assert ended.exit_code == 0, ended.output
     memory = plan_of(run).memory
@@ -511,15 +511,17 @@ def test_the_test_has_the_memory_of_the_gradients(
 
 
 def test_plan_measures_on_request(command: Command) -> None:
-    plan = Plan.from_json(command(*PLAN, "--measure", "--json").stdout)
+    words = (*PLAN, "--measure", "--batch-size", 48, "--memory", "160KiB")  # 1 to 18 samples fit
+    plan = Plan.from_json(command(*words, "--json").stdout)
     assert plan.memory is not None
     timed = {one.micro_batch: one.seconds for one in plan.memory.candidates if one.seconds}
+    assert 1 < len(timed) < len(plan.memory.candidates)
     assert plan.micro_batch == min(timed, key=lambda size: timed[size])
-    assert command(*PLAN, "--measure").stdout.endswith("timed, and all was put back.\n")
-    fixed = command(*PLAN, "--measure", "--micro-batch", 7)
+    assert command(*words).stdout.endswith("timed, and all was put back.\n")
+    fixed = command(*words, "--micro-batch", 7)
     assert "\n  micro-batch  7 samples\n" in fixed.stdout
     assert fixed.stdout.endswith("no size was timed: there is none to choose.\n")
-    full = command(*PLAN, "--measure", "--norm", "batch", "--memory", "1GiB")
+    full = command(*words, "--norm", "batch", "--memory", "1GiB")
     assert full.stdout.endswith("no size was timed: there is none to choose.\n")
 
 

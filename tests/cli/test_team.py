@@ -32,8 +32,8 @@ SMALL = Settings(
     optimizer="sgd",
     lr=0.05,
     epochs=2,
-    batch_size=600,
-    micro_batch=150,
+    batch_size=12,
+    micro_batch=3,
     threads=1,
 )
 ROUNDING = 1e-9
@@ -100,10 +100,11 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def test_two_ranks_train_as_one_process_would(tmp_path: Path, two: Pool) -> None:
-    single = train(dataclasses.replace(SMALL, out=tmp_path / "one"))
+def test_two_ranks_train_as_one_process_would(tmp_path: Path, two: Pool, classes: Make) -> None:
+    settings = dataclasses.replace(SMALL, data=str(classes(count=20)))  # 32: 12, 12 and 8
+    single = train(dataclasses.replace(settings, out=tmp_path / "one"))
     (summary, said), (_, quiet) = two.run(
-        trained, dataclasses.replace(SMALL, out=tmp_path / "two"), 0
+        trained, dataclasses.replace(settings, out=tmp_path / "two"), 0
     )
     assert difference(tmp_path / "one", tmp_path / "two") < ROUNDING
     found, want = figures(tmp_path / "two"), figures(tmp_path / "one")
@@ -114,16 +115,18 @@ def test_two_ranks_train_as_one_process_would(tmp_path: Path, two: Pool) -> None
     assert quiet == []
 
 
-def test_each_rank_plans_for_itself_and_all_keep_to_the_budget(tmp_path: Path, two: Pool) -> None:
-    budgeted = dataclasses.replace(SMALL, micro_batch=None, memory="1MiB", epochs=1)
-    settings = dataclasses.replace(budgeted, out=tmp_path / "two")
-    train(dataclasses.replace(SMALL, epochs=1, out=tmp_path / "one"))
+def test_each_rank_plans_for_itself_and_all_keep_to_the_budget(
+    tmp_path: Path, two: Pool, classes: Make
+) -> None:
+    small = dataclasses.replace(SMALL, data=str(classes(count=20)), epochs=1)
+    settings = dataclasses.replace(small, micro_batch=None, memory="100KiB", out=tmp_path / "two")
+    train(dataclasses.replace(small, out=tmp_path / "one"))
     (summary, _), _ = two.run(trained, settings, 0)
     assert difference(tmp_path / "one", tmp_path / "two") < ROUNDING
     plan = json.loads((tmp_path / "two" / "plan.json").read_text())
-    assert plan["micro_batch"] == summary.micro_batch < 300
+    assert plan["micro_batch"] == summary.micro_batch < 6
     peaks = [row["peak_bytes"] for row in map(json.loads, lines(tmp_path / "two")) if "loss" in row]
-    assert 0 < max(peak for peak in peaks if peak) <= 2**20
+    assert 0 < max(peak for peak in peaks if peak) <= 100 << 10
 
 
 def lines(folder: Path) -> list[str]:

@@ -825,16 +825,19 @@ def test_tiles_and_chunks_of_a_head_together(tried: dict[str, bool]) -> None:
 def test_saved_tensors_of_tiles_may_be_offloaded() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(*(Block(SwiGLU()).before, SwiGLU(1024), SwiGLU(1024), nn.Linear(D, 1)))
-    x = torch.randn(4, 4096, D)
+    x = torch.randn(4, 1024, D)
     off, of_tiles = anybatch.offload(memory="9MiB", device="cpu"), Tiles(32)
-    want = undivided(net, lambda z: z.square().mean(), x, None)
+    want, moved = undivided(net, lambda z: z.square().mean(), x, None), []
     for _ in range(3):
         net.zero_grad()
         with off:
             loss = of_tiles.run(net, lambda: net(x)).square().mean()
             loss.backward()
         assert max(error_of(state_of(net, loss), want).values()) < 1e-5
+        assert off.last is not None
+        moved.append(off.last.out_bytes)
     off.close()
+    assert moved[0] > 0  # as it is recorded
 
 
 def test_a_model_goes_with_its_engine() -> None:

@@ -76,7 +76,7 @@ def test_a_plan_for_adapters_holds_and_a_run_with_them_goes_on(
     tmp_path: Path, untimed: None
 ) -> None:
     rows = BY_NAME["Llama"].rows(N, 0)
-    options = {"per_device_train_batch_size": 8, "max_steps": 14, "save_steps": 12}
+    options = {"per_device_train_batch_size": 8, "max_steps": 4, "save_steps": 2}
     options |= {"save_strategy": "steps"}
     plan: dict[str, Any] = {"memory": "1GiB", "rungs": ()}
     roomy, _ = train(Trainer, adapted(*LLAMA), rows, tmp_path / "a", plan, **options)
@@ -99,9 +99,9 @@ def test_a_plan_for_adapters_holds_and_a_run_with_them_goes_on(
         rows,
         tmp_path / "b",
         small,
-        resume=str(tmp_path / "b" / "checkpoint-12"),
+        resume=str(tmp_path / "b" / "checkpoint-2"),
         **options,
     )
-    assert (tmp_path / "b" / "checkpoint-12" / "adapter_model.safetensors").exists()
+    assert (tmp_path / "b" / "checkpoint-2" / "adapter_model.safetensors").exists()
     got, want = trained(again.model), trained(ours.model)
     assert all(torch.equal(got[name], want[name]) for name in want)
