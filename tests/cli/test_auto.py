@@ -188,7 +188,7 @@ def resident_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def watched(self: PagedModel) -> None:
         assert self.pages.most <= self.pages.limit
-        found.append(self.pages.fixed)
+        found.append(self.pages.pinned)
         exit_paged(self)
 
     monkeypatch.setattr(PagedModel, "exit", watched)
