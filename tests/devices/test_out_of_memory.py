@@ -29,7 +29,7 @@ def test_at_every_allocation(
     stand_in: Any, variant: str, first: bool, counted: Callable[..., int]
 ) -> None:
     total = allocations(stand_in, variant, first)
-    chosen = sorted(random.Random(0).sample(range(total), counted(total, 25)))
+    chosen = sorted(random.Random(0).sample(range(total), counted(total, 50)))
     outcomes = {"exact": 0, "no trace": 0}
     for k in chosen:
         for count in (1, FOREVER):
