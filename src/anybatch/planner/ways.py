@@ -229,8 +229,8 @@ class Ways:
                 key = way.chunked, way.tile
                 self.foreseen = self._tried.setdefault(key, Foreseen(missing))
                 self.search.dry_runs.clear()
+                self.search = search.anew()  # a size that was decided in larger chunks is no bound
                 if failed is None:
-                    self.search = search.anew()
                     self.search.most = MOST if search.signature is None else IN_CHUNKS
                 try:
                     run_plan = self._decided(way)
