@@ -28,7 +28,7 @@ from anybatch.execution.proof.kernel_call import Call
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
 from anybatch.execution.proof.masks import CUT, Masks, fold, on_one_device, several, shrink, union
-from anybatch.execution.proof.notes import COUNTING, Notes, norm_call, ours, smaller_copies
+from anybatch.execution.proof.notes import COUNTING, Line, Notes, norm_call, ours, smaller_copies
 from anybatch.execution.proof.places import FreeCall, Lengths, Made
 from anybatch.execution.proof.rules import REDUCTIONS, has_rule, masks_after, reduced
 from anybatch.execution.proof.rules_products import not_linear, sliced
@@ -431,7 +431,7 @@ class Follow(DispatchMode):
         for one, mask in zip_longest(results, found[: len(results)], fillvalue=every):
             assert one is not None
             note(one, self._with_cut(call, one, kernel_call.fitting(mask, one)), place)
-            self._note_regroup(call, one, mask)
+            self._note_lines(call, one, mask)
 
     def _with_cut(self, call: Call, tensor: Tensor, mask: Tensor | None) -> Tensor | None:
         """Return the mask of a tensor after a write; rows that a position has chosen remain cut."""
@@ -441,13 +441,18 @@ class Follow(DispatchMode):
         cut = torch.full([1] * tensor.dim(), CUT, dtype=torch.uint8, device=tensor.device)
         return cut if mask is None else mask | cut
 
-    def _note_regroup(self, call: Call, view: Tensor, mask: Tensor | None) -> None:
-        """Record the dimensions along which samples lie in a view with other dimensions."""
-        if self.backward or mask is None or call.name not in kernel_call.REGROUPS:
+    def _note_lines(self, call: Call, tensor: Tensor, mask: Tensor | None) -> None:
+        """Record the dimensions of a result, and those along which samples lie."""
+        if self.backward or mask is None or tensor.dim() < 2:
             return
-        mask = shrink(mask)  # spread over all elements it would take the memory of its tensor
-        lies = {d for d in range(mask.dim()) if mask.shape[d] > 1 and kernel_call.varies(mask, d)}
-        self.notes.regroups.append((self.path, tuple(view.shape), frozenset(lies)))
+        if not (places.in_rows(mask) and places.in_rows(tensor)):
+            return
+        lies = {d for d, size in enumerate(mask.shape) if size > 1 and mask.stride(d)}
+        if call.name in kernel_call.SPREADS:
+            mask = shrink(mask)  # spread over all elements it would take the memory of its tensor
+            lies = {d for d in lies if mask.shape[d] > 1 and kernel_call.varies(mask, d)}
+        line = Line(self.path, call.name, tuple(tensor.shape), frozenset(lies))
+        self.notes.lines.setdefault(self._calls, line)
 
     def _origin(self, call: Call) -> str:
         """Return where samples meet: the recorded place of an operand, or this call."""
@@ -467,7 +472,7 @@ class Follow(DispatchMode):
         masks, chosen = (found, "") if self._packed else sliced(call, found)
         for one, view in zip(call.results, masks, strict=False):
             self.masks.join(one, view)
-            self._note_regroup(call, one, view)
+            self._note_lines(call, one, view)
             if chosen:
                 self.masks.taint(one, f"{self.path}, in {chosen}")
 

@@ -24,6 +24,9 @@ TABLES = frozenset(("embedding", "_embedding_bag", "_embedding_bag_forward_only"
 REGROUPS = frozenset(("view", "_unsafe_view", "reshape", "_reshape_copy", "unflatten"))
 """Kernels that give a tensor other dimensions."""
 
+SPREADS = REGROUPS | {"cat", "stack", "repeat"}
+"""Kernels whose masks have entries for each row of a dimension along which no samples lie."""
+
 READS = frozenset(
     "_local_scalar_dense equal allclose bincount _unique _unique2 unique_dim unique_consecutive "
     "unique_dim_consecutive".split()

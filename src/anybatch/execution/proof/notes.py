@@ -44,6 +44,15 @@ def norm_call(path: str, x: Tensor, mask: Tensor | None) -> NormCall:
     return NormCall(path, rows, bool((mask & CUT).any()), x.numel() // channels)
 
 
+class Line(NamedTuple):
+    """A result of a kernel, and the dimensions along which samples lie."""
+
+    path: str
+    name: str
+    shape: tuple[int, ...]
+    lies: frozenset[int]
+
+
 OPERATOR = "a higher-order operator could not be followed in"
 SAVING = "saved_tensors_hooks change what autograd saves in"
 COLLISION = "two samples may write to the same place, which they choose in"
@@ -75,7 +84,7 @@ class Notes:
         numbers: Python's numbers in arithmetic of kernels: (module, kernel, numbers).
         made: kernels in which no sample has a part (`anybatch.execution.proof.places`).
         where: words of a doubt, such as `FIXED` -> the first place that it is of.
-        regroups: (module, shape, dimensions along which samples lie) of reshaped tensors, in order.
+        lines: number of a call -> its first result, if samples have had a part in it.
         longest: where rows are padded to the longest of the call, and whether lengths differ.
         few: where rows were brought together that are chosen by their values, and too few were.
         mixes_orders: a kernel computed with rows in an order and with rows in none.
@@ -99,7 +108,7 @@ class Notes:
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     made: dict[int, Made] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
-    regroups: list[tuple[str, tuple[int, ...], frozenset[int]]] = field(default_factory=list)
+    lines: dict[int, Line] = field(default_factory=dict)
     longest: list[tuple[str, bool]] = field(default_factory=list)
     few: list[str] = field(default_factory=list)
     mixes_orders: bool = False

@@ -24,6 +24,7 @@ from anybatch.core.python_state import difference
 from anybatch.errors import NotExactError
 from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.follow import Follow
+from anybatch.execution.proof.kernel_call import REGROUPS
 from anybatch.execution.proof.masks import CUT, EARLIER, LOOSE, PLACE, ROWS, SAMPLES
 from anybatch.execution.proof.notes import COLLISION, COUNTED, FIXED, OF_ANY_ROWS, NormCall, Notes
 from anybatch.loss.traced_model import WEIGHTS
@@ -121,7 +122,7 @@ def judge(full: Forward, part: Forward | None, axes: Sequence[int | None]) -> Ve
         ] = None
     doubts |= dict.fromkeys(_in_order(full, axes))  # without an arange, places are none in `part`
     doubts |= dict.fromkeys(_noted(full, (FIXED, COUNTED)))
-    for place in _regrouped(full, part)[:1]:
+    for place in _grown(full, part)[:1]:
         doubts[f"a dimension as long as the samples is made of others in {place}"] = None
     return Verdict(meets, tuple(doubts))
 
@@ -257,18 +258,27 @@ def _in_shuffles(full: Forward, part: Forward) -> str:
     return ""
 
 
-def _regrouped(full: Forward, part: Forward | None) -> list[str]:
-    """Return where no samples lie along a dimension that is as long as there are samples.
+def _grown(full: Forward, part: Forward | None) -> list[str]:
+    """Return where a dimension follows the number of samples, and no samples lie along it.
 
     ``reshape(T, n, C)`` of [n, T, C], where transpose was meant: lines of few rows may each lie in
-    one sample by chance. If they do not in one of two forwards, their masks show the samples.
+    one sample by chance. If they do not in one of two forwards, their masks show the samples. And
+    ``expand(n, n)`` of [n, 1], whose sum is the number of samples times a row.
     """
-    found = []
-    pairs = zip(full.notes.regroups, [] if part is None else part.notes.regroups, strict=False)
-    for (path, shape, lies), (_, fewer, also) in pairs:
-        grown = {d for d, (n, m) in enumerate(zip(shape, fewer, strict=False)) if n != m}
-        if len(shape) == len(fewer) and grown and not grown & (lies | also):
-            found.append(path)
+    if part is None or full.notes.longest:  # padded rows are tested for themselves
+        return []
+    found, fewer = [], part.notes.lines
+    for at, line in full.notes.lines.items():
+        other = fewer.get(at)
+        if other is None or len(other.shape) != len(line.shape):
+            continue
+        if (line.path, line.name) != (other.path, other.name):
+            break  # nobody knows which it was
+        sizes = enumerate(zip(line.shape, other.shape, strict=True))
+        grown = {d for d, (n, m) in sizes if n != m}
+        # Rows that are chosen by their values may all be of one sample.
+        if grown - (line.lies | other.lies) and (len(grown) > 1 or line.name in REGROUPS):
+            found.append(f"{line.path}, in {line.name}")
     return found
 
 

@@ -107,6 +107,20 @@ GATED: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "a roll of features": lambda net, h: net.scale * h.roll(len(h), 1),
     "a norm": lambda net, h: net.scale * h.norm(p=len(h), dim=1, keepdim=True),
     "a full tensor": lambda net, h: net.scale * torch.full((8,), float(len(h)), dtype=h.dtype),
+    "a row expanded": lambda net, h: net.gate * h[:, :1].expand(-1, len(h)).sum(1, keepdim=True),
+    "a grid": lambda net, h: (
+        net.gate * torch.meshgrid(h[:, 0], h[:, 1], indexing="ij")[0].norm(dim=1, keepdim=True)
+    ),
+    "a product with ones": lambda net, h: (
+        net.gate * (h[:, :1] @ h.new_ones(1, len(h))).sum(1)[:, None]
+    ),
+    "rows stacked": lambda net, h: net.gate * torch.stack([h for _ in h]).sum(0),
+    "a row that is lengthened": lambda net, h: (
+        net.gate * torch.cat([h, torch.zeros_like(h @ h.T)], 1).logsumexp(1, keepdim=True)
+    ),
+    "keys that are alike": lambda net, h: (
+        net.gate * (h @ net.last.weight[:1].expand(len(h), 8).T).logsumexp(1, keepdim=True)
+    ),
 }
 
 
