@@ -237,6 +237,39 @@ def row_mismatch(
     return None
 
 
+def half_mismatch(
+    step: Step, full: MicroBatch, outputs: Any, layout: Layout
+) -> tuple[MicroBatch, Any, str | None]:
+    """Compare some rows with each half of them, of which one lacks the row that decides.
+
+    The largest number of 4 rows is that of 3 of them, too, unless the fourth has it.
+
+    Returns:
+        The half that differs, its outputs, and which of these; of the last half if none does.
+    """
+    half = max(1, full.size // 2)
+    for begin in (0, full.size - half):
+        part, found = _part(full, begin, begin + half), None
+        with torch.no_grad(), Guard(step):
+            found = step.inspected(part)
+        rows = _first(outputs, layout, begin + half)
+        mismatch = row_mismatch(rows, found, layout, half, computed(step), turned=False)
+        if mismatch is not None:
+            break
+    return part, found, mismatch
+
+
+def _first(outputs: Any, layout: Layout, rows: int) -> Any:
+    """Return the outputs of the first rows."""
+    axes = iter(layout)
+
+    def cut(tensor: Tensor) -> Tensor:
+        axis = next(axes, None)
+        return tensor if axis is None else tensor.narrow(axis, 0, rows)
+
+    return pytree.map_tensors(cut, outputs)
+
+
 def kernel_tolerance(dtype: torch.dtype, computed: Iterable[torch.dtype]) -> float:
     """Return the relative difference that kernels may make of the same rows."""
     eps = max(torch.finfo(one).eps for one in {dtype, *computed})

@@ -112,6 +112,10 @@ def inspect_model(step: Step, norms: Any = None) -> None:
     mismatch = None  # where rows are not the same, or need not come out the same
     if not (drawn or step.local or one.local or step.traits.copies or one.guard.own_rng):
         mismatch = few_rows.row_mismatch(outputs, fewer, layout, part.size, few_rows.computed(step))
+        if mismatch is None and one.reads:
+            fewer = None  # or a half would hold more than these rows did
+            part, fewer, mismatch = few_rows.half_mismatch(step, full, outputs, layout)
+            one.restart()
     rows = full_size.rows_of_loss(step, outputs, full.size)
     one.outputs = outputs = None
     fewer = fewer if mismatch else None
@@ -519,6 +523,11 @@ class _Inspection:
         values, rows = self._runs[0].notes.values, len(self._samples)
         lists = any(run.notes.lists for run in self._runs)
         return ComparedSizes(counts, values, backward=backward, reads=lists, followed=rows)
+
+    @property
+    def reads(self) -> bool:
+        """Whether Python reads numbers of samples."""
+        return any(run.notes.read for run in self._runs)
 
     @property
     def local(self) -> bool:

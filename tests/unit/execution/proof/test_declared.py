@@ -231,6 +231,20 @@ def test_what_cannot_be_decided_is_not_shown(name: str) -> None:
         assert_exact(got, undivided(model(), plain, x, y))
 
 
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_number_that_one_row_decides_is_refused_whichever_it_is(whole: bool, row: int) -> None:
+    def scaled(out: Tensor, y: Tensor) -> Tensor:
+        found = each(out, y) * float(out.detach().abs().max())
+        return found.sum() if whole else found
+
+    x, y = batch()
+    x[row] *= 100
+    loss = Loss.ratio(scaled, len) if whole else Loss.per_sample(scaled)
+    with pytest.raises(NotExactError, match="the same loss with any other samples"):
+        Engine(model(), loss, micro_batch=4).backward(x, y)
+
+
 def entropy(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 

@@ -293,6 +293,33 @@ def test_numbers_that_python_reads_are_a_doubt(read: Body, said: str) -> None:
     assert str(engine.plan.exact).startswith(f"not shown: Python {said} in Net")
 
 
+def listed(h: Tensor) -> Tensor:
+    largest: float = max(map(max, h.abs().tolist()))  # type: ignore[no-untyped-call]
+    return h / largest
+
+
+READ: dict[str, Body] = {
+    "a maximum": lambda h: h / float(h.abs().max()),
+    "a list": listed,
+    "an array": lambda h: h / float(h.detach().abs().numpy().max()),
+    "a branch": lambda h: h.tanh() if bool(h.abs().max() > 50) else h,
+    "as many entries": lambda h: h / F.one_hot(h.abs().amax(1).long()).shape[1],
+}
+
+
+@pytest.mark.parametrize("row", range(4))
+@pytest.mark.parametrize("micro_batch", [1, 4])
+@pytest.mark.parametrize("name", READ)
+def test_a_number_that_one_row_decides_is_found_whichever_it_is(
+    name: str, micro_batch: int, row: int
+) -> None:
+    """Of three of the four rows most have the row that decides, of two and two one has not."""
+    net, (x, y) = Net(READ[name]).double(), batch()
+    x[row] *= 100
+    with pytest.raises(NotExactError, match="samples must not meet inside the model"):
+        Engine(net, F.cross_entropy, micro_batch=micro_batch).backward(x, y)
+
+
 class Averaged(nn.Module):
     """Its loss is divided by the number of classes that there are."""
 
