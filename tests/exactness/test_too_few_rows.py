@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.oracle import assert_exact, state_after, undivided
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from anybatch import Engine
-from anybatch.errors import NotExactError
+from anybatch.errors import BudgetError, NotExactError
 
 N = 8
 
@@ -87,3 +88,51 @@ def test_a_fault_of_the_model_keeps_its_class(name: str) -> None:
         engine = Engine(Net(function), nn.CrossEntropyLoss(), micro_batch=3)
         engine.backward(torch.randn(N, 6), torch.randint(3, (N,)))
     assert type(raised.value) is error
+
+
+# A loss that reads numbers of all outputs, and cannot do without a pair or with zeros.
+
+
+def pairs_or_nothing(out: Tensor, y: Tensor) -> Tensor | float:
+    """Return the distances of neighbours of one class; a number of Python where there are none."""
+    found = [(a - b).norm() for a, b, i, j in zip(out, out[1:], y, y[1:], strict=False) if i == j]
+    return sum(found) / len(found) if found else 0.0
+
+
+def by_their_ratio(out: Tensor, y: Tensor) -> Tensor:
+    first, second = F.cross_entropy(out, y), out.abs().mean()
+    return first + first.item() / second.item() * second
+
+
+def by_their_shares(out: Tensor, y: Tensor) -> Tensor:
+    shares = (y + out.detach().abs().sum(1)).tolist()
+    each = F.cross_entropy(out, y, reduction="none")
+    return torch.stack([a / sum(shares) * b for a, b in zip(shares, each, strict=True)]).sum()
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3])
+def test_a_loss_of_few_rows_may_be_a_number_of_python(micro_batch: int) -> None:
+    model, x, y = nn.Linear(6, 3).double(), torch.randn(N, 6).double(), torch.tensor([0, 1] * 4)
+    y[-1] = 0
+
+    def run(copied: nn.Module) -> Tensor:
+        return Engine(copied, pairs_or_nothing, micro_batch=micro_batch).backward(x, y)
+
+    assert_exact(state_after(model, run), undivided(model, pairs_or_nothing, x, y))
+
+
+@pytest.mark.parametrize("loss", [by_their_ratio, by_their_shares])
+def test_a_dry_run_gives_a_loss_numbers_of_rows_and_no_zeros(loss: Callable[..., Tensor]) -> None:
+    model = nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 3)).double()
+    x, y = torch.randn(N, 6).double(), torch.arange(N) % 3
+    with pytest.raises(BudgetError) as raised:
+        Engine(model, loss, memory=64).backward(x, y)
+
+    def run(copied: nn.Module) -> Tensor:
+        engine = Engine(copied, loss, memory=raised.value.needed)
+        found = engine.backward(x, y)
+        assert engine.plan is not None
+        assert engine.plan.micro_batch < N
+        return found
+
+    assert_exact(state_after(model, run), undivided(model, loss, x, y))

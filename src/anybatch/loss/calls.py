@@ -423,8 +423,6 @@ def refuse_hidden(
             # (test_a_declared_loss_outside_may_call_it).
             with around(), as_it_is(), _unheard_by_others(outputs):
                 found.append(_called(loss_fn, outputs, micro, trains=trains))
-        except LossError:
-            raise
         except Exception as error:  # it takes all samples only: the step itself tells
             if out_of_memory(error, outside=outside):
                 raise

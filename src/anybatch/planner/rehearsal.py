@@ -29,6 +29,7 @@ from torch.overrides import _get_current_function_mode_stack
 from anybatch.conv.dispatch import KernelRecorder
 from anybatch.core import pytree
 from anybatch.core.accelerator import home
+from anybatch.core.barrier import Unseen
 from anybatch.core.batch import MicroBatch, TensorBatch
 from anybatch.core.modules import Modules, renormalised, tensors_of
 from anybatch.core.moments import Moments
@@ -410,9 +411,19 @@ def _rows_of_all(step: Step, outputs: Any, size: int) -> Any:
         axis, shape = next(axes), list(tensor.shape)
         if axis is not None:
             shape[axis] = size
-        return tensor.new_zeros(shape)
+        return _repeated(tensor.new_zeros(shape), tensor, axis)
 
     return pytree.map_tensors(grown, outputs)
+
+
+def _repeated(rows: Tensor, few: Tensor, axis: int | None) -> Tensor:
+    """Fill rows with those of a few samples, over and over: of zeros a loss may fail."""
+    if type(few) is Tensor and axis is not None and few.shape[axis]:  # fakes have no values
+        with Unseen(rows, few), torch.no_grad():
+            few = few.detach().to(rows.device)
+            places = torch.arange(rows.shape[axis], device=rows.device) % few.shape[axis]
+            torch.index_select(few, axis, places, out=rows)
+    return rows
 
 
 def _targets_of_all(few: Any, size: int, device: torch.device) -> Any:
@@ -421,7 +432,8 @@ def _targets_of_all(few: Any, size: int, device: torch.device) -> Any:
     def grown(tensor: Tensor) -> Tensor:
         if not tensor.dim():
             return tensor.to(device)
-        return tensor.new_zeros((size, *tensor.shape[1:]), device=device)
+        rows = tensor.new_zeros((size, *tensor.shape[1:]), device=device)
+        return _repeated(rows, tensor, 0)
 
     return pytree.map_tensors(grown, few)
 
