@@ -237,15 +237,14 @@ def row_mismatch(
     return None
 
 
-def half_mismatch(
-    step: Step, full: MicroBatch, outputs: Any, layout: Layout
-) -> tuple[MicroBatch, Any, str | None]:
+Compared = tuple[MicroBatch, Any, str | None]
+"""Rows, their outputs, and which of these differ among others; None where none does."""
+
+
+def half_mismatch(step: Step, full: MicroBatch, outputs: Any, layout: Layout) -> Compared:
     """Compare some rows with each half of them, of which one lacks the row that decides.
 
     The largest number of 4 rows is that of 3 of them, too, unless the fourth has it.
-
-    Returns:
-        The half that differs, its outputs, and which of these; of the last half if none does.
     """
     half = max(1, full.size // 2)
     for begin in (0, full.size - half):

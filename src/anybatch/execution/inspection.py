@@ -111,11 +111,8 @@ def inspect_model(step: Step, norms: Any = None) -> None:
     step.traits.mixed = one.mixed(step.traits.axes)
     mismatch = None  # where rows are not the same, or need not come out the same
     if not (drawn or step.local or one.local or step.traits.copies or one.guard.own_rng):
-        mismatch = few_rows.row_mismatch(outputs, fewer, layout, part.size, few_rows.computed(step))
-        if mismatch is None and one.reads:
-            fewer = None  # or a half would hold more than these rows did
-            part, fewer, mismatch = few_rows.half_mismatch(step, full, outputs, layout)
-            one.restart()
+        last, fewer = [fewer], None
+        part, fewer, mismatch = one.compared(full, part, last, layout)
     rows = full_size.rows_of_loss(step, outputs, full.size)
     one.outputs = outputs = None
     fewer = fewer if mismatch else None
@@ -165,6 +162,20 @@ class _Inspection:
         self._lengths: Lengths = {}
         self._plain: list[dict[Named, Any]] = []
         self._fewer, self._moved = 0, ""
+
+    def compared(
+        self, full: MicroBatch, part: MicroBatch, last: list[Any], layout: Layout
+    ) -> few_rows.Compared:
+        """Compare the outputs of a few rows with those of `part`, which `last` holds."""
+        step, fewer = self._step, last.pop()
+        dtypes = few_rows.computed(step)
+        mismatch = few_rows.row_mismatch(self.outputs, fewer, layout, part.size, dtypes)
+        if mismatch is None and any(run.notes.read for run in self._runs):
+            fewer = None  # or a half would hold more than these rows did
+            found = few_rows.half_mismatch(step, full, self.outputs, layout)
+            self.restart()
+            return found
+        return part, fewer, mismatch
 
     def restart(self) -> None:
         """Put random states and buffers back as they were before the inspection."""
@@ -523,11 +534,6 @@ class _Inspection:
         values, rows = self._runs[0].notes.values, len(self._samples)
         lists = any(run.notes.lists for run in self._runs)
         return ComparedSizes(counts, values, backward=backward, reads=lists, followed=rows)
-
-    @property
-    def reads(self) -> bool:
-        """Whether Python reads numbers of samples."""
-        return any(run.notes.read for run in self._runs)
 
     @property
     def local(self) -> bool:

@@ -28,7 +28,14 @@ from anybatch.execution.proof.kernel_call import Call
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
 from anybatch.execution.proof.masks import CUT, Masks, fold, on_one_device, several, shrink, union
-from anybatch.execution.proof.notes import COUNTING, Line, Notes, norm_call, ours, smaller_copies
+from anybatch.execution.proof.notes import (
+    COUNTING,
+    MaskedResult,
+    Notes,
+    norm_call,
+    ours,
+    smaller_copies,
+)
 from anybatch.execution.proof.places import FreeCall, Lengths, Made
 from anybatch.execution.proof.rules import REDUCTIONS, has_rule, masks_after, reduced
 from anybatch.execution.proof.rules_products import not_linear, sliced
@@ -451,7 +458,7 @@ class Follow(DispatchMode):
         if call.name in kernel_call.SPREADS:
             mask = shrink(mask)  # spread over all elements it would take the memory of its tensor
             lies = {d for d in lies if mask.shape[d] > 1 and kernel_call.varies(mask, d)}
-        line = Line(self.path, call.name, tuple(tensor.shape), frozenset(lies))
+        line = MaskedResult(self.path, call.name, tuple(tensor.shape), frozenset(lies))
         self.notes.lines.setdefault(self._calls, line)
 
     def _origin(self, call: Call) -> str:

@@ -44,7 +44,7 @@ def norm_call(path: str, x: Tensor, mask: Tensor | None) -> NormCall:
     return NormCall(path, rows, bool((mask & CUT).any()), x.numel() // channels)
 
 
-class Line(NamedTuple):
+class MaskedResult(NamedTuple):
     """A result of a kernel, and the dimensions along which samples lie."""
 
     path: str
@@ -108,7 +108,7 @@ class Notes:
     numbers: list[tuple[str, str, tuple[Any, ...]]] = field(default_factory=list)
     made: dict[int, Made] = field(default_factory=dict)
     where: dict[str, str] = field(default_factory=dict)
-    lines: dict[int, Line] = field(default_factory=dict)
+    lines: dict[int, MaskedResult] = field(default_factory=dict)
     longest: list[tuple[str, bool]] = field(default_factory=list)
     few: list[str] = field(default_factory=list)
     mixes_orders: bool = False
