@@ -489,9 +489,9 @@ PARTS = _Parts()
 
 @contextmanager
 def in_part() -> Iterator[None]:
-    """Have tensors that autograd saves in the body stay: its graph ends with it.
+    """Offload nothing that autograd saves in the body: its graph ends with it.
 
-    To offload them is only work (`test_parts_offload_nothing_inside`).
+    It would be work only (`test_parts_offload_nothing_inside`).
     """
     PARTS.depth += 1
     try:

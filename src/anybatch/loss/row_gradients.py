@@ -61,11 +61,11 @@ class CrossEntropy:
 
 
 class _Begin(torch.autograd.Function):
-    """Begin a graph at a tensor that lives as long as the graph needs it: a leaf would stay."""
+    """Begin a graph at a tensor that it holds only as long as it needs it, which a leaf is not."""
 
     @staticmethod
     def forward(_ctx: Any, _leaf: Tensor, tensor: Tensor) -> Tensor:
-        """Return the tensor as a result, of which gradients can be taken."""
+        """Return the tensor as a result that has a gradient."""
         return tensor
 
 
