@@ -24,6 +24,9 @@ from anybatch.memory.meter import written_by
 
 UPDATES = "aten::_batch_norm_with_update"
 
+NORMALISING = frozenset((UPDATES, *(f"aten::{name}" for name in NORMS)))
+"""Kernels that may normalise over the batch."""
+
 
 class Guard(DispatchMode):
     """Watch the kernels of a forward pass.
@@ -51,8 +54,9 @@ class Guard(DispatchMode):
         schema = getattr(func, "_schema", None)
         if schema is None:  # control flow: its kernels come one by one
             return func(*args, **kwargs)
-        if not self._local and _normalises_the_batch(schema, args):
-            refuse(f"{schema.name} called in forward")
+        called = schema.name
+        if not self._local and called in NORMALISING and _normalises_the_batch(schema, args):
+            refuse(f"{called} called in forward")
         for tensor in written_by(func, args, kwargs):
             place = _place(tensor)
             name = self._names.get(place) if place is not None else None
@@ -63,7 +67,7 @@ class Guard(DispatchMode):
                     "the batch size"
                 )
         self.own_rng |= any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values()))
-        undropped = _dropping_nothing(schema.name, args)
+        undropped = _dropping_nothing(called, args)
         return func(*args, **kwargs) if undropped is None else undropped
 
 
@@ -78,8 +82,7 @@ def _place(tensor: Tensor) -> int | None:
 
 
 def _normalises_the_batch(schema: Any, args: tuple[Any, ...]) -> bool:
-    space, name = schema.name.split("::")
-    if schema.name != UPDATES and not (space == "aten" and name in NORMS and trains(schema, args)):
+    if schema.name != UPDATES and not trains(schema, args):
         return False
     # instance_norm is this kernel on one row of n * C channels
     # (test_instance_norm_is_no_batch_norm).

@@ -80,7 +80,7 @@ class CapturedSamples(DispatchMode):
         own = self._own.get(id(one))
         if self._follow is None or (own is not None and own() is one):
             return False
-        return self._follow.masks.of(one) is not None
+        return self._follow.has_samples(one)
 
     def run(self, name: str, call: Callable[[], Any]) -> Any:
         """Return the result of a call, and refuse samples that are not among its arguments."""

@@ -157,6 +157,11 @@ class Meter(DispatchMode):
         spans = [(s.owner, s.size, s.first, now if s.end is None else s.end) for s in self._spans]
         return record(spans, self._events, owners, grain=self._grain)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False to omit the guard against compilation: its body runs eagerly."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one kernel, and count its results."""
         if func is DEVICE and isinstance(args[0], FakeTensor):
@@ -164,7 +169,7 @@ class Meter(DispatchMode):
         if self._inside or func is DEVICE:  # a kernel made of kernels, or none
             return func(*args, **(kwargs or {}))
         STATUS.tick()
-        name = _name(func)
+        name = kernel_name(func)
         if name != FROM_OUTSIDE:
             with torch._C.DisableTorchFunction():  # nobody asks for an address here
                 self._see_all(args)
@@ -192,10 +197,22 @@ class Meter(DispatchMode):
         """Take in the tensors among the arguments of a kernel, which were there before."""
         for value in values:
             if isinstance(value, Tensor):
-                self._see(value, FOREIGN)
+                if not self._knows(value):
+                    self._see(value, FOREIGN)
             elif isinstance(value, list | tuple | dict):
                 for tensor in tensors_in(value):
                     self._see(tensor, FOREIGN)
+
+    def _knows(self, tensor: Tensor) -> bool:
+        """Say whether a tensor is one as almost all are, in a storage that was taken in before."""
+        if type(tensor) not in DENSE or tensor.layout is not torch.strided:
+            return False
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # within torch.func
+            return False
+        span = self._open.get(storage._cdata)
+        return span is not None and (span.owner == FOREIGN or span.reported == storage.nbytes())
 
     def _see_results(self, result: Any, name: str, args: tuple[Any, ...]) -> bool:
         """Count the results of a kernel; return whether some of them are on the device."""
@@ -221,9 +238,9 @@ class Meter(DispatchMode):
             return False
         for storage in storages(tensor):
             span = self._open.get(storage._cdata)
-            if span is not None and (span.owner == FOREIGN or span.reported == storage.nbytes()):
+            size = 0 if span is not None and span.owner == FOREIGN else storage.nbytes()
+            if span is not None and (span.owner == FOREIGN or span.reported == size):
                 continue
-            size = storage.nbytes()
             if span is not None:  # resized in place
                 self._end(storage._cdata)
             self._begin(storage, owner, 0 if owner == FOREIGN else max(size, least), size)
@@ -250,7 +267,7 @@ class Meter(DispatchMode):
     def _end(self, key: int, _watch: Any = None) -> None:
         span = self._open.pop(key, None)
         if span is not None:
-            span.end = len(self._events)
+            span.end, span.watch = len(self._events), None
             self.live -= self._rounded(span.size)
 
     def _rounded(self, size: int) -> int:
@@ -261,7 +278,7 @@ _NAMES: dict[int, tuple[Any, str]] = {}
 """Kernels by their ids, and their names: torch puts one together each time it is requested."""
 
 
-def _name(func: Any) -> str:
+def kernel_name(func: Any) -> str:
     """Return the name of a kernel, with its overload."""
     found = _NAMES.get(id(func))
     if found is not None:
@@ -334,9 +351,16 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the tensors that a kernel writes to."""
-    for at, one in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-        if one.alias_info is not None and one.alias_info.is_write:
-            yield from tensors_in(args[at] if at < len(args) else kwargs.get(one.name))
+    for at, name in written_arguments(func):
+        yield from tensors_in(args[at] if at < len(args) else kwargs.get(name))
+
+
+@cache  # torch makes a schema's parts anew each time
+def written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return the arguments that a kernel writes to: their places, and their names."""
+    every = enumerate(func._schema.arguments if func._schema.is_mutable else ())
+    aliases = ((at, one.name, one.alias_info) for at, one in every)
+    return tuple((at, name) for at, name, alias in aliases if alias and alias.is_write)
 
 
 def storages(tensor: Tensor) -> tuple[Any, ...]:

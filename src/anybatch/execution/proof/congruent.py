@@ -30,11 +30,12 @@ from anybatch.core.modules import DispatchMode, keywords, walk
 from anybatch.core.norm import NonReducingNorms, counters
 from anybatch.core.python_state import PythonState
 from anybatch.core.rng import RNGState
+from anybatch.execution.proof.kernel_call import kernel
 from anybatch.execution.proof.law import CUTS, Called, Paths, breaks, called
 from anybatch.execution.proof.places import FreeTensors, scalars
 from anybatch.execution.proof.verdict import UNDIVIDED, Verdict, first_difference, other_rows
 from anybatch.memory.fakes import Fakes, forget_fakes, interrupted_between_functions, unreported
-from anybatch.memory.meter import DEVICE, tensors_in
+from anybatch.memory.meter import DEVICE, kernel_name, tensors_in
 
 QUERIES = frozenset(
     "__get__ size dim numel stride is_contiguous __len__ __bool__ __hash__ __repr__ contiguous "
@@ -129,26 +130,28 @@ class _Functions(TorchFunctionMode):
         kwargs = keywords(func, kwargs)
         name, arguments = getattr(func, "__name__", ""), (args, kwargs)
         name = PROPERTIES.get(func, name) if name == "__get__" else name
-        kernel = "." in name  # of tensors without data, or of autograd: nobody wrote it
-        traces = not kernel and (self.backward or not _of_all())
+        inner = "." in name  # of tensors without data, or of autograd: nobody wrote it
+        traces = not inner and (self.backward or not _of_all())
         compares = traces and name not in QUERIES
         path = self._path() if compares else ""
         if traces and name in INDEXING and (lists := _lists(args[1])):
             self._trace.lists.append((self._path(), repr(lists)))
         if compares:
             self._trace.functions.append((path, name))
-        free = self._free.takes(name, arguments)
-        places = free and self._free.numbers(arguments)
+        with torch._C.DisableTorchFunction():  # the modes around need not hear these questions
+            free = self._free.takes(name, arguments)
+            places = free and self._free.numbers(arguments)
         result = func(*args, **kwargs)
-        casts = name in CASTS and isinstance(args[0], Tensor) and isinstance(result, Tensor)
-        if traces and casts and args[0].dtype != result.dtype:
-            self._trace.functions.append((self._path(), f"{name}() of another type"))
-        self._free.gave(name, arguments, result, free=free)
-        if compares:
-            names, outside = self._names, self._outside
-            one = called(path, name, arguments, result, names, outside, free=free, places=places)
-            self._trace.calls.append(one)
-        self.knows(result)
+        with torch._C.DisableTorchFunction():
+            casts = name in CASTS and isinstance(args[0], Tensor) and isinstance(result, Tensor)
+            if traces and casts and args[0].dtype != result.dtype:
+                self._trace.functions.append((self._path(), f"{name}() of another type"))
+            self._free.gave(name, arguments, result, free=free)
+            if compares:
+                known = self._names, self._outside
+                one = called(path, name, arguments, result, *known, free=free, places=places)
+                self._trace.calls.append(one)
+            self.knows(result)
         return result
 
     def knows(self, tensors: Any) -> None:
@@ -216,23 +219,28 @@ class _Numbers(DispatchMode):
             if value is not None:
                 return value
         result = func(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunction():
+            self._note(func, args, kwargs or {}, result)
+        return result
+
+    def _note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         self._trace.made += map(weakref.ref, tensors_in(result))
-        name = "" if schema is None else schema.name.split("::")[1]
-        if name in CUTS and (self.backward or not _of_all()):
-            self._trace.cuts.append(called(self._path(), name, (args, kwargs or {}), result, {}))
+        name = kernel(func).name if hasattr(func, "_schema") else ""
+        if not name or (name not in CUTS if self.backward else _of_all()):
+            return
+        path = self._path()
+        if name in CUTS:
+            self._trace.cuts.append(called(path, name, (args, kwargs), result, {}))
+        if self.backward:
+            return
         # A 0-dim tensor is a loss inside the model, whose numbers are traced
         # (test_what_is_honest_is_exact_and_shown).
         real = isinstance(result, Tensor) and result.is_floating_point()
-        real = real and (result.dim() > 0 or self._singles)
-        if schema is None or self.backward or _of_all():
-            return result
-        if real:
-            numbers = scalars(func, args, kwargs or {})
-            self._trace.numbers.append((self._path(), name, numbers))
+        if real and (result.dim() > 0 or self._singles):
+            self._trace.numbers.append((path, name, scalars(func, args, kwargs)))
         if name not in PLACED:
             ndims = tuple(one.dim() for one in args if isinstance(one, Tensor))
-            self._trace.kernels.add((self._path(), str(func), _dimensions(func, args), ndims))
-        return result
+            self._trace.kernels.add((path, kernel_name(func), _dimensions(func, args), ndims))
 
 
 def _dimensions(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:

@@ -27,7 +27,16 @@ from anybatch.execution.proof import kernel_call, notes, places, rules_places
 from anybatch.execution.proof.kernel_call import Call
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
-from anybatch.execution.proof.masks import CUT, Masks, fold, on_one_device, several, shrink, union
+from anybatch.execution.proof.masks import (
+    CUT,
+    Masks,
+    fold,
+    has,
+    on_one_device,
+    several,
+    shrink,
+    union,
+)
 from anybatch.execution.proof.notes import (
     COUNTING,
     MaskedResult,
@@ -105,6 +114,11 @@ class Follow(DispatchMode):
         with _disable_current_modes():  # or what is done with masks would be followed
             self.notes.norms.append(norm_call(self.path, x, self.masks.of(x)))
 
+    def has_samples(self, tensor: Tensor) -> bool:
+        """Say whether a sample has had a part in a tensor, for code that runs under modes."""
+        with _disable_current_modes():  # or what is done with masks would be followed
+            return self.masks.of(tensor) is not None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a kernel, and note the masks of its results.
 
@@ -132,7 +146,7 @@ class Follow(DispatchMode):
             self.notes.where.setdefault(notes.OPERATOR, f"{self.path} ({func})")
             return self._run(func, args, kwargs)
         self.notes.sizes |= not self.called  # TorchScript and C++ read sizes where nobody hears it
-        name = schema.name.split("::")[1]
+        name = kernel_call.kernel(func).name
         self._calls += name != "detach"  # autograd calls it for what it saves
         operands = [*tensors_in((args, kwargs))]
         masks: dict[int, Tensor] = {}
@@ -201,8 +215,7 @@ class Follow(DispatchMode):
         self._inspect_operands(call)
         if call.name == "_local_scalar_dense":
             return self._read(call.func, call.args)
-        returns = call.func._schema.returns
-        views = any(r.alias_info and not r.alias_info.is_write for r in returns)
+        views = kernel_call.kernel(call.func).views
         before = self._before(call, views=views)
         result = self._run(call.func, call.args, call.kwargs)
         kernel_call.take_in(call, result)
@@ -216,7 +229,7 @@ class Follow(DispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a kernel of the model under the guard; operations on masks run outside of it."""
-        draws = torch.Tag.nondeterministic_seeded in func.tags and not self.backward
+        draws = not self.backward and hasattr(func, "_schema") and kernel_call.kernel(func).draws
         if draws and not all(map(torch.equal, self._rng, torch_state())):
             self.notes.seeded.append(self.path)
         with self._under_modes(), self._guard:
@@ -224,7 +237,7 @@ class Follow(DispatchMode):
         if draws:
             self._rng = torch_state()
             made = [*tensors_in(result)]
-            name = func._schema.name.split("::")[1]
+            name = kernel_call.kernel(func).name
             self.notes.draws.append((self.path, name, places.shapes(made)))
         return result
 
@@ -298,9 +311,8 @@ class Follow(DispatchMode):
         took = places.shapes([*operands, *places.bases(views)])
         now = Made(name, places.shapes(call.results), took)
         if name not in places.CONSTANT and operands:
-            with _disable_current_modes():
-                made = smaller_copies(call.results, operands)
-                now = now._replace(made=made, first=places.firsts(func, call.results))
+            made = smaller_copies(call.results, operands)
+            now = now._replace(made=made, first=places.firsts(func, call.results))
         self.notes.made[self._calls] = now
         fewer = self._lengths.get(self._calls)
         if fewer is not None and (fewer.name != name or len(fewer.took) != len(now.took)):
@@ -331,7 +343,7 @@ class Follow(DispatchMode):
             elif places.plain(one) and not free.outside:
                 storage = one.untyped_storage()
                 self._alike[storage._cdata] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-                if not any(each.alias_info for each in call.func._schema.returns):
+                if not kernel_call.kernel(call.func).aliases:
                     self._fresh.add(storage._cdata)  # no table, which may be another one later
 
     def alike(self, tensor: Tensor) -> bool:
@@ -347,10 +359,12 @@ class Follow(DispatchMode):
 
     def _is_filled(self, tensor: Tensor) -> bool:
         """Say whether a tensor is of one number that forward gave, wherever it is read."""
-        if not places.in_rows(tensor):
+        if type(tensor) not in places.PLAIN or tensor.layout != torch.strided:
             return False
         record = self._filled.get(tensor.untyped_storage()._cdata)
-        return record is not None and not record.expired()  # type: ignore[no-untyped-call]
+        if record is None or record.expired():  # type: ignore[no-untyped-call]
+            return False
+        return places.in_rows(tensor)
 
     def _trained(self, tensor: Tensor) -> bool:
         """Return whether a tensor may change later: it requires gradients or is a weight."""
@@ -360,7 +374,7 @@ class Follow(DispatchMode):
 
     def _note_single(self, call: Call) -> None:
         """Note the value of a single number that was made of no sample: it may be their count."""
-        drawn = torch.Tag.nondeterministic_seeded in call.func.tags or "empty" in call.name
+        drawn = kernel_call.kernel(call.func).draws or "empty" in call.name
         for one in call.results:
             single = one.dim() == 0 and places.plain(one) and not (drawn or one.requires_grad)
             if single and not ours():
@@ -515,7 +529,7 @@ class Follow(DispatchMode):
         """
         x = call.args[0]
         mask = call.mask(x)
-        if self.backward or mask is None or not bool((mask & CUT).any()):
+        if self.backward or mask is None or not has(mask, CUT):
             return
         dims = reduced(call)
         if any(x.shape[d] == 1 for d in dims):

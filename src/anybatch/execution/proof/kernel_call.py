@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anybatch.execution.proof import masks as sets
-from anybatch.execution.proof.masks import ALL, CUT, INTEGERS, PLACE, SAMPLES, fold, union
+from anybatch.execution.proof.masks import (
+    ALL,
+    CUT,
+    INTEGERS,
+    PLACE,
+    SAMPLES,
+    fold,
+    has,
+    of_bits,
+    union,
+)
 from anybatch.memory.meter import tensors_in
 
 NORMS = dict.fromkeys(
@@ -49,6 +60,39 @@ VIEWS_IN_PLACE = frozenset(
     "set_ t_ transpose_ swapaxes_ swapdims_ squeeze_ unsqueeze_ detach_".split()
 )
 """Kernels that write to no element: they replace the tensor by a view of all of a storage."""
+
+
+class Kernel(NamedTuple):
+    """Facts of a kernel, which torch derives anew each time.
+
+    Attributes:
+        name: without its namespace and overload.
+        aliases: it returns a view, or what it has written to.
+        views: it returns a view.
+        draws: from a generator.
+        pointwise: it computes element by element.
+    """
+
+    name: str
+    aliases: bool
+    views: bool
+    draws: bool
+    pointwise: bool
+
+
+@cache
+def kernel(func: Any) -> Kernel:
+    """Return the facts of a kernel that has a schema."""
+    schema, tags = func._schema, func.tags
+    aliases = [alias for one in schema.returns if (alias := one.alias_info) is not None]
+    return Kernel(
+        name=schema.name.split("::")[1],
+        aliases=bool(aliases),
+        views=any(not alias.is_write for alias in aliases),
+        draws=torch.Tag.nondeterministic_seeded in tags,
+        pointwise=torch.Tag.pointwise in tags,
+    )
+
 
 Found = Sequence[Tensor | None]
 """A mask for each tensor that a kernel returns, and then for each that it only writes to."""
@@ -149,6 +193,7 @@ def dims_of(dims: Any, rank: int) -> list[int]:
     return [d % rank for d in every] if rank else []
 
 
+@of_bits
 def valued(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask of a place among samples that has become a value: it has all samples."""
     if dtype in INTEGERS:
@@ -161,6 +206,7 @@ def leads_back(index: Tensor) -> bool:
     return bool(((index & PLACE) != 0).all()) and bool(((index & SAMPLES) != 0).all())
 
 
+@of_bits
 def varies(mask: Tensor, dim: int) -> bool:
     """Say whether other samples have had a part in it from place to place along a dimension."""
     own, every = mask & SAMPLES, fold(mask, [dim]) & SAMPLES
@@ -234,7 +280,7 @@ def trains(schema: Any, args: tuple[Any, ...]) -> bool:
 def remains_cut(call: Call, tensor: Tensor) -> bool:
     """Say whether a tensor that is written to was cut by position, and no other sample is put."""
     old = call.mask(tensor)
-    if old is None or not bool((old & CUT).any()):
+    if old is None or not has(old, CUT):
         return False
     others = (one for at, one in call.masks.items() if at != id(tensor))
     return not any(bool((one & SAMPLES).any()) for one in others)

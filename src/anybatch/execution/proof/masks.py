@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from math import gcd
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from anybatch.core.accelerator import of
 from anybatch.memory.meter import take_in
@@ -46,6 +48,71 @@ Origin = Callable[[], str]
 """Returns the operation in which samples first met."""
 
 Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
+
+
+# Results for small masks, each computed once.
+#
+# A network computes with few masks, in thousands of kernels: [[1], [2], [4], [8]] for each step of
+# time, or layer. A mask of so many bits is one object, which nothing writes to and which is never
+# given up, so its id stands for its bits.
+
+SMALL, MOST = 64, 1 << 12
+"""The most numbers of a mask that is kept so, and the most masks, and results of a function."""
+
+_ONCE: dict[tuple[torch.Size, bytes], Tensor] = {}
+_IDS: set[int] = set()
+
+
+def once(mask: Tensor) -> Tensor:
+    """Return the one mask of these bits where it is small and on the host; else the mask itself."""
+    if id(mask) in _IDS or mask.numel() > SMALL or not mask.is_cpu:
+        return mask
+    if mask.dtype != torch.uint8 or torch._C._functorch.is_functorch_wrapped_tensor(mask):
+        return mask
+    with torch._C.DisableTorchFunction():  # nobody reads numbers of samples here
+        key = mask.shape, mask.numpy().tobytes()
+    found = _ONCE.get(key)
+    if found is None and len(_ONCE) < MOST:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            found = _ONCE[key] = mask.clone(memory_format=torch.contiguous_format)
+        _IDS.add(id(found))
+    return mask if found is None else found
+
+
+def of_bits(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Have a function of masks, and of values with a hash, compute once for the same small ones.
+
+    Outside of all modes, so that no later call of it is another for who counts kernels.
+    """
+    results: dict[tuple[Any, ...], Any] = {}
+
+    @wraps(compute)
+    def recalled(*args: Any) -> Any:
+        if any(isinstance(one, Tensor) and id(one) not in _IDS for one in args):
+            return compute(*args)
+        key = tuple(id(one) if isinstance(one, Tensor) else one for one in args)
+        found = results.get(key, results)
+        if found is results:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                found = compute(*args)
+            found = once(found) if isinstance(found, Tensor) else found
+            if len(results) < MOST:
+                results[key] = found
+        return found
+
+    return recalled
+
+
+@of_bits
+def has(mask: Tensor, bits: int = 0xFF) -> bool:
+    """Say whether some number of a mask has one of these bits."""
+    return bool((mask & bits).any() if bits != 0xFF else mask.any())
+
+
+@of_bits
+def laid_on(mask: Tensor, shape: torch.Size) -> Tensor:
+    """Return the mask of a tensor of this shape, as small as it gets."""
+    return shrink(mask.expand(shape))
 
 
 def shrink(mask: Tensor) -> Tensor:
@@ -71,7 +138,12 @@ def counted(mask: Tensor) -> Tensor:
 
 def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
     """Return the union of a mask along `dims`, which are not negative."""
-    for d in sorted(dims, reverse=True):
+    return _folded(mask, tuple(sorted(dims, reverse=True)), keep)  # type: ignore[no-any-return]
+
+
+@of_bits
+def _folded(mask: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:  # noqa: FBT001
+    for d in dims:
         if mask.shape[d] > 1:
             bits = [((mask >> bit) & 1).amax(d, keepdim=True) << bit for bit in range(8)]
             mask = torch.stack(bits).sum(0).to(torch.uint8)
@@ -103,8 +175,13 @@ def union(masks: Iterable[Tensor | None]) -> Tensor | None:
     found: Tensor | None = None
     for mask in masks:
         if mask is not None:
-            found = mask if found is None else found | mask
+            found = mask if found is None else _joined(found, mask)
     return found
+
+
+@of_bits
+def _joined(one: Tensor, other: Tensor) -> Tensor:
+    return one | other
 
 
 def total(mask: Tensor) -> int:
@@ -112,6 +189,7 @@ def total(mask: Tensor) -> int:
     return int(fold(mask, range(mask.dim())).reshape(()))
 
 
+@of_bits
 def several(mask: Tensor | None) -> bool:
     """Say whether some number has had a part of more than one sample."""
     if mask is None:
@@ -243,8 +321,10 @@ class Masks:
         place = geometry(tensor)
         mask = record.views.get(place)
         if mask is None:
-            mask = record.views[place] = counted(self._found(record, tensor, place))
-        return mask if bool(mask.any()) else None
+            mask = self._found(record, tensor, place)
+            mask = mask if record.flat is not None else once(mask)  # a part of it is written to
+            record.views[place] = counted(mask)
+        return mask if has(mask) else None
 
     def origin(self, tensor: Tensor) -> str:
         """Return where the samples that have a part in `tensor` meet; "" where they do not."""
@@ -264,9 +344,9 @@ class Masks:
         record = self._record(tensor)
         if record is None or tensor.layout != torch.strided:
             return
-        place, mask = geometry(tensor), shrink(mask.expand(tensor.shape))
+        place, mask = geometry(tensor), laid_on(once(mask), tensor.shape)
         old = record.views.get(place)
-        record.views[place] = counted(mask if old is None else old | mask)
+        record.views[place] = counted(mask if old is None else _joined(old, mask))
         if old is not None and record.flat is not None and bool((mask & ~old).any()):
             part = self._part(record, tensor)
             if part is not None:
@@ -316,9 +396,9 @@ class Masks:
     def _note(self, tensor: Tensor, mask: Tensor | None, origin: Origin, *, written: bool) -> None:
         if tensor.layout != torch.strided or tensor.is_meta:
             return
-        record = self._record(tensor)
+        mask, record = None if mask is None else once(mask), self._record(tensor)
         if record is None:
-            if mask is None or not bool(mask.any()):
+            if mask is None or not has(mask):
                 return
             record = self._new(tensor)
             if record is None:
@@ -326,12 +406,11 @@ class Masks:
         if mask is None:
             mask = torch.zeros([1] * tensor.dim(), dtype=torch.uint8, device=tensor.device)
         else:
-            mask = shrink(mask.expand(tensor.shape))
+            mask = laid_on(mask, tensor.shape)
         if mask.device != tensor.device:  # numbers that were copied from a device to another
             mask = mask.to(tensor.device)
         meeting = origin() if several(mask) else ""
-        counted(mask)
-        place = geometry(tensor)
+        mask, place = counted(once(mask)), geometry(tensor)
         every = tensor.numel() * tensor.itemsize >= record.nbytes and (
             tensor.is_contiguous() if written else not tensor._is_view()
         )

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from anybatch.core.accelerator import home
-from anybatch.execution.proof.kernel_call import CUTS, Call
+from anybatch.execution.proof.kernel_call import CUTS, Call, kernel
 from anybatch.execution.proof.masks import ALL, INTEGERS, PLACE, line_along
 from anybatch.memory.meter import tensors_in
 
@@ -92,11 +93,16 @@ def scalars(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tupl
 
     Integers are sizes and dimensions too: of these only arguments of pointwise kernels.
     """
-    if "batch_norm" in func._schema.name:  # its momentum counts the batches
+    facts = kernel(func)
+    if "batch_norm" in facts.name:  # its momentum counts the batches
         return ()
-    kinds = (int, float) if torch.Tag.pointwise in func.tags else (float,)
-    every = (*args, *(value for _, value in sorted(kwargs.items())))
+    kinds = (int, float) if facts.pointwise else (float,)
+    every = (*args, *(value for _, value in sorted(kwargs.items()))) if kwargs else args
     return tuple(value for value in every if type(value) in kinds)
+
+
+PLAIN = frozenset((Tensor, Parameter))
+"""Types of tensors that may have numbers in rows."""
 
 
 def plain(tensor: Tensor) -> bool:
@@ -110,9 +116,9 @@ def in_rows(tensor: Tensor) -> bool:
     Its address is not read: an offloaded weight would be made resident.
     """
     return (
-        type(tensor) in (Tensor, Parameter)  # none that waits for its first input
+        type(tensor) in PLAIN  # none that waits for its first input
         and tensor.layout == torch.strided
-        and tensor.device.type != "meta"
+        and not tensor.is_meta
         and not (tensor.is_quantized or tensor.is_nested)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         and not tensor._is_zerotensor()  # which has no memory: to read it kills the process
@@ -144,7 +150,7 @@ class FreeCall:
     ) -> None:
         self._call, self._written, self._fewer, self._trained = call, written, fewer, trained
         # A look may have it draw all alike.
-        self._random = torch.Tag.nondeterministic_seeded in call.func.tags
+        self._random = kernel(call.func).draws
         shapes = zip((*call.operands, *bases(written)), fewer.took, strict=False)
         # The dimensions that are longer for more rows.
         self._longer = {
@@ -238,11 +244,10 @@ class FreeCall:
         along a dimension, remain so.
         """
         operands, func = self._call.operands, self._call.func
-        never = self._random or func._schema.is_mutable or torch.Tag.pointwise in func.tags
+        never = self._random or func._schema.is_mutable or kernel(func).pointwise
         if never or not operands or not all(map(plain, operands)):
             return False
-        views = any(one.alias_info is not None for one in func._schema.returns)
-        if views and not self._longer[id(operands[0])]:
+        if kernel(func).aliases and not self._longer[id(operands[0])]:
             return self._lies(operands[0], self._call.results[at], dim)
         return at < len(self._of_others) and _tells(self._of_others[at], dim, n)
 
@@ -305,10 +310,11 @@ HALF = 1e-4
 
 def firsts(func: Any, made: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Return the first number of each result of a kernel that brings numbers together."""
-    views = any(one.alias_info is not None for one in func._schema.returns)
-    if views or torch.Tag.pointwise in func.tags or not all(map(plain, made)):
+    facts = kernel(func)
+    if facts.aliases or facts.pointwise or not all(map(plain, made)):
         return ()
-    return tuple(one.detach().reshape(-1)[:1].clone() for one in made)
+    with _disable_current_modes():
+        return tuple(one.detach().reshape(-1)[:1].clone() for one in made)
 
 
 def bases(written: Iterable[Tensor]) -> list[Tensor]:

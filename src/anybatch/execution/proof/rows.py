@@ -82,7 +82,7 @@ class Reads(TorchFunctionMode):
             self._follow.fills_diagonal(args[0])
         read = func in PAST and not _by_proof()
         self._follow.notes.lists |= read
-        if read and self._follow.masks.of(args[0]) is not None and not ours():
+        if read and self._follow.has_samples(args[0]) and not ours():
             self._follow.notes.read.append((self._follow.path, "tensor"))
         pads = getattr(func, "__name__", "") == PADS
         if pads and as_long_as_the_longest(args):

@@ -25,7 +25,17 @@ from anybatch.execution.proof import (
     rules_products,  # noqa: F401, its rules are in the table
 )
 from anybatch.execution.proof.kernel_call import Call, Found, leads_back, rule, valued
-from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
+from anybatch.execution.proof.masks import (
+    ALL,
+    INTEGERS,
+    LOOSE,
+    PLACE,
+    SAMPLES,
+    fold,
+    has,
+    total,
+    union,
+)
 from anybatch.execution.proof.rules_places import AT_PLACES
 from anybatch.memory.meter import tensors_in
 
@@ -141,7 +151,7 @@ def _in_one_order(call: Call, every: Tensor) -> Tensor:
 
     That the order is the samples' own is chance: where it is another, a sample meets another one.
     """
-    if not bool((every & LOOSE).any()):
+    if not has(every, LOOSE):
         return every
     loose, own = (
         union(((m & SAMPLES) != 0) & (((m & LOOSE) != 0) == put) for m in call.masks.values())
