@@ -245,7 +245,8 @@ def unreported() -> Iterator[None]:
 
 def caches() -> list[Any]:
     """Return every ``functools.cache`` that there is."""
-    return [o for o in gc.get_objects() if type(o) is _lru_cache_wrapper]
+    every = gc.get_referrers(_lru_cache_wrapper)  # an object of a class made on the heap has it
+    return [one for one in every if type(one) is _lru_cache_wrapper]
 
 
 def _misses(cached: Any) -> int:

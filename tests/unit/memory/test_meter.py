@@ -50,6 +50,14 @@ def test_a_claim_names_the_owner_from_birth_and_takes_nothing_from_others() -> N
     assert meter.timeline().at_peak() == {"parameters": 1024, "gradients": 1024}
 
 
+def test_an_argument_that_was_resized_without_a_kernel_is_the_callers() -> None:
+    with Meter(CPU) as meter:
+        a = torch.ones(KIB)
+        a.untyped_storage().resize_(8 * a.nbytes)
+        b = a + 1
+        assert meter.live == b.nbytes
+
+
 def test_a_storage_that_is_resized_changes_its_bytes() -> None:
     with Meter(CPU) as meter:
         a = torch.empty(KIB)

@@ -56,7 +56,7 @@ Geometry = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 # time, or layer. A mask of so many bits is one object, which nothing writes to and which is never
 # given up, so its id stands for its bits.
 
-SMALL, MOST = 64, 1 << 12
+SMALL, MOST = 512, 1 << 12
 """The most numbers of a mask that is kept so, and the most masks, and results of a function."""
 
 _ONCE: dict[tuple[torch.Size, bytes], Tensor] = {}
@@ -69,13 +69,12 @@ def once(mask: Tensor) -> Tensor:
         return mask
     if mask.dtype != torch.uint8 or torch._C._functorch.is_functorch_wrapped_tensor(mask):
         return mask
-    with torch._C.DisableTorchFunction():  # nobody reads numbers of samples here
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         key = mask.shape, mask.numpy().tobytes()
-    found = _ONCE.get(key)
-    if found is None and len(_ONCE) < MOST:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        found = _ONCE.get(key)
+        if found is None and len(_ONCE) < MOST:
             found = _ONCE[key] = mask.clone(memory_format=torch.contiguous_format)
-        _IDS.add(id(found))
+            _IDS.add(id(found))
     return mask if found is None else found
 
 
@@ -144,10 +143,13 @@ def fold(mask: Tensor, dims: Iterable[int], *, keep: bool = True) -> Tensor:
 @of_bits
 def _folded(mask: Tensor, dims: tuple[int, ...], keep: bool) -> Tensor:  # noqa: FBT001
     for d in dims:
-        if mask.shape[d] > 1:
-            bits = [((mask >> bit) & 1).amax(d, keepdim=True) << bit for bit in range(8)]
-            mask = torch.stack(bits).sum(0).to(torch.uint8)
-        elif mask.shape[d] == 0:
+        while mask.shape[d] > 1:
+            half, odd = divmod(mask.shape[d], 2)
+            joined = mask.narrow(d, 0, half) | mask.narrow(d, half, half)
+            if odd:
+                joined.narrow(d, 0, 1).bitwise_or_(mask.narrow(d, 2 * half, 1))
+            mask = joined
+        if mask.shape[d] == 0:
             shape = list(mask.shape)
             shape[d] = 1
             mask = mask.new_zeros(shape)
