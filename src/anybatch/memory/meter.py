@@ -204,7 +204,7 @@ class Meter(DispatchMode):
                     self._see(tensor, FOREIGN)
 
     def _knows(self, tensor: Tensor) -> bool:
-        """Say whether a tensor is one as almost all are, in a storage that was taken in before."""
+        """Say whether a tensor of a common type lies in a storage that is counted, or foreign."""
         if type(tensor) not in DENSE or tensor.layout is not torch.strided:
             return False
         try:

@@ -148,8 +148,8 @@ class _Functions(TorchFunctionMode):
                 self._trace.functions.append((self._path(), f"{name}() of another type"))
             self._free.gave(name, arguments, result, free=free)
             if compares:
-                known = self._names, self._outside
-                one = called(path, name, arguments, result, *known, free=free, places=places)
+                names = self._names, self._outside
+                one = called(path, name, arguments, result, *names, free=free, places=places)
                 self._trace.calls.append(one)
             self.knows(result)
         return result

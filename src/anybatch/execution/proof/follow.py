@@ -24,19 +24,11 @@ from anybatch.core.modules import DispatchMode
 from anybatch.core.norm import counters
 from anybatch.core.rng import torch_state
 from anybatch.execution.proof import kernel_call, notes, places, rules_places
+from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.kernel_call import Call
 from anybatch.execution.proof.kernel_probe import CHOOSING, Few, ask
 from anybatch.execution.proof.law import Paths
-from anybatch.execution.proof.masks import (
-    CUT,
-    Masks,
-    fold,
-    has,
-    on_one_device,
-    several,
-    shrink,
-    union,
-)
+from anybatch.execution.proof.masks import CUT, Masks, fold, on_one_device, several, shrink, union
 from anybatch.execution.proof.notes import (
     COUNTING,
     MaskedResult,
@@ -529,7 +521,7 @@ class Follow(DispatchMode):
         """
         x = call.args[0]
         mask = call.mask(x)
-        if self.backward or mask is None or not has(mask, CUT):
+        if self.backward or mask is None or not sets.has(mask, CUT):
             return
         dims = reduced(call)
         if any(x.shape[d] == 1 for d in dims):

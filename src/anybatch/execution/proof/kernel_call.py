@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 
 from anybatch.execution.proof import masks as sets
-from anybatch.execution.proof.masks import (
-    ALL,
-    CUT,
-    INTEGERS,
-    PLACE,
-    SAMPLES,
-    fold,
-    has,
-    of_bits,
-    union,
-)
+from anybatch.execution.proof.masks import ALL, CUT, INTEGERS, PLACE, SAMPLES, fold, union
 from anybatch.memory.meter import tensors_in
 
 NORMS = dict.fromkeys(
@@ -193,7 +183,7 @@ def dims_of(dims: Any, rank: int) -> list[int]:
     return [d % rank for d in every] if rank else []
 
 
-@of_bits
+@sets.of_bits
 def valued(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the mask of a place among samples that has become a value: it has all samples."""
     if dtype in INTEGERS:
@@ -206,7 +196,7 @@ def leads_back(index: Tensor) -> bool:
     return bool(((index & PLACE) != 0).all()) and bool(((index & SAMPLES) != 0).all())
 
 
-@of_bits
+@sets.of_bits
 def varies(mask: Tensor, dim: int) -> bool:
     """Say whether other samples have had a part in it from place to place along a dimension."""
     own, every = mask & SAMPLES, fold(mask, [dim]) & SAMPLES
@@ -280,7 +270,7 @@ def trains(schema: Any, args: tuple[Any, ...]) -> bool:
 def remains_cut(call: Call, tensor: Tensor) -> bool:
     """Say whether a tensor that is written to was cut by position, and no other sample is put."""
     old = call.mask(tensor)
-    if old is None or not has(old, CUT):
+    if old is None or not sets.has(old, CUT):
         return False
     others = (one for at, one in call.masks.items() if at != id(tensor))
     return not any(bool((one & SAMPLES).any()) for one in others)

@@ -24,18 +24,9 @@ from anybatch.execution.proof import (
     kernel_call,
     rules_products,  # noqa: F401, its rules are in the table
 )
+from anybatch.execution.proof import masks as sets
 from anybatch.execution.proof.kernel_call import Call, Found, leads_back, rule, valued
-from anybatch.execution.proof.masks import (
-    ALL,
-    INTEGERS,
-    LOOSE,
-    PLACE,
-    SAMPLES,
-    fold,
-    has,
-    total,
-    union,
-)
+from anybatch.execution.proof.masks import ALL, INTEGERS, LOOSE, PLACE, SAMPLES, fold, total, union
 from anybatch.execution.proof.rules_places import AT_PLACES
 from anybatch.memory.meter import tensors_in
 
@@ -151,7 +142,7 @@ def _in_one_order(call: Call, every: Tensor) -> Tensor:
 
     That the order is the samples' own is chance: where it is another, a sample meets another one.
     """
-    if not has(every, LOOSE):
+    if not sets.has(every, LOOSE):
         return every
     loose, own = (
         union(((m & SAMPLES) != 0) & (((m & LOOSE) != 0) == put) for m in call.masks.values())
