@@ -822,12 +822,20 @@ def test_tiles_and_chunks_of_a_head_together(tried: dict[str, bool]) -> None:
     assert tried["SwiGLU"]
 
 
-def test_saved_tensors_of_tiles_may_be_offloaded() -> None:
+class Sums(nn.Module):
+    """Of each token and those before it: a layer that is in no tile."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) / x.shape[1]
+
+
+def test_inputs_of_tiles_may_be_offloaded() -> None:
     torch.manual_seed(0)
-    net = nn.Sequential(*(Block(SwiGLU()).before, SwiGLU(1024), SwiGLU(1024), nn.Linear(D, 1)))
-    x = torch.randn(4, 1024, D)
-    off, of_tiles = anybatch.offload(memory="9MiB", device="cpu"), Tiles(32)
-    want, moved = undivided(net, lambda z: z.square().mean(), x, None), []
+    mlps = [nn.Sequential(nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)) for _ in range(4)]
+    net = nn.Sequential(*(layer for mlp in mlps for layer in (Sums(), mlp)))
+    x = torch.randn(4, 1024, 32)
+    off, of_tiles = anybatch.offload(memory="3500KiB", device="cpu"), Tiles(32)
+    want = undivided(net, lambda z: z.square().mean(), x, None)
     for _ in range(3):
         net.zero_grad()
         with off:
@@ -835,9 +843,8 @@ def test_saved_tensors_of_tiles_may_be_offloaded() -> None:
             loss.backward()
         assert max(error_of(state_of(net, loss), want).values()) < 1e-5
         assert off.last is not None
-        moved.append(off.last.out_bytes)
+        assert off.last.out_bytes > 0
     off.close()
-    assert moved[0] > 0  # as it is recorded
 
 
 def test_a_model_goes_with_its_engine() -> None:

@@ -65,7 +65,7 @@ _IDS: set[int] = set()
 
 def once(mask: Tensor) -> Tensor:
     """Return the one mask of these bits where it is small and on the host; else the mask itself."""
-    if id(mask) in _IDS or mask.numel() > SMALL or not mask.is_cpu:
+    if id(mask) in _IDS or mask.numel() > SMALL or not of(mask.device).host:
         return mask
     if mask.dtype != torch.uint8 or torch._C._functorch.is_functorch_wrapped_tensor(mask):
         return mask
