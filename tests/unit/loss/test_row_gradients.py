@@ -24,6 +24,7 @@ CASES: dict[str, tuple[Tensor, list[int]]] = {
     "some ignored": (drawn({}), [0, -100, 2, -100, 6]),
     "all ignored": (drawn({}), [-100] * C),
     "far apart": (drawn({(0, 3): 1e4, (1, 2): -1e4, (2, 2): 800.0}), [0, 1, 2, 3, 6]),
+    "a target far above": (drawn({(0, 0): 1e8, (0, 1): 1e8 - 1, (2, 2): 800.0}), [0, 1, 2, 3, 6]),
     "a class that is out": (drawn({(0, 3): -INF, (1, 2): -INF}), [0, 1, 2, 3, 6]),
     "a target that is out": (drawn({(0, 0): -INF}), [0, 1, 2, 3, 6]),
     "an ignored row without its first class": (drawn({(1, 0): -INF}), [0, -100, 2, 3, 6]),
