@@ -13,6 +13,7 @@ from tests.peaks import metered
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import anybatch
 from anybatch import Engine, Plan
 from anybatch.errors import BudgetError
 
@@ -118,6 +119,18 @@ def test_parts_offload_nothing_inside() -> None:
         engine.backward(x, y)
         assert engine.last is not None
         assert 0 < engine.last.moved_bytes < 8 * LONG * columns
+
+
+def test_logits_that_are_there_may_be_offloaded() -> None:
+    """A function of all rows gets them whole, and they leave as any saved tensor does."""
+    h, w = torch.randn(256, 16, requires_grad=True), torch.randn(4000, 16, requires_grad=True)
+    logits, off = 4 * len(h) * len(w), anybatch.offload(memory="24MiB", device="cpu")
+    with off, anybatch.chunked_losses():
+        z = torch.tanh(F.linear(torch.sin(h), w)) * 3
+        (z.std() + z.square().mean()).backward()
+    assert off.last is not None
+    assert off.last.out_bytes >= 2 * logits
+    off.close()
 
 
 def test_of_several_samples_parts_are_resident() -> None:

@@ -99,7 +99,6 @@ class RowsFunction:
         total: the result is the sum of all rows.
         count: the sum is divided by it; None divides it by nothing.
         trains: backward follows, so of a sum the gradients are computed in forward.
-        classes: `last` is this of logits as they are; None is another function.
     """
 
     scales: tuple[float, ...]
@@ -109,7 +108,6 @@ class RowsFunction:
     total: bool = False
     count: Tensor | None = None
     trains: bool = False
-    classes: CrossEntropy | None = None
 
     def logits(self, maps: list[tuple[Tensor, Tensor, Tensor | None]]) -> Tensor:
         """Return the sum of some rows of linear maps."""
@@ -132,9 +130,9 @@ class RowsFunction:
         self, maps: list[tuple[Tensor, Tensor, Tensor | None]], others: list[Tensor]
     ) -> Differentiated:
         """Return the results of some rows or their sum, and the function to gradients of logits."""
-        held = [self.logits(maps)]
-        if self.classes is not None and held[0].dtype not in HALF:
-            result, backward = self.classes.differentiated(held.pop(), *others)
+        held, own = [self.logits(maps)], not self.recorded
+        if own and isinstance(self.last, CrossEntropy) and held[0].dtype not in HALF:
+            result, backward = self.last.differentiated(held.pop(), *others)
             return (result.sum() if self.total else result), backward
 
         def results(logits: Tensor) -> Tensor:
@@ -170,17 +168,17 @@ def rows_of(
     Returns:
         The results, the rows first, in one dimension.
     """
-    classes = last if isinstance(last, CrossEntropy) and not recorded else None
-    last = as_now(maps[0].h, last)
+    if isinstance(last, CrossEntropy):
+        last = replace(last, compute=as_now(maps[0].h, last.compute))
+    else:
+        last = as_now(maps[0].h, last)
     tensors: list[Tensor | None] = []
     for one in maps:
         tensors += [one.h.reshape(-1, one.h.shape[-1]), one.w, one.b]
     graph = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     graph &= not twice
     scales = tuple(one.scale for one in maps)
-    function = RowsFunction(
-        scales, recorded, last, rows, total, count, trains=total and graph, classes=classes
-    )
+    function = RowsFunction(scales, recorded, last, rows, total, count, trains=total and graph)
     found: Tensor = ChunkedRows.apply(function, *tensors, *others)  # type: ignore[no-untyped-call]
     return found
 
@@ -264,7 +262,8 @@ def _differentiated(
         gradient: of the results, one for each row, or one for their sum; None is 1, in forward.
     """
     found, dtype = None, torch.float32
-    with plain(tensors[0]):  # type: ignore[arg-type] # no mode around backward is to hear of it
+    # No mode around backward is to hear of it, and nothing inside is offloaded.
+    with plain(tensors[0]), in_part():  # type: ignore[arg-type]
         for rows, maps, others in _chunks(function, tensors):
             result, backward = function.differentiated(maps, others)
             some = torch.ones_like(result) if gradient is None else gradient
@@ -361,12 +360,8 @@ def autocast_as(device: str, enabled: bool, dtype: torch.dtype) -> AbstractConte
 
 
 def plain(one: Tensor) -> AbstractContextManager[Any]:
-    """Return a context without autocast, and without any mode or function of a subclass.
-
-    Nothing that autograd saves in it is offloaded.
-    """
+    """Return a context without autocast, and without any mode or function of a subclass."""
     stack = ExitStack()
-    stack.enter_context(in_part())
     stack.enter_context(torch._C.DisableTorchFunction())
     stack.enter_context(autocast_as(one.device.type, False, one.dtype))
     return stack
