@@ -140,7 +140,7 @@ def start_task(work: Callable[[], None], *, small: bool = False) -> Task:
 
 @contextmanager
 def _small_stack() -> Iterator[None]:
-    """Have threads that are started inside stacks of at most `SMALL` bytes."""
+    """Start threads in the body with stacks of at most `SMALL` bytes, those of others, too."""
     size = stack_size()
     threading.stack_size(min(size or SMALL, SMALL))
     try:
