@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -257,3 +258,37 @@ def test_two_models_that_take_turns_are_planned_by_the_larger_one() -> None:
     turns = {number: 1 + 3 * (number % 2) for number in range(12)}
     held = held_by(net, engine, [32] * 12, turns)
     assert max(held[6:]) <= 4 << 20
+
+
+class Unrolled(nn.Module):
+    """A cell of few numbers, many times: the nodes of its graph are more bytes than its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(9, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.new_zeros(len(x), 8)
+        for at in range(600):
+            h = torch.tanh(self.cell(torch.cat([h, x[:, at % 8, None]], 1)))
+        found: Tensor = self.head(h)
+        return found
+
+
+def test_a_long_graph_is_no_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step is metered: nodes of autograd are no tensors, and are there in every step."""
+    metered_steps = list[Any]()
+    place = "anybatch.engine.measurement.Measurement._metered"
+    real = resolve_name(place)
+
+    def noted(self: Any, *args: Any, **more: Any) -> Any:
+        metered_steps.append(args)
+        return real(self, *args, **more)
+
+    monkeypatch.setattr(place, noted)
+    torch.manual_seed(0)
+    net = Unrolled()
+    engine = Engine(net, F.cross_entropy, memory="1MiB", micro_batch=4, cache=None)
+    for _ in range(4):
+        engine.backward(torch.randn(16, 8), torch.randint(3, (16,)))
+    assert len(metered_steps) == 1

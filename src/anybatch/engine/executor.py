@@ -532,6 +532,7 @@ def clocked(run: Callable[[Step], Tensor], step: Step) -> Tensor:
 
     What is found out only once, before it begins, is not in them.
     """
+    step.begin()
     if not step.clocked:
         return run(step)
     finish(step.device)

@@ -61,28 +61,39 @@ class _Metered:
 
     Attributes:
         held: elements that are computed at once -> the most bytes where backward begins.
+        heap: the same in all that the C library allocates, until such a step is watched.
         next: steps that are metered again.
         sure: elements up to which a step need not be.
     """
 
     held: dict[int, int] = field(default_factory=dict)
+    heap: dict[int, int] = field(default_factory=dict)
     next: int = 0
     sure: float = inf
 
-    def add(self, elements: int, held: int) -> None:
+    def add(self, elements: int, held: int, heap: int) -> None:
         """Record a metered step."""
         self.held[elements] = max(self.held.get(elements, 0), held)
+        self.heap[elements] = heap
         self.next, self.sure = max(0, self.next - 1), max(self.sure, elements)
         if not self.next and self.sure >= max(self.held):  # the alarm was about nothing
             self.sure = inf
 
+    def watch(self, elements: int, held: int) -> None:
+        """Record a watched step, in which autograd's nodes, stores and threads count, too.
+
+        Those of the metered one before count what the meter and an inspection allocate, as well
+        (test_a_long_graph_is_no_alarm).
+        """
+        if self.heap.pop(elements, 0):
+            self.held[elements] = max(self.held[elements], held)
+
     def expected(self, elements: int) -> float:
         """Return the bytes of metered steps with so many elements at once, or more."""
-        larger = [(one, held) for one, held in self.held.items() if one >= elements]
-        if larger:
-            return min(larger)[1]
-        most, held = max(self.held.items(), default=(1, 0))
-        return held * elements / most
+        larger = [one for one in self.held if one >= elements]
+        most = min(larger, default=max(self.held, default=1))
+        held = max(self.held.get(most, 0), self.heap.get(most, 0))
+        return held if larger else held * elements / most
 
 
 class CountedBytes(NamedTuple):
@@ -175,9 +186,22 @@ class LiveBytes:
     def __init__(self, now: Callable[[], int]) -> None:
         self._now, self._start, self.most = now, now(), 0
 
+    def begin(self) -> None:
+        """Begin anew, at the bytes of this moment."""
+        self._start, self.most = self._now(), 0
+
     def __call__(self) -> None:
         """Compare the bytes of this moment."""
         self.most = max(self.most, self._now() - self._start)
+
+    def paired(self, other: LiveBytes) -> Callable[[], None]:
+        """Return a function that has both compare the bytes of its moment."""
+
+        def both() -> None:
+            self()
+            other()
+
+        return both
 
 
 class Measurement:
@@ -243,11 +267,12 @@ class Measurement:
         inputs = self._inputs
         limit = planner.limit(signature, state_bytes(inputs.optimizer), again=again)
         with measured(inputs, modules, before, limit, step.may_stop) as found:
-            step.sample = live = LiveBytes(found.live)
+            live, heap = LiveBytes(found.live), LiveBytes(in_use)
+            step.begin, step.sample = heap.begin, heap.paired(live)
             loss = self._runner.run(step, modules, before)
         self._measured = planner.decided
         self._since = 0
-        self._metered_steps[signature.trains].add(_elements(step, signature), live.most)
+        self._metered_steps[signature.trains].add(_elements(step, signature), live.most, heap.most)
         grain = rounding(inputs.device)
         later = grain if grain > 1 else 0  # the loss that `last` has while the next step runs
         peak = found.peak()
@@ -262,7 +287,8 @@ class Measurement:
         self, planner: Planner, step: Step, signature: Signature, modules: Modules, before: Before
     ) -> tuple[Tensor, int | None]:
         """Run it, and have the next one metered again if it has held more than a metered one."""
-        step.sample = live = LiveBytes(in_use)
+        live = LiveBytes(in_use)
+        step.begin, step.sample = live.begin, live
         read = read_peak(step.device)
         loss = self._runner.run(step, modules, before)
         peak = read()
@@ -278,6 +304,7 @@ class Measurement:
             earlier.held[elements] = live.most
             # A search ends late where steps are metered, which have no seconds.
             earlier.next, earlier.sure = 1 if step.clocked else NEXT, 0
+        earlier.watch(elements, live.most)
         return loss, peak
 
 

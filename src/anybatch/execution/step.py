@@ -137,6 +137,7 @@ class Step(Repeatable):
         sharded: takes the gradients of a model that was spread; None where there is none.
         offloader: offloads saved tensors; None (default) offloads none.
         deliver: writes the results of the step, once all ranks have made it. Default: nothing.
+        begin: called where its mechanism begins. Default: nothing.
         sample: called where each backward begins. Default: nothing.
         calls: compares the state of the loss around its calls; None (default) where it has none.
         hanging: attributes and classes of outputs that their rows would not have.
@@ -180,6 +181,7 @@ class Step(Repeatable):
     watch: Callable[[Iterator[MicroBatch]], Iterator[MicroBatch]] = field(default=iter, init=False)
     offloader: MicroBatchOffloader | None = field(default=None, init=False)
     deliver: Callable[[], object] = field(default=int, init=False)
+    begin: Callable[[], object] = field(default=int, init=False)
     sample: Callable[[], object] = field(default=int, init=False)
     hanging: set[Hung] = field(default_factory=set, init=False)
     tight: bool = field(default=False, init=False)
