@@ -130,11 +130,11 @@ class Foreseen:
     """Forecasts made so far, by signature of the mini-batch; `rehearsed` is how many.
 
     Real steps of the model held `missing` bytes more than fakes in other forecasts; None (default)
-    where these were not compared.
+    where these were not compared. Without `fakes` it cannot be run on these.
     """
 
-    def __init__(self, missing: int | None = None) -> None:
-        self.rehearsed, self._agreed = 0, missing is not None
+    def __init__(self, missing: int | None = None, *, fakes: bool = True) -> None:
+        self.rehearsed, self._agreed, self._fakes = 0, missing is not None, fakes
         self._stored: list[tuple[Signature, Forecast]] = []
         self._same: set[Any] = set()
         self._more = missing or 0
@@ -219,7 +219,7 @@ class Foreseen:
             agreed = any(one.case is not None for _, one in self._stored)
             found = _at(request, bound, suffices, agreed=agreed)
         if found is None:
-            bound, found = signature, _forecast(request, suffices, agreed=self._agreed)
+            bound, found = signature, self._forecast(request, suffices)
         elif not request.on_host:
             found = on_cuda(found, request, other_tensors(request.case(), request.optimizer))
         found = found.with_more("activations", self._more) if self._more else found
@@ -228,6 +228,28 @@ class Foreseen:
         self._stored.append((bound, found))
         self._compare(bound, found)
         return found
+
+    def _forecast(self, request: PlanningRequest, suffices: Suffices | None) -> Forecast:
+        """Return the forecast, compared with a small real step where its device is there to run it.
+
+        Not where fakes have agreed with such steps before.
+        """
+        case, optimizer, device = request.case(), request.optimizer, absent()
+        foresee = partial(forecast, case, optimizer, available=request.budget, fakes=self._fakes)
+        if device is None and request.on_host:
+            return foresee(verify=True, suffices=suffices, agreed=self._agreed)
+        if device is None:
+            others = other_tensors(case, optimizer)
+            there = partial(on_cuda, request=request, others=others)
+            return foresee(verify=True, others=others, on_device=there)
+        try:
+            found = foresee(verify=False, fakes=True)
+        except (AnybatchError, MemoryError):
+            raise
+        except Exception:  # a value is read: the next rung, on the host
+            found = foresee(verify=True)
+        found = found.with_more("other tensors", rounded(LOSS, case.device))
+        return found.with_more(CUBLAS, device.workspace)  # both as they are assumed
 
     def _rounded(self, signature: Signature) -> Signature:
         """Return the signature with its changing sizes rounded up, so that it bounds others."""
@@ -257,29 +279,6 @@ class Foreseen:
             if others and peaks == [other.peak(n, signature.size) for n in sizes]:
                 self._same.add(_but_numbers(signature))
         self._stored = [(self.plain(saved), forecast) for saved, forecast in self._stored]
-
-
-def _forecast(request: PlanningRequest, suffices: Suffices | None, *, agreed: bool) -> Forecast:
-    """Return the forecast, compared with a small real step where its device is there to run it.
-
-    Not where fakes have `agreed` with such steps before.
-    """
-    case, optimizer, device = request.case(), request.optimizer, absent()
-    foresee = partial(forecast, case, optimizer, available=request.budget)
-    if device is None and request.on_host:
-        return foresee(verify=True, suffices=suffices, agreed=agreed)
-    if device is None:
-        others = other_tensors(case, optimizer)
-        there = partial(on_cuda, request=request, others=others)
-        return foresee(verify=True, others=others, on_device=there)
-    try:
-        found = foresee(verify=False)
-    except (AnybatchError, MemoryError):
-        raise
-    except Exception:  # a value is read: the next rung, on the host
-        found = foresee(verify=True)
-    found = found.with_more("other tensors", rounded(LOSS, case.device))
-    return found.with_more(CUBLAS, device.workspace)  # both as they are assumed
 
 
 def _at(

@@ -183,6 +183,9 @@ class Decision:
             if trial is None:
                 return None
             n = trial.micro_batch
+            # Smaller lanes move more (test_lanes_that_move_are_the_largest).
+            if first is None and n < resident.start and resident.pages:
+                return None
             paired = search.without_single(n, self._signature) == n
             if paired and resident.fits(n):
                 return trial
@@ -191,25 +194,20 @@ class Decision:
     def _elsewhere(
         self, cap: int, offloading: OffloadedSizes, paged: PagedLockstep
     ) -> TrialStep | None:
-        """Return the next trial with tensors offloaded; None where none can be faster."""
+        """Return the next trial with tensors offloaded; None where none can be faster.
+
+        Paged lanes are tried only where an undivided step does not win: their dry runs take longer,
+        and they move more.
+        """
         search, size, resident = self._search, self._signature.size, self._search.of("resident")
-        seconds, misfits = search.least_seconds, False
-        trials = [TrialStep(size, "offloaded")]
-        if not self._request.full_batch:
-            trials = [TrialStep(n, "offloaded") for n in larger(cap, size)]
-        elif paged.possible:
-            trials.insert(0, TrialStep(paged.largest, "paged"))
-        for trial in trials:
-            n = trial.micro_batch
+        seconds, misfits, full_batch = search.least_seconds, False, self._request.full_batch
+        for n in [size] if full_batch else larger(cap, size):
+            trial = TrialStep(n, "offloaded")
             if search.steps >= MOST or trial in search.seconds:
-                continue
-            if trial.place == "paged":
-                if n > max(resident):
-                    return trial
                 continue
             lost = [s for s in search.of("offloaded").values() if s > seconds]
             lost_for_all = len(lost) > 1 or max(lost, default=0) > CLOSE * seconds
-            steps = {} if self._request.full_batch else resident
+            steps = {} if full_batch else resident
             loses = lost_for_all or not may_win(steps, seconds, n, size, offloading.moving)
             if loses or (misfits and n < size):  # undivided it has no sums of gradients
                 continue
@@ -218,8 +216,13 @@ class Decision:
                     return self._cold(steps) or trial
                 misfits = True
             except NotExactError:  # what it saves must not leave
-                return None
-        return None
+                break
+        won = min(search.of("offloaded").values(), default=inf) <= seconds
+        if not full_batch or won or not paged.possible or search.steps >= MOST:
+            return None
+        trial = TrialStep(paged.largest, "paged")
+        untried = trial.micro_batch > max(resident) and trial not in search.seconds
+        return trial if untried else None
 
     def _cold(self, steps: Mapping[int, float]) -> TrialStep | None:
         """Return a size that was run once, of the two by which larger ones may be faster; or None.

@@ -118,6 +118,11 @@ class Forecast:
         default_factory=dict, repr=False, compare=False
     )
 
+    @property
+    def on_fakes(self) -> bool:
+        """Whether the model runs on fakes."""
+        return self.full_batch or self.case is not None
+
     def owners(self, n: int, size: int) -> dict[str, int]:
         """Return owner -> bytes at the peak of a step of `size` samples in micro-batches of `n`."""
         return self._at_peak(self._line(n, size), n, size)

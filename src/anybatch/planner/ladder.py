@@ -102,6 +102,7 @@ def forecast(
     on_device: OnDevice = lambda found: found,
     agreed: bool = False,
     suffices: Suffices | None = None,
+    fakes: bool = True,
 ) -> Forecast:
     """Return the forecast of a step, of the highest rung that holds.
 
@@ -115,23 +116,25 @@ def forecast(
         on_device: adds workspace and other tensors of a device, before a real run. Default: none.
         agreed: fakes have held what real steps hold, at other lengths. Default False.
         suffices: says whether a forecast of the full batch alone is enough. Default None: no.
+        fakes: whether the model can be run on fakes. Default True: that is tried.
 
     Raises:
         Exception: that of the step on real rows; without `verify`, on fakes.
     """
     state, own = state_of(case, optimizer), available - others
     may = suffices if suffices is not None and of_one_host(case) else None
-    found: Forecast | None
+    found: Forecast | None = None
     try:
-        found = _dry_run(case, state, own, verify=verify, suffices=may)
+        if fakes:
+            found = _dry_run(case, state, own, verify=verify, suffices=may)
     except (MemoryError, torch.OutOfMemoryError, BatchStatisticsError):
         raise
     except Exception:  # whatever fakes cannot do: the next rung
         if not verify:
             raise
         found = _masks_full(case, state, own, may)
-        if found is None and may is not None:
-            found = guess(case, state, own, may)
+    if found is None and may is not None:
+        found = guess(case, state, own, may)
     if found is not None and (found.few or found.full_batch):
         return found
     if found is not None:

@@ -32,7 +32,6 @@ from anybatch.loss.chunked_rows import fast_chunks
 from anybatch.memory.spill import Spill
 from anybatch.planner import rehearsal
 from anybatch.planner.forecast import WORKSPACE, Forecast
-from anybatch.planner.rehearsal import Inspection
 from anybatch.planner.search import MicroBatchSearch, Place
 
 CHUNKS = (4 << 20, 1 << 20)
@@ -93,20 +92,23 @@ class PlanningRequest:
 
         `foreseen` is the forecast of the batch; None where there is none.
         """
-        if foreseen and not self.chunked and not self._has_wide_maps(foreseen.inspection):
+        if foreseen and not self.chunked and not self.has_wide_maps(foreseen):
             return []
         fast = self.fast_chunks
         every = sorted({*fast, *(n for n in CHUNKS if n < fast[0])}, reverse=True)
         smaller = [n for n in every if n < (self.chunked or inf)]
         return [*smaller, 0] if self.chunked else smaller  # without, tensors may be offloaded
 
-    def _has_wide_maps(self, inspection: Inspection) -> bool:
-        """Say whether a step computes anything in chunks; true where fakes do not show it.
+    def has_wide_maps(self, foreseen: Forecast) -> bool:
+        """Say whether a step computes anything in chunks; true where fakes cannot show it.
 
         A narrow weight is one of a wide map where it is transposed, as `may_be_chunked` counts it.
         """
+        if not foreseen.on_fakes:
+            return True
+        case = as_fakes(self.in_chunks(1).case())
         try:
-            return rehearsal.watch_loss(as_fakes(self.in_chunks(1).case()), inspection).wide
+            return rehearsal.watch_loss(case, foreseen.inspection).wide
         except Exception:  # it reads values, or the model's own
             return True
 

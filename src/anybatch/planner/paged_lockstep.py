@@ -89,12 +89,14 @@ class PagedLockstep(MemoryModel):
 
         Larger lanes evict no less, but they wait less often and their kernels are larger. Over
         ranks all samples may be in one lane. More samples hold no less, so a few of these sizes run
-        dry, and not all.
+        dry, and not all; the most often fit, and run first.
         """
         sizes = doubling(self._most)
         if self._most >= self._size and not self.foreseen.global_samples:
             sizes.pop()  # undivided
-        first = bisect_left(sizes, True, key=lambda n: not self.fits(n))
+        if sizes and self.fits(sizes[-1]):
+            return sizes[-1]
+        first = bisect_left(sizes[:-1], True, key=lambda n: not self.fits(n))
         return sizes[first - 1] if first else 0
 
     def planned(self, n: int, *, checked: bool = False) -> RunPlan:

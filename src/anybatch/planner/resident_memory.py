@@ -115,6 +115,12 @@ class ResidentSizes(MemoryModel):
         n = even(size, cap)
         return n if self.fits(n) else self.largest
 
+    @cached_property
+    def pages(self) -> bool:
+        """Whether lanes of the first size are paged while they wait."""
+        first = self.planned(self.start) if self._request.signature.lanes else None
+        return first is not None and first.lanes and first.memory.waiting_capacity is not None
+
     def planned(self, n: int, *, checked: bool = False) -> RunPlan:
         """Return how a batch is run in micro-batches of `n`, which are `checked` by a rehearsal.
 

@@ -20,12 +20,13 @@ import torch
 
 from anybatch.core.oom import release
 from anybatch.errors import BudgetError
-from anybatch.execution.signature import RunPlan
+from anybatch.execution.signature import MICRO_BATCHES, RunPlan, few
 from anybatch.planner.budget import Foreseen, ran_out
 from anybatch.planner.decision import Decision
 from anybatch.planner.forecast import Forecast
 from anybatch.planner.ladder import SCALAR
 from anybatch.planner.memory_model import TILES, PlanningRequest
+from anybatch.planner.rehearsal import divided, unharmed
 from anybatch.planner.search import CLEAR, MOST, MicroBatchSearch, may_win
 from anybatch.planner.workspaces import Workspaces
 
@@ -37,6 +38,9 @@ IN_CHUNKS = 3
 
 MANY = 2
 """Times as many samples that must fit in chunks, for a batch that would fit in parts without."""
+
+SPARED = 8
+"""Chunks that a step may spare in addition to what few samples do, whose rows may fill only one."""
 
 
 NO_PARTS = 0, 0, False
@@ -105,7 +109,7 @@ class Ways:
             release(error, outside=outside)
             failed = error
         else:
-            return self._compared_with_chunks(request, found, rungs) if compares else found
+            return self._compared_with_chunks(request, found) if compares else found
         chunked = min((way.chunked for way in ways if way.chunked), default=request.chunked)
         tiled = request.in_chunks(chunked) if may else None
         try:
@@ -169,9 +173,7 @@ class Ways:
         done = self._compared or request.chunked or request.tile or self.search.fixed is not None
         return "chunks" in rungs and trains and not done
 
-    def _compared_with_chunks(
-        self, request: PlanningRequest, found: RunPlan, rungs: Collection[str]
-    ) -> RunPlan:
+    def _compared_with_chunks(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
         """Return how a batch that fits in parts is run: in chunks where many more fit so.
 
         Where steps are timed, they tell before whether larger micro-batches may be clearly faster.
@@ -186,12 +188,32 @@ class Ways:
             return found
         seconds = search.of("resident")
         if not times or may_win(seconds, search.least_seconds, size, size):
-            unchunked = self.foreseen, search
-            sizes = [n for n in self._chunks(request, rungs) if n in request.fast_chunks]
+            unchunked, sizes = (self.foreseen, search), list[int]()
+            if request.may_be_chunked and self._many_may_fit(request, fits):
+                sizes = sorted({*request.fast_chunks}, reverse=True)
             found = self._best_of(request, map(request.in_chunks, sizes), fits, None) or found
             self.unchunked = unchunked if times and self.search is not search else None
         self._compared = True  # not before: after an interrupt the next step compares
         return found
+
+    def _many_may_fit(self, request: PlanningRequest, fits: int) -> bool:
+        """Say whether many more samples than `fits` may fit in chunks, by the bytes that these spare.
+
+        That takes two dry runs, and a forecast takes many.
+        """
+        bound, every = self.foreseen.bound(request.signature), self._completed(request)
+        assert bound is not None
+        assert every is not None
+        if not request.has_wide_maps(bound):
+            return False
+        size, n = request.signature.size, max(1, fits)
+        most = min(size, MANY * n)
+        try:
+            spared = _spared_in_chunks(request, bound, n)
+        except Exception:  # the model's own: in chunks it may be none
+            return False
+        one = SPARED * request.fast_chunks[1]
+        return every.peak(most, size) - spared * most / n - one <= request.budget
 
     def _faster_of_both(self, request: PlanningRequest, found: RunPlan) -> RunPlan:
         """Return how a batch is run that was timed in chunks, and before as the model is."""
@@ -219,7 +241,7 @@ class Ways:
         """
         size, trains, found = request.signature.size, request.signature.trains, None
         bound = self.foreseen.bound(request.signature)
-        missing = None
+        missing, fakes = None, bound is None or bound.on_fakes
         if request.on_host and bound is not None and bound.case is not None:
             missing = max(SCALAR, bound.constant.get("activations", 0))
         search, best = self.search, (self.foreseen, self.search, self.parts.get(trains, NO_PARTS))
@@ -227,7 +249,7 @@ class Ways:
             for way in ways:
                 # Chunks have forecasts of their own, whether tensors are offloaded beside or not.
                 key = way.chunked, way.tile
-                self.foreseen = self._tried.setdefault(key, Foreseen(missing))
+                self.foreseen = self._tried.setdefault(key, Foreseen(missing, fakes=fakes))
                 self.search.dry_runs.clear()
                 self.search = search.anew()  # a size that was decided in larger chunks is no bound
                 if failed is None:
@@ -276,3 +298,12 @@ class Ways:
                 raise
             release(error, outside=outside)
         raise ran_out(request.case().device, request.budget, request.source)
+
+
+def _spared_in_chunks(request: PlanningRequest, bound: Forecast, n: int) -> int:
+    """Return the bytes that micro-batches of `n` samples do without in the smallest chunks."""
+    rows, found = n * MICRO_BATCHES, bound.inspection
+    case = unharmed(bound.case or few(request.case(), rows), rows, writes=found.copies)
+    chunks = (replace(case, chunked=nbytes) for nbytes in (0, 1))
+    full, small = (divided(one, n, found, accumulator=False).peak for one in chunks)
+    return full - small
