@@ -11,13 +11,13 @@ from the system first, and released at once.
 
 from __future__ import annotations
 
+import _thread
 import contextvars
 import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from queue import SimpleQueue
 
 if sys.platform != "win32":
@@ -29,8 +29,11 @@ FRAMES = 4 << 20
 USUAL = 8 << 20
 """Bytes of a stack where the system sets no limit."""
 
-SMALL = 1 << 20
-"""Bytes of the stack of a thread that runs no model: a limit of the system counts it in full."""
+SMALL = 256 << 10
+"""Bytes of the stack of a thread that copies on a host: a limit of the system counts it in full.
+
+It touches 12 KiB of it (`benchmarks/outofcore/floors`).
+"""
 
 
 def start(thread: threading.Thread) -> None:
@@ -40,14 +43,18 @@ def start(thread: threading.Thread) -> None:
         MemoryError: there is no memory for it to begin.
         RuntimeError: the system starts no more threads.
     """
+    _require(_stack())
+    thread.start()
+
+
+def _require(stack: int) -> None:
     if sys.platform != "win32":  # which knows no limits of this kind
         try:
-            mmap.mmap(-1, _stack() + FRAMES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+            mmap.mmap(-1, stack + FRAMES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
         except OSError as error:
             raise MemoryError(
                 "there is no memory for the stack and the first frame of a new thread"
             ) from error
-    thread.start()
 
 
 def stack_size() -> int:
@@ -120,7 +127,7 @@ def start_task(work: Callable[[], None], *, small: bool = False) -> Task:
 
     Args:
         work: as `Task` takes it.
-        small: it runs no model, so that a stack of `SMALL` bytes is enough.
+        small: it copies on a host, so that a stack of `SMALL` bytes is enough.
 
     Raises:
         MemoryError: there is no memory for a new thread to begin.
@@ -131,20 +138,25 @@ def start_task(work: Callable[[], None], *, small: bool = False) -> Task:
         tasks = idle.pop()
     except IndexError:
         tasks = SimpleQueue()
-        thread = threading.Thread(target=_serve, args=(tasks, idle), daemon=True)
-        with _small_stack() if small else nullcontext():
-            start(thread)
+        if small:
+            _require(SMALL)
+            _start_small(tasks, idle)
+        else:
+            start(threading.Thread(target=_serve, args=(tasks, idle), daemon=True))
     tasks.put(task)
     return task
 
 
-@contextmanager
-def _small_stack() -> Iterator[None]:
-    """Start threads in the body with stacks of at most `SMALL` bytes, those of others, too."""
+def _start_small(tasks: SimpleQueue[Task], idle: Idle) -> None:
+    """Start a thread with a stack of at most `SMALL` bytes.
+
+    The size is that of all threads that start meanwhile, so nothing waits here, as
+    ``Thread.start`` does.
+    """
     size = stack_size()
     threading.stack_size(min(size or SMALL, SMALL))
     try:
-        yield
+        _thread.start_new_thread(_serve, (tasks, idle))
     finally:
         threading.stack_size(size)
 

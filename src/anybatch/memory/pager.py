@@ -259,7 +259,7 @@ class Copier:
         """Have the thread, where it is not there yet, while there is memory for it."""
         if self._thread is None:
             with uninterrupted(), suppress(MemoryError, RuntimeError):
-                self._thread = threads.start_task(self._run, small=True)
+                self._thread = threads.start_task(self._run, small=self._there.host)
 
     def start(self, work: Callable[[], None]) -> Job:
         """Have it done when all earlier jobs are."""

@@ -197,9 +197,9 @@ class Ways:
         return found
 
     def _many_may_fit(self, request: PlanningRequest, fits: int) -> bool:
-        """Say whether many more samples than `fits` may fit in chunks, by the bytes that these spare.
+        """Say whether many more samples than `fits` may fit in chunks, by two dry runs of so many.
 
-        That takes two dry runs, and a forecast takes many.
+        A forecast takes many.
         """
         bound, every = self.foreseen.bound(request.signature), self._completed(request)
         assert bound is not None

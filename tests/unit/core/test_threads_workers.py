@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import contextvars
 import gc
 import os
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -42,14 +44,17 @@ def test_tasks_at_the_same_time_have_a_thread_each() -> None:
 
 def test_a_task_that_runs_no_model_has_a_small_stack(monkeypatch: pytest.MonkeyPatch) -> None:
     before, sizes = threads.stack_size(), []
-    start = threads.start
 
-    def noted(thread: threading.Thread) -> None:
-        sizes.append(threads.stack_size())
-        start(thread)
+    def noted(start: Any) -> Any:
+        def started(*args: Any) -> None:
+            sizes.append(threads.stack_size())
+            start(*args)
+
+        return started
 
     no_idle(monkeypatch)
-    monkeypatch.setattr(threads, "start", noted)
+    monkeypatch.setattr(threads, "start", noted(threads.start))
+    monkeypatch.setattr("_thread.start_new_thread", noted(_thread.start_new_thread))
     for small in (False, True, True, False):
         threads.start_task(lambda: None, small=small).wait()
     assert sizes == [before, threads.SMALL]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import threading
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,12 +58,12 @@ def test_closing_waits_for_what_was_started() -> None:
 
 
 def test_where_no_thread_starts_a_job_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(_: threading.Thread) -> None:
+    def fails(*_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
     copier, done = Copier(CPU), []
     with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fails)
+        patch.setattr("_thread.start_new_thread", fails)
         no_idle(patch)
         job = copier.start(lambda: done.append(threading.current_thread()))
         copier.wait(job)
