@@ -217,7 +217,7 @@ class Decision:
                 misfits = True
             except NotExactError:  # what it saves must not leave
                 break
-        won = min(search.of("offloaded").values(), default=inf) <= seconds
+        won = min(search.of("offloaded").values(), default=inf) <= seconds < inf
         if not full_batch or won or not paged.possible or search.steps >= MOST:
             return None
         trial = TrialStep(paged.largest, "paged")

@@ -197,7 +197,7 @@ class Ways:
         return found
 
     def _many_may_fit(self, request: PlanningRequest, fits: int) -> bool:
-        """Say whether many more samples than `fits` may fit in chunks, by two dry runs of so many.
+        """Say whether many more samples than `fits` may fit in chunks, by two small dry runs.
 
         A forecast takes many.
         """
@@ -206,8 +206,9 @@ class Ways:
         assert every is not None
         if not request.has_wide_maps(bound):
             return False
-        size, n = request.signature.size, max(1, fits)
-        most = min(size, MANY * n)
+        size = request.signature.size
+        most = min(size, max(1, MANY * fits))
+        n = max(1, min(fits, size // MICRO_BATCHES))  # more would be rows beside those of the batch
         try:
             spared = _spared_in_chunks(request, bound, n)
         except Exception:  # the model's own: in chunks it may be none
