@@ -61,7 +61,7 @@ class _Metered:
 
     Attributes:
         held: elements that are computed at once -> the most bytes where backward begins.
-        heap: the same in all that the C library allocates, until such a step is watched.
+        heap: the same of all that the C library allocates, until such a step is watched.
         next: steps that are metered again.
         sure: elements up to which a step need not be.
     """
@@ -79,20 +79,12 @@ class _Metered:
         if not self.next and self.sure >= max(self.held):  # the alarm was about nothing
             self.sure = inf
 
-    def watch(self, elements: int, held: int) -> None:
-        """Record a watched step, in which autograd's nodes, stores and threads count, too.
-
-        Those of the metered one before count what the meter and an inspection allocate, as well
-        (test_a_long_graph_is_no_alarm).
-        """
-        if self.heap.pop(elements, 0):
-            self.held[elements] = max(self.held[elements], held)
-
-    def expected(self, elements: int) -> float:
+    def expected(self, elements: int, *, heap: bool = False) -> float:
         """Return the bytes of metered steps with so many elements at once, or more."""
-        larger = [one for one in self.held if one >= elements]
-        most = min(larger, default=max(self.held, default=1))
-        held = max(self.held.get(most, 0), self.heap.get(most, 0))
+        counts = self.heap if heap else self.held
+        larger = [one for one in counts if one >= elements]
+        most = min(larger, default=max(counts, default=1))
+        held = counts.get(most, 0)
         return held if larger else held * elements / most
 
 
@@ -299,12 +291,16 @@ class Measurement:
             return loss, peak
         elements, earlier = _elements(step, signature), self._metered_steps[signature.trains]
         expected = earlier.expected(elements)
-        if live.most - expected > LEAST + min(MORE * expected, planner.left(signature)):
+        more = LEAST + min(MORE * expected, planner.left(signature))
+        if live.most - expected > more:
             # What the C library has in addition, in steps that hold no more, is no alarm again.
             earlier.held[elements] = live.most
-            # A search ends late where steps are metered, which have no seconds.
-            earlier.next, earlier.sure = 1 if step.clocked else NEXT, 0
-        earlier.watch(elements, live.most)
+            # Autograd's nodes, stores and threads were there in the metered step, too
+            # (test_a_long_graph_is_no_alarm).
+            if live.most - earlier.expected(elements, heap=True) > more:
+                # A search ends late where steps are metered, which have no seconds.
+                earlier.next, earlier.sure = 1 if step.clocked else NEXT, 0
+        earlier.heap.pop(elements, 0)  # the meter and an inspection allocated in that step alone
         return loss, peak
 
 
